@@ -1,0 +1,3 @@
+from overland.cli.main import main
+
+main()

@@ -1,0 +1,79 @@
+"""`overland check`: everything about a run that can be known before it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from overland.cli.errors import user_errors
+from overland.cli.settings import Settings, split_settings
+
+
+@user_errors
+def check(
+    settings: Settings = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of devices to check for.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a config without training: keys, degrees, batch, files, model size."""
+    from overland.config.load import ngpu
+
+    source, arguments = split_settings(settings)
+    raise typer.Exit(report(source, arguments, world_size or ngpu(os.environ), as_json))
+
+
+def report(source: str | None, arguments: list[str], world_size: int | None, as_json: bool) -> int:
+    """Prints what the run would be; returns the exit code. Files still to be fetched are no error."""
+    from overland.config.checks import load_checked
+    from overland.config.degrees import smallest_world
+
+    loaded, problems = load_checked(source, arguments, world_size=world_size, waive={"missing"})
+    world_size = world_size or smallest_world(loaded.config.parallelism)
+    facts = describe(loaded.config, world_size)
+    missing = [str(problem) for problem in problems if problem.kind == "missing"]
+    notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
+    if as_json:
+        print(json.dumps({**facts, "notes": notes, "to_fetch": missing}, indent=2))
+        return 0
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    for name, value in facts.items():
+        print(f"{name.replace('_', ' '):<24} {value if isinstance(value, str) else f'{value:,}'}")
+    if missing:
+        print("\nStill to fetch before training:")
+        print(*(f"  {line}" for line in missing), sep="\n")
+    print("\nThe config is valid.")
+    return 0
+
+
+def describe(config: Any, world_size: int) -> dict[str, Any]:
+    from overland.config.degrees import resolve_degrees
+    from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
+    from overland.models.registry import resolve_config
+    from overland.reporting.readme import model_name, strategy_in_words
+
+    training = config.training
+    degrees = resolve_degrees(config.parallelism, world_size)
+    model = config.model
+    flavor = None if model.config else model.flavor
+    model_config = resolve_config(model.name, flavor, model.config, model.overrides)
+    per_pass = training.local_batch_size * degrees.dp
+    rows = per_pass if training.global_batch_size == -1 else training.global_batch_size
+    return {
+        "model": model_name(config),
+        "parameters": count_parameters(model_config).total,
+        "flops_per_token": int(flops_per_token(model_config, training.seq_len)),
+        "flops_per_token_causal": int(causal_flops_per_token(model_config, training.seq_len)),
+        "devices": world_size,
+        "layout": strategy_in_words(degrees),
+        "sequences_per_step": rows,
+        "tokens_per_step": rows * training.seq_len,
+        "accumulated_passes": rows // per_pass,
+        "tokens_in_all": rows * training.seq_len * training.steps,
+    }

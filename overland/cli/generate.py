@@ -1,0 +1,36 @@
+"""`overland generate`: what a checkpoint says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overland.cli.errors import user_errors
+
+
+@user_errors
+def generate(
+    path: Annotated[Path, typer.Argument(help="A run folder, or one of its step_N checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "import ",
+    num_tokens: Annotated[int, typer.Option(help="Tokens to add at most.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.8,
+    seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+) -> None:
+    """Let a checkpoint continue a text."""
+    from overland.evaluation.checkpoint import open_checkpoint
+    from overland.evaluation.generate import generate as generate_ids
+
+    model, tokenizer, config = open_checkpoint(path)
+    ids = generate_ids(
+        model,
+        tokenizer.encode(prompt),
+        num_tokens=num_tokens,
+        context=config.training.seq_len,
+        temperature=temperature,
+        seed=seed,
+        end_id=tokenizer.end_id,
+        device=next(model.parameters()).device,
+    )
+    print(prompt + tokenizer.decode(list(ids)))

@@ -1,0 +1,29 @@
+"""The `overland` command. Each verb is a thin module; what is heavy is imported when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from overland.cli import check, config, generate, init, train
+
+app = typer.Typer(
+    name="overland",
+    help="Trains and fine-tunes large models on any machine, in sessions, without losing a token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# Settings are no options: `training.steps=20` and `--training.steps 20` go to the config loader.
+TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app.command()(init.init)
+app.command(context_settings=TAKES_SETTINGS)(check.check)
+app.command(context_settings=TAKES_SETTINGS)(train.train)
+app.command()(generate.generate)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    app()

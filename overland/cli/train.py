@@ -1,0 +1,142 @@
+"""`overland train`: runs here, one process per device, or joins the world that a launcher made."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from overland.cli.errors import user_errors
+from overland.cli.settings import Settings, split_settings
+
+if TYPE_CHECKING:
+    from overland.cluster.world import World
+    from overland.config.load import Loaded
+    from overland.training.run import Run
+
+
+@user_errors
+def train(
+    settings: Settings = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto, none, or the path of a checkpoint.")
+    ] = None,
+    skip_optimizer: Annotated[
+        bool, typer.Option("--skip_optimizer", help="Resume with a new optimizer.")
+    ] = False,
+) -> None:
+    """Train a model: overland train CONFIG [section.key=value ...]
+
+    CONFIG is a TOML or YAML file or the name of a recipe (see `overland init`). Run it again to
+    resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND, DRY_RUN=1.
+    """
+    from overland.cli.check import report
+    from overland.cluster.devices import num_local_ranks
+    from overland.cluster.launch import launch_local
+    from overland.cluster.world import World, find_world
+    from overland.config.checks import load_checked
+    from overland.config.load import dry_run, log_ranks, ngpu
+
+    source, arguments = split_settings(settings)
+    arguments += [f"checkpoint.resume={resume}"] if resume is not None else []
+    arguments += ["checkpoint.skip_optimizer=true"] if skip_optimizer else []
+    world = find_world()
+    if dry_run(os.environ):
+        raise typer.Exit(report(source, arguments, ngpu(os.environ), as_json=False))
+    num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
+    loaded, notes = load_checked(source, arguments, world_size=num_ranks)
+    printing = log_ranks(os.environ)
+    if world is None:
+        for note in [*loaded.notes, *map(str, notes)]:
+            print(f"note: {note}", file=sys.stderr)
+        loaded, arguments = settle_folder(loaded, arguments)
+        if num_ranks > 1:
+            logs = Path(loaded.config.job.dump_folder).expanduser() / "logs"
+            words = ["train", *([source] if source else []), *arguments]
+            raise typer.Exit(launch_local(words, num_ranks, printing, logs))
+    run_rank(loaded, world or World(), printing)
+
+
+def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
+    """`resume = none` never touches an earlier run: it gets a folder of its own."""
+    from dataclasses import replace
+
+    from overland.training.folder import fresh_folder
+
+    config = loaded.config
+    if config.checkpoint.resume != "none":
+        return loaded, arguments
+    folder = fresh_folder(config.job.dump_folder)
+    job = config.job.model_copy(update={"dump_folder": folder})
+    config = config.model_copy(update={"job": job})
+    return replace(loaded, config=config), [*arguments, f"job.dump_folder={folder}"]
+
+
+def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
+    """What every rank does."""
+    from overland.cluster.devices import device_type
+    from overland.parallel.comm import process_group
+    from overland.training.export import export_hf
+    from overland.training.loop import train as train_loop
+    from overland.training.run import build_run
+
+    config = loaded.config
+    with process_group(config.comm, world, device_type()) as device:
+        run = build_run(config, world, device, printing)
+        is_new = run.progress.step < config.training.steps
+        if config.job.print_config and world.is_first:
+            print(run.folder.config.read_text())
+        finished = train_loop(run)
+        if finished and is_new and config.checkpoint.last_save_in_hf:
+            export_hf(run)
+        sample = sample_text(run) if finished else ""
+        if world.is_first:
+            print(closing_words(run, finished, is_new, sample))
+
+
+def sample_text(run: Run) -> str:
+    """The continuation of `metrics.sample_prompt`; all ranks take part."""
+    from overland.evaluation.generate import generate
+
+    prompt, tokenizer = run.config.metrics.sample_prompt, run.dataset.tokenizer
+    if not prompt or tokenizer is None:
+        return ""
+    run.model.eval()
+    ids = generate(
+        run.model,
+        tokenizer.encode(prompt),
+        num_tokens=96,
+        context=run.config.training.seq_len,
+        end_id=tokenizer.end_id,
+        device=run.device,
+    )
+    return prompt + tokenizer.decode(list(ids))
+
+
+def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
+    folder, steps = run.folder, run.config.training.steps
+    if not finished:
+        saved = f"saved step {run.progress.step}" if run.config.checkpoint.enable else "not saved"
+        return (
+            f"\nStopped after step {run.progress.step} of {steps}; {saved}. To go on:\n\n"
+            f"  overland train {folder.config}\n"
+        )
+    lines = [f"\nFinished: {steps} steps in {folder.root}."]
+    if not is_new:
+        lines = [
+            f"\nNothing left to do: {folder.root} is at step {run.progress.step} of {steps}. "
+            f"`--resume none` starts a new run beside it."
+        ]
+    if sample:
+        shown = "\n".join("  │ " + line for line in sample.splitlines())
+        lines.append(f"The model continues {run.config.metrics.sample_prompt!r}:\n\n{shown}\n")
+    lines.append(
+        "To try next:\n\n"
+        f"  overland generate {folder.root} --prompt 'class Node:'\n"
+        f"  tensorboard --logdir {folder.tb}\n"
+        f"  overland train {folder.config} training.steps={2 * steps}\n"
+    )
+    return "\n".join(lines)

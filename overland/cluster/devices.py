@@ -1,0 +1,62 @@
+"""What this machine computes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+CPU_RANKS = 2  # on a machine without accelerators: enough that every run is really distributed
+
+
+def num_local_ranks() -> int:
+    """One rank per accelerator; without any, a few on the CPU."""
+    if not may_have_accelerator():
+        return min(CPU_RANKS, os.cpu_count() or 1)
+    import torch
+
+    return torch.accelerator.device_count() or min(CPU_RANKS, os.cpu_count() or 1)
+
+
+def may_have_accelerator() -> bool:
+    """Whether it is worth importing torch (seconds) to count devices."""
+    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+    return sys.platform == "darwin" or any(Path(path).exists() for path in drivers)
+
+
+def device_type() -> str:
+    """`cuda` (NVIDIA and AMD alike) or `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name() -> str:
+    """The accelerator's name as its driver gives it, or the CPU's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "CPU"
+
+
+def memory_in_use() -> float:
+    """Peak memory of this rank so far, GiB: the device's, or the process's on a CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / 2**30
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,125 @@
+"""Starts one process per local device and stays with them until they end.
+
+A rank that is not asked to print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The
+first rank to fail takes the others down, and the end of its log is shown. Ctrl-C reaches all ranks
+through the terminal: they finish their step, save and exit; a second one ends them at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import FrameType
+
+GRACE_SECONDS = 10.0
+LOG_TAIL_LINES = 20
+
+
+def launch_local(
+    arguments: Sequence[str], num_ranks: int, log_ranks: Collection[int], log_folder: Path
+) -> int:
+    """Runs `overland ARGUMENTS` on `num_ranks` processes; returns the first non-zero exit code."""
+    log_folder.mkdir(parents=True, exist_ok=True)
+    shared_env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+    shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}
+
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in range(num_ranks):
+        env = {**shared_env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", "overland", *arguments]
+        if rank in log_ranks:
+            ranks.append(subprocess.Popen(command, env=env))
+        else:
+            with logs[rank].open("ab") as log:
+                ranks.append(
+                    subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+                )
+    with _interrupts_go_to(ranks):
+        failed = _wait(ranks)
+    if failed is None:
+        return 0
+    code = ranks[failed].returncode
+    if failed not in log_ranks:
+        _show_end_of(logs[failed], failed)
+    if code < 0:
+        print(f"rank {failed} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return code if code > 0 else 128 - code
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """Waits for all; the first failure ends the rest. Returns the rank that failed first."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = next((i for i, code in enumerate(codes) if code not in (None, 0)), None)
+        if failed is not None:
+            _end(ranks)
+            return failed
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL after a grace period: a rank stuck in a collective never sees SIGTERM."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+        rank.wait()
+
+
+class _interrupts_go_to:
+    """First Ctrl-C: leave the ranks to finish. Second: end them. SIGTERM is passed on."""
+
+    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+        self.ranks = ranks
+        self.interrupts = 0
+
+    def __enter__(self) -> None:
+        self.previous = {
+            signal.SIGINT: signal.signal(signal.SIGINT, self._interrupt),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, self._pass_on),
+        }
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        if self.interrupts > 1:
+            _end(self.ranks)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+
+def _show_end_of(log: Path, rank: int) -> None:
+    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    print(f"rank {rank} failed; the end of {log}:", *lines, sep="\n  ", file=sys.stderr)

@@ -1,0 +1,155 @@
+"""Settings from the command line and the environment.
+
+`key=value`, `--section.key value`, `--section.key=value`, `--section.flag` and
+`--section.no-flag` all mean the same kind of entry. A value is read as TOML where it is TOML, and
+else as text; the key's type has the last word (`model.flavor=8B`, `job.dump_folder=123` are text).
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from overland.config.dialects import todays_key
+from overland.config.errors import ConfigError, Problem, nearest_name
+from overland.config.fields import Key, find_key
+from overland.config.source import Entries, Entry, KeyPath, flatten
+
+COMMAND_LINE = "command line"
+CONFIG_FILE = ("job", "config_file")
+
+
+@dataclass
+class Arguments:
+    """What the command line says; `config_files` are the files that `--job.config_file` names."""
+
+    entries: Entries = field(default_factory=dict)
+    config_files: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse_arguments(arguments: Sequence[str]) -> Arguments:
+    found = Arguments()
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        path = tuple(name.strip().replace("-", "_").split("."))
+        if len(path) < 2 or not all(path) or not (equals or word.startswith("--")):
+            message = "expected section.key=value, such as training.steps=20"
+            found.problems.append(Problem(message, where=COMMAND_LINE, value=word))
+            continue
+        path, negated = _without_no(path)
+        if negated:
+            _put(found, path, False)
+        elif equals:
+            _put(found, path, parse_value(text, find_key(todays_key(path))))
+        elif rest and _is_value(rest[0], find_key(todays_key(path))):
+            _put(found, path, parse_value(rest.pop(0), find_key(todays_key(path))))
+        elif (key := find_key(todays_key(path))) is None or key.accepts(bool):
+            _put(found, path, True)
+        else:
+            message = f"has no value; expected {key.type_words}"
+            found.problems.append(Problem(message, where=COMMAND_LINE, key=key.dotted))
+    return found
+
+
+def parse_value(text: str, key: Key | None) -> Any:
+    """The value that a word stands for, given the key it is meant for."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    if key is None:
+        return {"true": True, "false": False}.get(text.lower(), value)
+    if text.lower() in ("none", "null") and key.accepts(type(None)):
+        return None
+    if key.accepts(bool) and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if key.accepts(list) and not isinstance(value, list) and not key.accepts(str):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if key.accepts(str) and not isinstance(value, str | list):
+        return text
+    if key.accepts(int) and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def environment_entries(env: Mapping[str, str]) -> tuple[Entries, list[Problem]]:
+    """COMM_BACKEND; the other variables are not settings of the run (see below)."""
+    backend = env.get("COMM_BACKEND", "")
+    if not backend:
+        return {}, []
+    key = find_key(("comm", "backend"))
+    assert key is not None
+    where = "environment COMM_BACKEND"
+    if backend not in key.choices:
+        near = nearest_name(backend, key.choices)
+        message = f"expected {key.type_words}"
+        return {}, [Problem(message, where=where, value=backend, nearest=near and f'"{near}"')]
+    return {("comm", "backend"): Entry(backend, where)}, []
+
+
+def ngpu(env: Mapping[str, str]) -> int | None:
+    """NGPU: processes to start on this machine; None: one per device."""
+    text = env.get("NGPU", "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise _bad_variable("NGPU", text, "expected a positive whole number")
+    return int(text)
+
+
+def log_ranks(env: Mapping[str, str]) -> list[int]:
+    """LOG_RANK: the ranks that print, such as 0 or 0,1; rank 0 unless told."""
+    text = env.get("LOG_RANK", "").strip()
+    if not text:
+        return [0]
+    if not re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+        raise _bad_variable("LOG_RANK", text, "expected ranks separated by commas, such as 0,1")
+    return sorted({int(part) for part in text.split(",")})
+
+
+def dry_run(env: Mapping[str, str]) -> bool:
+    """DRY_RUN=1: check the config and stop."""
+    text = env.get("DRY_RUN", "").strip().lower()
+    if text not in ("", "0", "1", "false", "true"):
+        raise _bad_variable("DRY_RUN", text, "expected 0 or 1")
+    return text in ("1", "true")
+
+
+def _bad_variable(name: str, text: str, message: str) -> ConfigError:
+    return ConfigError([Problem(message, where=f"environment {name}", value=text)])
+
+
+def _without_no(path: KeyPath) -> tuple[KeyPath, bool]:
+    """`checkpoint.no_enable` is `checkpoint.enable`, negated, unless there is such a key."""
+    if path[-1].startswith("no_") and find_key(todays_key(path)) is None:
+        plain = (*path[:-1], path[-1].removeprefix("no_"))
+        key = find_key(todays_key(plain))
+        if key is not None and key.accepts(bool):
+            return plain, True
+    return path, False
+
+
+def _is_value(word: str, key: Key | None) -> bool:
+    """Whether the word after `--section.key` is its value, and not the next argument."""
+    if word.startswith("--"):
+        return False
+    if key is not None and key.accepts(bool):
+        return word.lower() in ("true", "false")
+    return True
+
+
+def _put(found: Arguments, path: KeyPath, value: Any) -> None:
+    if path == CONFIG_FILE:
+        found.config_files.append(str(value))
+        return
+    if isinstance(value, dict) and value:
+        nested = flatten({"": value}, {}, COMMAND_LINE)
+        found.entries.update({(*path, *sub[1:]): entry for sub, entry in nested.items()})
+        return
+    found.entries[path] = Entry(value, COMMAND_LINE)

@@ -1,0 +1,100 @@
+"""What the schema alone cannot see: numbers that must fit each other, files, models, backends.
+
+Each check is a function from a `Loaded` to problems, and names the sections or keys it looks at.
+If some of those could not be read (`ConfigError.partial`), the check stays silent, since it would
+judge a default in place of what was meant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from overland.config.checks import batch, files, machine, model, parallelism, schedule
+from overland.config.errors import ConfigError, Kind, Problem
+from overland.config.load import Loaded, in_order, load_config
+
+__all__ = ["check_config", "load_checked", "require"]
+
+Check = Callable[[Loaded], Iterator[Problem]]
+SizedCheck = Callable[[Loaded, int | None], Iterator[Problem]]
+
+# custom_import comes first: what it registers is valid in the checks after it.
+CHECKS: list[tuple[Check, tuple[str, ...]]] = [
+    (model.check_custom_import, ("job.custom_import",)),
+    (model.check_model, ("model", "job.custom_import")),
+    (model.check_length, ("model", "training.seq_len")),
+    (schedule.check_warmup, ("lr_scheduler", "training.steps")),
+    (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
+    (schedule.check_recompute, ("activation_checkpoint",)),
+    (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
+    (files.check_checkpoints, ("checkpoint.resume", "checkpoint.initial_load_path")),
+    (files.check_training_data, ("training.dataset", "training.dataset_path", "data")),
+    (files.check_validation_data, ("validation", "data")),
+    (machine.check_backend, ("comm.backend",)),
+]
+SIZED_CHECKS: list[tuple[SizedCheck, tuple[str, ...]]] = [
+    (parallelism.check_degrees, ("parallelism",)),
+    (
+        batch.check_batch,
+        ("parallelism", "training.local_batch_size", "training.global_batch_size"),
+    ),
+]
+
+
+def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
+    """Everything that is wrong, or worth a note, with a config that loads.
+
+    Args:
+        loaded: What `load_config` gave.
+        world_size: Number of processes; None: not known, so nothing is compared with it.
+    """
+    problems: list[Problem] = []
+    for check, keys in CHECKS:
+        if not _reads_dropped(loaded, keys):
+            problems += check(loaded)
+    for sized, keys in SIZED_CHECKS:
+        if not _reads_dropped(loaded, keys):
+            problems += sized(loaded, world_size)
+    return in_order(problems)
+
+
+def require(loaded: Loaded, world_size: int | None, waive: Collection[Kind] = ()) -> list[Problem]:
+    """Raises `ConfigError` unless the config can run here; returns notes and what was waived.
+
+    Args:
+        loaded: What `load_config` gave.
+        world_size: Number of processes, if known.
+        waive: Kinds that are reported and not raised: `overland check` waives "missing" (still to
+            be fetched), and on a login node "machine" too.
+    """
+    problems = check_config(loaded, world_size)
+    waived = [problem for problem in problems if problem.kind in (*waive, "note")]
+    fatal = [problem for problem in problems if problem not in waived]
+    if fatal:
+        raise ConfigError(fatal, partial=loaded)
+    return waived
+
+
+def load_checked(
+    source: str | None,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str] = os.environ,
+    world_size: int | None = None,
+    waive: Collection[Kind] = (),
+) -> tuple[Loaded, list[Problem]]:
+    """`load_config` and `require` in one, so that the problems of both come at once."""
+    try:
+        loaded = load_config(source, arguments, env)
+    except ConfigError as error:
+        if not isinstance(error.partial, Loaded):
+            raise
+        more = check_config(error.partial, world_size)
+        fatal = [problem for problem in more if problem.kind not in (*waive, "note")]
+        raise ConfigError(in_order([*error.problems, *fatal]), partial=error.partial) from None
+    return loaded, require(loaded, world_size, waive)
+
+
+def _reads_dropped(loaded: Loaded, keys: tuple[str, ...]) -> bool:
+    dropped = [".".join(path) + "." for path in loaded.dropped]
+    return any(name.startswith(f"{key}.") for name in dropped for key in keys)

@@ -1,0 +1,100 @@
+"""Files, folders and datasets that a config names are there, or it is said how to bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from overland.config.errors import Problem, any_of, nearest_name
+from overland.config.load import Loaded
+
+# torchtitan's names for parts of one public corpus.
+C4_NAMES = ("c4", "c4_test", "c4_validation")
+
+
+def check_paths(loaded: Loaded) -> Iterator[Problem]:
+    model = loaded.config.model
+    for key, path in (
+        ("model.config", model.config),
+        ("model.hf_assets_path", model.hf_assets_path),
+    ):
+        if path is not None and not _exists(path):
+            yield _missing(loaded, key, path, "`overland fetch model NAME` brings one")
+    for name, path in loaded.config.data.datasets.items():
+        if not _exists(path):
+            way_out = f"`overland fetch dataset {name}` brings it"
+            yield _missing(loaded, f"data.datasets.{name}", path, way_out)
+
+
+def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
+    checkpoint = loaded.config.checkpoint
+    path = checkpoint.initial_load_path
+    if path is not None and not _exists(path):
+        way_out = "`overland fetch model NAME` brings released weights"
+        yield _missing(loaded, "checkpoint.initial_load_path", path, way_out)
+    if checkpoint.resume not in ("auto", "none") and not _exists(checkpoint.resume):
+        key = "checkpoint.resume"
+        near = nearest_name(checkpoint.resume, ["auto", "none"])
+        message = 'expected "auto", "none" or the path of a checkpoint that is there'
+        yield Problem(message, loaded.where(key), key, checkpoint.resume, near and f'"{near}"')
+
+
+def check_training_data(loaded: Loaded) -> Iterator[Problem]:
+    training = loaded.config.training
+    if training.dataset_path is None:
+        yield from _dataset(loaded, "training", training.dataset)
+    elif not _exists(training.dataset_path):
+        yield _missing(loaded, "training.dataset_path", training.dataset_path)
+
+
+def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
+    validation = loaded.config.validation
+    if not validation.enable:
+        return
+    if validation.dataset_path is not None:
+        if not _exists(validation.dataset_path):
+            yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
+        return
+    names = validation.dataset
+    for name in [names] if isinstance(names, str) else names:
+        yield from _dataset(loaded, "validation", name)
+
+
+def _dataset(loaded: Loaded, section: str, name: str) -> Iterator[Problem]:
+    from overland.data.registry import source_names
+
+    data = loaded.config.data
+    built_in = source_names()
+    if name in built_in or name in data.datasets or _exists(f"{data.folder}/{name}"):
+        return
+    key = f"{section}.dataset"
+    where = loaded.where(key)
+    near = nearest_name(name, [*built_in, *data.datasets], cutoff=0.8)
+    if near:
+        names = any_of([*built_in, *data.datasets, f"a folder in {data.folder}"])
+        yield Problem(f"no such dataset; expected {names}", where, key, name, f'"{near}"')
+        return
+    torchtitan = " (a name of torchtitan's for public text)" if name in C4_NAMES else ""
+    message = (
+        f"not on this machine{torchtitan}: `overland fetch dataset {name}` brings it, or set "
+        f"data.datasets.{name} or {section}.dataset_path to a folder"
+    )
+    yield Problem(message, where, key, name, kind="missing")
+
+
+def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:
+    near = _near_path(Path(path).expanduser())
+    message = "no such file or folder" + (f"; {way_out}" if way_out and not near else "")
+    return Problem(message, loaded.where(key), key, path, near, kind="missing")
+
+
+def _near_path(path: Path) -> str | None:
+    """A neighbour with almost the same name; a wrong letter is likelier than a missing download."""
+    if not path.parent.is_dir():
+        return None
+    near = nearest_name(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.85)
+    return str(path.parent / near) if near else None
+
+
+def _exists(path: str) -> bool:
+    return Path(path).expanduser().exists()

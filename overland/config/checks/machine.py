@@ -1,0 +1,53 @@
+"""The communication backend is in this torch build, and its devices are in this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from overland.config.errors import Problem, any_of
+from overland.config.load import Loaded
+
+KEY = "comm.backend"
+
+
+def check_backend(loaded: Loaded) -> Iterator[Problem]:
+    """Imports torch only for a backend that a build may lack; auto and gloo are always there."""
+    backend = loaded.config.comm.backend
+    if backend in ("auto", "gloo"):
+        return
+    lack = _lack_of(backend)
+    if lack:
+        yield Problem(lack, loaded.where(KEY), KEY, backend, kind="machine")
+
+
+def _lack_of(backend: str) -> str:
+    import torch
+    import torch.distributed as dist
+
+    has = any_of([name for name, there in _backends().items() if there], "and")
+    build = f"this build of torch ({torch.__version__}) has {has}"
+    if not _backends()[backend]:
+        way_out = {
+            "mpi": "build torch from source with MPI, or start with mpirun and nccl or gloo",
+            "nccl": "install torch for CUDA or ROCm, or set comm.backend to auto or gloo",
+            "nvshmem": "install a CUDA build with NVSHMEM, or set comm.backend to nccl",
+        }[backend]
+        return f"{build}, not {backend}; {way_out}"
+    if backend in ("nccl", "nvshmem") and not torch.cuda.is_available():
+        return f"this machine shows no GPU, and {backend} needs one; set comm.backend to gloo"
+    if backend == "nvshmem" and not dist.is_nccl_available():
+        return f"{build}, but nvshmem needs nccl beside it"
+    return ""
+
+
+def _backends() -> dict[str, bool]:
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    nvshmem = getattr(symmetric_memory, "is_nvshmem_available", lambda: False)
+    return {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "nvshmem": bool(nvshmem()),
+    }

@@ -1,0 +1,113 @@
+"""The degrees multiply to the number of devices, and the ZeRO shorthand agrees with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from overland.config.errors import Problem
+from overland.config.load import Loaded
+from overland.config.schema import JobConfig
+
+# Short names for the sentence, in the order of the mesh (slowest axis first).
+AXES = {
+    "pipeline_parallel_degree": "pipeline",
+    "data_parallel_replicate_degree": "replicate",
+    "data_parallel_shard_degree": "shard",
+    "context_parallel_degree": "context",
+    "tensor_parallel_degree": "tensor",
+}
+SHARD = "data_parallel_shard_degree"
+REPLICATE = "data_parallel_replicate_degree"
+
+
+def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
+    degrees = {axis: getattr(loaded.config.parallelism, axis) for axis in AXES}
+    shard_key = f"parallelism.{SHARD}"
+    if degrees[SHARD] != -1 and degrees[SHARD] < 1:
+        message = "expected -1 (the rest of the devices) or a positive whole number"
+        yield Problem(message, loaded.where(shard_key), shard_key, degrees[SHARD])
+        return
+    yield from _stage_against_degrees(loaded)
+    if world_size is not None:
+        yield from _product(loaded, degrees, world_size)
+
+
+def data_parallel_degree(config: JobConfig, world_size: int) -> int | None:
+    """Ranks that see different data (replicate × shard); None if the degrees do not fit."""
+    layout = config.parallelism
+    others = (
+        layout.tensor_parallel_degree
+        * layout.pipeline_parallel_degree
+        * layout.context_parallel_degree
+    )
+    return world_size // others if world_size % others == 0 else None
+
+
+def _stage_against_degrees(loaded: Loaded) -> Iterator[Problem]:
+    layout = loaded.config.parallelism
+    stage = layout.sharding_stage
+    if stage is None:
+        return
+    shard, replicate = layout.data_parallel_shard_degree, layout.data_parallel_replicate_degree
+    reshard = layout.fsdp_reshard_after_forward
+    clash = ""
+    if stage == "zero0" and shard > 1:
+        clash = f"replicates everything, but {SHARD} = {shard} shards"
+    elif stage.endswith("_hybrid") and max(shard, replicate) > 1:
+        given = f"{SHARD} = {shard}" if shard > 1 else f"{REPLICATE} = {replicate}"
+        clash = f"shards within a node and replicates across nodes, but {given} says how"
+    elif stage != "zero0" and shard == 1:
+        clash = f"shards, but {SHARD} = 1 does not"
+    elif stage in ("zero2", "zero3") and replicate > 1:
+        clash = f"has one copy, but {REPLICATE} = {replicate} has more (as {stage}_hybrid would)"
+    elif stage.startswith("zero2") and reshard == "always":
+        clash = 'keeps parameters gathered, but fsdp_reshard_after_forward = "always" does not'
+    elif stage.startswith("zero3") and reshard == "never":
+        clash = 'frees gathered parameters, but fsdp_reshard_after_forward = "never" does not'
+    if clash:
+        key = "parallelism.sharding_stage"
+        message = f"{clash}; take one of the two out"
+        yield Problem(message, loaded.where(key), key, stage)
+
+
+def _product(loaded: Loaded, degrees: dict[str, int], world_size: int) -> Iterator[Problem]:
+    stage = loaded.config.parallelism.sharding_stage
+    free = {SHARD} if degrees[SHARD] == -1 else set()
+    if stage == "zero0" or (stage and stage.endswith("_hybrid")):
+        free = {SHARD, REPLICATE}  # the shorthand works both out
+    fixed = {axis: degree for axis, degree in degrees.items() if axis not in free}
+    product = prod(fixed.values())
+    if product == world_size or (free and world_size % product == 0):
+        return
+    named = " × ".join(f"{AXES[axis]} {degree}" for axis, degree in fixed.items() if degree > 1)
+    detail = f" ({named})" if " × " in named else ""
+    devices = "1 device" if world_size == 1 else f"{world_size} devices"
+    relation = "which does not divide" if free else "but there are"
+    axis, fitting = _way_out(fixed, world_size, bool(free))
+    way_out = f"; parallelism.{axis} = {fitting} would fit" if axis else ""
+    blamed = axis if axis and axis in fixed else max(fixed, key=lambda name: fixed[name])
+    key = f"parallelism.{blamed}"
+    message = f"the degrees multiply to {product}{detail}, {relation} {devices}{way_out}"
+    yield Problem(message, loaded.where(key), key, degrees[blamed])
+
+
+def _way_out(fixed: dict[str, int], world_size: int, room: bool) -> tuple[str | None, int]:
+    """One degree to change, and to what, so that the product fits. Data parallelism first, since it
+    asks nothing of the model."""
+    order = [SHARD, REPLICATE, "tensor_parallel_degree", "context_parallel_degree"]
+    best: tuple[int, int, str, int] | None = None
+    for rank, axis in enumerate([*order, "pipeline_parallel_degree"]):
+        if axis not in fixed or (fixed[axis] == 1 and axis not in (SHARD, REPLICATE)):
+            continue
+        others = prod(degree for name, degree in fixed.items() if name != axis)
+        if world_size % others:
+            continue
+        share = world_size // others
+        if not room:
+            return axis, share
+        fitting = max(n for n in range(1, min(fixed[axis], share) + 1) if share % n == 0)
+        candidate = (abs(fixed[axis] - fitting), rank, axis, fitting)
+        if fitting != fixed[axis] and (best is None or candidate < best):
+            best = candidate
+    return (best[2], best[3]) if best else (None, 0)

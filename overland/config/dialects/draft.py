@@ -1,0 +1,47 @@
+"""What a dialect writes into: entries in today's keys, and notes that say what happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overland.config.source import Entries, Entry, KeyPath
+
+
+class Draft:
+    """Collects translated entries. What the file says in today's own keys is never overwritten."""
+
+    def __init__(self, native: Entries, shown: str) -> None:
+        self.entries = dict(native)
+        self.notes: list[str] = []
+        self._native = frozenset(native)
+        self._shown = shown
+        self._reasons: dict[str, list[str]] = {}
+
+    def put(self, path: KeyPath, value: Any, source: Entry) -> bool:
+        """Sets a key from an older one; False if the file has today's key as well, which wins."""
+        if path in self._native:
+            return False
+        self.entries[path] = Entry(value, source.where, source.section_where)
+        return True
+
+    def rename(self, old: KeyPath, new: KeyPath, value: Any, source: Entry) -> None:
+        if self.put(new, value, source):
+            self.note(source, f"{'.'.join(old)} is now {'.'.join(new)}")
+        else:
+            self.note(source, f"{'.'.join(old)} is ignored, since {'.'.join(new)} is given too")
+
+    def note(self, source: Entry, text: str) -> None:
+        self.notes.append(f"{source.where}: {text}")
+
+    def without_meaning(self, path: KeyPath, source: Entry, reason: str) -> None:
+        """Keys with the same reason share a note."""
+        line = source.where.rpartition(":")[2] if ":" in source.where else ""
+        shown = ".".join(path) + (f" (line {line})" if line.isdecimal() else "")
+        self._reasons.setdefault(reason, []).append(shown)
+
+    def finish(self) -> tuple[Entries, list[str]]:
+        grouped = [
+            f"{self._shown}: without effect here: {', '.join(keys)}: {reason}"
+            for reason, keys in self._reasons.items()
+        ]
+        return self.entries, self.notes + grouped

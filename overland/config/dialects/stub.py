@@ -1,0 +1,212 @@
+"""The YAML of the training stub: `dist`, `dataset`, `model.hf_config`, `optim`, … of a ViT-MAE.
+
+The stub trains a masked autoencoder on random tensors; its dataset paths are placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from overland.config.dialects.draft import Draft
+from overland.config.source import Entries, Entry, KeyPath
+
+OWN_SECTIONS = frozenset({"dist", "dataset", "optim", "loss", "misc", "logging"})
+OTHER_SECTIONS = frozenset({"model", "lr_scheduler", "checkpoint"})
+
+RENAMED: dict[str, str] = {
+    "dist.backend": "comm.backend",
+    "dist.dtype": "training.mixed_precision_param",
+    "dist.sharding_stage": "parallelism.sharding_stage",
+    "misc.sharding_stage": "parallelism.sharding_stage",
+    "misc.compiles_model": "compile.enable",
+    "dataset.batch_size": "training.local_batch_size",
+    "optim.lr": "optimizer.lr",
+    "optim.weight_decay": "optimizer.weight_decay",
+    "optim.beta1": "optimizer.beta1",
+    "optim.beta2": "optimizer.beta2",
+    "optim.grad_clip": "training.max_norm",
+    "lr_scheduler.warmup_iterations": "lr_scheduler.warmup_steps",
+    "lr_scheduler.min_lr": "lr_scheduler.min_lr",
+    "checkpoint.path_chkpt_prev": "checkpoint.resume",
+    "checkpoint.pretrain": "checkpoint.initial_load_path",
+}
+
+RANDOM = "the stub trains on random tensors, so there is nothing to read or transform"
+EPOCHS = "the run ends after training.steps; there are no epochs or segments"
+LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
+WHOLE = "checkpoints are sharded and whole, and can be read on any number of devices"
+LOGS = "metrics and logs go to the run folder (job.dump_folder)"
+
+# Key, or a section or table -> why it means nothing here. The longest match counts.
+WITHOUT_MEANING: dict[str, str] = {
+    "dist.uses_unique_world_seed": "every random stream follows from debug.seed",
+    "dataset": RANDOM,
+    "dataset.num_workers": LOADER,
+    "dataset.pin_memory": LOADER,
+    "dataset.prefetch_factor": LOADER,
+    "dataset.seg_size": EPOCHS,
+    "model.from_scratch": "checkpoint.initial_load_path says what weights to start from",
+    "lr_scheduler.scheduler_update_iterations": "the rate is updated at every step",
+    "checkpoint.state_dict_type": WHOLE,
+    "checkpoint.offload_to_cpu": WHOLE,
+    "checkpoint.rank0_only": WHOLE,
+    "checkpoint.preempt_metadata_path": "the newest checkpoint is found in the run folder",
+    "logging": LOGS,
+    "misc": "nothing here corresponds to it",
+    "misc.max_epochs": EPOCHS,
+    "misc.max_eval_iter": "set validation.enable and validation.steps to validate",
+    "misc.max_eval_retry": "set validation.enable and validation.steps to validate",
+    "misc.num_gpus": "the launcher counts devices (NGPU)",
+    "misc.peak_flops_per_sec": "peak rates of known devices are built in",
+    "misc.monitors_dynamics": LOGS,
+    "misc.data_dump_on": LOGS,
+}
+
+
+def recognises(entries: Entries) -> bool:
+    """By `model.hf_config`, or by two of its own sections and none of another kind."""
+    tops = {path[0] for path in entries}
+    if any(path[:2] == ("model", "hf_config") for path in entries):
+        return True
+    return len(tops & OWN_SECTIONS) >= 2 and tops <= OWN_SECTIONS | OTHER_SECTIONS
+
+
+def translate(entries: Entries, shown: str) -> tuple[Entries, list[str]]:
+    """Entries in today's keys, and the notes."""
+    draft = Draft({}, shown)
+    first = next(iter(entries.values()))
+    draft.put(("training", "dataset"), "random", entries.get(("dataset", "path_train"), first))
+    draft.put(("model", "name"), "vit_mae", first)
+    draft.put(("lr_scheduler", "decay_type"), "cosine", first)
+    draft.notes.append(
+        f"{shown}: a config of the training stub, read as a vit_mae on random tensors; "
+        f"`overland config convert {shown} NEW.toml` writes it in today's keys"
+    )
+    for path, entry in entries.items():
+        _one(draft, path, entry)
+    _folder(draft, entries)
+    return draft.finish()
+
+
+def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    dotted = ".".join(path)
+    reason = next(
+        (why for n in range(len(path), 0, -1) if (why := WITHOUT_MEANING.get(".".join(path[:n])))),
+        None,
+    )
+    if path[:2] == ("model", "hf_config"):
+        draft.put(("model", "overrides", *path[2:]), entry.value, entry)
+    elif dotted in SPECIAL:
+        SPECIAL[dotted](draft, entry)
+    elif dotted in RENAMED:
+        if entry.value is not None:
+            draft.rename(path, tuple(RENAMED[dotted].split(".")), entry.value, entry)
+    elif reason:
+        draft.without_meaning(path, entry, reason)
+    else:
+        draft.put(path, entry.value, entry)  # today's key, or unknown, which validation reports
+
+
+def _steps(draft: Draft, entry: Entry) -> None:
+    draft.put(("training", "steps"), entry.value, entry)
+    draft.put(("lr_scheduler", "total_steps"), entry.value, entry)
+    draft.note(
+        entry,
+        "lr_scheduler.total_iterations is now training.steps and lr_scheduler.total_steps (the "
+        "stub may stop earlier, after misc.max_epochs)",
+    )
+
+
+def _interval(draft: Draft, entry: Entry) -> None:
+    if entry.value is None:
+        draft.put(("checkpoint", "enable"), False, entry)
+        draft.note(entry, "checkpoint.chkpt_saving_iterations: null is now enable = false")
+    else:
+        name = ("checkpoint", "chkpt_saving_iterations")
+        draft.rename(name, ("checkpoint", "interval"), entry.value, entry)
+
+
+def _preempt_interval(draft: Draft, entry: Entry) -> None:
+    """The stub saves on two clocks; one clock with the shorter interval does for both."""
+    key = ("checkpoint", "interval")
+    other = draft.entries.get(key)
+    if type(entry.value) is not int:
+        return
+    if other is None or (type(other.value) is int and entry.value < other.value):
+        draft.put(key, entry.value, entry)
+        draft.put(("checkpoint", "enable"), True, entry)
+    draft.note(
+        entry,
+        "checkpoint.preempt_chkpt_saving_iterations is now checkpoint.interval (the shorter of "
+        "the two)",
+    )
+
+
+def _accumulation(draft: Draft, entry: Entry) -> None:
+    if entry.value in (None, 1):
+        draft.without_meaning(("loss", "grad_accum_steps"), entry, "one step is one batch")
+        return
+    batch = draft.entries.get(("training", "local_batch_size"))
+    local = batch.value if batch else "local_batch_size"
+    draft.note(
+        entry,
+        f"loss.grad_accum_steps = {entry.value} follows from the global batch here: set "
+        f"training.global_batch_size = {local} × {entry.value} × number of devices",
+    )
+
+
+def _fused(draft: Draft, entry: Entry) -> None:
+    value = "fused" if entry.value else "foreach"
+    draft.put(("optimizer", "implementation"), value, entry)
+    draft.note(entry, f'optim.fused is now optimizer.implementation = "{value}"')
+
+
+def _cpu_only(draft: Draft, entry: Entry) -> None:
+    if entry.value is True:
+        draft.entries[("comm", "backend")] = Entry("gloo", entry.where)
+        draft.note(
+            entry,
+            'cpu_only is now comm.backend = "gloo"; on a machine with GPUs, also hide them: '
+            "CUDA_VISIBLE_DEVICES=''",
+        )
+    else:
+        draft.without_meaning(("dist", "cpu_only"), entry, "GPUs are used where there are any")
+
+
+def _mixed_precision(draft: Draft, entry: Entry) -> None:
+    if entry.value is False:
+        draft.put(("training", "mixed_precision_param"), "float32", entry)
+        draft.note(entry, 'misc.uses_mixed_precision is now mixed_precision_param = "float32"')
+    else:
+        reason = "training.mixed_precision_param says in which type"
+        draft.without_meaning(("misc", "uses_mixed_precision"), entry, reason)
+
+
+def _part_of_folder(draft: Draft, entry: Entry) -> None:
+    """Directory and prefix make one path, in `_folder`."""
+
+
+def _folder(draft: Draft, entries: Entries) -> None:
+    directory = entries.get(("checkpoint", "directory"))
+    prefix = entries.get(("checkpoint", "prefix"))
+    parts = [str(part.value) for part in (directory, prefix) if part and part.value]
+    source = directory or prefix
+    if source and parts:
+        folder = str(PurePosixPath(*parts))
+        draft.put(("job", "dump_folder"), folder, source)
+        draft.note(source, f'checkpoint.directory and prefix are now job.dump_folder = "{folder}"')
+
+
+SPECIAL: dict[str, Callable[[Draft, Entry], None]] = {
+    "lr_scheduler.total_iterations": _steps,
+    "checkpoint.chkpt_saving_iterations": _interval,
+    "checkpoint.preempt_chkpt_saving_iterations": _preempt_interval,
+    "checkpoint.directory": _part_of_folder,
+    "checkpoint.prefix": _part_of_folder,
+    "loss.grad_accum_steps": _accumulation,
+    "optim.fused": _fused,
+    "dist.cpu_only": _cpu_only,
+    "misc.cpu_only": _cpu_only,
+    "misc.uses_mixed_precision": _mixed_precision,
+}

@@ -1,0 +1,232 @@
+"""torchtitan's TOML: v0.2 loads unchanged, and older files too, with notes on what moved.
+
+Works on raw keys, so a file in today's keys passes through untouched. Keys that move are in
+`torchtitan_keys`; the few whose values change as well have a function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from overland.config.dialects.draft import Draft
+from overland.config.dialects.torchtitan_keys import FP8, IGNORED, IGNORED_SECTIONS, RENAMED
+from overland.config.source import Entries, Entry, KeyPath
+
+HARMLESS = "they have torchtitan's defaults, so nothing is lost"
+WEIGHTS_IN_HF = ("checkpoint", "initial_load_in_hf")
+INITIAL_WEIGHTS = ("checkpoint", "initial_load_path")
+ASSETS = ("model", "hf_assets_path")
+
+
+def translate(entries: Entries, shown: str, below: Entries) -> tuple[Entries, list[str]]:
+    """Entries in today's keys, and the notes; `below` is what they will be laid over."""
+    old = {path: entry for path, entry in entries.items() if _is_old(path, entry)}
+    draft = Draft({path: e for path, e in entries.items() if path not in old}, shown)
+    for path, entry in old.items():
+        dotted = ".".join(path)
+        if dotted in SPECIAL:
+            SPECIAL[dotted](draft, path, entry)
+        elif dotted in RENAMED:
+            draft.rename(path, todays_key(path), entry.value, entry)
+        else:
+            default, reason = IGNORED.get(dotted) or (None, IGNORED_SECTIONS[path[0]])
+            at_default = entry.value == default if dotted in IGNORED else entry.value is False
+            draft.without_meaning(path, entry, HARMLESS if at_default else reason)
+    if old.get(WEIGHTS_IN_HF) is not None:
+        _weights_from_assets(draft, old[WEIGHTS_IN_HF], {**below, **draft.entries})
+    return draft.finish()
+
+
+def todays_key(path: KeyPath) -> KeyPath:
+    """Where a renamed key lives now; any other key as it is."""
+    new = RENAMED.get(".".join(path))
+    return tuple(new.split(".")) if new else path
+
+
+def _is_old(path: KeyPath, entry: Entry) -> bool:
+    dotted = ".".join(path)
+    if dotted in SPECIAL:
+        return dotted not in BY_VALUE or BY_VALUE[dotted](entry.value)
+    return dotted in RENAMED or dotted in IGNORED or path[0] in IGNORED_SECTIONS
+
+
+def _flavor(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    """8B_flex and 8B_varlen are 8B with attention inside documents."""
+    size, _, kind = entry.value.removesuffix("_attn").rpartition("_")
+    draft.entries[path] = Entry(size, entry.where, entry.section_where)
+    backend = {"flex": "flex", "varlen": "auto"}[kind]
+    draft.put(("model", "attention"), backend, entry)
+    draft.put(("data", "document_mask"), True, entry)
+    draft.note(
+        entry,
+        f'model.flavor = "{entry.value}" is now model.flavor = "{size}" with model.attention = '
+        f'"{backend}" and data.document_mask = true',
+    )
+
+
+def _name(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    today = OLD_NAMES[entry.value]
+    draft.entries[path] = Entry(today, entry.where, entry.section_where)
+    draft.note(entry, f'model.name = "{entry.value}" is now "{today}"')
+
+
+def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    names = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
+    if any(name.strip() for name in names):
+        draft.note(entry, f"model.converters is ignored: {FP8}")
+    else:
+        draft.without_meaning(path, entry, HARMLESS)
+
+
+def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    if entry.value:
+        draft.note(entry, f"{'.'.join(path)} is ignored: {FP8}")
+    else:
+        draft.without_meaning(path, entry, HARMLESS)
+
+
+def _norm_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    if str(entry.value).endswith("rmsnorm"):
+        draft.without_meaning(path, entry, "these models have RMSNorm")
+    else:
+        draft.note(
+            entry, f'model.norm_type = "{entry.value}" is ignored: these models have RMSNorm'
+        )
+
+
+def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    """A tokenizer file stands for the folder around it; Meta's own sits in `original/`."""
+    if not isinstance(entry.value, str):
+        draft.without_meaning(path, entry, HARMLESS)
+        return
+    folder = PurePosixPath(entry.value)
+    if folder.suffix in (".model", ".json") or Path(entry.value).is_file():
+        folder = folder.parent
+    if folder.name == "original":
+        folder = folder.parent
+    value = str(folder) if not entry.value.startswith("./") else f"./{folder}"
+    if draft.put(ASSETS, value, entry):
+        draft.note(
+            entry,
+            f'model.tokenizer_path is now model.hf_assets_path = "{value}", the folder that holds '
+            "tokenizer.json",
+        )
+    else:
+        draft.note(
+            entry, "model.tokenizer_path is ignored, since model.hf_assets_path is given too"
+        )
+
+
+def _implementation(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    word = {("fused", True): "fused", ("fused", False): "foreach", ("foreach", True): "foreach"}
+    value = word.get((path[-1], entry.value), "for-loop")
+    if path[-1] == "foreach" and entry.value is False:
+        draft.without_meaning(path, entry, "optimizer.implementation names the implementation")
+    elif draft.put(("optimizer", "implementation"), value, entry):
+        draft.note(entry, f'{".".join(path)} is now optimizer.implementation = "{value}"')
+
+
+def _color(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    value = not entry.value if isinstance(entry.value, bool) else entry.value
+    draft.rename(path, ("metrics", "disable_color_printing"), value, entry)
+
+
+def _checkpoint_folder(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    """Without a folder, the first versions saved nothing."""
+    if entry.value == "":
+        draft.rename(path, ("checkpoint", "enable"), False, entry)
+    else:
+        draft.rename(path, ("checkpoint", "folder"), entry.value, entry)
+
+
+def _recompute_mode(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    draft.entries[path] = Entry("selective", entry.where, entry.section_where)
+    draft.entries[("activation_checkpoint", "selective_ac_option")] = Entry("op", entry.where)
+    draft.note(
+        entry,
+        'activation_checkpoint.mode = "memory_budget" is not there yet; taken as "selective" with '
+        'selective_ac_option = "op"',
+    )
+
+
+def _recompute_option(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    draft.entries[path] = Entry(str(entry.value), entry.where, entry.section_where)
+
+
+def _interval_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    if str(entry.value).startswith("step"):
+        draft.without_meaning(path, entry, HARMLESS)
+    else:
+        draft.note(
+            entry,
+            f'checkpoint.interval_type = "{entry.value}" is ignored: checkpoint.interval counts '
+            "steps, so look at its value",
+        )
+
+
+def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    names = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
+    left_out = [name.strip() for name in names if name.strip()]
+    if not left_out:
+        draft.without_meaning(path, entry, HARMLESS)
+    if "optimizer" in left_out and draft.put(("checkpoint", "skip_optimizer"), True, entry):
+        draft.note(
+            entry, "optimizer in checkpoint.exclude_from_loading is now checkpoint.skip_optimizer"
+        )
+    others = [name for name in left_out if name != "optimizer"]
+    if others:
+        draft.note(
+            entry,
+            f"{', '.join(others)} in checkpoint.exclude_from_loading is ignored: only the "
+            "optimizer can be left out",
+        )
+
+
+def _weights_in_hf(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    draft.without_meaning(path, entry, "the format of the weights is recognised")
+
+
+def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
+    """With initial_load_in_hf and no path, torchtitan starts from the weights in hf_assets_path."""
+    assets = known.get(ASSETS)
+    if asked.value is not True or assets is None or INITIAL_WEIGHTS in known:
+        return
+    draft.put(INITIAL_WEIGHTS, assets.value, asked)
+    text = "without initial_load_path is now checkpoint.initial_load_path"
+    draft.note(asked, f'checkpoint.initial_load_in_hf {text} = "{assets.value}"')
+
+
+OLD_NAMES = {"llama": "llama2", "llama3_ft": "llama3"}
+
+SPECIAL: dict[str, Callable[[Draft, KeyPath, Entry], None]] = {
+    "model.flavor": _flavor,
+    "model.name": _name,
+    "model.converters": _converters,
+    "model.norm_type": _norm_type,
+    "model.tokenizer_path": _tokenizer_path,
+    "optimizer.fused": _implementation,
+    "optimizer.foreach": _implementation,
+    "metrics.enable_color_printing": _color,
+    "training.enable_float8_linear": _float8,
+    "training.enable_fp8_linear": _float8,
+    "training.fp8_linear": _float8,
+    "float8.enable_float8_linear": _float8,
+    "training.checkpoint_folder": _checkpoint_folder,
+    "activation_checkpoint.mode": _recompute_mode,
+    "activation_checkpoint.selective_ac_option": _recompute_option,
+    "checkpoint.interval_type": _interval_type,
+    "checkpoint.exclude_from_loading": _exclude_from_loading,
+    "checkpoint.initial_load_in_hf": _weights_in_hf,
+}
+
+# Keys that are today's as well: only these values of theirs are old.
+BY_VALUE: dict[str, Callable[[Any], bool]] = {
+    "model.flavor": lambda v: (
+        isinstance(v, str) and v.removesuffix("_attn").endswith(("_flex", "_varlen"))
+    ),
+    "model.name": lambda v: isinstance(v, str) and v in OLD_NAMES,
+    "activation_checkpoint.mode": lambda v: v == "memory_budget",
+    "activation_checkpoint.selective_ac_option": lambda v: type(v) is int,
+}

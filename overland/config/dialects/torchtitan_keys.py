@@ -1,0 +1,160 @@
+"""The keys of torchtitan that are not ours: where they moved to, or why they mean nothing here.
+
+v0.2's keys that are also ours are not listed; they need no translation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ANY: Any = object()  # no default that would make the key harmless: always give the reason
+
+# Older key -> today's key, with the same values.
+RENAMED: dict[str, str] = {
+    "job.print_args": "job.print_config",
+    "experimental.custom_import": "job.custom_import",
+    "experimental.custom_model_path": "job.custom_import",
+    "profiling.run_profiler": "profiling.enable_profiling",
+    "profiling.profile_every_x_iter": "profiling.profile_freq",
+    "training.batch_size": "training.local_batch_size",
+    "training.global_train_batch_size": "training.global_batch_size",
+    "training.compile": "compile.enable",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.seed": "debug.seed",
+    "training.deterministic": "debug.deterministic",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.sequence_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.context_parallel_degree": "parallelism.context_parallel_degree",
+    "training.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "training.checkpoint_interval": "checkpoint.interval",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "validation.enabled": "validation.enable",
+    "validation.batch_size": "validation.local_batch_size",
+}
+
+FP8 = "fp8 is not there yet, so training stays in training.mixed_precision_param"
+EXPERTS = "the models here are dense, without experts"
+STAGES = "Overland splits the layers over the stages, and chooses schedule and microbatches, itself"
+LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
+FAULTS = "TorchFT is not used; a failed run goes on from its last checkpoint"
+ESTIMATE = "`overland plan` estimates memory"
+FLIGHT = "there is no flight recorder"
+FULL_SAVE = (
+    "every checkpoint is whole, so that it can be resumed; checkpoint.last_save_in_hf adds plain "
+    "weights"
+)
+
+# Key without a meaning here -> (torchtitan's default, why). At the default nothing is lost.
+IGNORED: dict[str, tuple[Any, str]] = {
+    "job.config_file": (ANY, "the file is named on the command line"),
+    "job.save_config_file": (ANY, "the resolved config is always written into the run folder"),
+    "job.custom_config_module": ("", "the schema is fixed; job.custom_import loads your module"),
+    "job.use_for_integration_test": (ANY, "it belongs to torchtitan's own tests"),
+    "metrics.save_for_all_ranks": (False, "metrics are those of the whole run"),
+    "metrics.rank_0_only": (True, "metrics are those of the whole run"),
+    "model.print_after_conversion": (False, "no converter changes the model"),
+    "optimizer.early_step_in_backward": (False, "the optimizer steps after the backward pass"),
+    "training.gc_debug": (False, "garbage is collected every training.gc_freq steps"),
+    "training.data_parallel_type": (ANY, "parallelism.sharding_stage says how data is spread"),
+    "training.checkpoint_interval_type": ("steps", "checkpoint.interval counts steps"),
+    "training.enable_loss_parallel": (True, "the loss follows tensor parallelism by itself"),
+    "training.disable_loss_parallel": (False, "the loss follows tensor parallelism by itself"),
+    "training.dataloader.num_workers": (0, LOADER),
+    "training.dataloader.persistent_workers": (False, LOADER),
+    "training.dataloader.pin_memory": (False, LOADER),
+    "training.dataloader.prefetch_factor": (None, LOADER),
+    "validation.dataloader.num_workers": (0, LOADER),
+    "validation.dataloader.persistent_workers": (False, LOADER),
+    "validation.dataloader.pin_memory": (False, LOADER),
+    "validation.dataloader.prefetch_factor": (None, LOADER),
+    "parallelism.disable_loss_parallel": (False, "the loss follows tensor parallelism by itself"),
+    "parallelism.enable_async_tensor_parallel": (
+        False,
+        "tensor parallelism does not overlap with its communication yet",
+    ),
+    "parallelism.enable_compiled_autograd": (False, "the backward pass is compiled by blocks"),
+    "parallelism.module_fqns_per_model_part": (None, STAGES),
+    "parallelism.pipeline_parallel_first_stage_less_layers": (1, STAGES),
+    "parallelism.pipeline_parallel_last_stage_less_layers": (1, STAGES),
+    "parallelism.pipeline_parallel_layers_per_stage": (None, STAGES),
+    "parallelism.pipeline_parallel_schedule": ("1F1B", STAGES),
+    "parallelism.pipeline_parallel_schedule_csv": ("", STAGES),
+    "parallelism.pipeline_parallel_microbatch_size": (1, STAGES),
+    "parallelism.pipeline_parallel_microbatches": (None, STAGES),
+    "parallelism.pipeline_parallel_split_points": ([], STAGES),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": (True, EXPERTS),
+    "parallelism.context_parallel_load_balancer": (
+        "headtail",
+        "sequences are always balanced head to tail",
+    ),
+    "parallelism.context_parallel_rotate_method": (
+        "allgather",
+        "keys and values are always gathered",
+    ),
+    "parallelism.expert_parallel_degree": (1, EXPERTS),
+    "parallelism.expert_tensor_parallel_degree": (1, EXPERTS),
+    "parallelism.expert_parallel_comm_backend": ("standard", EXPERTS),
+    "checkpoint.enable_ft_dataloader_checkpoints": (True, FAULTS),
+    "checkpoint.initial_load_model_only": (
+        True,
+        "initial_load_path gives weights only; checkpoint.resume continues a whole run",
+    ),
+    "checkpoint.initial_load_model_weights_only": (
+        True,
+        "initial_load_path gives weights only; checkpoint.resume continues a whole run",
+    ),
+    "checkpoint.initial_load_in_hf_quantized": (False, "quantized weights cannot be read yet"),
+    "checkpoint.last_save_model_only": (ANY, FULL_SAVE),
+    "checkpoint.last_save_model_weights_only": (ANY, FULL_SAVE),
+    "checkpoint.model_weights_only": (ANY, FULL_SAVE),
+    "checkpoint.async_mode": ("disabled", "checkpoints are written in the foreground so far"),
+    "checkpoint.load_step": (-1, "checkpoint.resume takes the path of the checkpoint"),
+    "checkpoint.enable_first_step_checkpoint": (False, "checkpoint.interval says when to save"),
+    "checkpoint.create_seed_checkpoint": (False, "weights depend on debug.seed, not on the layout"),
+    "checkpoint.load_only": (False, "set checkpoint.resume for loading; saving goes on"),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (ANY, EXPERTS),
+    "activation_checkpoint.early_stop": (False, "PyTorch's default is taken"),
+    "activation_checkpoint.memory_budget": (0.5, "recomputation by memory budget is not there yet"),
+    "activation_checkpoint.visualize_memory_budget_pareto": (
+        False,
+        "recomputation by memory budget is not there yet",
+    ),
+    "activation_checkpoint.preserve_rng_state": (True, "random state is always restored"),
+    "activation_checkpoint.determinism_check": ("default", "PyTorch's default is taken"),
+    "activation_checkpoint.debug": (False, "there is no debug mode of recomputation"),
+    "comm.trace_buf_size": (20000, FLIGHT),
+    "comm.save_traces_folder": ("comm_traces", FLIGHT),
+    "comm.save_traces_file_prefix": ("rank_", FLIGHT),
+    "comm.mode": ("default", "DRY_RUN=1 or `overland check` tries a layout without devices"),
+    "experimental.custom_args_module": ("", "the schema is fixed; job.custom_import loads yours"),
+    "experimental.enable_async_tensor_parallel": (
+        False,
+        "tensor parallelism does not overlap with its communication yet",
+    ),
+    "experimental.enable_compiled_autograd": (False, "the backward pass is compiled by blocks"),
+    "experimental.pipeline_parallel_split_points": ([], STAGES),
+    "experimental.pipeline_parallel_schedule": ("1F1B", STAGES),
+    "experimental.pipeline_parallel_schedule_csv": ("", STAGES),
+    "experimental.pipeline_parallel_microbatches": (None, STAGES),
+    "experimental.context_parallel_rotate_method": (
+        "allgather",
+        "keys and values are always gathered",
+    ),
+    "debug.moe_force_load_balance": (False, EXPERTS),
+}
+
+# Sections of which no key means anything here.
+IGNORED_SECTIONS: dict[str, str] = {
+    "quantize": FP8,
+    "float8": FP8,
+    "mx": FP8,
+    "fault_tolerance": FAULTS,
+    "memory_estimation": ESTIMATE,
+}

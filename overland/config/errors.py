@@ -1,0 +1,81 @@
+"""What is wrong with a config, one line each.
+
+A line says where (file and line, command line, or environment variable), which key and value, what
+was expected, and the nearest valid name: `run.toml:12: training.seq_lenn = 2048: unknown key; did
+you mean training.seq_len?`
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+NO_VALUE: Any = type("NoValue", (), {"__repr__": lambda self: "NO_VALUE"})()
+
+Kind = Literal["invalid", "missing", "machine", "note"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to mend. `kind` tells what sort of mending it takes:
+
+    invalid: the config is wrong; missing: a file or dataset is still to be fetched; machine: this
+    machine or torch build lacks what is asked; note: worth knowing, and no reason to stop.
+    """
+
+    message: str
+    where: str = ""
+    key: str = ""
+    value: Any = NO_VALUE
+    nearest: str | None = None
+    kind: Kind = "invalid"
+
+    def __str__(self) -> str:
+        subject = self.key
+        if self.value is not NO_VALUE:
+            subject = f"{subject} = {show_value(self.value)}" if subject else show_value(self.value)
+        text = ": ".join(part for part in (self.where, subject, self.message) if part)
+        return f"{text}; did you mean {self.nearest}?" if self.nearest else text
+
+
+class ConfigError(Exception):
+    """All problems of a config at once. `partial` is what could be read in spite of them."""
+
+    def __init__(self, problems: Iterable[Problem], partial: Any = None) -> None:
+        self.problems = list(problems)
+        self.partial = partial
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def show_value(value: Any, limit: int = 60) -> str:
+    """The value as TOML would write it, cut to `limit` characters."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif value is None:
+        text = "null"
+    elif isinstance(value, str):
+        text = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    elif isinstance(value, list):
+        text = "[" + ", ".join(show_value(item, limit) for item in value) + "]"
+    elif isinstance(value, dict):
+        items = (f"{key} = {show_value(item, limit)}" for key, item in value.items())
+        text = "{" + ", ".join(items) + "}"
+    else:
+        text = str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def nearest_name(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate that `name` most likely meant, regardless of case, if one is near."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def any_of(names: Sequence[str], word: str = "or") -> str:
+    """`a, b or c`."""
+    if len(names) < 2:
+        return "".join(names)
+    return ", ".join(names[:-1]) + f" {word} {names[-1]}"

@@ -1,0 +1,185 @@
+"""Questions about the schema: which keys exist, of which type, and how to say so in words."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from overland.config.errors import any_of, nearest_name, show_value
+from overland.config.schema import JobConfig
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema."""
+
+    section: str
+    name: str
+    field: FieldInfo
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def default(self) -> Any:
+        return self.field.get_default(call_default_factory=True)
+
+    @property
+    def description(self) -> str:
+        return " ".join((self.field.description or "").split())
+
+    @property
+    def type_words(self) -> str:
+        return in_words(self.annotation)
+
+    @property
+    def item_words(self) -> str:
+        """The type of the values of a table such as `data.datasets`."""
+        return in_words(get_args(strip(self.annotation))[1])
+
+    @property
+    def annotation(self) -> Any:
+        """The annotation with its bounds, which pydantic keeps apart from it."""
+        annotation: Any = self.field.annotation
+        for bound in self.field.metadata:
+            annotation = Annotated[annotation, bound]
+        return annotation
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that the key allows, if it allows only certain words."""
+        return [str(word) for part in members(self.annotation) for word in literal_words(part)]
+
+    def accepts(self, kind: type) -> bool:
+        return any(is_kind(part, kind) for part in members(self.annotation))
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """Every key by its dotted name, in the order of the schema."""
+    return {key.dotted: key for key in _walk()}
+
+
+@cache
+def sections() -> dict[str, str]:
+    """Every section with its description."""
+    return {
+        name: " ".join((field.annotation.__doc__ or "").split())
+        for name, field in JobConfig.model_fields.items()
+    }
+
+
+def find_key(path: tuple[str, ...]) -> Key | None:
+    """The key that a path leads to or into (`model.overrides.hidden_size` → `model.overrides`)."""
+    key = all_keys().get(".".join(path[:2]))
+    if key is None or (len(path) > 2 and not key.accepts(dict)):
+        return None
+    return key
+
+
+def nearest_key(dotted: str) -> str | None:
+    """The key that was most likely meant, in its own section or in another."""
+    section, _, name = dotted.partition(".")
+    keys = list(all_keys().values())
+    same_name = [key.dotted for key in keys if key.name == name]
+    if same_name:
+        return nearest_name(dotted, same_name, cutoff=0.0)
+    own = {key.name: key.dotted for key in keys if key.section == section}
+    other = {key.name: key.dotted for key in keys}
+    for names in (own, other):
+        found = nearest_name(name, names, cutoff=0.7)
+        if found:
+            return names[found]
+    return None if section in sections() else nearest_name(dotted, all_keys(), cutoff=0.75)
+
+
+def in_words(annotation: Any) -> str:
+    """A type as a physicist would say it: `a positive whole number`, `one of "a" or "b"`."""
+    parts = [part for part in members(annotation) if strip(part) is not type(None)]
+    return " or ".join(_one_in_words(part) for part in parts)
+
+
+def members(annotation: Any) -> list[Any]:
+    """The alternatives of a union; of anything else, itself."""
+    if get_origin(annotation) is Annotated:
+        inner = members(get_args(annotation)[0])
+        if len(inner) > 1:
+            return inner
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for member in get_args(annotation) for part in members(member)]
+    return [annotation]
+
+
+def strip(annotation: Any) -> Any:
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def literal_words(annotation: Any) -> list[Any]:
+    plain = strip(annotation)
+    if get_origin(plain) is list:
+        return literal_words(get_args(plain)[0])
+    return list(get_args(plain)) if get_origin(plain) is Literal else []
+
+
+def is_kind(annotation: Any, kind: type) -> bool:
+    plain = strip(annotation)
+    if kind is str and get_origin(plain) is Literal:
+        return True
+    return plain is kind or get_origin(plain) is kind
+
+
+def _one_in_words(annotation: Any) -> str:
+    plain = strip(annotation)
+    if get_origin(plain) is Literal:
+        return "one of " + any_of([show_value(word) for word in get_args(plain)])
+    if get_origin(plain) is list:
+        (item,) = get_args(plain)
+        words = literal_words(item)
+        if words:
+            return "a list of " + any_of([show_value(word) for word in words], "and")
+        return "a list of texts" if strip(item) is str else f"a list ({_one_in_words(item)} each)"
+    if get_origin(plain) is dict:
+        value = get_args(plain)[1]
+        return "a table of names and " + ("texts" if value is str else "values")
+    names = {str: "text in quotes", bool: "true or false", dict: "a table", list: "a list"}
+    if plain in names:
+        return names[plain]
+    return _number_in_words("whole number" if plain is int else "number", _bounds(annotation))
+
+
+def _number_in_words(noun: str, bounds: dict[str, float]) -> str:
+    low, high = bounds.get("ge"), bounds.get("le")
+    if bounds.get("gt") == 0:
+        return f"a positive {noun}"
+    if low is not None and high is not None:
+        return f"a {noun} from {low:g} to {high:g}"
+    if low is not None and "lt" in bounds:
+        return f"a {noun} from {low:g} to below {bounds['lt']:g}"
+    return f"a {noun}" if low is None else f"a {noun}, {low:g} or more"
+
+
+def _bounds(annotation: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    while get_origin(annotation) is Annotated:
+        for extra in annotation.__metadata__:
+            for item in extra.metadata if isinstance(extra, FieldInfo) else [extra]:
+                for name in ("gt", "ge", "lt", "le"):
+                    if getattr(item, name, None) is not None:
+                        found[name] = getattr(item, name)
+        annotation = get_args(annotation)[0]
+    return found
+
+
+def _walk() -> Iterator[Key]:
+    for section, outer in JobConfig.model_fields.items():
+        assert outer.annotation is not None
+        for name, field in outer.annotation.model_fields.items():
+            yield Key(section, name, field)

@@ -1,0 +1,166 @@
+"""The one way in: a file or recipe, the environment and the command line become one `JobConfig`.
+
+1. The file is read to entries (key path, value, place); dialects are rewritten to today's keys.
+2. COMM_BACKEND is laid over it, then the command line, which has the last word.
+3. The result is validated; whatever is wrong is told at once, each thing in one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from overland.config.arguments import (
+    COMMAND_LINE,
+    Arguments,
+    dry_run,
+    environment_entries,
+    log_ranks,
+    ngpu,
+    parse_arguments,
+)
+from overland.config.dialects import translate
+from overland.config.errors import ConfigError, Problem, nearest_name
+from overland.config.schema import JobConfig
+from overland.config.source import SUFFIXES, KeyPath, overlay, read_file
+from overland.config.validate import validate
+
+__all__ = [
+    "Loaded",
+    "dry_run",
+    "in_order",
+    "load_config",
+    "log_ranks",
+    "ngpu",
+    "recipe_names",
+    "recipe_path",
+]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A validated config, what was noted on the way, and where each key was set."""
+
+    config: JobConfig
+    notes: list[str]
+    source: str
+    places: dict[KeyPath, str] = field(default_factory=dict)
+    dropped: frozenset[KeyPath] = frozenset()
+
+    def where(self, key: str) -> str:
+        """Where `section.key` was set (`run.toml:12`); the file alone if it has its default."""
+        path = tuple(key.split("."))
+        inside = [place for other, place in self.places.items() if other[: len(path)] == path]
+        return inside[0] if inside else self.source
+
+    def is_set(self, key: str) -> bool:
+        path = tuple(key.split("."))
+        return any(other[: len(path)] == path for other in self.places)
+
+
+def load_config(
+    source: str | None,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """The config of a run.
+
+    Args:
+        source: Path of a .toml, .yaml or .yml file, or the name of a recipe in the package; None:
+            `--job.config_file` or the variable CONFIG_FILE names it.
+        arguments: Overrides, as in `training.steps=20` or `--training.steps 20`.
+        env: The environment.
+
+    Raises:
+        ConfigError: With all problems; its `partial` is a `Loaded` of everything that was right.
+    """
+    given = parse_arguments(arguments)
+    path, shown = find_source(source, given, env)
+    entries, notes = translate(read_file(path, shown), shown)
+    from_env, env_problems = environment_entries(env)
+    over, over_notes = translate(given.entries, COMMAND_LINE, below=entries)
+    entries = overlay(overlay(entries, from_env), over)
+    config, problems, dropped = validate(entries)
+    problems = in_order(problems + given.problems + env_problems)
+    loaded = Loaded(
+        config=config,
+        notes=notes + over_notes,
+        source=shown,
+        places={key: entry.where for key, entry in entries.items() if key not in dropped},
+        dropped=frozenset(dropped),
+    )
+    if problems:
+        raise ConfigError(problems, partial=loaded)
+    return loaded
+
+
+def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) -> tuple[Path, str]:
+    """The file to read and its name in messages."""
+    named = [*([source] if source else []), *given.config_files]
+    if len(set(named)) > 1:
+        message = f"names a second config file beside {named[0]}; give one"
+        raise ConfigError([Problem(message, COMMAND_LINE, "job.config_file", named[-1])])
+    name = named[0] if named else env.get("CONFIG_FILE", "")
+    where = COMMAND_LINE if named else "environment CONFIG_FILE"
+    if not name:
+        message = (
+            "no config is given; name a file or a recipe, as in `overland train quickstart` "
+            "(`overland init` lists the recipes), or set CONFIG_FILE"
+        )
+        raise ConfigError([Problem(message)])
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path, name
+    recipe = recipe_path(name)
+    if recipe is not None:
+        return recipe, f"recipe {recipe.name}"
+    if path.is_dir():
+        raise ConfigError([Problem("is a folder; expected a config file", where, value=name)])
+    raise ConfigError([Problem(_no_such_config(path), where, value=name, nearest=_near(path))])
+
+
+def in_order(problems: list[Problem]) -> list[Problem]:
+    """By line within the file; then the environment; then the command line."""
+
+    def rank(problem: Problem) -> tuple[int, int]:
+        if problem.where == COMMAND_LINE:
+            return (2, 0)
+        if problem.where.startswith("environment"):
+            return (1, 0)
+        line = problem.where.rpartition(":")[2]
+        return (0, int(line) if line.isdecimal() else 0)
+
+    return sorted(problems, key=rank)
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in _recipes().glob("*.toml"))
+
+
+def recipe_path(name: str) -> Path | None:
+    """The file of a packaged recipe, if there is one of that name."""
+    plain = name.removesuffix(".toml")
+    return _recipes() / f"{plain}.toml" if plain in recipe_names() else None
+
+
+def _recipes() -> Path:
+    return Path(__file__).resolve().parent.parent / "recipes"
+
+
+def _no_such_config(path: Path) -> str:
+    if path.suffix in SUFFIXES or path.parent != Path("."):
+        return "no such file"
+    return f"no such file, nor a recipe of that name (recipes: {', '.join(recipe_names())})"
+
+
+def _near(path: Path) -> str | None:
+    folder = path.parent
+    files: dict[str, Path] = {}
+    if folder.is_dir():
+        files = {p.stem: p for p in folder.iterdir() if p.suffix in SUFFIXES}
+    near = nearest_name(path.stem, files)
+    if near:
+        return str(files[near])
+    return nearest_name(path.stem, recipe_names()) if path.parent == Path(".") else None

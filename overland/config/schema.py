@@ -1,0 +1,317 @@
+"""One `JobConfig`, one class per TOML section.
+
+Section and key names are torchtitan's, so that its files load unchanged; `[data]` and `[health]` are
+ours. A key stands here only if something reads it: keys that other trainers know and we have no use
+for are listed in `dialects/`, where each gets a note. Every field has a description, because
+`overland config reference` and the JSON Schema are made from this file and from nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+BatchSize = Annotated[int, Field(ge=-1)]
+Degree = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A TOML section: unknown keys are errors, and types are not guessed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Job(Section):
+    """What this run is and where it writes."""
+
+    dump_folder: str = "./outputs"
+    """The run folder: metrics, TensorBoard events, checkpoints, traces and a README go below it."""
+    description: str = "a training run"
+    """One line about the run, shown in its README and at the start."""
+    print_config: bool = False
+    """Print the resolved config before training."""
+    custom_import: str = ""
+    """Python module to import first; it may register models, data sources and callbacks."""
+
+
+class Model(Section):
+    """Which network is trained."""
+
+    name: str = "llama3"
+    """Model family: llama2, llama3, mistral, qwen2, qwen3, or one that `job.custom_import` registers."""
+    flavor: str = "debug"
+    """Named size of the family, such as 8B. Ignored when `config` is given."""
+    config: str | None = None
+    """Path of a Hugging Face config.json (or the folder that holds it) in place of a flavor."""
+    overrides: dict[str, Any] = {}
+    """Architecture values to change, by Hugging Face name, e.g. {num_hidden_layers = 4}."""
+    hf_assets_path: str | None = None
+    """Folder with tokenizer.json (and, to start from released weights, the safetensors)."""
+    attention: Literal["auto", "cudnn", "flash", "flex", "sdpa"] = "auto"
+    """Attention backend; auto takes the fastest one that this device and mask allow."""
+
+
+class Training(Section):
+    """The batch, the length and the number formats."""
+
+    dataset: str = "stdlib"
+    """Data source by name: stdlib (Python's own source text), random, or a name under `data.folder`."""
+    dataset_path: str | None = None
+    """Folder or file of text, JSONL or token shards to train on, in place of a name."""
+    local_batch_size: PositiveInt = 8
+    """Sequences that one device takes in one forward pass."""
+    global_batch_size: BatchSize = -1
+    """Sequences per optimizer step over all devices; -1: local_batch_size times the data-parallel
+    degree. Gradient accumulation follows from it."""
+    seq_len: PositiveInt = 2048
+    """Tokens per sequence."""
+    steps: PositiveInt = 10000
+    """Optimizer steps to train for."""
+    max_norm: NonNegativeFloat = 1.0
+    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type that parameters and optimizer state are kept in."""
+    mixed_precision_param: Literal["bfloat16", "float32", "float16", "float64"] = "bfloat16"
+    """Type of the forward and backward pass; float16 brings a gradient scaler."""
+    mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type in which gradients are summed over devices."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    gc_freq: PositiveInt = 50
+    """Collect garbage on every rank together, once per this many steps."""
+
+
+class Parallelism(Section):
+    """How the model and the batch are spread; the product of the degrees is the number of devices."""
+
+    data_parallel_replicate_degree: Degree = 1
+    """Copies of the (sharded) model."""
+    data_parallel_shard_degree: int = -1
+    """Devices that share one copy of parameters, gradients and optimizer state; -1: the rest."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after the forward pass; default: always, but never with a pipeline."""
+    sharding_stage: Literal["zero0", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"] | None = None
+    """Shorthand over the two degrees above: zero0 replicates, zero2 keeps parameters gathered between
+    forward and backward, zero3 shards everything; hybrid: replicate across nodes, shard within one."""
+    tensor_parallel_degree: Degree = 1
+    """Devices that split each matrix."""
+    pipeline_parallel_degree: Degree = 1
+    """Stages that split the layers."""
+    context_parallel_degree: Degree = 1
+    """Devices that split each sequence."""
+
+
+class Optimizer(Section):
+    """AdamW with decoupled weight decay; norms and biases are not decayed."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Adam is AdamW without decoupled decay (weight decay enters the gradient)."""
+    lr: NonNegativeFloat = 8e-4
+    """Peak learning rate."""
+    beta1: Beta = 0.9
+    """Decay of the first moment."""
+    beta2: Beta = 0.95
+    """Decay of the second moment."""
+    eps: NonNegativeFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decay of matrices and embeddings."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """PyTorch's implementation of the update."""
+
+
+class LRScheduler(Section):
+    """Warm-up, an optional plateau, and decay."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Steps over which the rate grows linearly from 0."""
+    total_steps: PositiveInt | None = None
+    """Steps that the schedule spans; default: training.steps."""
+    decay_ratio: Fraction | None = None
+    """Share of all steps spent decaying, after a plateau (warm-up, stable, decay); default: everything
+    after the warm-up."""
+    decay_type: Literal["linear", "cosine", "sqrt", "constant"] = "linear"
+    """Shape of the decay; constant: none."""
+    min_lr_factor: Fraction = 0.0
+    """Lowest rate as a share of the peak."""
+    min_lr: NonNegativeFloat | None = None
+    """Lowest rate itself; takes the place of min_lr_factor."""
+
+
+class Metrics(Section):
+    """What is logged, how often and where."""
+
+    log_freq: PositiveInt = 10
+    """Log every this many steps."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events."""
+    save_tb_folder: str = "tb"
+    """Folder of the events, below the run folder."""
+    enable_wandb: bool = False
+    """Also log to Weights & Biases (needs the wandb package)."""
+    disable_color_printing: bool = False
+    """Plain text on the console."""
+    sample_prompt: str = ""
+    """Text to let the model continue after the last step, for a first look; empty: none."""
+
+
+class Profiling(Section):
+    """Traces of what the devices did."""
+
+    enable_profiling: bool = False
+    """Record traces (open them in Perfetto)."""
+    save_traces_folder: str = "profile_trace"
+    """Folder of the traces, below the run folder."""
+    profile_freq: PositiveInt = 10
+    """One trace every this many steps."""
+    profiler_warmup: NonNegativeInt = 3
+    """Steps observed and thrown away before each trace."""
+    profiler_active: PositiveInt = 1
+    """Steps in one trace."""
+    enable_memory_snapshot: bool = False
+    """Write the CUDA allocator's history at the end of each trace."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, below the run folder."""
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = True
+    """Save checkpoints and resume from them."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, below the run folder."""
+    interval: PositiveInt = 500
+    """Save every this many steps; the last step is always saved."""
+    keep_latest_k: NonNegativeInt = 10
+    """Keep this many checkpoints; 0 keeps all."""
+    resume: str = "auto"
+    """auto: from the newest checkpoint of the run folder, if any; none: start anew in a fresh folder;
+    or the path of a checkpoint."""
+    skip_optimizer: bool = False
+    """Resume the weights and the position in the data, with a new optimizer."""
+    initial_load_path: str | None = None
+    """Hugging Face folder (safetensors) or checkpoint whose weights a new run starts from."""
+    last_save_in_hf: bool = False
+    """Also write the final weights as a Hugging Face folder, `hf/` below the run folder."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights in that folder."""
+
+
+class ActivationCheckpoint(Section):
+    """Memory against recomputation."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """full: recompute every block in the backward pass; selective: see selective_ac_option."""
+    selective_ac_option: str = "op"
+    """A number n: recompute every n-th block; op: keep matrix products and attention, recompute the
+    rest."""
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile each block, before sharding."""
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
+    """What is compiled."""
+    backend: str = "inductor"
+    """Compiler backend."""
+
+
+class Validation(Section):
+    """Loss on held-out text while training."""
+
+    enable: bool = False
+    """Validate every `freq` steps and after the last one."""
+    dataset: str | list[str] = "stdlib_heldout"
+    """One held-out set, or several, by name."""
+    dataset_path: str | None = None
+    """Folder or file to validate on, in place of a name."""
+    freq: PositiveInt = 100
+    """Steps between two validations."""
+    steps: Annotated[int, Field(ge=-1)] = 10
+    """Batches per validation and set; -1: the whole set."""
+    local_batch_size: PositiveInt | None = None
+    """Sequences per device and batch; default: training.local_batch_size."""
+    seq_len: PositiveInt | None = None
+    """Tokens per sequence; default: training.seq_len."""
+
+
+class Data(Section):
+    """Where text and tokens lie and how they become batches."""
+
+    folder: str = "./data"
+    """Where named datasets are looked for and built token shards are kept."""
+    datasets: dict[str, str] = {}
+    """Names for folders, e.g. {c4 = "/scratch/c4"}."""
+    vocab_size: PositiveInt = 4096
+    """Size of the tokenizer trained on the text when no model.hf_assets_path is given."""
+    document_mask: bool = False
+    """Attention and positions start anew at each document."""
+    read_ahead: PositiveInt = 4
+    """Batches prepared ahead of the step that takes them."""
+
+
+class Comm(Section):
+    """How devices talk to each other."""
+
+    backend: Literal["auto", "nccl", "gloo", "mpi", "nvshmem"] = "auto"
+    """auto: nccl (RCCL on AMD) for GPUs, gloo for CPUs."""
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait for all ranks to meet and take their first step."""
+    train_timeout_seconds: PositiveInt = 100
+    """Longest wait of one collective after the first step."""
+
+
+class Health(Section):
+    """What happens when a step goes wrong."""
+
+    max_bad_steps: PositiveInt = 10
+    """Steps with a non-finite loss or gradient are skipped; this many in a row stop the run."""
+    spike_guard: Literal["off", "skip", "rewind"] = "off"
+    """On a loss spike: skip the step, or go back to the last checkpoint and leave the batches out."""
+    spike_threshold: Annotated[float, Field(gt=0)] = 6.0
+    """A spike is this many standard deviations above the mean of the recent losses."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Recent losses that are looked at."""
+
+
+class Debug(Section):
+    """Seeds and determinism."""
+
+    seed: NonNegativeInt = 0
+    """Seed of weights, data order and every other random stream."""
+    deterministic: bool = False
+    """Only deterministic algorithms: two runs give the same bits."""
+    deterministic_warn_only: bool = False
+    """Warn where an operation has no deterministic form, in place of stopping."""
+
+
+class JobConfig(BaseModel):
+    """Everything a run depends on."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    data: Data = Data()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()
+    health: Health = Health()
+    debug: Debug = Debug()

@@ -1,0 +1,83 @@
+"""Entries to a `JobConfig`, or to one sentence per thing that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from overland.config.errors import Problem, nearest_name, show_value
+from overland.config.fields import find_key, nearest_key, sections
+from overland.config.schema import JobConfig
+from overland.config.source import Entries, KeyPath, nest
+
+
+def validate(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
+    """The config, the problems, and the paths left out of the config because of them."""
+    problems, unknown = _unknown_keys(entries)
+    known = {path: entry for path, entry in entries.items() if path not in unknown}
+    bad = _bad_paths(known)
+    for path in bad:
+        key = find_key(path)
+        assert key is not None  # unknown keys were taken out above
+        inside = {other: known[other] for other in known if other[: len(path)] == path}
+        where = next(iter(inside.values())).where
+        below = {other[len(path) :]: entry for other, entry in inside.items()}
+        value = inside[path].value if path in inside else nest(below)
+        words = key.type_words if len(path) == 2 else key.item_words
+        near = _nearest_choice(value, key.choices)
+        near = show_value(near) if near else None
+        problems.append(Problem(f"expected {words}", where, ".".join(path), value, near))
+    dropped = unknown | {path for path in known if any(path[: len(b)] == b for b in bad)}
+    good = {path: entry for path, entry in entries.items() if path not in dropped}
+    return JobConfig.model_validate(nest(good)), problems, dropped
+
+
+def _unknown_keys(entries: Entries) -> tuple[list[Problem], set[KeyPath]]:
+    problems: dict[KeyPath, Problem] = {}
+    unknown: set[KeyPath] = set()
+    for path, entry in entries.items():
+        empty_section = len(path) == 1 and path[0] in sections() and entry.value == {}
+        if empty_section or find_key(path) is not None:
+            continue
+        unknown.add(path)
+        section, is_section = path[0], path[0] in sections()
+        if len(path) == 1 and is_section:
+            message = f"is a section; expected its keys below [{section}]"
+            problems[path] = Problem(message, entry.where, section, entry.value)
+        elif len(path) == 1 and not isinstance(entry.value, dict):
+            near = nearest_key(f".{section}")
+            message = "stands outside of a section"
+            problems[path] = Problem(message, entry.where, section, entry.value, near)
+        elif not is_section:
+            near = nearest_name(section, sections())
+            near = f"[{near}]" if near else nearest_key(".".join(path[:2]))
+            problem = Problem("unknown section", entry.section_where, f"[{section}]", nearest=near)
+            problems.setdefault((section,), problem)
+        else:
+            dotted = ".".join(path)
+            near = nearest_key(".".join(path[:2]))
+            problem = Problem("unknown key", entry.where, dotted, entry.value, near)
+            problems[path] = problem
+    return list(problems.values()), unknown
+
+
+def _bad_paths(known: Entries) -> list[KeyPath]:
+    try:
+        JobConfig.model_validate(nest(known))
+    except ValidationError as error:
+        found: dict[KeyPath, None] = {}
+        for detail in error.errors(include_url=False, include_context=False):
+            location = tuple(str(part) for part in detail["loc"])
+            deeper = [p for p in known if len(p) > 2 and p == location[: len(p)]]
+            found[deeper[0] if deeper else location[:2]] = None
+        return list(found)
+    return []
+
+
+def _nearest_choice(value: Any, choices: list[str]) -> str | None:
+    words = value if isinstance(value, list) else [value]
+    for word in words:
+        if isinstance(word, str) and word not in choices:
+            return nearest_name(word, choices)
+    return None

@@ -1,0 +1,75 @@
+"""A `JobConfig` as TOML that a person reads and `load_config` reads back to the same config."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from overland.config.fields import Key, all_keys, sections
+from overland.config.schema import JobConfig
+
+
+def write_config(config: JobConfig, path: Path, full: bool = False, heading: str = "") -> None:
+    """Writes `to_toml(config)` to a file."""
+    path.write_text(to_toml(config, full=full, heading=heading), encoding="utf-8")
+
+
+def to_toml(config: JobConfig, full: bool = False, comments: bool = True, heading: str = "") -> str:
+    """The config as TOML.
+
+    Args:
+        config: What to write.
+        full: Also write the keys that have their default.
+        comments: Put each key's description above it.
+        heading: Comment at the top.
+    """
+    blocks = [_comment(heading)] if heading else []
+    for section in sections():
+        keys = [key for key in all_keys().values() if key.section == section]
+        chosen = [key for key in keys if full or _value(config, key) != key.default]
+        if chosen:
+            lines = [line for key in chosen for line in _lines(key, _value(config, key), comments)]
+            blocks.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's basic strings take JSON's escapes, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        items = ", ".join(
+            f"{_toml_key(key)} = {toml_value(item)}"
+            for key, item in value.items()
+            if item is not None  # TOML has no null: not set
+        )
+        return "{ " + items + " }" if items else "{}"
+    return repr(value)
+
+
+def _lines(key: Key, value: Any, comments: bool) -> list[str]:
+    lines = _comment(key.description).splitlines() if comments else []
+    lines.append(
+        f"# {key.name} is not set" if value is None else f"{key.name} = {toml_value(value)}"
+    )
+    return lines
+
+
+def _comment(text: str) -> str:
+    return "\n".join(f"# {line}" for line in textwrap.wrap(text, 97))
+
+
+def _value(config: JobConfig, key: Key) -> Any:
+    return getattr(getattr(config, key.section), key.name)
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)

@@ -1,0 +1,176 @@
+"""Blocks to batches: global batch t is a pure function of the data, the seed and t.
+
+Row i of the run is block `permute(i mod n)` of epoch `i div n`, so every block comes once per epoch,
+in another order each time. Batch t holds rows [t·B, (t+1)·B); a rank takes its share of them at the
+last moment. No rank, worker count or restart enters, so none can change what is read.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from overland.data.errors import DataError
+from overland.data.order import permute
+from overland.data.shards import TokenShards
+
+IGNORED = -100  # label that no loss is taken on
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of token ids and what follows them; documents and positions where borders count."""
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    positions_BS: torch.Tensor | None = None
+    documents_BS: torch.Tensor | None = None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        parts = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: change(value) for name, value in parts.items()})
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type != "cuda":
+            return self
+        return self.map(lambda x: x.pin_memory().to(device, non_blocking=True))
+
+    def split(self, rows: int) -> Iterator[Batch]:
+        for start in range(0, len(self.tokens_BS), rows):
+            yield self.map(lambda x, start=start: x[start : start + rows])  # type: ignore[misc]
+
+
+class Blocks(Protocol):
+    """Something that gives the rows of a run by number."""
+
+    def rows(self, numbers: npt.NDArray[np.int64]) -> Batch: ...
+
+
+class ShardBlocks:
+    """Blocks of `seq_len` tokens cut from token shards, shuffled anew in every epoch."""
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        seq_len: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        document_mask: bool = False,
+    ) -> None:
+        self.shards, self.seq_len, self.seed = shards, seq_len, seed
+        self.shuffle, self.document_mask = shuffle, document_mask
+        # The label of a block's last token is the first token of the next block.
+        self.num_blocks = (shards.info.num_tokens - 1) // seq_len
+        if self.num_blocks < 1:
+            raise DataError(
+                f"the data holds {shards.info.num_tokens:,} tokens: too few for one block of "
+                f"seq_len = {seq_len:,}"
+            )
+
+    def rows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        rows = [self._read(block) for block in self._blocks(numbers)]
+        return Batch(
+            **{key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
+        )
+
+    def _blocks(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        epochs, places = np.divmod(numbers, self.num_blocks)
+        if self.shuffle:
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                places[now] = permute(places[now], self.num_blocks, "blocks", self.seed, int(epoch))
+        return places
+
+    def _read(self, block: int) -> dict[str, npt.NDArray[np.int64]]:
+        start, stop = block * self.seq_len, (block + 1) * self.seq_len
+        tokens = self.shards.read(start, stop + 1)
+        row = {"tokens_BS": tokens[:-1], "labels_BS": tokens[1:]}
+        if self.document_mask:
+            documents = self.shards.documents(start, stop + 1)
+            here, following = documents[:-1], documents[1:]
+            row["labels_BS"] = np.where(here == following, tokens[1:], IGNORED)
+            row["documents_BS"] = here - here[0]
+            row["positions_BS"] = _positions(here)
+        return row
+
+
+class RandomTokens:
+    """Uniform random ids, for tests and benchmarks: row i depends on the seed and i alone."""
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0) -> None:
+        self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
+
+    def rows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        rows = np.stack(
+            [
+                np.random.default_rng((self.seed, int(number))).integers(
+                    self.vocab_size, size=self.seq_len + 1
+                )
+                for number in numbers
+            ]
+        )
+        return Batch(torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:]))
+
+
+def batches(
+    blocks: Blocks, start: int, global_batch_size: int, part: int = 0, num_parts: int = 1
+) -> Iterator[Batch]:
+    """This rank's rows of global batch `start` and all that follow."""
+    rows_per_part = global_batch_size // num_parts
+    number = start
+    while True:
+        first = number * global_batch_size + part * rows_per_part
+        yield blocks.rows(np.arange(first, first + rows_per_part))
+        number += 1
+
+
+def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """The same items, prepared by a thread while the consumer computes."""
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item: T | None, error: BaseException | None) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put((item, error), timeout=0.1)
+            except queue.Full:
+                continue
+
+    def fill() -> None:
+        try:
+            for item in items:
+                put(item, None)
+                if stop.is_set():
+                    return
+            put(None, StopIteration())
+        except BaseException as error:
+            put(None, error)
+
+    threading.Thread(target=fill, daemon=True, name="read-ahead").start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item  # type: ignore[misc]
+    finally:
+        stop.set()
+
+
+def _positions(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Positions counted from the start of each document within the row."""
+    places = np.arange(len(documents))
+    is_start = np.concatenate(([True], documents[1:] != documents[:-1]))
+    return places - np.maximum.accumulate(np.where(is_start, places, 0))

@@ -1,0 +1,29 @@
+"""Models: plain PyTorch with Hugging Face parameter names, and nothing about parallelism.
+
+Importing this package costs no torch; `build_model` and the modules below it bring it in.
+"""
+
+from overland.models.config import DecoderConfig, RopeConfig
+from overland.models.errors import ModelError
+from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
+from overland.models.registry import (
+    build_model,
+    flavor_names,
+    model_names,
+    register_model,
+    resolve_config,
+)
+
+__all__ = [
+    "DecoderConfig",
+    "ModelError",
+    "RopeConfig",
+    "build_model",
+    "causal_flops_per_token",
+    "count_parameters",
+    "flavor_names",
+    "flops_per_token",
+    "model_names",
+    "register_model",
+    "resolve_config",
+]

@@ -1,0 +1,110 @@
+"""Which attention backend computes which mask, decided when the mask is made, never per layer.
+
+| backend | device | plain causal | sliding window, documents | moved positions |
+|---|---|---|---|---|
+| `auto`  | any        | SDPA, any kernel | GPU: varlen flash, or flex; CPU: dense | flex; dense |
+| `sdpa`  | any        | SDPA, any kernel | SDPA with a dense bool mask            | dense       |
+| `cudnn` | CUDA       | SDPA pinned to cuDNN  | refused                                | refused     |
+| `flash` | CUDA, ROCm | SDPA pinned to flash  | varlen flash (half precision)          | refused     |
+| `flex`  | CUDA, ROCm | flex attention        | flex attention, sparse blocks          | flex        |
+
+Moved positions are those of context parallel: queries in another order than keys.
+A backend that cannot compute what is asked raises a ModelError; a mask is never weakened. All of
+them work under `torch.compile(fullgraph=True)` per layer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from functools import cache
+
+import torch
+
+from overland.models.errors import ModelError, nearest
+
+BACKENDS = ("auto", "cudnn", "flash", "flex", "sdpa")
+HALF = (torch.float16, torch.bfloat16)
+
+# Kernels that SDPA may take for a plain causal mask, best first; empty: as it likes.
+CAUSAL_KERNELS: dict[str, tuple[str, ...]] = {
+    "auto": (),
+    "sdpa": (),
+    "cudnn": ("CUDNN_ATTENTION",),
+    "flash": ("FLASH_ATTENTION",),
+}
+
+
+def check_backend(attention: str) -> str:
+    if attention not in BACKENDS:
+        raise ModelError(
+            f"attention backend '{attention}' does not exist{nearest(attention, BACKENDS)}"
+        )
+    return attention
+
+
+def choose_form(
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None,
+    documents: bool,
+    moved: bool,
+) -> str:
+    """The form of mask (see mask.py) for this backend and this mask."""
+    on_gpu = device.type == "cuda"  # ROCm calls itself cuda too
+    if attention in ("cudnn", "flash", "flex") and not on_gpu:
+        raise ModelError(
+            f"attention backend '{attention}' needs a GPU, but the model runs on {device.type}; "
+            "use 'auto' or 'sdpa'"
+        )
+    if attention in ("cudnn", "flash") and dtype not in HALF:
+        raise ModelError(
+            f"attention backend '{attention}' computes in float16 or bfloat16, but the model runs "
+            f"in {_name(dtype)}; use 'auto', 'flex' or 'sdpa'"
+        )
+    if attention == "cudnn" and torch.version.hip:
+        raise ModelError("attention backend 'cudnn' does not exist on ROCm; use 'flash' or 'auto'")
+    if attention == "flex":
+        return "block"
+
+    plain = window is None and not documents and not moved
+    if plain:
+        return "causal"
+    asked = "documents" if documents else "a sliding window" if window else "moved positions"
+    if attention == "cudnn":
+        raise ModelError(
+            f"attention backend 'cudnn' cannot mask {asked}; use 'auto', 'flash', 'flex' or 'sdpa'"
+        )
+    if attention == "flash":
+        if moved:
+            raise ModelError(
+                "attention backend 'flash' cannot compute moved positions (context parallel); "
+                "use 'auto', 'flex' or 'sdpa'"
+            )
+        if not has_varlen():
+            raise ModelError(
+                f"attention backend 'flash' cannot mask {asked}: torch {torch.__version__} has no "
+                "torch.nn.attention.varlen with windows; use 'flex' or 'sdpa'"
+            )
+        return "varlen"
+    if attention == "sdpa" or not on_gpu:
+        return "dense"
+    # varlen flash on ROCm has not been tried, flex has Triton there.
+    if not moved and dtype in HALF and has_varlen() and not torch.version.hip:
+        return "varlen"
+    return "block"
+
+
+@cache
+def has_varlen() -> bool:
+    """Whether this torch has variable-length flash attention with windows and grouped heads."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,183 @@
+"""One dense decoder for every family: the switches are in its config (see config.py).
+
+The module tree and the parameter names are Hugging Face's. Parts may be missing, so that a
+pipeline stage is the same class with less in it: without `embed_tokens` the input is hidden
+states, without `norm` and `lm_head` the output is. Layers keep their number as name whatever
+else is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overland.models.attention import Attention
+from overland.models.backend import check_backend
+from overland.models.config import DecoderConfig
+from overland.models.init import Rule, decoder_rule
+from overland.models.loss import chunked_cross_entropy
+from overland.models.mask import Mask, Masks
+from overland.models.rope import Rotary, rotate
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Decoder(nn.Module):
+    """A causal language model. `attention` names the backend (see backend.py)."""
+
+    def __init__(self, config: DecoderConfig, attention: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderModel(config, check_backend(attention))
+        self.lm_head: Head | None = Head(config.hidden_size, config.vocab_size, bias=False)
+        # Called as loss(hidden_BSD, lm_head_weight_VD, labels_BS): summed, not averaged, because
+        # only the trainer knows the number of valid tokens of the global batch.
+        self.loss: Loss = chunked_cross_entropy
+        self._tie()
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        labels_BS: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or with labels the sum of the cross-entropy over labels other than -100.
+
+        `labels_BS[b, s]` is the token that should follow `tokens_BS[b, s]` (already shifted).
+        `positions_BS` are rotary positions (default 0, 1, 2 ...); `documents_BS` numbers the
+        document of each token, and tokens see only their own document. `tokens_BS` holds hidden
+        states [B, S, D] where this stage has no embedding; the hidden states are returned where
+        it has no head.
+        """
+        hidden_BSD = self.model(tokens_BS, positions_BS, documents_BS)
+        if self.lm_head is None:
+            return hidden_BSD
+        return self.lm_head(hidden_BSD, labels_BS, self.loss)
+
+    def init_rule(self, name: str) -> Rule:
+        """How a parameter starts (see init.py)."""
+        return decoder_rule(self.config, name)
+
+    def _tie(self) -> None:
+        embedding, head = self.model.embed_tokens, self.lm_head
+        if self.config.tie_word_embeddings and embedding is not None and head is not None:
+            head.weight = embedding.weight
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
+        # to_empty() from the meta device makes a new parameter per module, which unties them.
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+
+class DecoderModel(nn.Module):
+    """Tokens (or the hidden states of an earlier stage) to hidden states."""
+
+    def __init__(self, config: DecoderConfig, attention: str) -> None:
+        super().__init__()
+        layers = range(config.num_hidden_layers)
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): Layer(config, config.window_of(i)) for i in layers})
+        self.norm: RMSNorm | None = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+        windows = dict.fromkeys(config.window_of(i) for i in layers)
+        self.masks = Masks(attention, list(windows))
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+    ) -> Tensor:
+        x_BSD = tokens_BS if self.embed_tokens is None else self.embed_tokens(tokens_BS)
+        seq_len = x_BSD.shape[1]
+        if positions_BS is None:
+            positions_BS = torch.arange(seq_len, device=x_BSD.device)[None]
+        rotation = self.rotary(positions_BS, seq_len, x_BSD.dtype)
+        masks = self.masks(x_BSD, documents_BS)
+        for layer in self.layers.values():
+            x_BSD = layer(x_BSD, *rotation, masks[layer.window])
+        return x_BSD if self.norm is None else self.norm(x_BSD)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BSD: Tensor, cos_BSd: Tensor, sin_BSd: Tensor, mask: Mask) -> Tensor:
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_BSd, sin_BSd, mask)
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, self.head_dim = config.hidden_size, config.head_dim
+        q_width = config.num_attention_heads * self.head_dim
+        kv_width = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, q_width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_width, width, bias=config.o_proj_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.core = Attention()
+
+    def forward(self, x_BSD: Tensor, cos_BSd: Tensor, sin_BSd: Tensor, mask: Mask) -> Tensor:
+        # The number of heads is read off the projections: under tensor parallel they are fewer.
+        q_BSHd = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKd = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKd = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHd, k_BSKd = self.q_norm(q_BSHd), self.k_norm(k_BSKd)
+        q_BHSd = rotate(q_BSHd.transpose(1, 2), cos_BSd, sin_BSd)
+        k_BKSd = rotate(k_BSKd.transpose(1, 2), cos_BSd, sin_BSd)
+        out_BHSd = self.core(q_BHSd, k_BKSd, v_BSKd.transpose(1, 2), mask)
+        return self.o_proj(out_BHSd.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, mlp_width = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, mlp_width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(width, mlp_width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(mlp_width, width, bias=config.mlp_bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Hugging Face's order: normalise wide, round, then multiply by the weight.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Head(nn.Linear):
+    """The output matrix. The loss is computed inside its call, so that hooks on this module
+    (FSDP's gathering of the weight) see every use of the weight."""
+
+    def forward(
+        self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, loss: Loss | None = None
+    ) -> Tensor:
+        if labels_BS is None or loss is None:
+            return super().forward(hidden_BSD)
+        return loss(hidden_BSD, self.weight, labels_BS)

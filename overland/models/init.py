@@ -1,0 +1,154 @@
+"""Initial weights as a pure function of (seed, parameter name, element).
+
+The scheme: embeddings, linears and the output matrix are normal with mean 0 and standard deviation
+`initializer_range`; `o_proj` and `down_proj`, which write into the residual stream, have it divided
+by sqrt(2 x number of layers); norms start at 1, biases at 0.
+
+Each element is a hash of its place turned into a normal number, so a rank computes its own shard
+alone and every layout starts from the same bits. It takes no state, no communication and no
+full-size tensor anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from overland.models.config import DecoderConfig
+from overland.models.errors import ModelError
+from overland.models.parameters import EMBEDDING, HEAD
+
+# A parameter's part that lives here: the tensor to fill, where it starts in each dim of the full
+# parameter, and the full shape.
+Part = tuple[Tensor, Sequence[int], Sequence[int]]
+LocalPart = Callable[[nn.Parameter], Part]
+
+
+@dataclass(frozen=True)
+class Normal:
+    std: float
+    name: str  # whose numbers: a tied output matrix takes those of the embedding
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+Rule = Normal | Constant
+
+
+def whole(parameter: nn.Parameter) -> Part:
+    """The local part of a parameter that is not sharded."""
+    return parameter.data, (0,) * parameter.dim(), tuple(parameter.shape)
+
+
+def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> None:
+    """Fill every parameter by `model.init_rule(name)`; sharded ones through `local_part`."""
+    with torch.no_grad():
+        for wrapped_name, parameter in model.named_parameters():
+            name = plain_name(wrapped_name)
+            tensor, offsets, shape = local_part(parameter)
+            if tensor.is_meta:
+                raise ModelError(f"{name} is on the meta device; call to_empty() before init")
+            rule: Rule = model.init_rule(name)  # type: ignore[operator]
+            if isinstance(rule, Constant):
+                tensor.fill_(rule.value)
+            else:
+                fill_normal(tensor, seed, rule.name, rule.std, offsets, shape)
+
+
+def decoder_rule(config: DecoderConfig, name: str) -> Rule:
+    """The scheme above for a parameter of a Decoder."""
+    if name.endswith("norm.weight"):
+        return Constant(1.0)
+    if name.endswith(".bias"):
+        return Constant(0.0)
+    std = config.initializer_range
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std /= math.sqrt(2 * config.num_hidden_layers)
+    if name == HEAD and config.tie_word_embeddings:
+        name = EMBEDDING  # a last pipeline stage has the head alone
+    return Normal(std, name)
+
+
+def fill_normal(
+    tensor: Tensor,
+    seed: int,
+    name: str,
+    std: float,
+    offsets: Sequence[int],
+    shape: Sequence[int],
+) -> None:
+    """Put the numbers of (seed, name) into a rectangle of a parameter of this full shape."""
+    if tensor.numel() == 0:
+        return
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    key = (_signed(int.from_bytes(digest[:8])), _signed(int.from_bytes(digest[8:])))
+    # MPS has no float64; what is made on the CPU has the same bits.
+    device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
+    row_numel = tensor[0].numel() if tensor.dim() else 1
+    rows = tensor if tensor.dim() else tensor[None]
+    rows_per_chunk = max(1, _CHUNK // row_numel)
+    for start in range(0, rows.shape[0], rows_per_chunk):
+        chunk = rows[start : start + rows_per_chunk]
+        index = _places(chunk.shape, (offsets[0] + start, *offsets[1:]), shape, device)
+        # Rounded to float32 whatever the parameter's type, so that all types start alike and the
+        # last bit of a device's log and cos is gone.
+        chunk.copy_((_normal(index, key) * std).to(torch.float32))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers (recompute, compile) put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+# Elements at a time: 4 M int64 are 32 MB, and about five such temporaries are alive at once.
+_CHUNK = 1 << 22
+_M32 = (1 << 32) - 1
+
+
+def _places(
+    local: Sequence[int], offsets: Sequence[int], shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Row-major number in the full parameter of each local element."""
+    index = torch.zeros(tuple(local), dtype=torch.int64, device=device)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        places = torch.arange(local[dim], dtype=torch.int64, device=device) + offsets[dim]
+        index += (places * stride).view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride *= shape[dim]
+    return index
+
+
+def _normal(index: Tensor, key: tuple[int, int]) -> Tensor:
+    """One hash per element; its two halves are the two uniforms of Box and Muller."""
+    bits = _mix(index, key)
+    radius = ((bits >> 32) & _M32).to(torch.float64).add_(0.5).mul_(2.0**-32)
+    angle = (bits & _M32).to(torch.float64).mul_(2 * math.pi * 2.0**-32)
+    return radius.log_().mul_(-2.0).sqrt_().mul_(angle.cos_())
+
+
+def _mix(index: Tensor, key: tuple[int, int]) -> Tensor:
+    """splitmix64 in wrapping int64, with a second key half way.
+
+    The first key alone would make all parameters pieces of one stream, which may overlap.
+    """
+    bits = index * _signed(0x9E3779B97F4A7C15) + key[0]
+    bits = (bits ^ _shift(bits, 30) ^ key[1]) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, places: int) -> Tensor:
+    """Logical right shift, which torch has not for int64."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

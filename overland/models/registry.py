@@ -1,0 +1,183 @@
+"""Which models there are, and how one is built. The documented way to add your own:
+
+    # my_models.py, named in [job] custom_import
+    from dataclasses import dataclass
+    from overland.models import register_model
+
+    @dataclass(frozen=True)
+    class TinyConfig:
+        vocab_size: int = 256
+        width: int = 64
+
+    def build(config, attention):       # runs only when the model is needed: import torch here
+        from my_network import Tiny
+        return Tiny(config)
+
+    register_model("tiny", flavors={"base": TinyConfig()}, config_class=TinyConfig, build=build)
+
+A config class is a dataclass. Optional methods make it more capable: `from_hf(path)` (then
+`config_path` works), `override(dict)`, `to_hf()` and `parameter_shapes()` (then `save_hf` and
+`load_hf` work). The module is called as `Decoder` is: `module(tokens_BS, positions_BS=,
+documents_BS=, labels_BS=)` returns logits, or with labels the summed loss; `module.init_rule(name)`
+says how each parameter starts (see `init.py`). Nothing here imports torch before `build_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from overland.models.config import DecoderConfig
+from overland.models.errors import ModelError, nearest
+from overland.models.flavors import FLAVORS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Build = Callable[[Any, str], "nn.Module"]
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    name: str
+    flavors: Mapping[str, Any]
+    config_class: type
+    build: Build
+
+
+def register_model(
+    name: str,
+    *,
+    flavors: Mapping[str, Any],
+    config_class: type = DecoderConfig,
+    build: Build | None = None,
+) -> None:
+    """Make `name` known. `build(config, attention)` returns the module; it may be left out for
+    new flavors of a config class that is already known (DecoderConfig above all)."""
+    if name in _MODELS:
+        raise ModelError(f"a model named '{name}' is already registered")
+    if not is_dataclass(config_class):
+        raise ModelError(f"config_class {config_class.__name__} of '{name}' must be a dataclass")
+    for flavor, config in flavors.items():
+        if type(config) is not config_class:
+            raise ModelError(
+                f"flavor '{flavor}' of '{name}' is a {type(config).__name__}, expected "
+                f"{config_class.__name__}"
+            )
+    known = _build_of(config_class)
+    build = build or known
+    if build is None:
+        raise ModelError(f"'{name}' needs a build function for {config_class.__name__}")
+    if known not in (None, build):
+        # build_model finds the builder by the config's class, so a class has exactly one.
+        raise ModelError(
+            f"{config_class.__name__} already has a build function; give '{name}' a subclass of it"
+        )
+    _MODELS[name] = ModelEntry(name, dict(flavors), config_class, build)
+
+
+def model_names() -> list[str]:
+    return sorted(_MODELS)
+
+
+def flavor_names(name: str) -> list[str]:
+    return list(_entry(name).flavors)
+
+
+def resolve_config(
+    name: str,
+    flavor: str | None = None,
+    config_path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Any:
+    """The model's config: a named flavor, or a config.json (file or its folder), then overrides.
+
+    The name 'hf' stands for whatever supported model_type the config.json has.
+    """
+    entry = _entry(name)
+    if config_path is not None:
+        if flavor is not None:
+            raise ModelError(
+                f"model '{name}' got both flavor '{flavor}' and config file '{config_path}'; "
+                "give one of them"
+            )
+        config = _config_from_file(entry, config_path)
+    else:
+        config = _config_of_flavor(entry, flavor)
+    return _with_overrides(config, overrides) if overrides else config
+
+
+def build_model(config: Any, attention: str = "auto") -> nn.Module:
+    """The module on the default device: use `with torch.device("meta")` for a large one."""
+    build = _build_of(type(config))
+    if build is None:
+        raise ModelError(f"no model is registered for a {type(config).__name__}")
+    return build(config, attention)
+
+
+def _build_decoder(config: DecoderConfig, attention: str) -> nn.Module:
+    from overland.models.decoder import Decoder
+
+    return Decoder(config, attention)
+
+
+_MODELS: dict[str, ModelEntry] = {}
+
+
+def _build_of(config_class: type) -> Build | None:
+    if config_class is DecoderConfig:
+        return _build_decoder
+    return next((e.build for e in _MODELS.values() if e.config_class is config_class), None)
+
+
+def _entry(name: str) -> ModelEntry:
+    if name not in _MODELS:
+        raise ModelError(f"there is no model '{name}'{nearest(name, _MODELS)}")
+    return _MODELS[name]
+
+
+def _config_of_flavor(entry: ModelEntry, flavor: str | None) -> Any:
+    if flavor is None:
+        if len(entry.flavors) == 1:
+            return next(iter(entry.flavors.values()))
+        choices = ", ".join(entry.flavors) or "none, so give the path of a config.json"
+        raise ModelError(f"model '{entry.name}' needs a flavor: {choices}")
+    if flavor not in entry.flavors:
+        raise ModelError(
+            f"model '{entry.name}' has no flavor '{flavor}'{nearest(flavor, entry.flavors)}"
+        )
+    return entry.flavors[flavor]
+
+
+def _config_from_file(entry: ModelEntry, path: str | Path) -> Any:
+    reader = getattr(entry.config_class, "from_hf", None)
+    if reader is None:
+        raise ModelError(f"model '{entry.name}' cannot be read from a config.json ({path})")
+    config = reader(path)
+    kinds = {getattr(flavor, "model_type", None) for flavor in entry.flavors.values()}
+    found = getattr(config, "model_type", None)
+    if kinds and found not in kinds:
+        raise ModelError(
+            f"model '{entry.name}' was asked for, but {path} has model_type '{found}'; "
+            "name = 'hf' takes any supported one"
+        )
+    return config
+
+
+def _with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    if hasattr(config, "override"):
+        return config.override(overrides)
+    valid = {item.name for item in fields(config)}
+    for name in overrides:
+        if name not in valid:
+            raise ModelError(
+                f"'{name}' is not a field of {type(config).__name__}{nearest(name, valid)}"
+            )
+    return replace(config, **overrides)
+
+
+for _name, _flavors in FLAVORS.items():
+    register_model(_name, flavors=_flavors)
+register_model("hf", flavors={})

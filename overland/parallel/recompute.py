@@ -1,0 +1,53 @@
+"""Activation recomputation: what the backward pass computes again in place of keeping it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from overland.config.schema import ActivationCheckpoint
+
+aten = torch.ops.aten
+# Costly to compute and cheap to keep: matrix products and attention. All else is recomputed.
+KEPT_OPS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+}
+
+
+def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint) -> None:
+    """Changes the forward of the blocks that are to be recomputed; names and hooks stay as they are."""
+    if settings.mode == "none":
+        return
+    every, options = 1, {}
+    if settings.mode == "selective" and settings.selective_ac_option == "op":
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+    elif settings.mode == "selective":
+        every = int(settings.selective_ac_option)
+    for number, block in enumerate(layers.values()):
+        if number % every == 0:
+            block.forward = partial(
+                checkpoint,
+                block.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in a block draws random numbers
+                **options,
+            )
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE

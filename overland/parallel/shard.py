@@ -1,0 +1,65 @@
+"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard`, replicated over
+`dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2.
+
+    stage   dp_shard   reshard after forward
+    zero0      1              –                 every rank holds everything (classic DDP's mathematics)
+    zero2      n             no                 parameters stay gathered between forward and backward
+    zero3      n            yes                 gathered again for the backward pass
+
+Also used on one device: mixed precision (a wide master copy, a narrow compute copy) then means the
+same everywhere. Gradients are summed, not averaged: the loss is already divided by the number of
+tokens of the whole global batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from overland.config.schema import Training
+from overland.parallel.mesh import Mesh
+
+
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Training) -> None:
+    """Shards each block by itself, so that the next one is gathered while this one computes."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cast_forward_inputs=False,
+    )
+    offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+    reshard = mesh.degrees.reshard_after_forward
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh.shard_axes,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+        )
+    # The root keeps its parameters (embedding and head): the backward pass begins with them.
+    fully_shard(
+        model,
+        mesh=mesh.shard_axes,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=False,
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sync_gradients(model: nn.Module, last: bool) -> None:
+    """Reduce gradients only in the last of several accumulated backward passes."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)

@@ -1,0 +1,90 @@
+"""A line chart as SVG: small, self-contained, drawn without a plotting library."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+WIDTH, HEIGHT = 760, 420
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 44, 48
+COLOURS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#7a5195", "#b58900")
+
+Points = Sequence[tuple[float, float]]
+
+
+def plot_losses(metrics: Path, target: Path, title: str) -> None:
+    """Draws the training loss, and held-out losses where there are any, from metrics.jsonl."""
+    series: dict[str, dict[int, float]] = {}
+    for line in metrics.read_text().splitlines():
+        record = json.loads(line)
+        for name, value in record.items():
+            if name == "loss" or name.startswith("validation_loss/"):
+                series.setdefault(name, {})[record["step"]] = value
+    lines = {name: sorted(points.items()) for name, points in series.items()}
+    target.write_text(line_chart(lines, title, "step", "loss"))
+
+
+def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:
+    """The chart as SVG text. Points that are not finite are left out."""
+    kept = {
+        name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()
+    }
+    flat = [point for points in kept.values() for point in points] or [(0.0, 0.0)]
+    x_ticks = ticks(min(x for x, _ in flat), max(x for x, _ in flat))
+    y_ticks = ticks(min(y for _, y in flat), max(y for _, y in flat))
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        return (
+            LEFT + across * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM),
+        )
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'font-family="system-ui, sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="26" font-size="16" fill="#222">{escape(title)}</text>',
+    ]
+    for y in y_ticks:
+        left, height = at(x_ticks[0], y)
+        parts.append(
+            f'<line x1="{left:.1f}" y1="{height:.1f}" x2="{WIDTH - RIGHT}" y2="{height:.1f}" '
+            f'stroke="#e4e4e4"/><text x="{left - 8:.1f}" y="{height + 4:.1f}" '
+            f'text-anchor="end" fill="#555">{y:g}</text>'
+        )
+    for x in x_ticks:
+        across, bottom = at(x, y_ticks[0])
+        parts.append(
+            f'<text x="{across:.1f}" y="{bottom + 20:.1f}" text-anchor="middle" '
+            f'fill="#555">{x:g}</text>'
+        )
+    for number, (name, points) in enumerate(kept.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (at(x, y) for x, y in points))
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            f'<text x="{WIDTH - RIGHT}" y="{TOP + 16 * number + 12}" text-anchor="end" '
+            f'fill="{colour}">{escape(name)}</text>'
+        )
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle" '
+        f'fill="#555">{escape(x_label)}</text><text x="16" y="{(TOP + HEIGHT - BOTTOM) / 2}" '
+        f'text-anchor="middle" fill="#555" '
+        f'transform="rotate(-90 16 {(TOP + HEIGHT - BOTTOM) / 2})">{escape(y_label)}</text></svg>'
+    )
+    return "\n".join(parts) + "\n"
+
+
+def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
+    """Round numbers that enclose [low, high]."""
+    span = high - low or abs(high) or 1.0
+    raw = span / wanted
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]

@@ -1,0 +1,60 @@
+"""What is optional happens in callbacks, so that the loop stays a loop.
+
+A callback overrides what it cares about. Every rank has its own and calls it at the same moment;
+what only one rank should do, the callback's factory decides by returning None on the others. A
+user's module (`job.custom_import`) adds its own with `register_callback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
+
+Record = dict[str, Any]
+
+
+class Callback:
+    """Hooks of a run; each does nothing unless overridden."""
+
+    def __init__(self, run: Run) -> None:
+        """Called when the run is built, before `on_start`."""
+
+    def on_start(self, run: Run) -> None:
+        """Everything is built (and resumed); the first step comes next."""
+
+    def on_step(self, run: Run) -> None:
+        """A step was taken. `run.progress.step` counts it already."""
+
+    def on_log(self, run: Run, record: Record) -> None:
+        """Every `metrics.log_freq` steps: loss, learning rate, speed and more, as plain numbers."""
+
+    def on_validation(self, run: Run, record: Record) -> None:
+        """Held-out losses: `validation_loss/NAME` for each set."""
+
+    def on_save(self, run: Run, path: Path) -> None:
+        """A checkpoint was saved."""
+
+    def on_message(self, run: Run, message: str) -> None:
+        """Something the user should know, such as a skipped step."""
+
+    def on_end(self, run: Run) -> None:
+        """The last call, also when training stops early or fails."""
+
+
+Factory = Callable[["Run"], Callback | None]
+
+_factories: list[Factory] = []
+
+
+def register_callback(factory: Factory) -> Factory:
+    """Adds a callback to every run; usable as a decorator on the callback's class or a function."""
+    _factories.append(factory)
+    return factory
+
+
+def user_callbacks(run: Run) -> list[Callback]:
+    return [callback for factory in _factories if (callback := factory(run)) is not None]

@@ -1,0 +1,86 @@
+"""What the user sees while training: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from overland.training.callbacks import Callback, Record
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
+
+
+class Console(Callback):
+    """Rank 0 on a terminal draws a bar with the logged lines above it; all others print lines."""
+
+    def __init__(self, run: Run) -> None:
+        plain = run.config.metrics.disable_color_printing
+        self.screen = RichConsole(no_color=plain, highlight=False, soft_wrap=True)
+        self.prefix = f"[rank {run.world.rank}] " if run.world.rank else ""
+        self.bar: Progress | None = None
+        if sys.stdout.isatty() and run.world.is_first:
+            self.bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TextColumn("eta"),
+                TimeRemainingColumn(compact=True),
+                console=self.screen,
+            )
+
+    def on_start(self, run: Run) -> None:
+        if self.bar is not None:
+            self.bar.start()
+            self.task = self.bar.add_task(
+                "", total=run.config.training.steps, completed=run.progress.step, status=""
+            )
+
+    def on_step(self, run: Run) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=run.progress.step)
+
+    def on_log(self, run: Run, record: Record) -> None:
+        status = describe(record)
+        if self.bar is not None:
+            self.bar.update(self.task, status=status)
+            return
+        self._print(f"step {record['step']}/{run.config.training.steps}  {status}")
+
+    def on_validation(self, run: Run, record: Record) -> None:
+        losses = "  ".join(f"{name} {value:.4f}" for name, value in record.items() if name != "step")
+        self._print(f"step {record['step']}  {losses}")
+
+    def on_save(self, run: Run, path: Path) -> None:
+        if run.world.is_first:
+            self._print(f"saved {path}")
+
+    def on_message(self, run: Run, message: str) -> None:
+        self._print(message)
+
+    def on_end(self, run: Run) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def _print(self, text: str) -> None:
+        self.screen.print(self.prefix + text, markup=False)
+
+
+def describe(record: Record) -> str:
+    """A logged record in one short line."""
+    parts = [
+        f"loss {record['loss']:.4f}",
+        f"grad {record['grad_norm']:.2f}",
+        f"lr {record['lr']:.2e}",
+        f"{record['tokens_per_second']:,.0f} tok/s/device",
+        f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU – (peak unknown)",
+        f"{record['memory_gib']:.2f} GiB",
+    ]
+    if record["data_wait"] > 0.01:
+        parts.append(f"data wait {record['data_wait']:.0%}")
+    return "  ".join(parts)

@@ -1,0 +1,65 @@
+"""The run folder and what lies where in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from overland.config.schema import JobConfig
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    root: Path
+    tb: Path
+    checkpoints: Path
+    traces: Path
+    memory_snapshots: Path
+
+    @classmethod
+    def of(cls, config: JobConfig) -> RunFolder:
+        root = Path(config.job.dump_folder).expanduser()
+        return cls(
+            root,
+            tb=root / config.metrics.save_tb_folder,
+            checkpoints=root / config.checkpoint.folder,
+            traces=root / config.profiling.save_traces_folder,
+            memory_snapshots=root / config.profiling.save_memory_snapshot_folder,
+        )
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def plot(self) -> Path:
+        return self.root / "loss.svg"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def readme(self) -> Path:
+        return self.root / "README.md"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def hf(self) -> Path:
+        return self.root / "hf"
+
+
+def fresh_folder(wanted: str) -> str:
+    """`wanted`, or the first of `wanted-2`, `wanted-3`, … that no run has used."""
+    number, candidate = 1, Path(wanted).expanduser()
+    while candidate.exists() and any(candidate.iterdir()):
+        number += 1
+        candidate = Path(f"{wanted.rstrip('/')}-{number}").expanduser()
+    return str(candidate)

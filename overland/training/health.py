@@ -1,0 +1,72 @@
+"""Noticing steps that went wrong."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import torch
+
+from overland.config.schema import Health
+from overland.training.errors import TrainingError
+
+
+class BadSteps:
+    """Counts steps that were skipped because the loss or a gradient was not finite.
+
+    The flags stay on the device until `check`, so that no step waits for them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._in_a_row = 0
+        self._flags: list[tuple[int, torch.Tensor]] = []
+
+    def note(self, step: int, skipped: torch.Tensor) -> None:
+        self._flags.append((step, skipped))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the limit could have been reached since the last check."""
+        return len(self._flags) + self._in_a_row >= self.limit
+
+    def check(self) -> list[int]:
+        """Reads the flags; returns the steps skipped since the last check."""
+        if not self._flags:
+            return []
+        flags = torch.stack([flag for _, flag in self._flags]).tolist()
+        skipped = []
+        for (step, _), flag in zip(self._flags, flags, strict=True):
+            self._in_a_row = self._in_a_row + 1 if flag else 0
+            if flag:
+                skipped.append(step)
+            if self._in_a_row >= self.limit:
+                raise TrainingError(
+                    f"the loss or a gradient was not finite in {self.limit} steps in a row, up to "
+                    f"step {step}; nothing was learned from them. Resume from a checkpoint with a "
+                    f"lower optimizer.lr, or raise health.max_bad_steps"
+                )
+        self._flags.clear()
+        return skipped
+
+
+class SpikeGuard:
+    """Calls a loss a spike if it stands out from the recent ones by many standard deviations."""
+
+    def __init__(self, settings: Health) -> None:
+        self.threshold = settings.spike_threshold
+        self._losses: deque[float] = deque(maxlen=settings.spike_window)
+        self._enough = max(8, settings.spike_window // 4)
+
+    def is_spike(self, loss: float) -> bool:
+        """Judges a loss and, unless it is a spike, remembers it."""
+        if not math.isfinite(loss):
+            return False  # skipped anyway, and counted by BadSteps
+        if len(self._losses) >= self._enough:
+            mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            # A floor of 0.1 % of the mean: on a plateau the deviation says nothing.
+            if loss > mean + self.threshold * max(deviation, 1e-3 * abs(mean)):
+                return True
+        self._losses.append(loss)
+        return False

@@ -1,0 +1,119 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+
+from overland.data.loader import Batch, batches, read_ahead
+from overland.training.callbacks import Record
+from overland.training.errors import TrainingError
+from overland.training.health import BadSteps, SpikeGuard
+from overland.training.metrics import Meter
+from overland.training.run import Run
+from overland.training.schedule import learning_rate
+from overland.training.step import StepResult, train_step
+from overland.training.stop import StopRequest
+from overland.training.validate import validate
+
+Data = Generator[Batch, None, None]
+
+
+def train(run: Run) -> bool:
+    """Trains to the last step, or until a signal asks to stop; returns whether it got to the end."""
+    config, progress = run.config, run.progress
+    steps, guard_action = config.training.steps, config.health.spike_guard
+    guard = SpikeGuard(config.health) if guard_action != "off" else None
+    bad_steps = BadSteps(config.health.max_bad_steps)
+    meter = Meter(run)
+    data = open_data(run)
+
+    with StopRequest() as stop:
+        try:
+            run.call("on_start")
+            while progress.step < steps:
+                stop.ask()
+                batch = next_batch(data, meter)
+                result = train_step(run, batch, guard)
+                progress.step += 1
+                progress.batch += 1
+                progress.tokens += result.num_tokens
+                bad_steps.note(progress.step, result.skipped)
+                run.call("on_step")
+
+                if is_due(progress.step, config.metrics.log_freq, steps) or bad_steps.is_due:
+                    log(run, result, meter, bad_steps)
+                if result.spiked:
+                    data = answer_spike(run, data, guard_action, result)
+                if run.validation_sets and is_due(progress.step, config.validation.freq, steps):
+                    run.call("on_validation", validate(run))
+                    meter.restart(run)
+                stopping = stop.agreed()
+                if config.checkpoint.enable and (
+                    stopping or is_due(progress.step, config.checkpoint.interval, steps)
+                ):
+                    run.save()
+                    meter.restart(run)
+                if stopping and progress.step < steps:
+                    return False
+        finally:
+            data.close()
+            run.call("on_end")
+    return True
+
+
+def open_data(run: Run) -> Data:
+    """This rank's share of every batch from `progress.batch` on, copied to the device ahead."""
+    shares = batches(
+        run.dataset.blocks,
+        run.progress.batch,
+        run.global_batch_size,
+        run.mesh.dp_rank,
+        run.mesh.dp_size,
+    )
+    return read_ahead((batch.to(run.device) for batch in shares), run.config.data.read_ahead)
+
+
+def next_batch(data: Data, meter: Meter) -> Batch:
+    started = time.perf_counter()
+    batch = next(data)
+    meter.waited(time.perf_counter() - started)
+    return batch
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    return step % every == 0 or step == last
+
+
+def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None:
+    loss = result.loss.item()  # waits for the device, so that the meter reads whole steps
+    skipped = bad_steps.check()
+    record: Record = {
+        "step": run.progress.step,
+        "loss": loss,
+        "grad_norm": result.grad_norm.item(),
+        "lr": learning_rate(run.progress.step - 1, run.config),
+        "tokens": run.progress.tokens,
+        **meter.read(run),
+        "skipped_steps": len(skipped),
+    }
+    run.call("on_log", record)
+    if skipped:
+        run.call("on_message", f"not finite, so skipped: step {', '.join(map(str, skipped))}")
+
+
+def answer_spike(run: Run, data: Data, action: str, result: StepResult) -> Data:
+    """The update was skipped already; "rewind" also goes back, and on to batches not seen yet."""
+    what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
+    if action == "skip":
+        run.call("on_message", f"{what}: step skipped")
+        return data
+    path = run.store.latest()
+    if path is None:
+        raise TrainingError(f"{what}, and no checkpoint to rewind to: lower checkpoint.interval")
+    next_unseen = run.progress.batch
+    run.restore(path)
+    run.progress.batch = next_unseen
+    run.call("on_message", f"{what}: back to {path}, going on with batch {next_unseen}")
+    data.close()
+    return open_data(run)

@@ -1,0 +1,131 @@
+"""Speed and memory between two logs, and where the numbers go."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+from overland.cluster.devices import device_name, memory_in_use
+from overland.models.flops import flops_per_token
+from overland.planner.hardware import peak_flops
+from overland.reporting.plot import plot_losses
+from overland.training.callbacks import Callback, Record
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
+
+
+class Meter:
+    """Measures what happened since the last reading. Counts are of the whole run, rates per device."""
+
+    def __init__(self, run: Run) -> None:
+        training = run.config.training
+        self.num_devices = run.world.size
+        self.peak = peak_flops(device_name(), training.mixed_precision_param)
+        self.flops_per_token = flops_per_token(run.model_config, training.seq_len)
+        self.restart(run)
+
+    def restart(self, run: Run) -> None:
+        self._since = time.perf_counter()
+        self._tokens = run.progress.tokens
+        self._waited = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Time the loop spent waiting for data."""
+        self._waited += seconds
+
+    def read(self, run: Run) -> Record:
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        rate = (run.progress.tokens - self._tokens) / seconds / self.num_devices
+        record: Record = {
+            "tokens_per_second": rate,
+            "tflops": rate * self.flops_per_token / 1e12,
+            "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
+            "memory_gib": memory_in_use(),
+            "data_wait": self._waited / seconds,
+        }
+        self.restart(run)
+        return record
+
+
+class JsonLines(Callback):
+    """One JSON object per logged step, appended to metrics.jsonl.
+
+    A resumed run goes on in the same file; where a step stands twice, the later line counts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.file: TextIO = run.folder.metrics.open("a")
+
+    def on_log(self, run: Run, record: Record) -> None:
+        self._write(record)
+
+    def on_validation(self, run: Run, record: Record) -> None:
+        self._write(record)
+
+    def on_end(self, run: Run) -> None:
+        self.file.close()
+
+    def _write(self, record: Record) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+
+class TensorBoard(Callback):
+    def __init__(self, run: Run) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        # After a resume TensorBoard drops what an earlier session logged past this step.
+        self.writer = SummaryWriter(str(run.folder.tb), purge_step=run.progress.step + 1)
+
+    def on_log(self, run: Run, record: Record) -> None:
+        for name, value in _numbers(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+
+    on_validation = on_log
+
+    def on_save(self, run: Run, path: object) -> None:
+        self.writer.flush()
+
+    def on_end(self, run: Run) -> None:
+        self.writer.close()
+
+
+class LossPlot(Callback):
+    """The loss drawn from metrics.jsonl, at every checkpoint and at the end."""
+
+    def on_save(self, run: Run, path: object) -> None:
+        plot_losses(run.folder.metrics, run.folder.plot, run.config.job.description)
+
+    def on_end(self, run: Run) -> None:
+        self.on_save(run, None)
+
+
+class WeightsAndBiases(Callback):
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            project="overland",
+            name=run.folder.root.name,
+            dir=str(run.folder.root),
+            config=run.config.model_dump(),
+            resume="allow",
+        )
+
+    def on_log(self, run: Run, record: Record) -> None:
+        self.run.log(_numbers(record), step=record["step"])
+
+    on_validation = on_log
+
+    def on_end(self, run: Run) -> None:
+        self.run.finish()
+
+
+def _numbers(record: Record) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and name != "step"
+    }

@@ -1,0 +1,183 @@
+"""Everything that lives as long as a run, and how it is put together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from overland.checkpoint.store import Store, load
+from overland.cluster.world import World
+from overland.config.degrees import resolve_degrees
+from overland.config.schema import JobConfig
+from overland.config.write import write_config
+from overland.data.prepare import Dataset, training_data, validation_data
+from overland.models.hf import load_hf
+from overland.models.init import init_weights
+from overland.models.registry import build_model, resolve_config
+from overland.parallel.apply import parallelize
+from overland.parallel.mesh import Mesh, build_mesh
+from overland.parallel.parts import local_part
+from overland.reporting.readme import write_readme
+from overland.training.callbacks import Callback, user_callbacks
+from overland.training.console import Console
+from overland.training.folder import RunFolder
+from overland.training.garbage import GarbageCollection
+from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
+from overland.training.optimizer import Adam, build_optimizer
+from overland.training.precision import LossScaler
+from overland.training.profile import Profiler
+from overland.training.progress import Progress
+from overland.training.seeds import set_seeds
+
+
+@dataclass
+class Run:
+    config: JobConfig
+    world: World
+    device: torch.device
+    folder: RunFolder
+    mesh: Mesh
+    model_config: Any
+    model: nn.Module
+    optimizer: Adam
+    scaler: LossScaler
+    dataset: Dataset
+    validation_sets: list[Dataset]
+    store: Store
+    progress: Progress = field(default_factory=Progress)
+    callbacks: list[Callback] = field(default_factory=list)
+
+    @property
+    def global_batch_size(self) -> int:
+        wanted = self.config.training.global_batch_size
+        if wanted == -1:
+            return self.config.training.local_batch_size * self.mesh.dp_size
+        return wanted
+
+    def call(self, hook: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *args)
+
+    def save(self) -> Path:
+        path = self.store.save(
+            self.progress.step,
+            self.model,
+            self.optimizer,
+            {"scaler": self.scaler.state_dict()},
+            self.progress.to_json(),
+        )
+        self.call("on_save", path)
+        return path
+
+    def restore(self, path: Path, skip_optimizer: bool = False) -> None:
+        optimizer = None if skip_optimizer else self.optimizer
+        extra = {} if skip_optimizer else {"scaler": self.scaler.state_dict()}
+        self.progress.restore(load(path, self.model, optimizer, extra))
+
+
+def build_run(
+    config: JobConfig, world: World, device: torch.device, log_ranks: Collection[int] = (0,)
+) -> Run:
+    """Model on the meta device, made parallel, then given memory and weights; then all the rest."""
+    set_seeds(config.debug)
+    folder = RunFolder.of(config)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
+    mesh = build_mesh(degrees, device.type)
+
+    model_config = resolve_config(
+        config.model.name, config.model.flavor, config.model.config, config.model.overrides
+    )
+    model = build_parallel_model(model_config, mesh, config, device)
+    optimizer = build_optimizer(model, config.optimizer)
+
+    def report(message: str) -> None:
+        if world.rank in log_ranks:
+            print(message, flush=True)
+
+    builds = world.local_rank == 0
+    run = Run(
+        config,
+        world,
+        device,
+        folder,
+        mesh,
+        model_config,
+        model,
+        optimizer,
+        LossScaler(config.training.mixed_precision_param == "float16", device),
+        training_data(config, model_config.vocab_size, builds, report),
+        validation_data(config, model_config.vocab_size, builds, report),
+        Store(folder.checkpoints, config.checkpoint.keep_latest_k),
+    )
+    start_from(run, report)
+    if world.is_first:
+        describe_run(run)
+    run.callbacks = build_callbacks(run, log_ranks)
+    return run
+
+
+def build_parallel_model(
+    model_config: Any, mesh: Mesh, config: JobConfig, device: torch.device
+) -> nn.Module:
+    with torch.device("meta"):
+        model = build_model(model_config, config.model.attention)
+        model.to(getattr(torch, config.training.dtype))
+    parallelize(model, mesh, config)
+    model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+    init_weights(model, config.debug.seed, local_part)
+    return model
+
+
+def start_from(run: Run, report: Any) -> None:
+    """A checkpoint to resume, weights to start from, or the fresh weights that are there already."""
+    settings = run.config.checkpoint
+    path = run.store.latest() if settings.resume == "auto" and settings.enable else None
+    if settings.resume not in ("auto", "none"):
+        path = Path(settings.resume).expanduser()
+    if path is not None:
+        run.restore(path, settings.skip_optimizer)
+        report(f"resumed {path} at step {run.progress.step}")
+    elif settings.initial_load_path is not None:
+        source = Path(settings.initial_load_path).expanduser()
+        if (source / "progress.json").exists():
+            load(source, run.model)
+        else:
+            load_hf(run.model, source, local_part)
+        report(f"starting from the weights in {source}")
+
+
+def describe_run(run: Run) -> None:
+    """What a reader of the run folder needs: config, README, tokenizer, the model's config.json."""
+    write_config(run.config, run.folder.config, full=True)
+    write_readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)
+    if hasattr(run.model_config, "to_hf"):
+        text = json.dumps(run.model_config.to_hf(), indent=2)
+        (run.folder.root / "model_config.json").write_text(text + "\n")
+    if run.dataset.tokenizer is not None:
+        run.folder.tokenizer.mkdir(exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            source = run.dataset.tokenizer.path.with_name(name)
+            if source.is_file():
+                shutil.copyfile(source, run.folder.tokenizer / name)
+
+
+def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
+    config, first = run.config, run.world.is_first
+    wanted: list[tuple[bool, Callable[[Run], Callback]]] = [
+        (True, GarbageCollection),
+        (run.world.rank in log_ranks, Console),
+        (first, JsonLines),
+        (first, LossPlot),
+        (first and config.metrics.enable_tensorboard, TensorBoard),
+        (first and config.metrics.enable_wandb, WeightsAndBiases),
+        (config.profiling.enable_profiling, Profiler),
+    ]
+    return [make(run) for ask, make in wanted if ask] + user_callbacks(run)
