@@ -1,8 +1,8 @@
 """One `JobConfig`, one class per TOML section.
 
-Section and key names are torchtitan's, so that its files load unchanged; `[data]` and `[health]` are
-ours. A key stands here only if something reads it: keys that other trainers know and we have no use
-for are listed in `dialects/`, where each gets a note. Every field has a description, because
+Section and key names are torchtitan's, so that its files load unchanged; `[data]` and `[health]`
+are ours. A key stands here only if something reads it: keys that other trainers know and we have no
+use for are listed in `dialects/`, where each gets a note. Every field has a description, because
 `overland config reference` and the JSON Schema are made from this file and from nothing else.
 """
 
@@ -44,7 +44,8 @@ class Model(Section):
     """Which network is trained."""
 
     name: str = "llama3"
-    """Model family: llama2, llama3, mistral, qwen2, qwen3, or one that `job.custom_import` registers."""
+    """Model family: llama2, llama3, mistral, qwen2, qwen3, or one that `job.custom_import`
+    registers."""
     flavor: str = "debug"
     """Named size of the family, such as 8B. Ignored when `config` is given."""
     config: str | None = None
@@ -61,7 +62,8 @@ class Training(Section):
     """The batch, the length and the number formats."""
 
     dataset: str = "stdlib"
-    """Data source by name: stdlib (Python's own source text), random, or a name under `data.folder`."""
+    """Data source by name: stdlib (Python's own source text), random, or a name under
+    `data.folder`."""
     dataset_path: str | None = None
     """Folder or file of text, JSONL or token shards to train on, in place of a name."""
     local_batch_size: PositiveInt = 8
@@ -88,17 +90,19 @@ class Training(Section):
 
 
 class Parallelism(Section):
-    """How the model and the batch are spread; the product of the degrees is the number of devices."""
+    """How model and batch are spread; the product of the degrees is the number of devices."""
 
     data_parallel_replicate_degree: Degree = 1
     """Copies of the (sharded) model."""
     data_parallel_shard_degree: int = -1
     """Devices that share one copy of parameters, gradients and optimizer state; -1: the rest."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward pass; default: always, but never with a pipeline."""
+    """Free gathered parameters after the forward pass; default: always, but never with a
+    pipeline."""
     sharding_stage: Literal["zero0", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"] | None = None
-    """Shorthand over the two degrees above: zero0 replicates, zero2 keeps parameters gathered between
-    forward and backward, zero3 shards everything; hybrid: replicate across nodes, shard within one."""
+    """Shorthand over the two degrees above: zero0 replicates, zero2 keeps parameters gathered
+    between forward and backward, zero3 shards everything; hybrid: replicate across nodes, shard
+    within one."""
     tensor_parallel_degree: Degree = 1
     """Devices that split each matrix."""
     pipeline_parallel_degree: Degree = 1
@@ -134,8 +138,8 @@ class LRScheduler(Section):
     total_steps: PositiveInt | None = None
     """Steps that the schedule spans; default: training.steps."""
     decay_ratio: Fraction | None = None
-    """Share of all steps spent decaying, after a plateau (warm-up, stable, decay); default: everything
-    after the warm-up."""
+    """Share of all steps spent decaying, after a plateau (warm-up, stable, decay); default:
+    everything after the warm-up."""
     decay_type: Literal["linear", "cosine", "sqrt", "constant"] = "linear"
     """Shape of the decay; constant: none."""
     min_lr_factor: Fraction = 0.0
@@ -192,8 +196,8 @@ class Checkpoint(Section):
     keep_latest_k: NonNegativeInt = 10
     """Keep this many checkpoints; 0 keeps all."""
     resume: str = "auto"
-    """auto: from the newest checkpoint of the run folder, if any; none: start anew in a fresh folder;
-    or the path of a checkpoint."""
+    """auto: from the newest checkpoint of the run folder, if any; none: start anew in a fresh
+    folder; or the path of a checkpoint."""
     skip_optimizer: bool = False
     """Resume the weights and the position in the data, with a new optimizer."""
     initial_load_path: str | None = None
@@ -276,7 +280,8 @@ class Health(Section):
     max_bad_steps: PositiveInt = 10
     """Steps with a non-finite loss or gradient are skipped; this many in a row stop the run."""
     spike_guard: Literal["off", "skip", "rewind"] = "off"
-    """On a loss spike: skip the step, or go back to the last checkpoint and leave the batches out."""
+    """On a loss spike: skip the step, or go back to the last checkpoint and leave the batches
+    out."""
     spike_threshold: Annotated[float, Field(gt=0)] = 6.0
     """A spike is this many standard deviations above the mean of the recent losses."""
     spike_window: Annotated[int, Field(ge=8)] = 128

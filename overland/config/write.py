@@ -64,7 +64,8 @@ def _lines(key: Key, value: Any, comments: bool) -> list[str]:
 
 
 def _comment(text: str) -> str:
-    return "\n".join(f"# {line}" for line in textwrap.wrap(text, 97))
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, 97)]
+    return "\n".join(f"# {line}" for line in lines)
 
 
 def _value(config: JobConfig, key: Key) -> Any:

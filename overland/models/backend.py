@@ -2,13 +2,14 @@
 
 | backend | device | plain causal | sliding window, documents | moved positions |
 |---|---|---|---|---|
-| `auto`  | any        | SDPA, any kernel | GPU: varlen flash, or flex; CPU: dense | flex; dense |
-| `sdpa`  | any        | SDPA, any kernel | SDPA with a dense bool mask            | dense       |
-| `cudnn` | CUDA       | SDPA pinned to cuDNN  | refused                                | refused     |
-| `flash` | CUDA, ROCm | SDPA pinned to flash  | varlen flash (half precision)          | refused     |
-| `flex`  | CUDA, ROCm | flex attention        | flex attention, sparse blocks          | flex        |
+| `auto`  | any        | SDPA, any kernel     | GPU: varlen flash or flex; CPU: dense | see below |
+| `sdpa`  | any        | SDPA, any kernel     | SDPA with a dense bool mask           | dense   |
+| `cudnn` | CUDA       | SDPA pinned to cuDNN | refused                               | refused |
+| `flash` | CUDA, ROCm | SDPA pinned to flash | varlen flash (half precision)         | refused |
+| `flex`  | CUDA, ROCm | flex attention       | flex attention, sparse blocks         | flex    |
 
-Moved positions are those of context parallel: queries in another order than keys.
+Moved positions are those of context parallel: queries in another order than keys. For them `auto`
+takes flex on GPUs and a dense mask elsewhere.
 A backend that cannot compute what is asked raises a ModelError; a mask is never weakened. All of
 them work under `torch.compile(fullgraph=True)` per layer.
 """

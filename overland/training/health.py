@@ -23,8 +23,8 @@ class BadSteps:
         self._in_a_row = 0
         self._flags: list[tuple[int, torch.Tensor]] = []
 
-    def note(self, step: int, skipped: torch.Tensor) -> None:
-        self._flags.append((step, skipped))
+    def note(self, step: int, not_finite: torch.Tensor) -> None:
+        self._flags.append((step, not_finite))
 
     @property
     def is_due(self) -> bool:

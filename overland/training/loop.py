@@ -38,7 +38,7 @@ def train(run: Run) -> bool:
                 progress.step += 1
                 progress.batch += 1
                 progress.tokens += result.num_tokens
-                bad_steps.note(progress.step, result.skipped)
+                bad_steps.note(progress.step, result.not_finite)
                 run.call("on_step")
 
                 if is_due(progress.step, config.metrics.log_freq, steps) or bad_steps.is_due:

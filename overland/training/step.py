@@ -28,7 +28,7 @@ class StepResult:
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
-    skipped: torch.Tensor
+    not_finite: torch.Tensor
     num_tokens: int
     spiked: bool = False
 
@@ -47,13 +47,12 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
 
     sum_over(loss)
     norm = gradient_norm(run.optimizer) / scaler.scale
-    overflowed = ~(torch.isfinite(loss) & torch.isfinite(norm))
+    not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm))
     spiked = guard is not None and guard.is_spike(loss.item())
-    skipped = overflowed | spiked
     rate = learning_rate(run.progress.step, run.config)
-    update(run.optimizer, rate, norm, training.max_norm, scaler.scale, skipped)
-    scaler.update(overflowed.float())
-    return StepResult(loss, norm, skipped, run.global_batch_size * training.seq_len, spiked)
+    update(run.optimizer, rate, norm, training.max_norm, scaler.scale, skip=not_finite | spiked)
+    scaler.update(not_finite.float())
+    return StepResult(loss, norm, not_finite, run.global_batch_size * training.seq_len, spiked)
 
 
 def forward(run: Run, batch: Batch) -> torch.Tensor:

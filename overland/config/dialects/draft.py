@@ -26,7 +26,8 @@ class Draft:
 
     def rename(self, old: KeyPath, new: KeyPath, value: Any, source: Entry) -> None:
         if self.put(new, value, source):
-            self.note(source, f"{'.'.join(old)} is now {'.'.join(new)}")
+            if old != new:
+                self.note(source, f"{'.'.join(old)} is now {'.'.join(new)}")
         else:
             self.note(source, f"{'.'.join(old)} is ignored, since {'.'.join(new)} is given too")
 

@@ -36,6 +36,7 @@ RANDOM = "the stub trains on random tensors, so there is nothing to read or tran
 EPOCHS = "the run ends after training.steps; there are no epochs or segments"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 WHOLE = "checkpoints are sharded and whole, and can be read on any number of devices"
+UNSET = "null sets nothing"
 LOGS = "metrics and logs go to the run folder (job.dump_folder)"
 
 # Key, or a section or table -> why it means nothing here. The longest match counts.
@@ -80,8 +81,8 @@ def translate(entries: Entries, shown: str) -> tuple[Entries, list[str]]:
     draft.put(("model", "name"), "vit_mae", first)
     draft.put(("lr_scheduler", "decay_type"), "cosine", first)
     draft.notes.append(
-        f"{shown}: a config of the training stub, read as a vit_mae on random tensors; "
-        f"`overland config convert {shown} NEW.toml` writes it in today's keys"
+        f"{shown}: a config of the training stub, read as a vit_mae on random tensors with a "
+        "cosine schedule"
     )
     for path, entry in entries.items():
         _one(draft, path, entry)
@@ -100,7 +101,9 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
     elif dotted in SPECIAL:
         SPECIAL[dotted](draft, entry)
     elif dotted in RENAMED:
-        if entry.value is not None:
+        if entry.value is None:
+            draft.without_meaning(path, entry, UNSET)
+        else:
             draft.rename(path, tuple(RENAMED[dotted].split(".")), entry.value, entry)
     elif reason:
         draft.without_meaning(path, entry, reason)
@@ -120,27 +123,28 @@ def _steps(draft: Draft, entry: Entry) -> None:
 
 def _interval(draft: Draft, entry: Entry) -> None:
     if entry.value is None:
-        draft.put(("checkpoint", "enable"), False, entry)
-        draft.note(entry, "checkpoint.chkpt_saving_iterations: null is now enable = false")
+        draft.note(entry, "checkpoint.chkpt_saving_iterations: null saves nothing by itself")
+        draft.entries.setdefault(("checkpoint", "enable"), Entry(False, entry.where))
     else:
-        name = ("checkpoint", "chkpt_saving_iterations")
-        draft.rename(name, ("checkpoint", "interval"), entry.value, entry)
+        _save_every(draft, entry, "chkpt_saving_iterations")
 
 
 def _preempt_interval(draft: Draft, entry: Entry) -> None:
+    if entry.value is None:
+        path = ("checkpoint", "preempt_chkpt_saving_iterations")
+        draft.without_meaning(path, entry, UNSET)
+    else:
+        _save_every(draft, entry, "preempt_chkpt_saving_iterations")
+
+
+def _save_every(draft: Draft, entry: Entry, name: str) -> None:
     """The stub saves on two clocks; one clock with the shorter interval does for both."""
     key = ("checkpoint", "interval")
     other = draft.entries.get(key)
-    if type(entry.value) is not int:
-        return
-    if other is None or (type(other.value) is int and entry.value < other.value):
-        draft.put(key, entry.value, entry)
-        draft.put(("checkpoint", "enable"), True, entry)
-    draft.note(
-        entry,
-        "checkpoint.preempt_chkpt_saving_iterations is now checkpoint.interval (the shorter of "
-        "the two)",
-    )
+    if other is None or (type(entry.value) is int and entry.value < other.value):
+        draft.entries[key] = entry
+    draft.entries[("checkpoint", "enable")] = Entry(True, entry.where)
+    draft.note(entry, f"checkpoint.{name} is now checkpoint.interval (the shorter of the two)")
 
 
 def _accumulation(draft: Draft, entry: Entry) -> None:

@@ -185,13 +185,14 @@ def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _weights_in_hf(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    draft.without_meaning(path, entry, "the format of the weights is recognised")
+    """Needs the other keys too: see `_weights_from_assets`."""
 
 
 def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
     """With initial_load_in_hf and no path, torchtitan starts from the weights in hf_assets_path."""
     assets = known.get(ASSETS)
     if asked.value is not True or assets is None or INITIAL_WEIGHTS in known:
+        draft.without_meaning(WEIGHTS_IN_HF, asked, "the format of the weights is recognised")
         return
     draft.put(INITIAL_WEIGHTS, assets.value, asked)
     text = "without initial_load_path is now checkpoint.initial_load_path"

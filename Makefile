@@ -1,0 +1,49 @@
+# make train   set up, then run the main job: a small Llama on this machine
+# make test    set up, then lint and run all tests
+# make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= $(shell if command -v nvidia-smi >/dev/null; then echo cuda; \
+	elif [ -e /dev/kfd ] || command -v rocm-smi >/dev/null; then echo rocm; else echo cpu; fi)
+ROCM ?= 7.2
+BIN := .venv/bin
+
+# The default build on the package index is CUDA's, gigabytes of it; the others have indices of their
+# own. The CPU build's dependencies are all on the package index, so only torch itself is asked there.
+WHEELS := https://download.pytorch.org/whl
+TORCH_FROM_cpu := --no-deps --retries 1 --extra-index-url $(WHEELS)/cpu
+TORCH_FROM_cuda :=
+TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
+
+.PHONY: setup train test lint clean
+
+setup: .venv/ready-$(TORCH)
+
+.venv/ready-$(TORCH): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "Overland needs Python 3.11 or newer, and none is on the PATH."; exit 2; }
+	@case "$(TORCH)" in cpu|cuda|rocm) ;; *) echo "TORCH=$(TORCH): expected cpu, cuda or rocm."; exit 2;; esac
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH_FROM_$(TORCH)) torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[text]'
+	@rm -f .venv/ready-* && touch $@
+
+.venv/ready-dev: .venv/ready-$(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: setup
+	$(BIN)/overland train quickstart
+
+lint: .venv/ready-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,88 @@
+"""`overland config`: what can be set, and what a config comes to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from overland.cli.errors import user_errors
+from overland.cli.settings import Settings, split_settings
+
+app = typer.Typer(help="Show, convert and explain configs.", no_args_is_help=True)
+
+TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command()
+@user_errors
+def reference(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print every section and key with its type, default and meaning."""
+    import json
+
+    from overland.config.reference import reference_rows, reference_tables, reference_text
+
+    if as_json:
+        print(json.dumps(reference_rows(), indent=2))
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console()
+        for table in reference_tables():
+            console.print(table)
+    else:
+        print(reference_text(), end="")
+
+
+@app.command()
+@user_errors
+def schema() -> None:
+    """Print the JSON Schema of a config, for editors that complete TOML."""
+    import json
+
+    from overland.config.reference import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+@user_errors
+def convert(
+    old: Annotated[str, typer.Argument(help="A TOML or YAML of torchtitan or of the stub.")],
+    new: Annotated[Path, typer.Argument(help="The TOML to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite NEW.")] = False,
+) -> None:
+    """Write a config of another trainer, or an older one, in today's keys."""
+    from overland.config.errors import ConfigError, Problem
+    from overland.config.load import load_config
+    from overland.config.write import write_config
+
+    if new.exists() and not force:
+        raise ConfigError([Problem(f"{new} exists already; --force overwrites it")])
+    loaded = load_config(old, env={})
+    heading = "\n".join([f"{loaded.config.job.description} (converted from {old})", *loaded.notes])
+    write_config(loaded.config, new, heading=heading)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"Wrote {new}.")
+
+
+@app.command(context_settings=TAKES_SETTINGS)
+@user_errors
+def show(
+    settings: Settings = None,
+    full: Annotated[bool, typer.Option("--full", help="Also the keys at their default.")] = False,
+) -> None:
+    """Print the resolved config: file, environment and overrides taken together."""
+    from overland.config.load import load_config
+    from overland.config.write import to_toml
+
+    source, arguments = split_settings(settings)
+    loaded = load_config(source, arguments)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(to_toml(loaded.config, full=full, comments=full), end="")

@@ -1,0 +1,172 @@
+"""Files, overrides and environment become one config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overland.config.errors import ConfigError
+from overland.config.load import dry_run, load_config, log_ranks, ngpu, recipe_names
+from overland.config.schema import JobConfig
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def writer(text: str, name: str = "run.toml") -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return writer
+
+
+def config_of(source: str | None, *arguments: str, **env: str) -> JobConfig:
+    return load_config(source, arguments, env).config
+
+
+def test_toml_and_yaml_give_the_same_config(write) -> None:
+    toml = write(
+        '[model]\nflavor = "8B"\noverrides = { num_hidden_layers = 2, rope = { factor = 8.0 } }\n'
+        "[training]\nsteps = 1_000\nmax_norm = 0.5\n[optimizer]\nlr = 3e-4\n"
+        '[validation]\ndataset = ["a", "b"]\n[data.datasets]\nc4 = "/scratch/c4"\n'
+    )
+    yaml = write(
+        "model:\n  flavor: 8B\n  overrides:\n    num_hidden_layers: 2\n    rope: {factor: 8.0}\n"
+        "training:\n  steps: 1000\n  max_norm: 5e-1\noptimizer:\n  lr: 3e-4\n"
+        "validation:\n  dataset: [a, b]\ndata:\n  datasets:\n    c4: /scratch/c4\n",
+        "run.yaml",
+    )
+    assert config_of(toml) == config_of(yaml)
+    assert config_of(toml).model.overrides == {"num_hidden_layers": 2, "rope": {"factor": 8.0}}
+    assert config_of(toml).optimizer.lr == 3e-4
+
+
+def test_an_empty_file_and_an_empty_section_are_the_defaults(write) -> None:
+    assert config_of(write("")) == JobConfig()
+    assert config_of(write("training:\noptimizer: {}\n", "run.yaml")) == JobConfig()
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("training.steps=20", "training.steps", 20),
+        ("training.steps=1e3", "training.steps", 1000),
+        ("training.steps=1_000", "training.steps", 1000),
+        ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
+        ("training.max_norm=2", "training.max_norm", 2),
+        ("model.flavor=8B", "model.flavor", "8B"),
+        ('model.flavor="8B"', "model.flavor", "8B"),
+        ("job.dump_folder=123", "job.dump_folder", "123"),
+        ("job.description=a=b", "job.description", "a=b"),
+        ("compile.enable=True", "compile.enable", True),
+        ("compile.components=model,loss", "compile.components", ["model", "loss"]),
+        ('compile.components=["loss"]', "compile.components", ["loss"]),
+        ('validation.dataset=["a", "b"]', "validation.dataset", ["a", "b"]),
+        ("validation.dataset=a", "validation.dataset", "a"),
+        ("training.dataset_path=none", "training.dataset_path", None),
+        (
+            "activation_checkpoint.selective_ac_option=2",
+            "activation_checkpoint.selective_ac_option",
+            "2",
+        ),
+        ("model.overrides.num_hidden_layers=2", "model.overrides", {"num_hidden_layers": 2}),
+        ("model.overrides={hidden_size = 64}", "model.overrides", {"hidden_size": 64}),
+        ("--training.steps=20", "training.steps", 20),
+        ("--training.local-batch-size=2", "training.local_batch_size", 2),
+        ("--checkpoint.no-enable", "checkpoint.enable", False),
+        ("--checkpoint.no_enable", "checkpoint.enable", False),
+        ("--compile.enable", "compile.enable", True),
+        ("--training.compile", "compile.enable", True),
+        ("training.batch_size=3", "training.local_batch_size", 3),
+    ],
+)
+def test_an_override_takes_the_type_of_its_key(write, argument: str, key: str, value) -> None:
+    section, name = key.split(".")
+    config = config_of(write(""), argument)
+    assert getattr(getattr(config, section), name) == value
+
+
+def test_words_after_a_flag_are_its_value_only_if_they_can_be(write) -> None:
+    words = [
+        "--training.global_batch_size",
+        "-1",
+        "--compile.enable",
+        "training.steps=7",
+        "--metrics.enable_tensorboard",
+        "false",
+        "--model.flavor",
+        "8B",
+    ]
+    config = config_of(write(""), *words)
+    assert (config.training.global_batch_size, config.training.steps) == (-1, 7)
+    assert config.compile.enable
+    assert not config.metrics.enable_tensorboard
+    assert config.model.flavor == "8B"
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(write) -> None:
+    file = write('[comm]\nbackend = "nccl"\n')
+    assert config_of(file).comm.backend == "nccl"
+    assert config_of(file, COMM_BACKEND="gloo").comm.backend == "gloo"
+    assert config_of(file, "comm.backend=mpi", COMM_BACKEND="gloo").comm.backend == "mpi"
+
+
+def test_a_table_on_the_command_line_replaces_the_one_in_the_file(write) -> None:
+    file = write("[model]\noverrides = { hidden_size = 64, num_hidden_layers = 2 }\n")
+    one = config_of(file, "model.overrides.hidden_size=32").model.overrides
+    assert one == {"hidden_size": 32, "num_hidden_layers": 2}
+    assert config_of(file, "model.overrides={}").model.overrides == {}
+
+
+def test_the_file_is_named_by_argument_option_or_environment(write) -> None:
+    file = write("[training]\nsteps = 7\n")
+    assert config_of(file).training.steps == 7
+    assert config_of(None, "--job.config_file", file).training.steps == 7
+    assert config_of(None, f"--job.config_file={file}").training.steps == 7
+    assert config_of(None, CONFIG_FILE=file).training.steps == 7
+    with pytest.raises(ConfigError, match="names a second config file beside run.toml"):
+        config_of(file, "--job.config_file", "other.toml")
+    with pytest.raises(ConfigError, match="no config is given"):
+        config_of(None)
+
+
+def test_a_file_that_is_not_there_names_what_is_near(write) -> None:
+    write("", "train.toml")
+    with pytest.raises(ConfigError) as caught:
+        config_of("trian.toml")
+    assert str(caught.value) == (
+        'command line: "trian.toml": no such file; did you mean train.toml?'
+    )
+    with pytest.raises(ConfigError) as caught:
+        config_of(None, CONFIG_FILE="quikstart")
+    assert str(caught.value) == (
+        'environment CONFIG_FILE: "quikstart": no such file, nor a recipe of that name (recipes: '
+        f"{', '.join(recipe_names())}); did you mean quickstart?"
+    )
+
+
+def test_places_are_kept_for_later_messages(write) -> None:
+    loaded = load_config(write("[training]\n\nsteps = 7\n"), ["training.seq_len=64"], {})
+    assert loaded.where("training.steps") == "run.toml:3"
+    assert loaded.where("training.seq_len") == "command line"
+    assert loaded.where("optimizer.lr") == "run.toml"
+    assert loaded.is_set("training.steps")
+    assert not loaded.is_set("optimizer.lr")
+
+
+def test_launcher_variables_are_checked() -> None:
+    assert ngpu({}) is None
+    assert ngpu({"NGPU": "4"}) == 4
+    assert log_ranks({}) == [0]
+    assert log_ranks({"LOG_RANK": "3, 0"}) == [0, 3]
+    assert not dry_run({})
+    assert dry_run({"DRY_RUN": "1"})
+    with pytest.raises(ConfigError) as caught:
+        ngpu({"NGPU": "four"})
+    assert str(caught.value) == 'environment NGPU: "four": expected a positive whole number'
+    with pytest.raises(ConfigError, match="environment LOG_RANK"):
+        log_ranks({"LOG_RANK": "all"})
+    with pytest.raises(ConfigError, match="environment DRY_RUN"):
+        dry_run({"DRY_RUN": "perhaps"})

@@ -1,0 +1,93 @@
+"""Lines of keys in TOML and YAML."""
+
+from __future__ import annotations
+
+import pytest
+
+from overland.config.errors import ConfigError
+from overland.config.source import read_toml, read_yaml
+
+TOML = '''top.level = 1
+"quoted.key" = 2
+[table]
+numbers = [
+  1, # a ] in a comment
+  2,
+]
+words = ["]", 'x']
+text = """
+not_a_key = 1
+"""
+inline = { a = 1, "b.c" = 'x', deep = { d = [1, 2] } }
+after = true # and a comment = here
+
+[table.sub]
+key = 'single'
+[[many]]
+a = 1
+[[many]]
+a = 2
+["odd [name]"]
+z = 1
+'''
+
+
+def test_toml_keys_have_the_line_they_stand_on() -> None:
+    lines = {
+        ".".join(path): int(entry.where.rpartition(":")[2])
+        for path, entry in read_toml(TOML, "x.toml").items()
+    }
+    assert lines == {
+        "top.level": 1,
+        "quoted.key": 2,
+        "table.numbers": 4,
+        "table.words": 8,
+        "table.text": 9,
+        "table.inline.a": 12,
+        "table.inline.b.c": 12,
+        "table.inline.deep.d": 12,
+        "table.after": 13,
+        "table.sub.key": 16,
+        "many": 17,
+        "odd [name].z": 22,
+    }
+
+
+def test_yaml_keys_have_the_line_they_stand_on() -> None:
+    text = "a:\n  b: 1\n  # comment\n  c: {d: 2,\n    e: 3}\nf:\n- 1\n"
+    entries = read_yaml(text, "x.yaml")
+    assert {".".join(p): e.where for p, e in entries.items()} == {
+        "a.b": "x.yaml:2",
+        "a.c.d": "x.yaml:4",
+        "a.c.e": "x.yaml:5",
+        "f": "x.yaml:6",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[a\nx = 1\n", "x.toml:1: not valid TOML: a section without its closing ] in `[a`"),
+        (
+            'a = "x\nb = 1\n',
+            'x.toml:1: not valid TOML: a text without its closing quote in `a = "x`',
+        ),
+        ("[a]\nx 3\n", "x.toml:2: not valid TOML: no = after the key in `x 3`"),
+        ("x = 1 y = 2\n", "x.toml:1: not valid TOML: something after the value in `x = 1 y = 2`"),
+        ("[a]\n[b]\n[a]\n", "x.toml:3: a: given twice; first on line 1"),
+        ("a.b = 1\na = { c = 1, c = 2 }\n", "x.toml:2: a.c: given twice; first on line 2"),
+    ],
+)
+def test_toml_syntax_errors_are_sentences(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_toml(text, "x.toml")
+    assert str(caught.value) == says
+
+
+def test_yaml_runs_nothing_and_says_where_it_fails() -> None:
+    with pytest.raises(ConfigError, match=r"x.yaml:1: not valid YAML: could not determine"):
+        read_yaml("a: !!python/object/apply:os.getcwd []\n", "x.yaml")
+    with pytest.raises(ConfigError, match=r"x.yaml:3: not valid YAML"):
+        read_yaml("a:\n  b: [1,\nc: 2\n", "x.yaml")
+    with pytest.raises(ConfigError, match="expected sections with keys"):
+        read_yaml("- 1\n- 2\n", "x.yaml")

@@ -1,0 +1,19 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the built-in corpus and its tokenizer are built, once for all tests."""
+    return tmp_path_factory.mktemp("data")

@@ -1,0 +1,76 @@
+"""A pool of real processes that tests run distributed code on.
+
+Importing torch costs seconds, so the processes live as long as the test session; each call joins
+them into a fresh world of the size it asks for.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from overland.cluster.world import World
+
+TIMEOUT_SECONDS = 300
+
+
+class RankPool:
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._ranks: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `function(world, *args)` on each rank; returns their results by rank."""
+        while len(self._ranks) < num_ranks:
+            self._ranks.append(self._start())
+        with tempfile.NamedTemporaryFile() as meeting_point:
+            for rank in range(num_ranks):
+                world = World(rank, num_ranks, rank, num_ranks)
+                self._ranks[rank][1].send((function, world, meeting_point.name, args))
+            results = []
+            for rank in range(num_ranks):
+                if not self._ranks[rank][1].poll(TIMEOUT_SECONDS):
+                    self.close()
+                    raise TimeoutError(f"rank {rank} of {num_ranks} did not answer")
+                results.append(self._ranks[rank][1].recv())
+        failures = [f"rank {i}:\n{text}" for i, (ok, text) in enumerate(results) if not ok]
+        if failures:
+            self.close()  # ranks may be stuck in different places: start anew next time
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+        self._ranks.clear()
+
+    def _start(self) -> tuple[mp.process.BaseProcess, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        return process, ours
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        function, world, meeting_point, args = pipe.recv()
+        try:
+            store = dist.FileStore(meeting_point, world.size)
+            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+            try:
+                pipe.send((True, function(world, *args)))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

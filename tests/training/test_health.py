@@ -1,0 +1,166 @@
+"""Steps that go wrong are skipped, said, and never learned from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from overland.cluster.world import World
+from overland.config.schema import Health, JobConfig
+from overland.data.loader import Batch
+from overland.training import step as step_module
+from overland.training.health import SpikeGuard
+from overland.training.run import Run, build_run
+from tests.jobs import Recorder, run_job, tiny_job
+from tests.ranks import RankPool
+
+
+def run_with_losses_changed(
+    world: World, config: JobConfig, factor_of: Callable[[int], float], on_ranks: set[int]
+) -> tuple[list[float], list[str], str]:
+    """Trains with the loss of some global batches multiplied; returns losses, messages and error."""
+    original = step_module.forward
+
+    def changed(run: Run, batch: Batch) -> torch.Tensor:
+        factor = factor_of(run.progress.batch) if world.rank in on_ranks else 1.0
+        return original(run, batch) * factor
+
+    step_module.forward = changed
+    recorder = None
+    try:
+        run = build_run(config, world, torch.device("cpu"), log_ranks=())
+        recorder = Recorder(run)
+        run.callbacks.append(recorder)
+        from overland.training.loop import train
+
+        train(run)
+        return recorder.losses, recorder.messages, ""
+    except Exception as error:
+        assert recorder is not None
+        return recorder.losses, recorder.messages, f"{type(error).__name__}: {error}"
+    finally:
+        step_module.forward = original
+
+
+def nan_at_batch_2(batch: int) -> float:
+    return float("nan") if batch == 2 else 1.0
+
+
+def nan_from_batch_2(batch: int) -> float:
+    return float("nan") if batch >= 2 else 1.0
+
+
+def spike_at_batch_12(batch: int) -> float:
+    return 50.0 if batch == 12 else 1.0
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    config = tiny_job(tmp_path, training={"local_batch_size": 4})
+    for losses, messages, error in ranks.run(
+        2, run_with_losses_changed, config, nan_at_batch_2, {1}
+    ):
+        assert not error
+        assert [loss == loss for loss in losses] == [True, True, False, True, True, True]
+        assert messages == ["not finite, so skipped: step 3"]
+
+
+def parameters_around_a_bad_step(world: World, config: JobConfig) -> bool:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    before = [p.full_tensor().clone() for p in run.model.parameters()]
+    batch = Batch(torch.zeros(8, 32, dtype=torch.long), torch.full((8, 32), 1))
+    with torch.no_grad():
+        next(run.model.parameters()).to_local()[0] = float("inf")
+        before[0][0] = float("inf")
+    result = step_module.train_step(run, batch)
+    after = [p.full_tensor() for p in run.model.parameters()]
+    assert result.not_finite.item()
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_skipped_step_leaves_every_weight_as_it_was(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(1, parameters_around_a_bad_step, tiny_job(tmp_path)) == [True]
+
+
+def test_many_bad_steps_in_a_row_stop_the_run_with_a_message(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    config = tiny_job(tmp_path, training={"steps": 50}, health={"max_bad_steps": 3},
+                      metrics={"log_freq": 20})  # fmt: skip
+    _, _, error = ranks.run(1, run_with_losses_changed, config, nan_from_batch_2, {0})[0]
+    assert error.startswith(
+        "TrainingError: the loss or a gradient was not finite in 3 steps in a row, up to step 5"
+    )
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_a_loss_spike_is_answered(ranks: RankPool, tmp_path: Path, action: str) -> None:
+    config = tiny_job(
+        tmp_path,
+        training={"steps": 16},
+        health={"spike_guard": action, "spike_window": 8},
+        checkpoint={"enable": True, "interval": 5},
+    )
+    losses, messages, error = ranks.run(
+        1, run_with_losses_changed, config, spike_at_batch_12, {0}
+    )[0]
+    assert not error
+    if action == "skip":
+        assert len(losses) == 16
+        assert messages == [f"loss spike at step 13 ({losses[12]:.4f}): step skipped"]
+    else:  # back to step 10; batches 10 to 12 are not seen again
+        assert len(losses) == 16 + 3
+        assert messages == [
+            f"loss spike at step 13 ({losses[12]:.4f}): back to {tmp_path}/checkpoint/step_10, "
+            f"going on with batch 13"
+        ]
+
+
+def test_a_slow_rise_is_no_spike() -> None:
+    guard = SpikeGuard(Health(spike_guard="skip", spike_window=16))
+    assert not any(guard.is_spike(3.0 + 0.02 * i) for i in range(100))
+    assert guard.is_spike(20.0)
+
+
+def scale_and_skipped(world: World, config: JobConfig) -> tuple[float, list[int]]:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    run.scaler.scale.fill_(2.0**40)  # overflows until it has come down
+    from overland.training.loop import train
+
+    train(run)
+    return run.scaler.scale.item(), [record["skipped_steps"] for record in recorder.records]
+
+
+def test_float16_scales_the_loss_down_until_gradients_are_finite(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    half = {
+        "dtype": "float32",
+        "mixed_precision_param": "float16",
+        "mixed_precision_reduce": "float32",
+        "steps": 40,
+    }
+    config = tiny_job(tmp_path, training=half, health={"max_bad_steps": 40})
+    scale, skipped = ranks.run(1, scale_and_skipped, config)[0]
+    assert 1 < scale < 2.0**40
+    assert skipped[0] == 1
+    assert sum(skipped) < 30
+
+
+def test_float16_and_float32_learn_alike(ranks: RankPool, tmp_path: Path) -> None:
+    wide = {"dtype": "float32", "mixed_precision_reduce": "float32", "steps": 10}
+    results = [
+        ranks.run(1, _losses, tiny_job(tmp_path / kind, training={**wide, **{
+            "mixed_precision_param": kind}}))[0]
+        for kind in ("float32", "float16", "bfloat16")
+    ]  # fmt: skip
+    for narrow in results[1:]:
+        assert narrow == pytest.approx(results[0], rel=0.01)
+
+
+def _losses(world: World, config: JobConfig) -> list[float]:
+    return run_job(world, config).losses
