@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one folder `step_N` each, sharded by PyTorch's DCP, with progress.json beside.
+"""Checkpoints of a run: a folder `step_N` each, sharded by PyTorch's DCP, with progress.json.
 
 Written as `.step_N.tmp` and renamed when every rank is done: a folder named `step_N` is complete.
 """
@@ -66,7 +66,7 @@ def load(
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Reads a checkpoint into the model (and optimizer), whatever their sharding; returns progress."""
+    """Reads a checkpoint into the model and optimizer, however sharded; returns the progress."""
     state = _state(model, optimizer, extra or {})
     try:
         dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())

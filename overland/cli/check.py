@@ -29,7 +29,7 @@ def check(
 
 
 def report(source: str | None, arguments: list[str], world_size: int | None, as_json: bool) -> int:
-    """Prints what the run would be; returns the exit code. Files still to be fetched are no error."""
+    """Prints what the run would be; returns the exit code. Files still to fetch are no error."""
     from overland.config.checks import load_checked
     from overland.config.degrees import smallest_world
 

@@ -25,7 +25,7 @@ USER_ERRORS = {
 
 
 def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
-    """Prints our own errors as they are and exits with 2; anything else is a bug and shows its trace."""
+    """Prints our own errors and exits with 2; anything else is a bug and shows its trace."""
 
     @functools.wraps(verb)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""The parallel degrees of a run, worked out for a world size. No torch here: the config checks use it."""
+"""The parallel degrees of a run, worked out for a world size (without torch)."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def smallest_world(parallelism: Parallelism) -> int:
     """The fewest devices that the degrees fit on."""
     p = parallelism
     data = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
-    return (
-        data * p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
-    )
+    return data * p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
 
 
 def _data_parallel(p: Parallelism, dp: int, dp_per_node: int) -> tuple[int, int]:

@@ -37,7 +37,8 @@ class Problem:
         if self.value is not NO_VALUE:
             subject = f"{subject} = {show_value(self.value)}" if subject else show_value(self.value)
         text = ": ".join(part for part in (self.where, subject, self.message) if part)
-        return f"{text}; did you mean {self.nearest}?" if self.nearest else text
+        text = f"{text}; did you mean {self.nearest}?" if self.nearest else text
+        return " ".join(text.splitlines())  # one problem is one line, whatever the value holds
 
 
 class ConfigError(Exception):

@@ -59,8 +59,8 @@ def read_toml(text: str, shown: str) -> Entries:
 def read_yaml(text: str, shown: str) -> Entries:
     import yaml
 
-    loader = _yaml_loader()(text)
     try:
+        loader = _yaml_loader()(text)
         node = loader.get_single_node()
         lines: dict[KeyPath, int] = {}
         problems: list[Problem] = []
@@ -71,14 +71,13 @@ def read_yaml(text: str, shown: str) -> Entries:
         tree = loader.construct_document(node) if node is not None else {}
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{shown}:{mark.line + 1}" if mark else shown
+        last = max(1, len(text.splitlines()))
+        where = f"{shown}:{min(mark.line + 1, last)}" if mark else shown
         detail = error.problem or error.context or "cannot be read"
         raise ConfigError([Problem(f"not valid YAML: {detail}", where=where)]) from None
     except (yaml.YAMLError, ValueError) as error:
         detail = str(error).splitlines()[0]
         raise ConfigError([Problem(f"not valid YAML: {detail}", where=shown)]) from None
-    finally:
-        loader.dispose()
     if not isinstance(tree, dict):
         raise ConfigError([Problem("expected sections with keys, as in `training:`", where=shown)])
     # `training:` with nothing below it is an empty section.
@@ -140,7 +139,7 @@ def _toml_problem(message: str, text: str, index: LineIndex, shown: str) -> Prob
     where = f"{shown}:{line}"
     for path, second, first in index.repeats:
         # tomllib stops at the first repeat, which is also the first that the index saw.
-        if detail.startswith(("Cannot overwrite", "Cannot declare", "Cannot mutate")):
+        if detail.startswith(REPEATED):
             message = f"given twice; first on line {first}"
             return Problem(message, where=f"{shown}:{second}", key=".".join(path))
     detail = _TOML_WORDS.get(detail, detail[:1].lower() + detail[1:])
@@ -152,6 +151,8 @@ def _toml_problem(message: str, text: str, index: LineIndex, shown: str) -> Prob
     shown_row = f" in `{row}`" if row else ""
     return Problem(f"not valid TOML: {detail}{shown_row}", where=where)
 
+
+REPEATED = ("Cannot overwrite", "Cannot declare", "Cannot mutate", "Duplicate")
 
 _TOML_WORDS = {
     "Invalid value": "no valid value",

@@ -1,4 +1,4 @@
-"""From the names in a config to blocks: finds or trains the tokenizer, finds or builds the shards."""
+"""From names in a config to blocks: finds or trains the tokenizer, finds or builds shards."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def validation_data(
     names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
     seq_len = validation.seq_len or config.training.seq_len
     return [
-        _dataset(
-            config, name, validation.dataset_path, seq_len, vocab_size, False, builds, report
-        )
+        _dataset(config, name, validation.dataset_path, seq_len, vocab_size, False, builds, report)
         for name in names
     ]
 
@@ -61,7 +59,9 @@ def find_tokenizer(config: JobConfig, builds: bool = True, report: Report = prin
     """The model's own tokenizer, or one trained on the training text and kept in `data.folder`."""
     if config.model.hf_assets_path is not None:
         return Tokenizer(Path(config.model.hf_assets_path).expanduser())
-    source = registry.open_source(config.training.dataset, config.training.dataset_path, config.data)
+    source = registry.open_source(
+        config.training.dataset, config.training.dataset_path, config.data
+    )
     label = _label(config.training.dataset, config.training.dataset_path)
     size = config.data.vocab_size
     path = Path(config.data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"

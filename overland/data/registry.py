@@ -1,4 +1,4 @@
-"""Data sources by name. A user's module (`job.custom_import`) adds its own with `register_source`."""
+"""Data sources by name. A user's module (`job.custom_import`) adds its own: `register_source`."""
 
 from __future__ import annotations
 

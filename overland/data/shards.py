@@ -1,8 +1,8 @@
 """Token shards: documents as one memory-mapped array of token ids, written once, never changed.
 
-    tokens.bin      ids, little-endian uint16 (uint32 for vocabularies above 65,536)
-    documents.npy   where each document starts, and the end
-    shards.json     counts, types and the fingerprint of what they were made from
+tokens.bin      ids, little-endian uint16 (uint32 for vocabularies above 65,536)
+documents.npy   where each document starts, and the end
+shards.json     counts, types and the fingerprint of what they were made from
 """
 
 from __future__ import annotations

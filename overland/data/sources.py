@@ -45,9 +45,7 @@ class StandardLibrary:
             for path in self.root.rglob("*.py")
             if not STDLIB_SKIPPED & set(path.relative_to(self.root).parts)
         )
-        return [
-            path for i, path in enumerate(paths) if (i % HELD_OUT_EVERY == 0) == self.held_out
-        ]
+        return [path for i, path in enumerate(paths) if (i % HELD_OUT_EVERY == 0) == self.held_out]
 
     def read(self, chunk: str) -> Iterator[str]:
         yield (self.root / chunk).read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by a Hugging Face tokenizer.json: the model's own, or one trained here."""
+"""Text to tokens and back by a Hugging Face tokenizer.json, the model's own or one trained here."""
 
 from __future__ import annotations
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from overland.models.backend import VARLEN_PARAMETERS
 from overland.models.mask import Mask
 
 
@@ -57,6 +59,8 @@ def _varlen(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
     batch, _, seq_len, _ = q_BHSd.shape
     # Flash counts the keys to the left of the query, so a window of 1 is 0 to the left.
     left = -1 if mask.window is None else mask.window - 1
+    # torch 2.11 takes grouped heads as they come, later ones want to be told.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in VARLEN_PARAMETERS else {}
     out_THd = varlen_attn(
         q_BHSd.transpose(1, 2).flatten(0, 1),
         k_BKSd.transpose(1, 2).flatten(0, 1),
@@ -66,27 +70,27 @@ def _varlen(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
         seq_len,  # a bound, not the longest run: finding that one would wait for the device
         seq_len,
         window_size=(left, 0),
-        enable_gqa=q_BHSd.shape[1] != k_BKSd.shape[1],
+        **grouped,
     )
     assert isinstance(out_THd, Tensor)
     return out_THd.unflatten(0, (batch, seq_len)).transpose(1, 2)
 
 
 def _block(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
-    return _flex()(
-        q_BHSd,
-        k_BKSd,
-        v_BKSd,
-        block_mask=mask.block_mask,
-        enable_gqa=q_BHSd.shape[1] != k_BKSd.shape[1],
-    )
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Uncompiled flex attention holds all scores; inside a compiled layer it is traced as it is.
+    attend: Callable[..., Tensor] = flex_attention
+    if not torch.compiler.is_compiling():
+        attend = _compiled_flex_attention()
+    grouped = q_BHSd.shape[1] != k_BKSd.shape[1]
+    return attend(q_BHSd, k_BKSd, v_BKSd, block_mask=mask.block_mask, enable_gqa=grouped)
 
 
 @cache
-def _flex() -> Callable[..., Tensor]:
+def _compiled_flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Uncompiled flex attention holds all scores; inside a compiled layer this is a plain call.
     return torch.compile(flex_attention)
 
 

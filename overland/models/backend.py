@@ -16,13 +16,19 @@ them work under `torch.compile(fullgraph=True)` per layer.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-from functools import cache
 
 import torch
 
 from overland.models.errors import ModelError, nearest
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Read here and not where it is called: signatures cannot be traced by torch.compile.
+    VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:
+    VARLEN_PARAMETERS = frozenset()
 
 BACKENDS = ("auto", "cudnn", "flash", "flex", "sdpa")
 HALF = (torch.float16, torch.bfloat16)
@@ -66,6 +72,8 @@ def choose_form(
         )
     if attention == "cudnn" and torch.version.hip:
         raise ModelError("attention backend 'cudnn' does not exist on ROCm; use 'flash' or 'auto'")
+    if attention == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        raise ModelError("attention backend 'cudnn' is not deterministic; use 'flash' or 'auto'")
     if attention == "flex":
         return "block"
 
@@ -83,7 +91,7 @@ def choose_form(
                 "attention backend 'flash' cannot compute moved positions (context parallel); "
                 "use 'auto', 'flex' or 'sdpa'"
             )
-        if not has_varlen():
+        if "window_size" not in VARLEN_PARAMETERS:
             raise ModelError(
                 f"attention backend 'flash' cannot mask {asked}: torch {torch.__version__} has no "
                 "torch.nn.attention.varlen with windows; use 'flex' or 'sdpa'"
@@ -92,19 +100,9 @@ def choose_form(
     if attention == "sdpa" or not on_gpu:
         return "dense"
     # varlen flash on ROCm has not been tried, flex has Triton there.
-    if not moved and dtype in HALF and has_varlen() and not torch.version.hip:
+    if not moved and dtype in HALF and "window_size" in VARLEN_PARAMETERS and not torch.version.hip:
         return "varlen"
     return "block"
-
-
-@cache
-def has_varlen() -> bool:
-    """Whether this torch has variable-length flash attention with windows and grouped heads."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,6 +4,8 @@ At 8192 tokens and a vocabulary of 128256 the float32 logits and their gradient 
 chunks of 2048 tokens they take a quarter of that at a time. The gradients are computed in the
 forward pass, while a chunk's logits are there, so nothing is recomputed: the price is one gradient
 of the output matrix kept from forward to backward, which follow each other at once in training.
+Measured on an H200 (those sizes, width 4096, bfloat16): 56 ms and 7.0 GiB above the inputs, against
+50 ms and 16.7 GiB for the plain loss.
 """
 
 from __future__ import annotations
@@ -53,14 +55,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden_CD, labels_C = hidden_ND[rows], labels_N[rows]
-            loss, grad_logits_CV = _chunk(hidden_CD @ weight_VD.t(), labels_C, wide)
-            total += loss
-            if grad_hidden_ND is not None or grad_weight_VD is not None:
-                grad_logits_CV = grad_logits_CV.to(hidden_CD.dtype)
+            valid_C1 = (labels_C != IGNORED)[:, None]
+            targets_C1 = labels_C.clamp(min=0)[:, None]
+
+            log_probs_CV = (hidden_CD @ weight_VD.t()).log_softmax(dim=-1, dtype=wide)
+            total -= (log_probs_CV.gather(1, targets_C1) * valid_C1).sum()
+            if grad_hidden_ND is None and grad_weight_VD is None:
+                continue
+            grad_CV = log_probs_CV.exp_()  # in place: a second [C, V] would cost another 1 GB
+            grad_CV.scatter_(1, targets_C1, grad_CV.gather(1, targets_C1) - 1)
+            grad_CV = grad_CV.to(hidden_CD.dtype)
+            # Ignored rows are zeroed in the narrow [C, D] matrices, not in the wide [C, V] one.
             if grad_hidden_ND is not None:
-                grad_hidden_ND[rows] = grad_logits_CV @ weight_VD
+                grad_hidden_ND[rows] = grad_CV @ weight_VD * valid_C1
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_logits_CV.t() @ hidden_CD
+                grad_weight_VD += grad_CV.t() @ (hidden_CD * valid_C1)
 
         ctx.weight_dtype = weight_VD.dtype
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
@@ -76,14 +85,3 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad).to(ctx.weight_dtype)
         return grad_hidden_ND, grad_weight_VD, None, None
-
-
-def _chunk(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk, and its gradient with respect to the logits."""
-    log_probs_CV = logits_CV.to(wide).log_softmax(dim=-1)
-    valid_C1 = (labels_C != IGNORED)[:, None]
-    targets_C1 = labels_C.clamp(min=0)[:, None]
-    loss = -(log_probs_CV.gather(1, targets_C1) * valid_C1).sum()
-    grad_CV = log_probs_CV.exp_()  # in place: a second [C, V] would cost another 1 GB
-    grad_CV.scatter_(1, targets_C1, grad_CV.gather(1, targets_C1) - 1)
-    return loss, grad_CV.mul_(valid_C1)

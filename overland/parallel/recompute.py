@@ -30,10 +30,10 @@ KEPT_OPS = {
 
 
 def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint) -> None:
-    """Changes the forward of the blocks that are to be recomputed; names and hooks stay as they are."""
+    """Changes the forward of the blocks that are recomputed; names and hooks stay as they are."""
     if settings.mode == "none":
         return
-    every, options = 1, {}
+    every, options = 1, dict[str, Any]()
     if settings.mode == "selective" and settings.selective_ac_option == "op":
         options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     elif settings.mode == "selective":

@@ -1,10 +1,10 @@
-"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard`, replicated over
-`dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2.
+"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard` and replicated
+over `dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2.
 
     stage   dp_shard   reshard after forward
-    zero0      1              –                 every rank holds everything (classic DDP's mathematics)
-    zero2      n             no                 parameters stay gathered between forward and backward
-    zero3      n            yes                 gathered again for the backward pass
+    zero0      1              –               every rank holds everything, as in classic DDP
+    zero2      n             no               parameters stay gathered until the backward pass
+    zero3      n            yes               gathered again for the backward pass
 
 Also used on one device: mixed precision (a wide master copy, a narrow compute copy) then means the
 same everywhere. Gradients are summed, not averaged: the loss is already divided by the number of

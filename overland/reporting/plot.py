@@ -29,9 +29,7 @@ def plot_losses(metrics: Path, target: Path, title: str) -> None:
 
 def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:
     """The chart as SVG text. Points that are not finite are left out."""
-    kept = {
-        name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()
-    }
+    kept = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()}
     flat = [point for points in kept.values() for point in points] or [(0.0, 0.0)]
     x_ticks = ticks(min(x for x, _ in flat), max(x for x, _ in flat))
     y_ticks = ticks(min(y for _, y in flat), max(y for _, y in flat))

@@ -59,8 +59,11 @@ Written by `overland train`; [`config.toml`](config.toml) holds every setting.
 | gradient clipping | {f"max norm {training.max_norm:g}" if training.max_norm else "off"} |
 | number formats | parameters {training.dtype}, computation {training.mixed_precision_param}, \
 gradient sums {training.mixed_precision_reduce} |
-| documents | {"attention stays within each document" if data.document_mask else "packed, "
-"attention crosses borders"} |
+| documents | {
+        "attention stays within each document"
+        if data.document_mask
+        else "packed, attention crosses borders"
+    } |
 
 ## How it is spread
 
@@ -74,7 +77,9 @@ gradient sums {training.mixed_precision_reduce} |
 
 {strategy_in_words(degrees)} The product of the degrees is the number of devices, {world.size}.
 
-- Hardware: {world.size} × {device_name()}, {world.num_nodes} node{"s" if world.num_nodes > 1 else ""}
+- Hardware: {world.size} × {device_name()}, {world.num_nodes} node{
+        "s" if world.num_nodes > 1 else ""
+    }
 - Recompute: {recompute_in_words(config.activation_checkpoint)}
 - Compile: {f"on ({config.compile.backend})" if config.compile.enable else "off"}
 - Profiling: {profiling}

@@ -53,7 +53,9 @@ class Console(Callback):
         self._print(f"step {record['step']}/{run.config.training.steps}  {status}")
 
     def on_validation(self, run: Run, record: Record) -> None:
-        losses = "  ".join(f"{name} {value:.4f}" for name, value in record.items() if name != "step")
+        losses = "  ".join(
+            f"{name} {value:.4f}" for name, value in record.items() if name != "step"
+        )
         self._print(f"step {record['step']}  {losses}")
 
     def on_save(self, run: Run, path: Path) -> None:

@@ -20,7 +20,7 @@ Data = Generator[Batch, None, None]
 
 
 def train(run: Run) -> bool:
-    """Trains to the last step, or until a signal asks to stop; returns whether it got to the end."""
+    """Trains to the last step or until a signal asks to stop; returns whether it got to the end."""
     config, progress = run.config, run.progress
     steps, guard_action = config.training.steps, config.health.spike_guard
     guard = SpikeGuard(config.health) if guard_action != "off" else None

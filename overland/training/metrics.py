@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Measures what happened since the last reading. Counts are of the whole run, rates per device."""
+    """Measures what happened since the last reading; rates are per device."""
 
     def __init__(self, run: Run) -> None:
         training = run.config.training

@@ -1,7 +1,7 @@
 """AdamW, clipped and skipped without asking the host.
 
-The fused kernel takes two extra numbers: a divisor for the gradients and a flag that turns the whole
-update into nothing. Clipping, the loss scale and "this step is not finite" all go through these, so
+The fused kernel takes two extra numbers: a divisor for the gradients, and a flag that turns the
+whole update into nothing. Clipping, the loss scale and "this step is not finite" all go through these, so
 no extra pass over the gradients is made and the loop never waits to learn whether a step was good.
 """
 
@@ -53,7 +53,7 @@ def update(
     loss_scale: torch.Tensor,
     skip: torch.Tensor,
 ) -> None:
-    """One step with gradients divided by the loss scale and clipped; `skip` = 1.0 leaves all as it is.
+    """One step with gradients divided by the loss scale and clipped; `skip` leaves all as it is.
 
     `norm` is the norm of the gradients without their loss scale.
     """

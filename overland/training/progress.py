@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """`batch` is the next global batch to read; it runs ahead of `step` where batches were left out."""
+    """`batch` is the next global batch; it runs ahead of `step` where batches were left out."""
 
     step: int = 0
     batch: int = 0

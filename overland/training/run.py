@@ -137,7 +137,7 @@ def build_parallel_model(
 
 
 def start_from(run: Run, report: Any) -> None:
-    """A checkpoint to resume, weights to start from, or the fresh weights that are there already."""
+    """A checkpoint to resume, weights to start from, or the fresh ones that are there already."""
     settings = run.config.checkpoint
     path = run.store.latest() if settings.resume == "auto" and settings.enable else None
     if settings.resume not in ("auto", "none"):

@@ -1,4 +1,4 @@
-"""The learning rate of a step, as a share of the peak: a pure function, so nothing to save or restore."""
+"""The learning rate of a step: a pure function, so there is nothing to save or restore."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_the_file_is_named_by_argument_option_or_environment(write) -> None:
     assert config_of(None, "--job.config_file", file).training.steps == 7
     assert config_of(None, f"--job.config_file={file}").training.steps == 7
     assert config_of(None, CONFIG_FILE=file).training.steps == 7
-    with pytest.raises(ConfigError, match="names a second config file beside run.toml"):
+    with pytest.raises(ConfigError, match=r"names a second config file beside run\.toml"):
         config_of(file, "--job.config_file", "other.toml")
     with pytest.raises(ConfigError, match="no config is given"):
         config_of(None)

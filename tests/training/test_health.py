@@ -12,14 +12,14 @@ from overland.data.loader import Batch
 from overland.training import step as step_module
 from overland.training.health import SpikeGuard
 from overland.training.run import Run, build_run
-from tests.jobs import Recorder, run_job, tiny_job
+from tests.jobs import Recorder, losses, tiny_job
 from tests.ranks import RankPool
 
 
 def run_with_losses_changed(
     world: World, config: JobConfig, factor_of: Callable[[int], float], on_ranks: set[int]
 ) -> tuple[list[float], list[str], str]:
-    """Trains with the loss of some global batches multiplied; returns losses, messages and error."""
+    """Trains with the loss of some global batches multiplied; returns losses, messages, error."""
     original = step_module.forward
 
     def changed(run: Run, batch: Batch) -> torch.Tensor:
@@ -59,11 +59,9 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     config = tiny_job(tmp_path, training={"local_batch_size": 4})
-    for losses, messages, error in ranks.run(
-        2, run_with_losses_changed, config, nan_at_batch_2, {1}
-    ):
+    for seen, messages, error in ranks.run(2, run_with_losses_changed, config, nan_at_batch_2, {1}):
         assert not error
-        assert [loss == loss for loss in losses] == [True, True, False, True, True, True]
+        assert [loss == loss for loss in seen] == [True, True, False, True, True, True]
         assert messages == ["not finite, so skipped: step 3"]
 
 
@@ -103,17 +101,15 @@ def test_a_loss_spike_is_answered(ranks: RankPool, tmp_path: Path, action: str) 
         health={"spike_guard": action, "spike_window": 8},
         checkpoint={"enable": True, "interval": 5},
     )
-    losses, messages, error = ranks.run(
-        1, run_with_losses_changed, config, spike_at_batch_12, {0}
-    )[0]
+    seen, messages, error = ranks.run(1, run_with_losses_changed, config, spike_at_batch_12, {0})[0]
     assert not error
     if action == "skip":
-        assert len(losses) == 16
-        assert messages == [f"loss spike at step 13 ({losses[12]:.4f}): step skipped"]
+        assert len(seen) == 16
+        assert messages == [f"loss spike at step 13 ({seen[12]:.4f}): step skipped"]
     else:  # back to step 10; batches 10 to 12 are not seen again
-        assert len(losses) == 16 + 3
+        assert len(seen) == 16 + 3
         assert messages == [
-            f"loss spike at step 13 ({losses[12]:.4f}): back to {tmp_path}/checkpoint/step_10, "
+            f"loss spike at step 13 ({seen[12]:.4f}): back to {tmp_path}/checkpoint/step_10, "
             f"going on with batch 13"
         ]
 
@@ -151,16 +147,11 @@ def test_float16_scales_the_loss_down_until_gradients_are_finite(
     assert sum(skipped) < 30
 
 
-def test_float16_and_float32_learn_alike(ranks: RankPool, tmp_path: Path) -> None:
-    wide = {"dtype": "float32", "mixed_precision_reduce": "float32", "steps": 10}
-    results = [
-        ranks.run(1, _losses, tiny_job(tmp_path / kind, training={**wide, **{
-            "mixed_precision_param": kind}}))[0]
-        for kind in ("float32", "float16", "bfloat16")
-    ]  # fmt: skip
-    for narrow in results[1:]:
-        assert narrow == pytest.approx(results[0], rel=0.01)
+def test_float16_and_bfloat16_learn_as_float32_does(ranks: RankPool, tmp_path: Path) -> None:
+    def job(compute: str) -> JobConfig:
+        wide = {"dtype": "float32", "mixed_precision_reduce": "float32", "steps": 10}
+        return tiny_job(tmp_path / compute, training={**wide, "mixed_precision_param": compute})
 
-
-def _losses(world: World, config: JobConfig) -> list[float]:
-    return run_job(world, config).losses
+    expected = ranks.run(1, losses, job("float32"))[0]
+    for narrow in ("float16", "bfloat16"):
+        assert ranks.run(1, losses, job(narrow))[0] == pytest.approx(expected, rel=0.01)

@@ -1,4 +1,4 @@
-"""Accumulation, batch split and padding never change the loss: it is a mean over the global batch."""
+"""Accumulation, batch split and padding never change the loss, a mean over the global batch."""
 
 from pathlib import Path
 
@@ -18,7 +18,9 @@ def documents(data_folder: Path) -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.mark.parametrize(("num_ranks", "local_batch_size"), [(1, 2), (1, 1), (2, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "local_batch_size"), [(1, 2), (1, 1), (2, 4), (2, 1), (4, 2)]
+)
 def test_accumulation_and_split_do_not_change_losses_or_gradients(
     ranks: RankPool, tmp_path: Path, data_folder: Path, num_ranks: int, local_batch_size: int
 ) -> None:
@@ -33,9 +35,7 @@ def test_accumulation_and_split_do_not_change_losses_or_gradients(
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
-def test_sharding_stage_does_not_change_losses(
-    ranks: RankPool, tmp_path: Path, stage: str
-) -> None:
+def test_sharding_stage_does_not_change_losses(ranks: RankPool, tmp_path: Path, stage: str) -> None:
     whole = tiny_job(tmp_path / "whole")
     split = tiny_job(
         tmp_path / "split",

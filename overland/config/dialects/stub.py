@@ -14,6 +14,8 @@ from overland.config.source import Entries, Entry, KeyPath
 OWN_SECTIONS = frozenset({"dist", "dataset", "optim", "loss", "misc", "logging"})
 OTHER_SECTIONS = frozenset({"model", "lr_scheduler", "checkpoint"})
 
+HOME = {"dist": "comm", "optim": "optimizer", "loss": "training"}
+
 RENAMED: dict[str, str] = {
     "dist.backend": "comm.backend",
     "dist.dtype": "training.mixed_precision_param",
@@ -86,6 +88,7 @@ def translate(entries: Entries, shown: str) -> tuple[Entries, list[str]]:
     )
     for path, entry in entries.items():
         _one(draft, path, entry)
+    _cpu_only(draft, entries)
     _folder(draft, entries)
     return draft.finish()
 
@@ -108,7 +111,8 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
     elif reason:
         draft.without_meaning(path, entry, reason)
     else:
-        draft.put(path, entry.value, entry)  # today's key, or unknown, which validation reports
+        # Today's key, or an unknown one, which validation reports in the section it belongs to.
+        draft.put((HOME.get(path[0], path[0]), *path[1:]), entry.value, entry)
 
 
 def _steps(draft: Draft, entry: Entry) -> None:
@@ -141,7 +145,8 @@ def _save_every(draft: Draft, entry: Entry, name: str) -> None:
     """The stub saves on two clocks; one clock with the shorter interval does for both."""
     key = ("checkpoint", "interval")
     other = draft.entries.get(key)
-    if other is None or (type(entry.value) is int and entry.value < other.value):
+    numbers = other is not None and type(entry.value) is type(other.value) is int
+    if other is None or (numbers and entry.value < other.value):
         draft.entries[key] = entry
     draft.entries[("checkpoint", "enable")] = Entry(True, entry.where)
     draft.note(entry, f"checkpoint.{name} is now checkpoint.interval (the shorter of the two)")
@@ -166,16 +171,19 @@ def _fused(draft: Draft, entry: Entry) -> None:
     draft.note(entry, f'optim.fused is now optimizer.implementation = "{value}"')
 
 
-def _cpu_only(draft: Draft, entry: Entry) -> None:
-    if entry.value is True:
-        draft.entries[("comm", "backend")] = Entry("gloo", entry.where)
-        draft.note(
-            entry,
-            'cpu_only is now comm.backend = "gloo"; on a machine with GPUs, also hide them: '
-            "CUDA_VISIBLE_DEVICES=''",
-        )
-    else:
-        draft.without_meaning(("dist", "cpu_only"), entry, "GPUs are used where there are any")
+def _cpu_only(draft: Draft, entries: Entries) -> None:
+    """Stands above dist.backend."""
+    for path in (("dist", "cpu_only"), ("misc", "cpu_only")):
+        entry = entries.get(path)
+        if entry is not None and entry.value is True:
+            draft.entries[("comm", "backend")] = Entry("gloo", entry.where)
+            draft.note(
+                entry,
+                'cpu_only is now comm.backend = "gloo"; on a machine with GPUs, also hide them: '
+                "CUDA_VISIBLE_DEVICES=''",
+            )
+        elif entry is not None:
+            draft.without_meaning(path, entry, "GPUs are used where there are any")
 
 
 def _mixed_precision(draft: Draft, entry: Entry) -> None:
@@ -187,8 +195,8 @@ def _mixed_precision(draft: Draft, entry: Entry) -> None:
         draft.without_meaning(("misc", "uses_mixed_precision"), entry, reason)
 
 
-def _part_of_folder(draft: Draft, entry: Entry) -> None:
-    """Directory and prefix make one path, in `_folder`."""
+def _later(draft: Draft, entry: Entry) -> None:
+    """Needs other keys too, and is done after all of them."""
 
 
 def _folder(draft: Draft, entries: Entries) -> None:
@@ -206,11 +214,11 @@ SPECIAL: dict[str, Callable[[Draft, Entry], None]] = {
     "lr_scheduler.total_iterations": _steps,
     "checkpoint.chkpt_saving_iterations": _interval,
     "checkpoint.preempt_chkpt_saving_iterations": _preempt_interval,
-    "checkpoint.directory": _part_of_folder,
-    "checkpoint.prefix": _part_of_folder,
+    "checkpoint.directory": _later,
+    "checkpoint.prefix": _later,
     "loss.grad_accum_steps": _accumulation,
     "optim.fused": _fused,
-    "dist.cpu_only": _cpu_only,
-    "misc.cpu_only": _cpu_only,
+    "dist.cpu_only": _later,
+    "misc.cpu_only": _later,
     "misc.uses_mixed_precision": _mixed_precision,
 }

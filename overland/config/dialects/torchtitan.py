@@ -73,8 +73,7 @@ def _name(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    names = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
-    if any(name.strip() for name in names):
+    if _names(entry.value):
         draft.note(entry, f"model.converters is ignored: {FP8}")
     else:
         draft.without_meaning(path, entry, HARMLESS)
@@ -120,12 +119,14 @@ def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _implementation(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    word = {("fused", True): "fused", ("fused", False): "foreach", ("foreach", True): "foreach"}
-    value = word.get((path[-1], entry.value), "for-loop")
+    new = ("optimizer", "implementation")
     if path[-1] == "foreach" and entry.value is False:
-        draft.without_meaning(path, entry, "optimizer.implementation names the implementation")
-    elif draft.put(("optimizer", "implementation"), value, entry):
-        draft.note(entry, f'{".".join(path)} is now optimizer.implementation = "{value}"')
+        draft.without_meaning(path, entry, f"{'.'.join(new)} names the implementation")
+    else:
+        # Neither fused nor foreach: PyTorch then takes foreach where it can.
+        draft.rename(
+            path, new, "fused" if path[-1] == "fused" and entry.value else "foreach", entry
+        )
 
 
 def _color(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -167,8 +168,7 @@ def _interval_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    names = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
-    left_out = [name.strip() for name in names if name.strip()]
+    left_out = _names(entry.value)
     if not left_out:
         draft.without_meaning(path, entry, HARMLESS)
     if "optimizer" in left_out and draft.put(("checkpoint", "skip_optimizer"), True, entry):
@@ -197,6 +197,12 @@ def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
     draft.put(INITIAL_WEIGHTS, assets.value, asked)
     text = "without initial_load_path is now checkpoint.initial_load_path"
     draft.note(asked, f'checkpoint.initial_load_in_hf {text} = "{assets.value}"')
+
+
+def _names(value: Any) -> list[str]:
+    """A list, which older files write as text with commas."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    return [str(name).strip() for name in names if str(name).strip()]
 
 
 OLD_NAMES = {"llama": "llama2", "llama3_ft": "llama3"}

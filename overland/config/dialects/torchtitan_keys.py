@@ -150,11 +150,12 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "debug.moe_force_load_balance": (False, EXPERTS),
 }
 
-# Sections of which no key means anything here.
+# Sections of which no (other) key means anything here.
 IGNORED_SECTIONS: dict[str, str] = {
     "quantize": FP8,
     "float8": FP8,
     "mx": FP8,
+    "experimental": "nothing here corresponds to it",
     "fault_tolerance": FAULTS,
     "memory_estimation": ESTIMATE,
 }

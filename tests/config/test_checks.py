@@ -1,0 +1,179 @@
+"""Checks beyond the schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overland.config.checks import check_config, load_checked, require
+from overland.config.degrees import DegreeError, resolve_degrees
+from overland.config.errors import ConfigError
+from overland.config.load import load_config, recipe_names
+
+WORLD = {"llama3_8b": 4, "llama3_8b_frontier": 512}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("")
+
+
+def problems(*arguments: str, world_size: int | None = 8) -> list[str]:
+    return [str(p) for p in check_config(load_config("run.toml", arguments, {}), world_size)]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_valid_but_for_what_is_to_be_fetched(name: str) -> None:
+    loaded, waived = load_checked(name, (), {}, WORLD.get(name, 2), waive={"missing"})
+    assert loaded.notes == []
+    assert {problem.kind for problem in waived} <= {"missing"}
+    assert ("missing" in {problem.kind for problem in waived}) == (name in NEED_ASSETS)
+
+
+NEED_ASSETS = {"llama3_8b", "llama3_8b_frontier", "qwen3_0.6b"}
+
+
+def test_the_values_of_the_documents_are_in_their_recipes() -> None:
+    eight = load_config("llama3_8b", env={}).config
+    assert eight.model.hf_assets_path == "./assets/hf/Llama-3.1-8B"
+    training = eight.training
+    assert (training.seq_len, training.local_batch_size, training.steps) == (512, 2, 200)
+    assert (training.dataset, training.max_norm, training.dtype) == ("c4", 1.0, "float32")
+    assert (eight.optimizer.name, eight.optimizer.lr) == ("AdamW", 3e-4)
+    assert eight.lr_scheduler.warmup_steps == 50
+    frontier = load_config("llama3_8b_frontier", env={}).config
+    degrees = resolve_degrees(frontier.parallelism, 64 * 8)
+    assert (degrees.dp_replicate, degrees.dp_shard, degrees.tp) == (2, 32, 8)
+    tokens = frontier.training.local_batch_size * degrees.dp * frontier.training.seq_len
+    assert round(tokens / 1e6) == 11
+    assert (frontier.optimizer.lr, frontier.training.steps) == (3e-5, 500_000)
+
+
+def test_the_defaults_have_no_problems() -> None:
+    assert problems() == []
+    assert problems(world_size=None) == []
+
+
+DEGREES = ["data_parallel_shard_degree", "tensor_parallel_degree", "pipeline_parallel_degree",
+           "data_parallel_replicate_degree"]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [None, "zero0", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"])
+def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
+    """No layout passes the check and fails in the mesh; each suggestion is one that fits."""
+    for sizes in [(-1, 1, 1, 1), (-1, 2, 1, 2), (2, 2, 2, 1), (3, 1, 1, 1), (-1, 3, 1, 1),
+                  (4, 1, 1, 1), (1, 1, 1, 8), (-1, 1, 1, 3), (1, 1, 16, 1)]:  # fmt: skip
+        words = [f"parallelism.{name}={n}" for name, n in zip(DEGREES, sizes, strict=True)]
+        words += [f"parallelism.sharding_stage={stage}"] if stage else []
+        loaded = load_config("run.toml", words, {})
+        found = check_config(loaded, 8)
+        if not found:
+            assert resolve_degrees(loaded.config.parallelism, 8, 8).world_size == 8
+        elif stage is None:
+            with pytest.raises(DegreeError):
+                assert resolve_degrees(loaded.config.parallelism, 8, 8).world_size == 8
+        for problem in found:
+            _, _, way_out = problem.message.partition("; parallelism.")
+            if way_out.endswith(" would fit"):
+                name, _, value = way_out.removesuffix(" would fit").partition(" = ")
+                mended = load_config("run.toml", [*words, f"parallelism.{name}={value}"], {})
+                assert not [p for p in check_config(mended, 8) if "multiply" in p.message]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["parallelism.data_parallel_shard_degree=0"], "expected -1 (the rest of the devices)"),
+        (["parallelism.sharding_stage=zero3", "parallelism.data_parallel_replicate_degree=2"],
+         "has one copy, but data_parallel_replicate_degree = 2"),
+        (["parallelism.sharding_stage=zero2", "parallelism.fsdp_reshard_after_forward=always"],
+         "keeps parameters gathered, but"),
+        (["parallelism.sharding_stage=zero3_hybrid", "parallelism.data_parallel_shard_degree=4"],
+         "shards within a node and replicates across nodes, but"),
+        (["training.global_batch_size=0"], "expected -1 (one local batch"),
+        (["training.global_batch_size=3"], "the least is 64"),
+        (["lr_scheduler.min_lr=1.0"], "expected at most the peak rate (optimizer.lr = 0.0008)"),
+        (["lr_scheduler.decay_ratio=0.9", "lr_scheduler.warmup_steps=20", "training.steps=100"],
+         "20 steps of warm-up and 90 of decay are more than the 100 of training.steps; expected at "
+         "most 0.8"),
+        (["activation_checkpoint.selective_ac_option=ops"], 'expected "op" or a positive'),
+        (["model.name=lama3"], "there is no model 'lama3'; did you mean 'llama3'?"),
+        (["model.overrides.hiden_size=64"], "did you mean 'hidden_size'?"),
+        (["model.config=missing.json"], "no such file or folder"),
+        (["checkpoint.resume=atuo"], 'did you mean "auto"?'),
+        (["checkpoint.initial_load_path=weights"], "no such file or folder"),
+        (["data.datasets.c4=nowhere"], "`overland fetch dataset c4` brings it"),
+        (["training.dataset_path=rum.toml"], "no such file or folder; did you mean run.toml?"),
+        (["validation.enable=true", "validation.dataset=[\"stdlib_heldout\", \"books\"]"],
+         '`overland fetch dataset books` brings it, or set data.datasets.books or '
+         "validation.dataset_path to a folder"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(words: list[str], says: str) -> None:
+    (line,) = problems(*words)
+    assert line.startswith("command line: ")
+    assert says in line
+
+
+def test_a_shortened_run_is_a_note_and_no_error() -> None:
+    Path("run.toml").write_text("[lr_scheduler]\nwarmup_steps = 500\n")
+    loaded = load_config("run.toml", ["training.steps=20"], {})
+    (note,) = require(loaded, 2)
+    assert note.kind == "note"
+
+
+def test_a_long_sequence_is_a_note() -> None:
+    (note,) = require(load_config("run.toml", ["training.seq_len=10_000_000"], {}), 2)
+    assert note.kind == "note"
+    assert "longer than the" in note.message
+
+
+def test_named_datasets_are_found_in_folders_and_registries(monkeypatch) -> None:
+    assert len(problems("training.dataset=books")) == 1
+    Path("data/books").mkdir(parents=True)
+    assert problems("training.dataset=books") == []
+    Path("elsewhere").mkdir()
+    assert problems("training.dataset=films", "data.datasets.films=elsewhere") == []
+
+
+def test_a_custom_module_is_imported_before_its_names_are_looked_up(monkeypatch) -> None:
+    from overland.data import registry
+
+    monkeypatch.setattr(registry, "_sources", dict(registry._sources))
+    Path("my_sources_for_checks.py").write_text(
+        "from overland.data.registry import register_source\n"
+        "register_source('mine', lambda: None)\n"
+    )
+    words = ["job.custom_import=my_sources_for_checks", "training.dataset=mine"]
+    assert problems(*words) == []
+
+
+def test_a_custom_module_that_fails_says_how() -> None:
+    Path("broken_module_for_checks.py").write_text("import no_such_thing_at_all\n")
+    (line,) = problems("job.custom_import=broken_module_for_checks")
+    assert "its import fails: it needs the module no_such_thing_at_all" in line
+    Path("raising_module_for_checks.py").write_text("raise ValueError('no luck')\n")
+    (line,) = problems("job.custom_import=raising_module_for_checks")
+    assert "its import fails: ValueError: no luck" in line
+
+
+def test_kinds_can_be_waived_and_are_then_reported() -> None:
+    Path("run.toml").write_text('[training]\ndataset = "c4"\n')
+    loaded = load_config("run.toml", (), {})
+    with pytest.raises(ConfigError):
+        require(loaded, 2)
+    (waived,) = require(loaded, 2, waive={"missing"})
+    assert waived.kind == "missing"
+
+
+def test_loading_a_config_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from overland.config.checks import load_checked; "
+        "load_checked('quickstart', (), {}, 2); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,298 @@
+"""Configs of torchtitan, old and new, and of the stub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overland.config.checks import load_checked
+from overland.config.errors import ConfigError
+from overland.config.load import Loaded, load_config
+from overland.config.write import to_toml, toml_value
+
+from .torchtitan_v02 import V02
+
+
+def load(tmp_path: Path, text: str, *arguments: str, name: str = "old.toml") -> Loaded:
+    (tmp_path / name).write_text(text)
+    return load_config(str(tmp_path / name), arguments, {})
+
+
+def leaves(tree: dict[str, Any], *path: str) -> list[tuple[tuple[str, ...], Any]]:
+    found = []
+    for key, value in tree.items():
+        here = (*path, key)
+        found += leaves(value, *here) if isinstance(value, dict) else [(here, value)]
+    return found
+
+
+KEYS = leaves(V02)
+
+
+@pytest.mark.parametrize(("path", "value"), KEYS, ids=[".".join(path) for path, _ in KEYS])
+def test_every_key_of_torchtitan_is_ours_or_noted(
+    path: tuple[str, ...], value: Any, tmp_path: Path
+) -> None:
+    loaded = load(tmp_path, f"{'.'.join(path)} = {toml_value(value)}\n")
+    mine = loaded.config.model_dump()
+    native = len(path) == 2 and path[1] in mine.get(path[0], {})
+    if native and mine[path[0]][path[1]] == value:
+        assert not loaded.notes
+    else:
+        assert loaded.notes
+        assert any(path[-1] in note for note in loaded.notes)
+
+
+def test_a_whole_v02_file_loads_and_its_values_arrive(tmp_path: Path) -> None:
+    text = "".join(f"{'.'.join(path)} = {toml_value(value)}\n" for path, value in KEYS)
+    config = load(tmp_path, text).config
+    assert config.model.flavor == "8B"
+    assert config.model.attention == "flex"
+    assert config.data.document_mask
+    assert config.model.hf_assets_path == "./assets"
+    assert config.checkpoint.initial_load_path == "./weights"
+    assert config.checkpoint.skip_optimizer
+    assert config.job.custom_import == "json"
+    assert config.parallelism.context_parallel_degree == 2
+    assert config.validation.steps == -1
+
+
+def test_defaults_of_torchtitan_share_one_note(tmp_path: Path) -> None:
+    text = """
+[parallelism]
+enable_async_tensor_parallel = false
+expert_parallel_degree = 1
+[checkpoint]
+async_mode = "disabled"
+[comm]
+trace_buf_size = 20000
+"""
+    (note,) = load(tmp_path, text).notes
+    assert note.endswith(
+        "old.toml: without effect here: parallelism.enable_async_tensor_parallel (line 3), "
+        "parallelism.expert_parallel_degree (line 4), checkpoint.async_mode (line 6), "
+        "comm.trace_buf_size (line 8): they have torchtitan's defaults, so nothing is lost"
+    )
+
+
+OLD = """
+[job]
+print_args = true
+
+[model]
+name = "llama3"
+flavor = "8B"
+norm_type = "rmsnorm"
+tokenizer_path = "./tokenizers/llama/original/tokenizer.model"
+
+[optimizer]
+lr = 2e-4
+fused = true
+
+[training]
+batch_size = 21
+seq_len = 4096
+warmup_steps = 50
+steps = 900
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 32
+tensor_parallel_degree = 8
+compile = true
+dataset = "mine"
+seed = 3
+deterministic = true
+
+[experimental]
+pipeline_parallel_degree = 1
+context_parallel_degree = 2
+enable_async_tensor_parallel = true
+pipeline_parallel_schedule = "1F1B"
+custom_import = "json"
+
+[checkpoint]
+enable_checkpoint = true
+interval_type = "steps"
+interval = 100
+model_weights_only = false
+async_mode = "async"
+
+[lr_scheduler]
+lr_min = 0.1
+
+[float8]
+enable_float8_linear = true
+
+[validation]
+enabled = true
+
+[metrics]
+rank_0_only = true
+"""
+
+
+def test_an_older_file_is_read_in_todays_keys(tmp_path: Path) -> None:
+    loaded = load(tmp_path, OLD)
+    config = loaded.config
+    assert config.job.print_config
+    assert config.job.custom_import == "json"
+    assert config.model.hf_assets_path == "./tokenizers/llama"
+    assert config.optimizer.implementation == "fused"
+    assert config.training.local_batch_size == 21
+    assert config.lr_scheduler.warmup_steps == 50
+    assert config.lr_scheduler.min_lr_factor == 0.1
+    assert config.compile.enable
+    assert (config.debug.seed, config.debug.deterministic) == (3, True)
+    layout = config.parallelism
+    assert (layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree) == (2, 32)
+    assert (layout.tensor_parallel_degree, layout.context_parallel_degree) == (8, 2)
+    assert config.checkpoint.enable
+    assert config.validation.enable
+
+    file = tmp_path / "old.toml"
+    assert f"{file}:16: training.batch_size is now training.local_batch_size" in loaded.notes
+    assert f"{file}:36: checkpoint.enable_checkpoint is now checkpoint.enable" in loaded.notes
+    text = "\n".join(loaded.notes)
+    for key in (
+        "norm_type",
+        "async_mode",
+        "enable_async_tensor_parallel",
+        "rank_0_only",
+        "enable_float8_linear",
+        "interval_type",
+        "pipeline_parallel_schedule",
+    ):
+        assert key in text
+
+
+def test_an_older_file_says_nothing_new_once_converted(tmp_path: Path) -> None:
+    first = load(tmp_path, OLD)
+    second = load(tmp_path, to_toml(first.config), name="new.toml")
+    assert second.config == first.config
+    assert second.notes == []
+
+
+def test_todays_key_wins_over_the_older_one(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[training]\nlocal_batch_size = 2\nbatch_size = 4\n")
+    assert loaded.config.training.local_batch_size == 2
+    assert "ignored, since training.local_batch_size is given too" in loaded.notes[0]
+
+
+def test_an_older_key_on_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[training]\nlocal_batch_size = 2\n", "--training.batch_size", "4")
+    assert loaded.config.training.local_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "check"),
+    [
+        ('[model]\nflavor = "debugmodel_varlen_attn"\n',
+         lambda c: (c.model.flavor, c.model.attention, c.data.document_mask)
+         == ("debugmodel", "auto", True)),
+        ('[activation_checkpoint]\nmode = "memory_budget"\nselective_ac_option = "2"\n',
+         lambda c: (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option)
+         == ("selective", "op")),
+        ("[activation_checkpoint]\nselective_ac_option = 2\n",
+         lambda c: c.activation_checkpoint.selective_ac_option == "2"),
+        ('[checkpoint]\ninitial_load_in_hf = true\n[model]\nhf_assets_path = "./a"\n',
+         lambda c: c.checkpoint.initial_load_path == "./a"),
+        ("[optimizer]\nforeach = true\n", lambda c: c.optimizer.implementation == "foreach"),
+        ("[metrics]\nenable_color_printing = false\n", lambda c: c.metrics.disable_color_printing),
+        ('[training]\ncheckpoint_folder = ""\n', lambda c: not c.checkpoint.enable),
+        ('[model]\ntokenizer_path = "/a/b/tokenizer.json"\n',
+         lambda c: c.model.hf_assets_path == "/a/b"),
+        ('[model]\ntokenizer_path = "/a/b"\n', lambda c: c.model.hf_assets_path == "/a/b"),
+    ],
+)  # fmt: skip
+def test_values_that_changed_their_meaning_are_translated(tmp_path: Path, text, check) -> None:
+    assert check(load(tmp_path, text).config)
+
+
+def test_a_dense_torchtitan_file_runs_once_its_dataset_has_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "run.toml").write_text(
+        '[model]\nflavor = "debugmodel"\n[training]\ndataset = "c4"\n'
+    )
+    with pytest.raises(ConfigError, match="overland fetch dataset c4"):
+        load_checked("run.toml", (), {}, world_size=2)
+    load_checked("run.toml", ["data.datasets.c4=texts"], {}, world_size=2)
+
+
+STUB = """
+checkpoint:
+  state_dict_type: full
+  chkpt_saving_iterations: 100
+  preempt_chkpt_saving_iterations: 60
+  preempt_metadata_path: preempt
+  directory: experiments/chkpts
+  prefix: test-1
+  path_chkpt_prev: null
+dataset:
+  batch_size: 16
+  num_workers: 1
+  path_train: a.csv
+  path_eval: b.csv
+  transforms: {H_pad: 1920, set: {pad: true}}
+dist:
+  cpu_only: true
+  backend: nccl
+  dtype: float16
+  sharding_stage: zero2_hybrid
+logging: {directory: logs, level: info}
+loss: {grad_accum_steps: 4}
+lr_scheduler:
+  min_lr: 1e-7
+  total_iterations: 1000
+  warmup_iterations: 10
+misc: {max_epochs: 5, compiles_model: true, peak_flops_per_sec: 1}
+model:
+  hf_config: {hidden_size: 96, num_hidden_layers: 2, mask_ratio: 0.75}
+  from_scratch: true
+optim: {lr: 3e-4, weight_decay: 0.05, grad_clip: 0.5, fused: false}
+"""
+
+
+def test_the_stubs_yaml_is_translated(tmp_path: Path) -> None:
+    loaded = load(tmp_path, STUB, name="stub.yaml")
+    config = loaded.config
+    assert config.model.name == "vit_mae"
+    assert config.model.overrides["mask_ratio"] == 0.75
+    assert config.training.dataset == "random"
+    assert (config.training.local_batch_size, config.training.steps) == (16, 1000)
+    assert config.training.mixed_precision_param == "float16"
+    assert config.training.max_norm == 0.5
+    assert config.parallelism.sharding_stage == "zero2_hybrid"
+    assert config.comm.backend == "gloo"
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 0.05)
+    schedule = config.lr_scheduler
+    assert (schedule.warmup_steps, schedule.total_steps) == (10, 1000)
+    assert (schedule.min_lr, schedule.decay_type) == (1e-7, "cosine")
+    assert (config.checkpoint.enable, config.checkpoint.interval) == (True, 60)
+    assert config.job.dump_folder == "experiments/chkpts/test-1"
+    assert config.compile.enable
+
+
+def test_every_key_of_the_stub_is_translated_or_noted(tmp_path: Path) -> None:
+    import yaml
+
+    text = "\n".join(load(tmp_path, STUB, name="stub.yaml").notes)
+    for path, _ in leaves(yaml.safe_load(STUB)):
+        if path[:2] != ("model", "hf_config") and path != ("lr_scheduler", "min_lr"):
+            assert path[-1] in text, path
+
+
+def test_a_part_of_the_stubs_yaml_is_recognised(tmp_path: Path) -> None:
+    text = "dist:\n  backend: gloo\noptim:\n  lr: 1e-3\n  leanring: 2\n"
+    with pytest.raises(ConfigError, match=r"stub.yaml:5: optimizer.leanring = 2: unknown key"):
+        load(tmp_path, text, name="stub.yaml")
+    config = load(tmp_path, text.replace("  leanring: 2\n", ""), name="stub.yaml").config
+    assert config.optimizer.lr == 1e-3
+
+
+def test_a_config_in_todays_keys_gets_no_notes(tmp_path: Path) -> None:
+    text = '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 2\n[comm]\nbackend = "gloo"\n'
+    assert load(tmp_path, text).notes == []

@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from overland.data.order import permute
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 65_537])
+def test_a_permutation_holds_every_index_once(size: int) -> None:
+    assert sorted(permute(np.arange(size), size, "key")) == list(range(size))
+
+
+def test_another_key_gives_another_order() -> None:
+    first, again, other = (permute(np.arange(1000), 1000, "k", seed) for seed in (1, 1, 2))
+    assert (first == again).all()
+    assert (first != other).mean() > 0.98
+
+
+def test_one_index_is_placed_as_it_is_among_all() -> None:
+    together = permute(np.arange(500), 500, "k")
+    assert [int(permute([i], 500, "k")[0]) for i in range(500)] == list(together)
+
+
+def test_neighbours_end_up_far_apart() -> None:
+    places = permute(np.arange(100_000), 100_000, "k")
+    assert abs(np.corrcoef(places[:-1], places[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(places, np.arange(100_000))[0, 1]) < 0.02
+
+
+def test_an_index_outside_is_refused() -> None:
+    with pytest.raises(IndexError):
+        permute([5], 5, "k")
