@@ -1,6 +1,6 @@
 """Blocks to batches: global batch t is a pure function of the data, the seed and t.
 
-Row i of the run is block `permute(i mod n)` of epoch `i div n`: every block comes once per epoch, in
+Row i of the run is block `permute(i mod n)` of epoch `i div n`: each block comes once per epoch, in
 another order each time. Batch t holds rows [t·B, (t+1)·B); a rank takes its share of them at the
 last moment. No rank, worker count or restart enters, so none can change what is read.
 """

@@ -1,4 +1,4 @@
-"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard` and replicated
+"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard`, replicated
 over `dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2.
 
     stage   dp_shard   reshard after forward

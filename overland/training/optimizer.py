@@ -1,8 +1,9 @@
 """AdamW, clipped and skipped without asking the host.
 
 The fused kernel takes two extra numbers: a divisor for the gradients, and a flag that turns the
-whole update into nothing. Clipping, the loss scale and "this step is not finite" all go through these, so
-no extra pass over the gradients is made and the loop never waits to learn whether a step was good.
+whole update into nothing. Clipping, the loss scale and "this step is not finite" all go through
+these, so no extra pass over the gradients is made, and the loop never waits to learn whether a step
+was good.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""The `overland` command as a user runs it: a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LIMIT_SECONDS = 240
+
+TINY = [
+    "model.overrides={hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, "
+    "num_attention_heads = 4, num_key_value_heads = 2, vocab_size = 512}",
+    "data.vocab_size=512",
+    "training.seq_len=32",
+    "training.local_batch_size=2",
+    "metrics.log_freq=1",
+]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "CONFIG_FILE")}
+    return {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
+
+
+def overland(
+    *words: str, cwd: Path, code: int = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `overland WORDS` and asserts on its exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "overland", *words],
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == code, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def start_overland(*words: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """Starts `overland WORDS` in a process group of its own, as a terminal would."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "overland", *words],
+        cwd=cwd,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(metrics: Path, step: int) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        if metrics.exists() and any(record["step"] >= step for record in read_metrics(metrics)):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"{metrics} never got to step {step}")
+
+
+def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, str]:
+    """Signals the whole process group, as Ctrl-C does; returns exit code and output."""
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    return process.returncode, output
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def losses(path: Path) -> dict[int, float]:
+    """Loss by step; the later line counts."""
+    return {r["step"]: r["loss"] for r in read_metrics(path) if "loss" in r}

@@ -1,0 +1,207 @@
+"""`overland train` from the outside: real processes, real signals."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import (
+    ROOT,
+    TINY,
+    environment,
+    interrupt,
+    losses,
+    overland,
+    read_metrics,
+    start_overland,
+    wait_for_step,
+)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The quickstart in miniature on two ranks: (folder it ran in, what it printed)."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    words = [*TINY, "training.steps=8", "checkpoint.interval=4", "validation.freq=4"]
+    return folder, overland("train", "quickstart", *words, cwd=folder, NGPU="2").stdout
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys, overland.cli.main; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+
+
+def test_quickstart_fills_its_run_folder(quickstart: tuple[Path, str]) -> None:
+    run = quickstart[0] / "runs" / "quickstart"
+    records = [r for r in read_metrics(run / "metrics.jsonl") if "loss" in r]
+    assert [r["step"] for r in records] == list(range(1, 9))
+    assert records[-1]["loss"] < records[0]["loss"]
+    expected = {"grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "tflops", "memory_gib"}
+    assert expected | {"data_wait"} <= set(records[0])
+    assert (run / "loss.svg").read_text().startswith("<svg")
+    assert (run / "checkpoint" / "step_8").is_dir()
+    assert (run / "config.toml").is_file()
+    assert (run / "logs" / "rank_1.log").is_file()
+
+
+def test_tensorboard_reads_what_was_logged(quickstart: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = quickstart[0] / "runs" / "quickstart"
+    events = EventAccumulator(str(run / "tb"))
+    events.Reload()
+    by_step = {event.step: event.value for event in events.Scalars("loss")}
+    assert by_step == pytest.approx(losses(run / "metrics.jsonl"), rel=1e-6)
+    assert len(events.Scalars("validation_loss/stdlib_heldout")) == 2
+
+
+def test_quickstart_ends_with_a_sample_and_three_commands(quickstart: tuple[Path, str]) -> None:
+    output = quickstart[1]
+    assert "The model continues 'def ':" in output
+    assert "  │ def " in output
+    commands = re.findall(r"^  (overland \S+ .*|tensorboard .*)$", output, flags=re.MULTILINE)
+    assert [command.split()[:2] for command in commands] == [
+        ["overland", "generate"],
+        ["tensorboard", "--logdir"],
+        ["overland", "train"],
+    ]
+
+
+def test_the_run_readme_is_filled_in(quickstart: tuple[Path, str]) -> None:
+    text = (quickstart[0] / "runs" / "quickstart" / "README.md").read_text()
+    assert not re.search(r"\{[A-Z_]+\}", text)
+    for words in ("parameters", "sharded over 2 devices", "Recompute: off", "Compile: off",
+                  "Profiling: off", "overland train runs/quickstart/config.toml", "tensorboard",
+                  "overland generate runs/quickstart"):  # fmt: skip
+        assert words in text
+
+
+def test_generate_continues_a_text(quickstart: tuple[Path, str]) -> None:
+    words = ["generate", "runs/quickstart", "--prompt", "import os", "--num-tokens", "8"]
+    first = overland(*words, cwd=quickstart[0]).stdout
+    assert first.startswith("import os")
+    assert overland(*words, cwd=quickstart[0]).stdout == first
+
+
+def test_running_a_finished_run_again_says_so(quickstart: tuple[Path, str]) -> None:
+    done = overland("train", "runs/quickstart/config.toml", cwd=quickstart[0], NGPU="1")
+    assert "Nothing left to do: runs/quickstart is at step 8 of 8." in done.stdout
+
+
+def test_more_steps_go_on_where_the_run_ended(quickstart: tuple[Path, str]) -> None:
+    words = ["train", "runs/quickstart/config.toml", "training.steps=10"]
+    done = overland(*words, cwd=quickstart[0], NGPU="1")  # on another number of ranks
+    assert "resumed runs/quickstart/checkpoint/step_8 at step 8" in done.stdout
+    assert set(losses(quickstart[0] / "runs/quickstart/metrics.jsonl")) == set(range(1, 11))
+
+
+def test_resume_none_takes_a_folder_of_its_own(quickstart: tuple[Path, str]) -> None:
+    words = ["train", "quickstart", *TINY, "training.steps=1", "validation.enable=false"]
+    overland(*words, "--resume", "none", cwd=quickstart[0], NGPU="1")
+    assert set(losses(quickstart[0] / "runs/quickstart-2/metrics.jsonl")) == {1}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ctrl_c_saves_and_the_resumed_run_has_the_bits_of_an_unbroken_one(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    words = ["train", "quickstart", *TINY, "debug.deterministic=true", "validation.enable=false",
+             "training.steps=400", "lr_scheduler.total_steps=400"]  # fmt: skip
+    run, ranks = tmp_path / "runs" / "quickstart", str(num_ranks)
+    process = start_overland(*words, cwd=tmp_path, NGPU=ranks)
+    wait_for_step(run / "metrics.jsonl", 5)
+    code, output = interrupt(process)
+    stopped = max(losses(run / "metrics.jsonl"))
+    assert code == 0, output
+    assert f"Stopped after step {stopped} of 400; saved step {stopped}. To go on:" in output
+    assert "overland train runs/quickstart/config.toml" in output
+    assert stopped < 390
+
+    steps = f"training.steps={stopped + 4}"
+    overland("train", "runs/quickstart/config.toml", steps, cwd=tmp_path, NGPU=ranks)
+    overland(*words, steps, "job.dump_folder=runs/unbroken", cwd=tmp_path, NGPU=ranks)
+    unbroken = losses(tmp_path / "runs/unbroken/metrics.jsonl")
+    assert losses(run / "metrics.jsonl") == unbroken
+    assert len(unbroken) == stopped + 4
+
+
+def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    words = ["train", "quickstart", *TINY, "training.steps=2000", "validation.enable=false"]
+    process = start_overland(*words, cwd=tmp_path, NGPU="2")
+    wait_for_step(tmp_path / "runs/quickstart/metrics.jsonl", 3)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank 1 was ended by SIGKILL" in output
+
+
+def test_log_rank_chooses_who_prints(tmp_path: Path) -> None:
+    words = ["train", "quickstart", *TINY, "training.steps=2", "validation.enable=false"]
+    both = overland(*words, cwd=tmp_path, NGPU="2", LOG_RANK="0,1").stdout
+    assert "[rank 1] step 2/2" in both
+    assert re.search(r"^step 2/2", both, flags=re.MULTILINE)
+
+
+def test_torchrun_is_joined(tmp_path: Path) -> None:
+    words = ["train", "quickstart", *TINY, "training.steps=2", "validation.enable=false"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "-m", "overland", *words],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "runs/quickstart/README.md").read_text()
+    assert "sharded over 2 devices" in text
+
+
+def test_a_broken_config_ends_with_2_before_anything_starts(tmp_path: Path) -> None:
+    done = overland("train", "quickstart", "training.stepz=3", cwd=tmp_path, code=2)
+    expected = "command line: training.stepz = 3: unknown key; did you mean training.steps?"
+    assert done.stderr.splitlines() == [expected]
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_train_sh(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        [str(ROOT / "run_train.sh"), *words], cwd=cwd, env=environment(PATH=path, **env),
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_run_train_sh_trains_with_settings_from_the_environment(tmp_path: Path) -> None:
+    words = [*TINY, "training.steps=2", "validation.enable=false"]
+    done = run_train_sh(tmp_path, *words, CONFIG_FILE="quickstart", NGPU="2", LOG_RANK="1")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] step 2/2" in done.stdout
+    assert not re.search(r"^step 2/2", done.stdout, flags=re.MULTILINE)
+
+
+def test_run_train_sh_dry_run_only_checks(tmp_path: Path) -> None:
+    done = run_train_sh(tmp_path, CONFIG_FILE="quickstart", DRY_RUN="1")
+    assert done.returncode == 0
+    assert "The config is valid." in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", ["mpi", "nvshmem"])
+def test_run_train_sh_names_a_backend_that_is_not_there(tmp_path: Path, backend: str) -> None:
+    done = run_train_sh(tmp_path, CONFIG_FILE="quickstart", COMM_BACKEND=backend)
+    assert done.returncode == 2
+    assert f'environment COMM_BACKEND: comm.backend = "{backend}"' in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_profiling_writes_traces(tmp_path: Path) -> None:
+    words = [*TINY, "training.steps=6", "validation.enable=false",
+             "profiling.enable_profiling=true", "profiling.profile_freq=5"]  # fmt: skip
+    overland("train", "quickstart", *words, cwd=tmp_path, NGPU="1")
+    traces = list((tmp_path / "runs/quickstart/profile_trace").iterdir())
+    assert [trace.name for trace in traces] == ["step_5_rank_0.json.gz"]
