@@ -30,7 +30,7 @@ def check(
 
 def report(source: str | None, arguments: list[str], world_size: int | None, as_json: bool) -> int:
     """Prints what the run would be; returns the exit code. Files still to fetch are no error."""
-    from overland.config.checks import load_checked
+    from overland.checks import load_checked
     from overland.config.degrees import smallest_world
 
     loaded, problems = load_checked(source, arguments, world_size=world_size, waive={"missing"})
@@ -55,21 +55,19 @@ def report(source: str | None, arguments: list[str], world_size: int | None, as_
 def describe(config: Any, world_size: int) -> dict[str, Any]:
     from overland.config.degrees import resolve_degrees
     from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
-    from overland.models.registry import resolve_config
+    from overland.models.registry import model_config
     from overland.reporting.readme import model_name, strategy_in_words
 
     training = config.training
     degrees = resolve_degrees(config.parallelism, world_size)
-    model = config.model
-    flavor = None if model.config else model.flavor
-    model_config = resolve_config(model.name, flavor, model.config, model.overrides)
+    architecture = model_config(config.model)
     per_pass = training.local_batch_size * degrees.dp
     rows = per_pass if training.global_batch_size == -1 else training.global_batch_size
     return {
         "model": model_name(config),
-        "parameters": count_parameters(model_config).total,
-        "flops_per_token": int(flops_per_token(model_config, training.seq_len)),
-        "flops_per_token_causal": int(causal_flops_per_token(model_config, training.seq_len)),
+        "parameters": count_parameters(architecture).total,
+        "flops_per_token": int(flops_per_token(architecture, training.seq_len)),
+        "flops_per_token_causal": int(causal_flops_per_token(architecture, training.seq_len)),
         "devices": world_size,
         "layout": strategy_in_words(degrees),
         "sequences_per_step": rows,

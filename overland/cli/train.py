@@ -33,11 +33,11 @@ def train(
     CONFIG is a TOML or YAML file or the name of a recipe (see `overland init`). Run it again to
     resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND, DRY_RUN=1.
     """
+    from overland.checks import load_checked
     from overland.cli.check import report
     from overland.cluster.devices import num_local_ranks
     from overland.cluster.launch import launch_local
     from overland.cluster.world import World, find_world
-    from overland.config.checks import load_checked
     from overland.config.load import dry_run, log_ranks, ngpu
 
     source, arguments = split_settings(settings)

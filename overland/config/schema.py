@@ -44,8 +44,7 @@ class Model(Section):
     """Which network is trained."""
 
     name: str = "llama3"
-    """Model family: llama2, llama3, mistral, qwen2, qwen3, or one that `job.custom_import`
-    registers."""
+    """Family: llama2, llama3, mistral, qwen2.5, qwen3, or one that `job.custom_import` adds."""
     flavor: str = "debug"
     """Named size of the family, such as 8B. Ignored when `config` is given."""
     config: str | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from overland.config.schema import JobConfig
 from overland.data import registry
+from overland.data.errors import DataError
 from overland.data.loader import Blocks, RandomTokens, ShardBlocks
 from overland.data.shards import TokenShards, build_shards, fingerprint, wait_for_shards
 from overland.data.sources import Source
@@ -94,6 +95,11 @@ def _dataset(
         source = registry.open_source(name, path, config.data)
         tokenizer = find_tokenizer(config, builds, report)
         shards = _find_or_build(config, source, tokenizer, _label(name, path), builds, report)
+    if shards.info.vocab_size > vocab_size:
+        raise DataError(
+            f"{name} has a vocabulary of {shards.info.vocab_size:,} tokens, the model only "
+            f"{vocab_size:,}: set model.overrides.vocab_size or use the model's own tokenizer"
+        )
     blocks = ShardBlocks(
         shards, seq_len, seed, shuffle=shuffle, document_mask=config.data.document_mask
     )

@@ -13,7 +13,7 @@ from overland.cluster.devices import device_type
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.tokenizer import Tokenizer
-from overland.models.registry import build_model, resolve_config
+from overland.models.registry import build_model, model_config
 
 
 def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
@@ -24,11 +24,7 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
         step = latest_checkpoint(run / config.checkpoint.folder)
     if step is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
-    flavor = None if config.model.config else config.model.flavor
-    model_config = resolve_config(
-        config.model.name, flavor, config.model.config, config.model.overrides
-    )
-    model = build_model(model_config, "auto")
+    model = build_model(model_config(config.model))
     load(step, model)
     dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
     return model.to(device_type(), dtype).eval(), Tokenizer(run / "tokenizer"), config

@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from overland.config.schema import Model
 from overland.models.config import DecoderConfig
 from overland.models.errors import ModelError, nearest
 from overland.models.flavors import FLAVORS
@@ -107,6 +108,15 @@ def resolve_config(
     else:
         config = _config_of_flavor(entry, flavor)
     return _with_overrides(config, overrides) if overrides else config
+
+
+def model_config(section: Model) -> Any:
+    """What `[model]` describes. With a config.json, its model_type says which family it is."""
+    if section.config is None:
+        return resolve_config(section.name, section.flavor, None, section.overrides)
+    unnamed = section.name == Model.model_fields["name"].default
+    path = Path(section.config).expanduser()
+    return resolve_config("hf" if unnamed else section.name, None, path, section.overrides)
 
 
 def build_model(config: Any, attention: str = "auto") -> nn.Module:

@@ -20,7 +20,7 @@ from overland.config.write import write_config
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.models.hf import load_hf
 from overland.models.init import init_weights
-from overland.models.registry import build_model, resolve_config
+from overland.models.registry import build_model, model_config
 from overland.parallel.apply import parallelize
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.parts import local_part
@@ -92,10 +92,8 @@ def build_run(
     degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
     mesh = build_mesh(degrees, device.type)
 
-    model_config = resolve_config(
-        config.model.name, config.model.flavor, config.model.config, config.model.overrides
-    )
-    model = build_parallel_model(model_config, mesh, config, device)
+    architecture = model_config(config.model)
+    model = build_parallel_model(architecture, mesh, config, device)
     optimizer = build_optimizer(model, config.optimizer)
 
     def report(message: str) -> None:
@@ -109,12 +107,12 @@ def build_run(
         device,
         folder,
         mesh,
-        model_config,
+        architecture,
         model,
         optimizer,
         LossScaler(config.training.mixed_precision_param == "float16", device),
-        training_data(config, model_config.vocab_size, builds, report),
-        validation_data(config, model_config.vocab_size, builds, report),
+        training_data(config, architecture.vocab_size, builds, report),
+        validation_data(config, architecture.vocab_size, builds, report),
         Store(folder.checkpoints, config.checkpoint.keep_latest_k),
     )
     start_from(run, report)
@@ -125,10 +123,10 @@ def build_run(
 
 
 def build_parallel_model(
-    model_config: Any, mesh: Mesh, config: JobConfig, device: torch.device
+    architecture: Any, mesh: Mesh, config: JobConfig, device: torch.device
 ) -> nn.Module:
     with torch.device("meta"):
-        model = build_model(model_config, config.model.attention)
+        model = build_model(architecture, config.model.attention)
         model.to(getattr(torch, config.training.dtype))
     parallelize(model, mesh, config)
     model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)

@@ -29,9 +29,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
 
 
-def overland(
-    *words: str, cwd: Path, code: int = 0, **env: str
-) -> subprocess.CompletedProcess[str]:
+def overland(*words: str, cwd: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `overland WORDS` and asserts on its exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "overland", *words],

@@ -105,10 +105,10 @@ BROKEN = [
         "torch from source with MPI, or start with mpirun and nccl or gloo",
     ),
     Broken(
-        "A warm-up longer than the run",
-        "[training]\nsteps = 100\n\n[lr_scheduler]\nwarmup_steps = 200\n",
-        "run.toml:5: lr_scheduler.warmup_steps = 200: the warm-up is longer than the schedule "
-        "(training.steps = 100); expected at most 100",
+        "A lowest rate above the highest",
+        "[optimizer]\nlr = 1e-4\n\n[lr_scheduler]\nmin_lr = 1e-3\n",
+        "run.toml:5: lr_scheduler.min_lr = 0.001: expected at most the peak rate "
+        "(optimizer.lr = 0.0001)",
     ),
     Broken(
         "Text without quotes",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.config.checks import load_checked, machine
+from overland.checks import load_checked, machine
 from overland.config.errors import ConfigError
 
 from .broken import BROKEN, Broken

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from overland.config.checks import load_checked
+from overland.checks import load_checked
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
 from overland.config.write import to_toml, toml_value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from overland.config.checks.parallelism import data_parallel_degree
+from overland.checks.parallelism import data_parallel_degree
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 

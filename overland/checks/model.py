@@ -6,11 +6,12 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
+from overland.models.errors import ModelError
+from overland.models.registry import flavor_names, model_config, model_names
 
 
 def import_custom(config: JobConfig) -> None:
@@ -37,25 +38,12 @@ def check_custom_import(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, name)
 
 
-def resolve(config: JobConfig) -> Any:
-    """The architecture that [model] describes."""
-    from overland.models.registry import resolve_config
-
-    model = config.model
-    flavor = model.flavor if model.config is None else None
-    path = None if model.config is None else os.path.expanduser(model.config)
-    return resolve_config(model.name, flavor, path, model.overrides)
-
-
 def check_model(loaded: Loaded) -> Iterator[Problem]:
-    from overland.models.errors import ModelError
-    from overland.models.registry import flavor_names, model_names
-
     model = loaded.config.model
     if model.config is not None and not os.path.exists(os.path.expanduser(model.config)):
         return  # a missing file, which `files` reports
     try:
-        resolve(loaded.config)
+        model_config(loaded.config.model)
     except ModelError as error:
         if model.name not in model_names():
             key = "model.name"
@@ -70,11 +58,9 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_length(loaded: Loaded) -> Iterator[Problem]:
-    from overland.models.errors import ModelError
-
     length = loaded.config.training.seq_len
     try:
-        config = resolve(loaded.config)
+        config = model_config(loaded.config.model)
     except (ModelError, OSError):
         return
     longest = getattr(config, "max_position_embeddings", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from overland.config.checks import batch, files, machine, model, parallelism, schedule
+from overland.checks import batch, files, machine, model, parallelism, schedule
 from overland.config.errors import ConfigError, Kind, Problem
 from overland.config.load import Loaded, in_order, load_config
 
