@@ -1,0 +1,72 @@
+import pytest
+import torch
+from torch import nn
+
+from overland.config.schema import Optimizer
+from overland.training.optimizer import build_optimizer, gradient_norm, update
+
+ONE, ZERO = torch.ones(()), torch.zeros(())
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8)).double()
+
+
+def take_gradients(network: nn.Module, scale: float = 1.0) -> None:
+    loss = network(torch.arange(10)).square().sum() * scale
+    loss.backward()
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    network = model()
+    groups = build_optimizer(network, Optimizer(weight_decay=0.3)).param_groups
+    decayed = {id(p) for g in groups if g["weight_decay"] == 0.3 for p in g["params"]}
+    names = {name for name, p in network.named_parameters() if id(p) in decayed}
+    assert names == {"0.weight", "1.weight"}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    network = model()
+    network[0].requires_grad_(False)
+    groups = build_optimizer(network, Optimizer()).param_groups
+    assert sum(len(group["params"]) for group in groups) == 4
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
+def test_a_clipped_update_is_the_one_of_plain_torch(max_norm: float) -> None:
+    settings = Optimizer(lr=1e-2, weight_decay=0.1)
+    ours, plain = model(), model()
+    optimizer = build_optimizer(ours, settings)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False,
+    )  # fmt: skip
+    for _ in range(3):
+        take_gradients(ours, scale=8.0)
+        norm = gradient_norm(optimizer) / 8.0
+        update(optimizer, 1e-2, norm, max_norm, 8.0 * ONE, skip=ZERO)
+        take_gradients(plain)
+        if max_norm:
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+            assert norm.item() == pytest.approx(expected.item())
+        reference.step()
+        reference.zero_grad()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_skipped_update_changes_nothing_not_even_the_step_count() -> None:
+    network = model()
+    optimizer = build_optimizer(network, Optimizer(lr=1e-2))
+    take_gradients(network)
+    update(optimizer, 1e-2, gradient_norm(optimizer), 1.0, ONE, skip=ZERO)
+    before = [p.detach().clone() for p in network.parameters()]
+    take_gradients(network, scale=float("nan"))
+    update(optimizer, 1e-2, gradient_norm(optimizer), 1.0, ONE, skip=ONE)
+    for old, new in zip(before, network.parameters(), strict=True):
+        assert torch.equal(old, new)
+    assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
