@@ -14,13 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim import Optimizer
 
 from overland.checkpoint.errors import CheckpointError
 
@@ -33,16 +28,13 @@ class Store:
     def __init__(self, folder: Path, keep_latest_k: int) -> None:
         self.folder, self.keep_latest_k = folder, keep_latest_k
 
-    def save(
-        self, step: int, model: nn.Module, optimizer: Optimizer, extra: Mapping[str, Any],
-        progress: Mapping[str, Any],
-    ) -> Path:  # fmt: skip
+    def save(self, step: int, state: Mapping[str, Tensor], progress: Mapping[str, Any]) -> Path:
         path, beside = self.folder / f"step_{step}", self.folder / f".step_{step}.tmp"
         if dist.get_rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
         dist.barrier()
-        dcp.save(_state(model, optimizer, extra), checkpoint_id=beside)
+        dcp.save(dict(state), checkpoint_id=beside)
         if dist.get_rank() == 0:
             (beside / PROGRESS).write_text(json.dumps(dict(progress)))
             shutil.rmtree(path, ignore_errors=True)
@@ -60,22 +52,13 @@ class Store:
                 shutil.rmtree(path)
 
 
-def load(
-    path: Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Reads a checkpoint into the model and optimizer, however sharded; returns the progress."""
-    state = _state(model, optimizer, extra or {})
+def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Reads a checkpoint into the tensors of `state`, however sharded; returns the progress."""
     try:
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-        progress = json.loads((path / PROGRESS).read_text())
+        dcp.load(dict(state), checkpoint_id=path, no_dist=not dist.is_initialized())
+        progress: dict[str, Any] = json.loads((path / PROGRESS).read_text())
     except (OSError, ValueError, CheckpointException) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from None
-    model.load_state_dict(state["model"], assign=False)
-    if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return progress
 
 
@@ -92,12 +75,3 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def _step(path: Path) -> re.Match[str] | None:
     return re.fullmatch(r"step_(\d+)", path.name)
-
-
-def _state(
-    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": model.state_dict(), **extra}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    return state

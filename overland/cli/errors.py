@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import sys
 from collections.abc import Callable
@@ -25,7 +26,8 @@ USER_ERRORS = {
 
 
 def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
-    """Prints our own errors and exits with 2; anything else is a bug and shows its trace."""
+    """Prints our own errors, and files the system refuses, and exits with 2; anything else is a
+    bug and shows its trace."""
 
     @functools.wraps(verb)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,14 +36,23 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if not is_user_error(error):
                 raise
-            print(error, file=sys.stderr)
+            print(sentence(error), file=sys.stderr)
             raise typer.Exit(2) from None
 
     return guarded
 
 
 def is_user_error(error: Exception) -> bool:
+    if isinstance(error, OSError):  # no permission, a file where a folder should be, a full disk
+        return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
     return any(
         kind.__name__ in USER_ERRORS and kind.__module__.startswith("overland.")
         for kind in type(error).__mro__
     )
+
+
+def sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{error.strerror}"
+    return str(error)

@@ -70,9 +70,12 @@ def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[st
     if config.checkpoint.resume != "none":
         return loaded, arguments
     folder = fresh_folder(config.job.dump_folder)
+    # From here on it is a run like any other: its own config.toml must resume it.
     job = config.job.model_copy(update={"dump_folder": folder})
-    config = config.model_copy(update={"job": job})
-    return replace(loaded, config=config), [*arguments, f"job.dump_folder={folder}"]
+    checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+    config = config.model_copy(update={"job": job, "checkpoint": checkpoint})
+    arguments = [*arguments, f"job.dump_folder={folder}", "checkpoint.resume=auto"]
+    return replace(loaded, config=config), arguments
 
 
 def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
@@ -98,15 +101,15 @@ def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
 
 
 def sample_text(run: Run) -> str:
-    """The continuation of `metrics.sample_prompt`; all ranks take part."""
+    """The continuation of `metrics.sample_prompt`; all ranks take part. A model that is cut into
+    stages or works on parts of rows is left for `overland generate`."""
     from overland.evaluation.generate import generate
 
     prompt, tokenizer = run.config.metrics.sample_prompt, run.dataset.tokenizer
-    if not prompt or tokenizer is None:
+    if not prompt or tokenizer is None or run.mesh.degrees.pp * run.mesh.degrees.cp > 1:
         return ""
-    run.model.eval()
     ids = generate(
-        run.model,
+        run.model.parts[0].eval(),
         tokenizer.encode(prompt),
         num_tokens=96,
         context=run.config.training.seq_len,
@@ -133,10 +136,10 @@ def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
     if sample:
         shown = "\n".join("  │ " + line for line in sample.splitlines())
         lines.append(f"The model continues {run.config.metrics.sample_prompt!r}:\n\n{shown}\n")
-    lines.append(
-        "To try next:\n\n"
-        f"  overland generate {folder.root} --prompt 'class Node:'\n"
-        f"  tensorboard --logdir {folder.tb}\n"
-        f"  overland train {folder.config} training.steps={2 * steps}\n"
-    )
+    commands = [f"overland train {folder.config} training.steps={2 * steps}"]
+    if run.config.metrics.enable_tensorboard:
+        commands.insert(0, f"tensorboard --logdir {folder.tb}")
+    if run.config.checkpoint.enable and run.dataset.tokenizer is not None:
+        commands.insert(0, f"overland generate {folder.root} --prompt 'class Node:'")
+    lines.append("To try next:\n\n" + "".join(f"  {command}\n" for command in commands))
     return "\n".join(lines)

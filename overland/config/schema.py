@@ -106,6 +106,12 @@ class Parallelism(Section):
     """Devices that split each matrix."""
     pipeline_parallel_degree: Degree = 1
     """Stages that split the layers."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "Interleaved1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Order of forward and backward passes in the pipeline."""
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Sequences that flow through the pipeline together."""
     context_parallel_degree: Degree = 1
     """Devices that split each sequence."""
 
@@ -125,8 +131,6 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decay of matrices and embeddings."""
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """PyTorch's implementation of the update."""
 
 
 class LRScheduler(Section):
@@ -222,8 +226,6 @@ class Compile(Section):
 
     enable: bool = False
     """Compile each block, before sharding."""
-    components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What is compiled."""
     backend: str = "inductor"
     """Compiler backend."""
 

@@ -9,44 +9,21 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator
 from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from overland.data.batch import IGNORED, Batch
 from overland.data.errors import DataError
 from overland.data.order import permute
 from overland.data.shards import TokenShards
 
-IGNORED = -100  # label that no loss is taken on
+CLOSE_SECONDS = 10.0  # longest wait for a batch that is being read when the run ends
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of token ids and what follows them; documents and positions where borders count."""
-
-    tokens_BS: torch.Tensor
-    labels_BS: torch.Tensor
-    positions_BS: torch.Tensor | None = None
-    documents_BS: torch.Tensor | None = None
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        parts = {name: value for name, value in vars(self).items() if value is not None}
-        return replace(self, **{name: change(value) for name, value in parts.items()})
-
-    def to(self, device: torch.device) -> Batch:
-        if device.type != "cuda":
-            return self
-        return self.map(lambda x: x.pin_memory().to(device, non_blocking=True))
-
-    def split(self, rows: int) -> Iterator[Batch]:
-        for start in range(0, len(self.tokens_BS), rows):
-            yield self.map(lambda x, start=start: x[start : start + rows])  # type: ignore[misc]
 
 
 class Blocks(Protocol):
@@ -156,7 +133,8 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
         except BaseException as error:
             put(None, error)
 
-    threading.Thread(target=fill, daemon=True, name="read-ahead").start()
+    thread = threading.Thread(target=fill, daemon=True, name="read-ahead")
+    thread.start()
     try:
         while True:
             item, error = ready.get()
@@ -167,6 +145,8 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
             yield item  # type: ignore[misc]
     finally:
         stop.set()
+        # A daemon thread that is inside torch while Python ends aborts the whole process.
+        thread.join(timeout=CLOSE_SECONDS)
 
 
 def _positions(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import Callable
@@ -141,4 +142,8 @@ def _wait_for(path: Path) -> None:
 
 
 def _label(name: str, path: str | None) -> str:
-    return Path(path).expanduser().resolve().name if path else name
+    """What is made from a dataset is called after it; two folders of one name stay apart."""
+    if path is None:
+        return name
+    place = Path(path).expanduser().resolve()
+    return f"{place.name}-{hashlib.blake2b(bytes(place), digest_size=4).hexdigest()}"

@@ -108,8 +108,10 @@ def wait_for_shards(folder: Path) -> None:
 
 
 def fingerprint(source: Source, tokenizer: Tokenizer) -> str:
-    """Changes with the list of chunks or the tokenizer."""
-    text = json.dumps([type(source).__name__, list(source.chunks()), tokenizer.fingerprint])
+    """Changes with the list of chunks, their versions where the source knows any, and the
+    tokenizer."""
+    chunks = [*source.chunks(), *getattr(source, "versions", list)()]
+    text = json.dumps([type(source).__name__, chunks, tokenizer.fingerprint])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -69,13 +71,23 @@ class TextFolder:
 
     def read(self, chunk: str) -> Iterator[str]:
         path = Path(chunk)
-        with _open(path) as lines:
-            if _kind(path) in TEXT_SUFFIXES:
-                yield lines.read()
-                return
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _text_of(line, f"{path}:{number}")
+        try:
+            with _open(path) as lines:
+                if _kind(path) in TEXT_SUFFIXES:
+                    yield lines.read()
+                    return
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield _text_of(line, f"{path}:{number}")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: expected UTF-8 text: {error.reason}") from None
+        except (OSError, EOFError, zlib.error) as error:  # the last two: a broken .gz
+            raise DataError(f"{path} cannot be read: {error}") from None
+
+    def versions(self) -> list[str]:
+        """Size and time of every file: what changes when a text does and its name does not."""
+        stats = [os.stat(chunk) for chunk in self.chunks()]
+        return [f"{stat.st_size}/{stat.st_mtime_ns}" for stat in stats]
 
 
 def _kind(path: Path) -> str | None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from overland.data.errors import DataError
 
@@ -18,13 +19,15 @@ class Tokenizer:
     """A tokenizer.json with the end-of-document token that goes with it."""
 
     def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer as HFTokenizer
-
         self.path = path / "tokenizer.json" if path.is_dir() else path
         if not self.path.is_file():
             raise DataError(f"{path} holds no tokenizer.json")
         text = self.path.read_text(encoding="utf-8")
-        self._tokenizer = HFTokenizer.from_str(text)
+        library = _tokenizers()
+        try:
+            self._tokenizer = library.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{self.path} is no tokenizer: {error}") from None
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self.vocab_size = int(self._tokenizer.get_vocab_size())
         self.end_id = self._find_end()
@@ -58,6 +61,7 @@ class Tokenizer:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Trains a byte-level BPE tokenizer on the texts and writes it as tokenizer.json."""
+    _tokenizers()
     from tokenizers import Tokenizer as HFTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -72,3 +76,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path))
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise DataError(
+            "text needs the tokenizers package: pip install 'overland[text]' (random tokens and "
+            "token shards do without)"
+        ) from None
+    return tokenizers

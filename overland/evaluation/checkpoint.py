@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.store import latest_checkpoint, load
+from overland.checkpoint.store import PROGRESS, latest_checkpoint, load
+from overland.checks.model import check_custom_import
 from overland.cluster.devices import device_type
+from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.tokenizer import Tokenizer
@@ -19,20 +22,28 @@ from overland.models.registry import build_model, model_config
 def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
     """The model with its weights, on this machine's device, with its tokenizer and config."""
     run, step = find_run(path)
-    config = load_config(str(run / "config.toml"), env={}).config
+    loaded = load_config(str(run / "config.toml"), env={})
+    if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
+        raise ConfigError(problems)
+    config = loaded.config
     if step is None:
         step = latest_checkpoint(run / config.checkpoint.folder)
     if step is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
+    tokenizer = Tokenizer(run / "tokenizer")
     model = build_model(model_config(config.model))
-    load(step, model)
+    with warnings.catch_warnings():  # that this is one process is no news
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(step, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
     dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
-    return model.to(device_type(), dtype).eval(), Tokenizer(run / "tokenizer"), config
+    return model.to(device_type(), dtype).eval(), tokenizer, config
 
 
 def find_run(path: Path) -> tuple[Path, Path | None]:
     """(run folder, checkpoint if one was named)."""
-    for folder in (path, *path.absolute().parents[:3]):
-        if (folder / "config.toml").is_file():
-            return folder, None if folder == path else path
+    if (path / "config.toml").is_file():
+        return path, None
+    for folder in path.absolute().parents[:3]:
+        if (folder / "config.toml").is_file() and (path / PROGRESS).is_file():
+            return folder, path
     raise CheckpointError(f"{path} is neither a run folder nor a checkpoint inside one")

@@ -95,11 +95,11 @@ class DecoderModel(nn.Module):
         documents_BS: Tensor | None = None,
     ) -> Tensor:
         x_BSD = tokens_BS if self.embed_tokens is None else self.embed_tokens(tokens_BS)
-        seq_len = x_BSD.shape[1]
         if positions_BS is None:
-            positions_BS = torch.arange(seq_len, device=x_BSD.device)[None]
+            positions_BS = torch.arange(x_BSD.shape[1], device=x_BSD.device)[None]
+        seq_len = positions_BS.shape[1]  # x may hold a part of it only, between two layers
         rotation = self.rotary(positions_BS, seq_len, x_BSD.dtype)
-        masks = self.masks(x_BSD, documents_BS)
+        masks = self.masks(x_BSD, seq_len, documents_BS)
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, *rotation, masks[layer.window])
         return x_BSD if self.norm is None else self.norm(x_BSD)

@@ -45,9 +45,10 @@ class Masks(nn.Module):
         self.attention = attention
         self.windows = windows
 
-    def forward(self, x_BSD: Tensor, documents_BS: Tensor | None) -> dict[int | None, Mask]:
-        batch, seq_len = x_BSD.shape[:2]
-        dtype = _compute_dtype(x_BSD)
+    def forward(
+        self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
+    ) -> dict[int | None, Mask]:
+        batch, dtype = x_BSD.shape[0], compute_dtype(x_BSD)
         return {
             window: build_mask(
                 self.attention, batch, seq_len, x_BSD.device, dtype, window, documents_BS
@@ -136,7 +137,7 @@ def run_starts(documents_BS: Tensor) -> Tensor:
     return torch.cat((starts_R, padding)).to(torch.int32)
 
 
-def _compute_dtype(x_BSD: Tensor) -> torch.dtype:
+def compute_dtype(x_BSD: Tensor) -> torch.dtype:
     """What queries will have: autocast turns the projections of float32 inputs narrower."""
     kind = x_BSD.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

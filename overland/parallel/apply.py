@@ -1,31 +1,92 @@
 """The order in which a model is made parallel. Each line changes the model in place.
 
-Recompute wraps blocks, compile sees the recomputation, and sharding comes last, so that its hooks
-run outside the compiled code.
+The context split changes attention's core, which works on a tensor rank's own heads. Recompute
+wraps blocks, and compile sees the recomputation. Sharding comes last: its hooks run outside of
+compiled code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import nn
 
 from overland.config.schema import JobConfig
 from overland.models.decoder import Decoder
+from overland.models.registry import build_model
 from overland.parallel.compile import compile_blocks
+from overland.parallel.context import split_context
 from overland.parallel.mesh import Mesh
+from overland.parallel.pipeline import Pipeline, deal_layers, keep_stage, stages_of_rank
 from overland.parallel.recompute import recompute
 from overland.parallel.shard import shard
+from overland.parallel.tensor import split_tensors
+from overland.parallel.whole import Whole
 
-
-def parallelize(model: nn.Module, mesh: Mesh, config: JobConfig) -> None:
-    """Picks the order for this kind of model; an unknown kind is sharded as one piece."""
-    if isinstance(model, Decoder):
-        parallelize_decoder(model, mesh, config)
-    else:
-        shard(model, [], mesh, config.training)
+ParallelModel = Whole | Pipeline
 
 
 def parallelize_decoder(model: Decoder, mesh: Mesh, config: JobConfig) -> None:
+    """A decoder, or one pipeline stage of it, on the meta device."""
     layers = model.model.layers
+    split_tensors(model, mesh.parameters["tp"])
+    split_context(model, mesh.axis("cp"))
     recompute(layers, config.activation_checkpoint)
     compile_blocks(layers, config.compile)
     shard(model, list(layers.values()), mesh, config.training)
+
+
+def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
+    """This rank's part of the model (with some schedules, two stages), on the meta device."""
+    with torch.device("meta"):
+        model = build_model(architecture, config.model.attention)
+        model.to(getattr(torch, config.training.dtype))
+        if not isinstance(model, Decoder):  # a user's model: one piece, sharded as a whole
+            shard(model, [], mesh, config.training)
+            return [model]
+        parts = [model] if mesh.degrees.pp == 1 else build_stages(architecture, mesh, config)
+    for part in parts:
+        parallelize_decoder(part, mesh, config)
+    return list(parts)
+
+
+def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[Decoder]:
+    schedule = config.parallelism.pipeline_parallel_schedule
+    numbers = stages_of_rank(mesh.rank("pp"), mesh.degrees.pp, schedule)
+    num_stages = mesh.degrees.pp * len(numbers)
+    shares = deal_layers(architecture, num_stages)
+    stages = []
+    for number in numbers:
+        stage = Decoder(architecture, config.model.attention)
+        stage.to(getattr(torch, config.training.dtype))
+        keep_stage(stage, shares[number], first=number == 0, last=number == num_stages - 1)
+        stages.append(stage)
+    return stages
+
+
+def build_parallel_model(
+    parts: Sequence[nn.Module],
+    mesh: Mesh,
+    config: JobConfig,
+    rows_per_rank: int,
+    device: torch.device,
+) -> ParallelModel:
+    """The parts with memory and weights, ready to be given batches of `rows_per_rank` rows."""
+    if mesh.degrees.pp == 1:
+        return Whole(parts[0], config.training.local_batch_size)
+    stages = [part for part in parts if isinstance(part, Decoder)]
+    tokens = config.training.seq_len // mesh.degrees.cp
+    rows = config.parallelism.pipeline_parallel_microbatch_size
+    return Pipeline(
+        stages,
+        mesh,
+        config.parallelism.pipeline_parallel_schedule,
+        microbatch_rows=rows,
+        num_microbatches=rows_per_rank // rows,
+        row_tokens=tokens,
+        hidden_shape=(tokens // mesh.degrees.tp, stages[0].config.hidden_size),
+        dtype=getattr(torch, config.training.mixed_precision_param),
+        device=device,
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from overland.cluster.world import World
 from overland.config.schema import Comm
@@ -37,6 +38,17 @@ def backend_string(backend: str, device_type: str) -> str:
     if device_type == "cpu":
         return "gloo" if backend in ("auto", "nccl", "nvshmem") else backend
     return f"cpu:gloo,{device_type}:{'nccl' if backend in ('auto', 'nvshmem') else backend}"
+
+
+def _functional(new: str, old: str) -> Callable[..., torch.Tensor]:
+    """Collectives that compiled code can hold; torch 2.13 gave them new names."""
+    found: Callable[..., torch.Tensor] = getattr(functional, new, None) or getattr(functional, old)
+    return found
+
+
+gather = _functional("all_gather_single", "all_gather_tensor")
+gather_with_gradient = _functional("all_gather_single_autograd", "all_gather_tensor_autograd")
+sum_and_scatter = _functional("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from overland.config.schema import Compile
 
 
 def compile_blocks(layers: nn.ModuleDict, settings: Compile) -> None:
-    if settings.enable and "model" in settings.components:
+    if settings.enable:
         for block in layers.values():
             # Only the forward: the hooks of sharding stay outside the graph.
             block.forward = torch.compile(

@@ -1,31 +1,44 @@
 """Five axes of devices, from the slowest links to the fastest: pp, dp_replicate, dp_shard, cp, tp.
 
-The order puts tensor parallel on neighbouring ranks, which launchers place inside one node.
+The order puts tensor parallel on neighbouring ranks, which launchers place inside one node. Ranks
+along `cp` hold different tokens of the same rows, so for parameters they are like `dp_shard`: both
+together are the axis `fsdp` that parameters are sharded over.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overland.config.degrees import Degrees
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 @dataclass(frozen=True)
 class Mesh:
-    """The device mesh with all five axes, each present even at degree 1."""
+    """The same devices, cut twice: as parameters see them, and as batches see them."""
 
-    devices: DeviceMesh
     degrees: Degrees
+    parameters: DeviceMesh  # pp, dp_replicate, fsdp, tp
+    tokens: DeviceMesh  # pp, dp, cp, tp
+    token_group: dist.ProcessGroup  # ranks that hold different tokens: dp × cp
+
+    def axis(self, name: str) -> DeviceMesh:
+        """One axis: pp, dp, cp or tp."""
+        return self.tokens[name]
+
+    def rank(self, axis: str) -> int:
+        return self.tokens.get_local_rank(axis)
+
+    @property
+    def device_type(self) -> str:
+        return self.tokens.device_type
 
     @property
     def dp_rank(self) -> int:
         """Which share of the batch this rank takes; ranks along cp, tp and pp take the same."""
-        replicate = self.devices["dp_replicate"].get_local_rank()
-        return replicate * self.degrees.dp_shard + self.devices["dp_shard"].get_local_rank()
+        return self.rank("dp")
 
     @property
     def dp_size(self) -> int:
@@ -34,9 +47,20 @@ class Mesh:
     @property
     def shard_axes(self) -> DeviceMesh:
         """What FSDP is given: replicate across the first axis, shard across the second."""
-        return self.devices["dp_replicate", "dp_shard"]
+        return self.parameters["dp_replicate", "fsdp"]
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
-    return Mesh(init_device_mesh(device_type, shape, mesh_dim_names=AXES), degrees)
+    d = degrees
+    parameters = init_device_mesh(
+        device_type,
+        (d.pp, d.dp_replicate, d.dp_shard * d.cp, d.tp),
+        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+    )
+    tokens = init_device_mesh(
+        device_type, (d.pp, d.dp, d.cp, d.tp), mesh_dim_names=("pp", "dp", "cp", "tp")
+    )
+    together = init_device_mesh(
+        device_type, (d.pp, d.dp * d.cp, d.tp), mesh_dim_names=("pp", "dp_cp", "tp")
+    )
+    return Mesh(d, parameters, tokens, together.get_group("dp_cp"))

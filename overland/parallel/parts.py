@@ -1,10 +1,15 @@
-"""Which part of a parameter lies here."""
+"""Which parameters, and which part of each, lie on this rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from overland.models.init import plain_name
 
 
 def local_part(
@@ -17,3 +22,18 @@ def local_part(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     return parameter.to_local(), tuple(offset), tuple(parameter.shape)
+
+
+def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's parts by their name in the undivided model. A tied matrix has
+    the embedding's name, also alone on the last stage of a pipeline."""
+    found: dict[str, nn.Parameter] = {}
+    configs = [getattr(part, "config", None) for part in parts]
+    tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            name = plain_name(name)
+            if tied and name == "lm_head.weight":
+                name = "model.embed_tokens.weight"
+            found.setdefault(name, parameter)
+    return found

@@ -28,9 +28,10 @@ def readme(
     rows = training.local_batch_size * degrees.dp if rows == -1 else rows
     accumulation = rows // (training.local_batch_size * degrees.dp)
     run = folder.root
+    keep = config.checkpoint.keep_latest_k
     checkpoints = (
-        f"every {config.checkpoint.interval} steps, the last "
-        f"{config.checkpoint.keep_latest_k or 'ones all'} kept"
+        f"every {config.checkpoint.interval} steps, "
+        f"{f'the newest {keep} kept' if keep else 'all kept'}"
         if config.checkpoint.enable
         else "off"
     )
@@ -93,6 +94,8 @@ gradient sums {training.mixed_precision_reduce} |
 | `{folder.plot}` | the loss, drawn |
 | `{folder.tb}/` | TensorBoard events{"" if config.metrics.enable_tensorboard else " (off)"} |
 | `{folder.checkpoints}/` | checkpoints, `step_N` each |
+| `{folder.tokenizer}/` | the tokenizer, if the data is text |
+| `{folder.hf}/` | the final weights for Hugging Face, if `checkpoint.last_save_in_hf` is on |
 | `{folder.traces}/` | profiler traces, if profiling is on |
 | `{folder.logs}/` | output of the ranks that do not print |
 
@@ -172,5 +175,7 @@ def recompute_in_words(settings: ActivationCheckpoint) -> str:
     if settings.mode == "selective":
         if settings.selective_ac_option == "op":
             return "selective: matrix products and attention are kept, the rest is recomputed"
-        return f"every {settings.selective_ac_option}. block"
+        number = settings.selective_ac_option
+        which = "every block" if number == "1" else f"one block in {number}"
+        return f"selective: {which} is recomputed"
     return {"none": "off", "full": "full: every block is recomputed"}[settings.mode]

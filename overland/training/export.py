@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from overland.models.hf import save_hf
+from overland.parallel.parts import named_parameters
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -31,10 +32,6 @@ def export_hf(run: Run) -> Path:
 
 
 def whole_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    for name, parameter in run.model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:  # tied to one that was written already
-            continue
-        seen.add(id(parameter))
+    for name, parameter in named_parameters(run.model.parts).items():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         yield name, whole.detach().cpu()

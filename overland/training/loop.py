@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from overland.data.loader import Batch, batches, read_ahead
+from overland.data.batch import Batch
+from overland.data.loader import batches, read_ahead
 from overland.training.callbacks import Record
 from overland.training.errors import TrainingError
 from overland.training.health import BadSteps, SpikeGuard

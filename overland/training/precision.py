@@ -30,4 +30,4 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scaler.scale": self.scale, "scaler.good_steps": self.good_steps}

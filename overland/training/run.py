@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overland.checkpoint.store import Store, load
 from overland.cluster.world import World
@@ -20,17 +20,17 @@ from overland.config.write import write_config
 from overland.data.prepare import Dataset, training_data, validation_data
 from overland.models.hf import load_hf
 from overland.models.init import init_weights
-from overland.models.registry import build_model, model_config
-from overland.parallel.apply import parallelize
+from overland.models.registry import model_config
+from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.mesh import Mesh, build_mesh
-from overland.parallel.parts import local_part
+from overland.parallel.parts import local_part, named_parameters
 from overland.reporting.readme import write_readme
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.console import Console
 from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
 from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
-from overland.training.optimizer import Adam, build_optimizer
+from overland.training.optimizer import AdamW
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
 from overland.training.progress import Progress
@@ -45,8 +45,9 @@ class Run:
     folder: RunFolder
     mesh: Mesh
     model_config: Any
-    model: nn.Module
-    optimizer: Adam
+    model: ParallelModel
+    global_batch_size: int
+    optimizer: AdamW
     scaler: LossScaler
     dataset: Dataset
     validation_sets: list[Dataset]
@@ -55,31 +56,37 @@ class Run:
     callbacks: list[Callback] = field(default_factory=list)
 
     @property
-    def global_batch_size(self) -> int:
-        wanted = self.config.training.global_batch_size
-        if wanted == -1:
-            return self.config.training.local_batch_size * self.mesh.dp_size
-        return wanted
+    def validation_rows(self) -> int:
+        """Rows per data-parallel rank in a validation pass; a pipeline's number is fixed."""
+        wanted = self.config.validation.local_batch_size
+        return self.model.rows_per_pass if self.mesh.degrees.pp > 1 or not wanted else wanted
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
 
     def save(self) -> Path:
-        path = self.store.save(
-            self.progress.step,
-            self.model,
-            self.optimizer,
-            {"scaler": self.scaler.state_dict()},
-            self.progress.to_json(),
-        )
+        path = self.store.save(self.progress.step, self.state(), self.progress.to_json())
         self.call("on_save", path)
         return path
 
     def restore(self, path: Path, skip_optimizer: bool = False) -> None:
-        optimizer = None if skip_optimizer else self.optimizer
-        extra = {} if skip_optimizer else {"scaler": self.scaler.state_dict()}
-        self.progress.restore(load(path, self.model, optimizer, extra))
+        self.progress.restore(load(path, self.state(skip_optimizer)))
+
+    def state(self, skip_optimizer: bool = False) -> dict[str, Tensor]:
+        """The tensors of a checkpoint by name. Names are those of the undivided model, so that any
+        layout can read what another one wrote; loading into these tensors is loading the run."""
+        parameters = named_parameters(self.model.parts)
+        state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+        if skip_optimizer:
+            return state
+        state |= {"optimizer.num_updates": self.optimizer.num_updates, **self.scaler.state_dict()}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                moments = self.optimizer.moments[parameter]
+                state[f"optimizer.{name}.exp_avg"] = moments.exp_avg
+                state[f"optimizer.{name}.exp_avg_sq"] = moments.exp_avg_sq
+        return state
 
 
 def build_run(
@@ -93,8 +100,11 @@ def build_run(
     mesh = build_mesh(degrees, device.type)
 
     architecture = model_config(config.model)
-    model = build_parallel_model(architecture, mesh, config, device)
-    optimizer = build_optimizer(model, config.optimizer)
+    rows = global_batch_size(config, mesh)
+    parts = build_parts(architecture, mesh, config)
+    give_weights(parts, config, device)
+    model = build_parallel_model(parts, mesh, config, rows // mesh.dp_size, device)
+    optimizer = AdamW(parts, config.optimizer)
 
     def report(message: str) -> None:
         if world.rank in log_ranks:
@@ -109,6 +119,7 @@ def build_run(
         mesh,
         architecture,
         model,
+        rows,
         optimizer,
         LossScaler(config.training.mixed_precision_param == "float16", device),
         training_data(config, architecture.vocab_size, builds, report),
@@ -122,16 +133,16 @@ def build_run(
     return run
 
 
-def build_parallel_model(
-    architecture: Any, mesh: Mesh, config: JobConfig, device: torch.device
-) -> nn.Module:
-    with torch.device("meta"):
-        model = build_model(architecture, config.model.attention)
-        model.to(getattr(torch, config.training.dtype))
-    parallelize(model, mesh, config)
-    model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-    init_weights(model, config.debug.seed, local_part)
-    return model
+def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
+    """Memory and fresh weights for parts that were built on the meta device."""
+    for part in parts:
+        part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        init_weights(part, config.debug.seed, local_part)
+
+
+def global_batch_size(config: JobConfig, mesh: Mesh) -> int:
+    wanted = config.training.global_batch_size
+    return config.training.local_batch_size * mesh.dp_size if wanted == -1 else wanted
 
 
 def start_from(run: Run, report: Any) -> None:
@@ -146,9 +157,10 @@ def start_from(run: Run, report: Any) -> None:
     elif settings.initial_load_path is not None:
         source = Path(settings.initial_load_path).expanduser()
         if (source / "progress.json").exists():
-            load(source, run.model)
+            load(source, run.state(skip_optimizer=True))
         else:
-            load_hf(run.model, source, local_part)
+            for part in run.model.parts:
+                load_hf(part, source, local_part)
         report(f"starting from the weights in {source}")
 
 

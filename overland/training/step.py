@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.data.loader import IGNORED, Batch
+from overland.data.batch import IGNORED, Batch
 from overland.parallel.comm import sum_over
-from overland.parallel.shard import sync_gradients
+from overland.parallel.context import share_of_rows
+from overland.parallel.mesh import Mesh
 from overland.training.health import SpikeGuard
-from overland.training.optimizer import gradient_norm, update
+from overland.training.optimizer import gradient_norm
 from overland.training.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -34,33 +35,21 @@ class StepResult:
 
 
 def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepResult:
-    training, scaler = run.config.training, run.scaler
-    num_valid = sum_over((batch.labels_BS != IGNORED).sum())
-    loss = torch.zeros((), dtype=torch.float64, device=run.device)
+    training, scaler, mesh = run.config.training, run.scaler, run.mesh
+    share = share_of_rows(batch, mesh)
+    num_valid = sum_over((share.labels_BS != IGNORED).sum(), mesh.token_group)
+    loss = run.model.loss_and_gradients(share, scaler.scale / num_valid)
+    loss = total_loss(loss, mesh) / scaler.scale
 
-    micro_batches = list(batch.split(training.local_batch_size))
-    for number, micro in enumerate(micro_batches, start=1):
-        sync_gradients(run.model, last=number == len(micro_batches))
-        micro_loss = forward(run, micro) / num_valid
-        (micro_loss * scaler.scale).backward()
-        loss += micro_loss.detach()
-
-    sum_over(loss)
-    norm = gradient_norm(run.optimizer) / scaler.scale
+    norm = gradient_norm(run.optimizer, run.model, mesh) / scaler.scale
     not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm))
     spiked = guard is not None and guard.is_spike(loss.item())
     rate = learning_rate(run.progress.step, run.config)
-    update(run.optimizer, rate, norm, training.max_norm, scaler.scale, skip=not_finite | spiked)
+    run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip=not_finite | spiked)
     scaler.update(not_finite.float())
     return StepResult(loss, norm, not_finite, run.global_batch_size * training.seq_len, spiked)
 
 
-def forward(run: Run, batch: Batch) -> torch.Tensor:
-    """The summed loss of one micro-batch."""
-    loss: torch.Tensor = run.model(
-        batch.tokens_BS,
-        positions_BS=batch.positions_BS,
-        documents_BS=batch.documents_BS,
-        labels_BS=batch.labels_BS,
-    )
-    return loss
+def total_loss(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Summed over the ranks that hold different tokens, and known on every stage."""
+    return sum_over(sum_over(loss, mesh.token_group), mesh.axis("pp").get_group())

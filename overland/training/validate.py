@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.data.loader import IGNORED, ShardBlocks, batches
+from overland.data.batch import IGNORED
+from overland.data.loader import ShardBlocks, batches
 from overland.data.prepare import Dataset
 from overland.parallel.comm import sum_over
+from overland.parallel.context import share_of_rows
 from overland.training.callbacks import Record
-from overland.training.step import forward
+from overland.training.step import total_loss
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -27,17 +29,16 @@ def validate(run: Run) -> Record:
 
 @torch.no_grad()
 def loss_on(run: Run, held_out: Dataset) -> float:
-    settings = run.config.validation
-    rows = (settings.local_batch_size or run.config.training.local_batch_size) * run.mesh.dp_size
-    steps = settings.steps
+    steps, mesh = run.config.validation.steps, run.mesh
+    rows = run.validation_rows * mesh.dp_size
     if isinstance(held_out.blocks, ShardBlocks):  # a finite set is never read twice
         whole = max(1, held_out.blocks.num_blocks // rows)
         steps = whole if steps == -1 else min(steps, whole)
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
-    some = batches(held_out.blocks, 0, rows, run.mesh.dp_rank, run.mesh.dp_size)
+    loss = torch.zeros((), dtype=torch.float64, device=run.device)
+    num_valid = torch.zeros((), dtype=torch.int64, device=run.device)
+    some = batches(held_out.blocks, 0, rows, mesh.dp_rank, mesh.dp_size)
     for batch in itertools.islice(some, steps):
-        batch = batch.to(run.device)
-        total[0] += forward(run, batch)
-        total[1] += (batch.labels_BS != IGNORED).sum()
-    sum_over(total)
-    return float(total[0] / total[1])
+        share = share_of_rows(batch.to(run.device), mesh)
+        loss += run.model.loss(share)
+        num_valid += (share.labels_BS != IGNORED).sum()
+    return float(total_loss(loss, mesh) / sum_over(num_valid, mesh.token_group))

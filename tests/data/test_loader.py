@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from overland.data.batch import IGNORED
 from overland.data.errors import DataError
-from overland.data.loader import IGNORED, RandomTokens, ShardBlocks, batches, read_ahead
+from overland.data.loader import RandomTokens, ShardBlocks, batches, read_ahead
 from overland.data.shards import TokenShards, build_shards
 from overland.data.sources import StandardLibrary, TextFolder
 from overland.data.tokenizer import Tokenizer, train_tokenizer

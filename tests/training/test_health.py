@@ -8,10 +8,10 @@ import torch
 
 from overland.cluster.world import World
 from overland.config.schema import Health, JobConfig
-from overland.data.loader import Batch
+from overland.data.batch import Batch
 from overland.training import step as step_module
 from overland.training.health import SpikeGuard
-from overland.training.run import Run, build_run
+from overland.training.run import build_run
 from tests.jobs import Recorder, losses, tiny_job
 from tests.ranks import RankPool
 
@@ -20,16 +20,16 @@ def run_with_losses_changed(
     world: World, config: JobConfig, factor_of: Callable[[int], float], on_ranks: set[int]
 ) -> tuple[list[float], list[str], str]:
     """Trains with the loss of some global batches multiplied; returns losses, messages, error."""
-    original = step_module.forward
-
-    def changed(run: Run, batch: Batch) -> torch.Tensor:
-        factor = factor_of(run.progress.batch) if world.rank in on_ranks else 1.0
-        return original(run, batch) * factor
-
-    step_module.forward = changed
     recorder = None
     try:
         run = build_run(config, world, torch.device("cpu"), log_ranks=())
+        original = run.model.loss
+
+        def changed(batch: Batch) -> torch.Tensor:
+            factor = factor_of(run.progress.batch) if world.rank in on_ranks else 1.0
+            return original(batch) * factor
+
+        run.model.loss = changed
         recorder = Recorder(run)
         run.callbacks.append(recorder)
         from overland.training.loop import train
@@ -39,8 +39,6 @@ def run_with_losses_changed(
     except Exception as error:
         assert recorder is not None
         return recorder.losses, recorder.messages, f"{type(error).__name__}: {error}"
-    finally:
-        step_module.forward = original
 
 
 def nan_at_batch_2(batch: int) -> float:
@@ -67,13 +65,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
 
 def parameters_around_a_bad_step(world: World, config: JobConfig) -> bool:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
-    before = [p.full_tensor().clone() for p in run.model.parameters()]
+    before = [p.full_tensor().clone() for p in run.model.parts[0].parameters()]
     batch = Batch(torch.zeros(8, 32, dtype=torch.long), torch.full((8, 32), 1))
     with torch.no_grad():
-        next(run.model.parameters()).to_local()[0] = float("inf")
+        next(run.model.parts[0].parameters()).to_local()[0] = float("inf")
         before[0][0] = float("inf")
     result = step_module.train_step(run, batch)
-    after = [p.full_tensor() for p in run.model.parameters()]
+    after = [p.full_tensor() for p in run.model.parts[0].parameters()]
     assert result.not_finite.item()
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

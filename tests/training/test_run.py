@@ -7,6 +7,7 @@ import torch
 
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
+from overland.data.batch import Batch
 from overland.training.export import export_hf
 from overland.training.loop import train
 from overland.training.run import build_run
@@ -133,7 +134,7 @@ def exported(world: World, config: JobConfig) -> float:
     export_hf(run)
     tokens = torch.arange(64).view(2, 32)
     with torch.no_grad():
-        return float(run.model(tokens, labels_BS=tokens)) / 64
+        return float(run.model.loss(Batch(tokens, tokens))) / 64
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from overland.config.schema import JobConfig
@@ -25,7 +27,7 @@ def test_the_decay_ends_at_the_lowest_rate(decay_type: str, half_way: float) -> 
     got = rates(decay_type=decay_type, min_lr_factor=0.2)
     assert got[55] == pytest.approx(0.2 + 0.8 * half_way)
     assert got[100] == pytest.approx(0.2)
-    assert all(a >= b for a, b in zip(got[10:], got[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(got[10:]))
 
 
 def test_min_lr_is_the_lowest_rate_itself() -> None:

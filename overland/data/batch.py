@@ -1,0 +1,39 @@
+"""What a step is given: rows of tokens, what follows each token, and where documents begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+IGNORED = -100  # label that no loss is taken on
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of token ids and what follows them; documents and positions where borders count."""
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    positions_BS: torch.Tensor | None = None
+    documents_BS: torch.Tensor | None = None
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        parts = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: change(value) for name, value in parts.items()})
+
+    def with_positions(self) -> Batch:
+        if self.positions_BS is not None:
+            return self
+        places_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
+        return replace(self, positions_BS=places_S.expand_as(self.tokens_BS))
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type != "cuda":
+            return self
+        return self.map(lambda x: x.pin_memory().to(device, non_blocking=True))
+
+    def split(self, rows: int) -> Iterator[Batch]:
+        for start in range(0, len(self.tokens_BS), rows):
+            yield self.map(lambda x, start=start: x[start : start + rows])  # type: ignore[misc]

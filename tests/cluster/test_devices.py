@@ -1,0 +1,17 @@
+import pytest
+
+from overland.cluster import devices
+
+
+def test_without_accelerators_there_are_two_ranks_or_one_per_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "may_have_accelerator", lambda: False)
+    for cores, expected in ((64, 2), (2, 2), (1, 1), (None, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert devices.num_local_ranks() == expected
+
+
+def test_the_device_has_a_name_and_its_memory_is_counted() -> None:
+    assert devices.device_name()
+    assert devices.memory_in_use() > 0.01

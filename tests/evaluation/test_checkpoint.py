@@ -1,0 +1,91 @@
+"""Opening a run: what is missing is told in a sentence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from overland.checkpoint.errors import CheckpointError
+from overland.cluster.world import World
+from overland.config.errors import ConfigError
+from overland.config.schema import JobConfig
+from overland.config.write import write_config
+from overland.data.errors import DataError
+from overland.evaluation.checkpoint import find_run, open_checkpoint
+from tests.jobs import run_job, tiny_job
+from tests.ranks import RankPool
+
+
+def text_job(folder: Path) -> JobConfig:
+    text = folder / "text"
+    text.mkdir(parents=True)
+    for number in range(20):
+        (text / f"{number}.py").write_text(f"import os\nx = {number}\nprint(os, x)\n" * 20)
+    return tiny_job(
+        folder / "run",
+        data={"folder": str(folder / "data"), "vocab_size": 300},
+        training={"dataset_path": str(text), "dtype": "float32", "mixed_precision_param": "float32",
+                  "mixed_precision_reduce": "float32", "steps": 2},
+        checkpoint={"enable": True, "interval": 1},
+    )  # fmt: skip
+
+
+def train_it(world: World, config: JobConfig) -> None:
+    run_job(world, config)
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = text_job(tmp_path_factory.mktemp("evaluation"))
+    ranks.run(2, train_it, config)
+    return Path(config.job.dump_folder)
+
+
+def test_a_run_opens_at_its_newest_checkpoint_and_at_any_other(run: Path) -> None:
+    newest, tokenizer, config = open_checkpoint(run)
+    last, _, _ = open_checkpoint(run / "checkpoint" / "step_2")
+    first, _, _ = open_checkpoint(run / "checkpoint" / "step_1")
+    assert config.training.steps == 2
+    assert tokenizer.decode(tokenizer.encode("import os")) == "import os"
+    tokens_BS = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(newest(tokens_BS), last(tokens_BS))
+        assert not torch.equal(newest(tokens_BS), first(tokens_BS))
+    assert not newest.training
+
+
+def test_a_relative_path_inside_the_run_is_found(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    assert find_run(Path()) == (Path(), None)
+    folder, step = find_run(Path("checkpoint/step_1"))
+    assert (folder.resolve(), step) == (run.resolve(), Path("checkpoint/step_1"))
+
+
+@pytest.mark.parametrize("name", ["nothing_there", "checkpoint", "checkpoint/step_99", "logs"])
+def test_a_folder_that_is_no_checkpoint_is_named(run: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is neither a run folder nor a checkpoint"):
+        open_checkpoint(run / name)
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    write_config(tiny_job(tmp_path), tmp_path / "config.toml")
+    with pytest.raises(CheckpointError, match=f"{tmp_path} holds no checkpoint yet"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_run_on_random_tokens_has_no_tokenizer_and_says_so(tmp_path: Path) -> None:
+    write_config(tiny_job(tmp_path), tmp_path / "config.toml")
+    step = tmp_path / "checkpoint" / "step_1"
+    step.mkdir(parents=True)
+    (step / "progress.json").write_text("{}")
+    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path, job={"dump_folder": str(tmp_path), "custom_import": "not_there"})
+    write_config(config, tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r'job.custom_import = "not_there": no such module'):
+        open_checkpoint(tmp_path)
