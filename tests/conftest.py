@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankPool
+from overland.cluster.pool import RankPool
 
 
 @pytest.fixture(scope="session")

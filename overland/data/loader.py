@@ -24,6 +24,7 @@ from overland.data.shards import TokenShards
 CLOSE_SECONDS = 10.0  # longest wait for a batch that is being read when the run ends
 
 T = TypeVar("T")
+Row = dict[str, npt.NDArray[np.int64]]
 
 
 class Blocks(Protocol):
@@ -55,10 +56,7 @@ class ShardBlocks:
             )
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> Batch:
-        rows = [self._read(block) for block in self._blocks(numbers)]
-        return Batch(
-            **{key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
-        )
+        return _stack([self._read(int(block)) for block in self._blocks(numbers)])
 
     def _blocks(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         epochs, places = np.divmod(numbers, self.num_blocks)
@@ -68,35 +66,38 @@ class ShardBlocks:
                 places[now] = permute(places[now], self.num_blocks, "blocks", self.seed, int(epoch))
         return places
 
-    def _read(self, block: int) -> dict[str, npt.NDArray[np.int64]]:
+    def _read(self, block: int) -> Row:
         start, stop = block * self.seq_len, (block + 1) * self.seq_len
         tokens = self.shards.read(start, stop + 1)
-        row = {"tokens_BS": tokens[:-1], "labels_BS": tokens[1:]}
-        if self.document_mask:
-            documents = self.shards.documents(start, stop + 1)
-            here, following = documents[:-1], documents[1:]
-            row["labels_BS"] = np.where(here == following, tokens[1:], IGNORED)
-            row["documents_BS"] = here - here[0]
-            row["positions_BS"] = _positions(here)
-        return row
+        if not self.document_mask:
+            return {"tokens_BS": tokens[:-1], "labels_BS": tokens[1:]}
+        return _row_of_documents(tokens, self.shards.documents(start, stop + 1))
 
 
 class RandomTokens:
-    """Uniform random ids, for tests and benchmarks: row i depends on the seed and i alone."""
+    """Uniform random ids, for proofs and benchmarks: row i depends on the seed and i alone.
 
-    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0) -> None:
+    With a document mask, documents of about `DOCUMENT_TOKENS` random tokens.
+    """
+
+    DOCUMENT_TOKENS = 12
+
+    def __init__(
+        self, vocab_size: int, seq_len: int, seed: int = 0, *, document_mask: bool = False
+    ) -> None:
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed
+        self.document_mask = document_mask
 
     def rows(self, numbers: npt.NDArray[np.int64]) -> Batch:
-        rows = np.stack(
-            [
-                np.random.default_rng((self.seed, int(number))).integers(
-                    self.vocab_size, size=self.seq_len + 1
-                )
-                for number in numbers
-            ]
-        )
-        return Batch(torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:]))
+        return _stack([self._row(int(number)) for number in numbers])
+
+    def _row(self, number: int) -> Row:
+        draw = np.random.default_rng((self.seed, number))
+        tokens = draw.integers(self.vocab_size, size=self.seq_len + 1)
+        if not self.document_mask:
+            return {"tokens_BS": tokens[:-1], "labels_BS": tokens[1:]}
+        borders = draw.random(self.seq_len + 1) < 1 / self.DOCUMENT_TOKENS
+        return _row_of_documents(tokens, np.cumsum(borders))
 
 
 def batches(
@@ -147,6 +148,21 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
         stop.set()
         # A daemon thread that is inside torch while Python ends aborts the whole process.
         thread.join(timeout=CLOSE_SECONDS)
+
+
+def _row_of_documents(tokens: npt.NDArray[np.int64], documents: npt.NDArray[np.int64]) -> Row:
+    """A row in which no loss is taken across a border and each document counts from 0."""
+    here, following = documents[:-1], documents[1:]
+    return {
+        "tokens_BS": tokens[:-1],
+        "labels_BS": np.where(here == following, tokens[1:], IGNORED),
+        "documents_BS": here - here[0],
+        "positions_BS": _positions(here),
+    }
+
+
+def _stack(rows: list[Row]) -> Batch:
+    return Batch(**{key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]})
 
 
 def _positions(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

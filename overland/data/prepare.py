@@ -88,7 +88,8 @@ def _dataset(
 ) -> Dataset:
     seed = config.debug.seed
     if path is None and name == registry.RANDOM:
-        return Dataset(name, RandomTokens(vocab_size, seq_len, seed), None)
+        mask = config.data.document_mask
+        return Dataset(name, RandomTokens(vocab_size, seq_len, seed, document_mask=mask), None)
     folder = Path(path).expanduser() if path else registry.find_folder(name, config.data)
     if folder is not None and (folder / "shards.json").exists():
         shards, tokenizer = TokenShards(folder), None

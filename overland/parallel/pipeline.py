@@ -82,7 +82,7 @@ def keep_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Non
     else:
         # Schedules join the outputs of micro-batches, and numbers without a dimension don't join.
         model.register_forward_hook(
-            lambda module, args, out: out.reshape(1) if out.ndim == 0 else out
+            lambda module, args, out: torch.stack((out,)) if out.ndim == 0 else out
         )
 
 
@@ -107,9 +107,12 @@ class Pipeline:
         pp = mesh.axis("pp")
         numbers = stages_of_rank(mesh.rank("pp"), pp.size(), schedule)
         num_stages = pp.size() * len(numbers)
-        hidden = torch.empty(microbatch_rows, *hidden_shape, dtype=dtype, device="meta")
+        wide = torch.promote_types(dtype, torch.float32)
+        hidden = torch.empty(
+            microbatch_rows, *hidden_shape, dtype=dtype, device="meta", requires_grad=True
+        )
         tokens = torch.empty(microbatch_rows, row_tokens, dtype=torch.int64, device="meta")
-        loss = torch.empty(1, dtype=torch.promote_types(dtype, torch.float32), device="meta")
+        loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
                 part,

@@ -45,6 +45,9 @@ def split_tensors(model: Decoder, tp: DeviceMesh) -> None:
     if embedding is not None:
         split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
         parallelize_module(embedding, tp, split)
+        # Copied to a plain tensor: given the collective's unfinished result, a compiled block drops
+        # the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
+        embedding.register_forward_hook(lambda module, args, out: out.clone())
     for layer in model.model.layers.values():
         parallelize_module(layer, tp, block_plan(model.config.qk_norm))
     if model.model.norm is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from overland.checkpoint.errors import CheckpointError
+from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.errors import ConfigError
 from overland.config.schema import JobConfig
@@ -13,7 +14,6 @@ from overland.config.write import write_config
 from overland.data.errors import DataError
 from overland.evaluation.checkpoint import find_run, open_checkpoint
 from tests.jobs import run_job, tiny_job
-from tests.ranks import RankPool
 
 
 def text_job(folder: Path) -> JobConfig:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from overland.cluster.pool import RankPool
 from tests.jobs import TINY_MODEL, losses_and_norms, tiny_job
-from tests.ranks import RankPool
 
 TOLERANCE = 1e-9
 

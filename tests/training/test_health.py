@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
@@ -13,7 +14,6 @@ from overland.training import step as step_module
 from overland.training.health import SpikeGuard
 from overland.training.run import build_run
 from tests.jobs import Recorder, losses, tiny_job
-from tests.ranks import RankPool
 
 
 def run_with_losses_changed(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from overland.cluster.pool import RankPool
 from tests.jobs import losses_and_norms, tiny_job
-from tests.ranks import RankPool
 
 TOLERANCE = 1e-12
 

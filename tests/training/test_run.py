@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
@@ -12,7 +13,6 @@ from overland.training.export import export_hf
 from overland.training.loop import train
 from overland.training.run import build_run
 from tests.jobs import TINY_MODEL, losses, run_job, tiny_job
-from tests.ranks import RankPool
 
 FLOAT32 = {
     "dtype": "float32",

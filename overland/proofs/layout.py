@@ -1,0 +1,178 @@
+"""Trains one tiny model under many layouts and compares each step with one process.
+
+In float64 rounding cannot hide a mistake: the losses and gradient norms of a right layout agree to
+about 1e-15, those of a wrong one hardly to 1e-3.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.schema import JobConfig
+from overland.proofs.layouts import KINDS, WAYS, Layout, Sections
+
+# Largest relative difference that passes. bfloat16's is measured: losses of wrong layouts differ by
+# more, and those of right ones by less (docs/evidence/layouts.md).
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+STEPS = 20
+ROWS = 8
+
+# 4 key-value heads and 4 layers: whatever is split by 2 or 4 can be. The rows of the sequence are
+# cut by 2·cp and by tp.
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    layout: str
+    ranks: int
+    dtype: str
+    loss_difference: float
+    norm_difference: float
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        worst = max(self.loss_difference, self.norm_difference)
+        return not self.error and worst <= TOLERANCES[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "equal": self.is_equal}
+
+
+Curve = list[tuple[float, float]]
+
+
+def prove_layouts(
+    layouts: Iterable[Layout],
+    pool: RankPool,
+    dtype: str = "float64",
+    steps: int = STEPS,
+    settings: Sections | None = None,
+) -> Iterator[Verdict]:
+    """One verdict per layout, as they come. `settings` (from a user's config) hold for all."""
+    references: dict[tuple[str, ...], Curve] = {}
+    for layout in layouts:
+        with tempfile.TemporaryDirectory() as folder:
+            if layout.kinds not in references:
+                job = proof_job(None, layout.kinds, dtype, steps, Path(folder), settings)
+                references[layout.kinds] = pool.run(1, curve, job)[0]
+            job = proof_job(layout, layout.kinds, dtype, steps, Path(folder), settings)
+            try:
+                curves = pool.run(layout.num_ranks, curve, job)
+            except AssertionError as error:
+                yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, _last_line(error))
+                continue
+        expected = references[layout.kinds]
+        yield Verdict(
+            layout.name,
+            layout.num_ranks,
+            dtype,
+            max(difference(got, expected, 0) for got in curves),
+            max(difference(got, expected, 1) for got in curves),
+        )
+
+
+def curve(world: World, config: JobConfig) -> Curve:
+    """Loss and gradient norm of every step, as this rank knows them."""
+    import torch
+
+    from overland.training.callbacks import Callback, Record
+    from overland.training.loop import train
+    from overland.training.run import Run, build_run
+
+    seen: Curve = []
+
+    class Recorder(Callback):
+        def on_log(self, run: Run, record: Record) -> None:
+            seen.append((record["loss"], record["grad_norm"]))
+
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    run.callbacks = [Recorder(run)]
+    train(run)
+    return seen
+
+
+def proof_job(
+    layout: Layout | None,
+    kinds: tuple[str, ...],
+    dtype: str,
+    steps: int,
+    folder: Path,
+    settings: Sections | None = None,
+) -> JobConfig:
+    wide = "float64" if dtype == "float64" else "float32"
+    job: Sections = {
+        "job": {"dump_folder": str(folder)},
+        "training": {
+            "dataset": "random",
+            "seq_len": 32,
+            "global_batch_size": ROWS,
+            "local_batch_size": ROWS,
+            "steps": steps,
+            "dtype": wide,
+            "mixed_precision_param": dtype,
+            "mixed_precision_reduce": wide,
+        },
+        "optimizer": {"lr": 1e-2},
+        "lr_scheduler": {"warmup_steps": 4},
+        "metrics": {"log_freq": 1, "enable_tensorboard": False},
+        "checkpoint": {"enable": False},
+    }
+    for change in [settings or {}] + [KINDS[kind] for kind in kinds]:
+        _merge(job, change)
+    if layout is not None:
+        data_parallel = layout.degrees.get("shard", 1) * layout.degrees.get("rep", 1)
+        _merge(job, {"training": {"local_batch_size": ROWS // data_parallel}})
+        for change in [WAYS[way] for way in layout.ways]:
+            _merge(job, change)
+        degrees = layout.parallelism
+        if "sharding_stage" in job.get("parallelism", {}):  # works the data-parallel degrees out
+            degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
+        _merge(job, {"parallelism": degrees})
+    job["model"] = {"name": "hf", "config": str(_model_file(folder, job.pop("model", {})))}
+    return JobConfig.model_validate(job)
+
+
+def difference(got: Curve, expected: Curve, which: int) -> float:
+    """Largest relative difference over all steps; a missing step counts as wholly different."""
+    if len(got) != len(expected):
+        return 1.0
+    pairs = zip(got, expected, strict=True)
+    return max(abs(a[which] - b[which]) / abs(b[which]) for a, b in pairs)
+
+
+def _model_file(folder: Path, changes: dict[str, Any]) -> Path:
+    import json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(TINY | changes))
+    return path
+
+
+def _merge(job: Sections, change: Sections) -> None:
+    for section, values in change.items():
+        job[section] = {**job.get(section, {}), **values}
+
+
+def _last_line(error: AssertionError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
+    return next((line for line in reversed(lines) if not line.startswith("rank ")), "failed")

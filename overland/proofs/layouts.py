@@ -1,0 +1,125 @@
+"""The layouts that are proven equal to one process, each with a name that says what it is.
+
+shard2 rep2 tp2 cp2 pp2     degrees; a product is written with "x": pp2xtp2
+:zero2  :1F1B  :full ...    a sharding stage, a pipeline schedule, a recompute mode
++tied +uneven +documents    changes of the model or the data, made to the reference too
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+DEGREES = {
+    "pp": "pipeline_parallel_degree",
+    "rep": "data_parallel_replicate_degree",
+    "shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+Sections = dict[str, dict[str, Any]]
+
+# How a layout computes: nothing here may change a loss.
+WAYS: dict[str, Sections] = {
+    "zero0": {"parallelism": {"sharding_stage": "zero0"}},
+    "zero2": {"parallelism": {"sharding_stage": "zero2"}},
+    "zero3": {"parallelism": {"sharding_stage": "zero3"}},
+    "zero2_hybrid": {"parallelism": {"sharding_stage": "zero2_hybrid"}},
+    "zero3_hybrid": {"parallelism": {"sharding_stage": "zero3_hybrid"}},
+    **{
+        schedule: {"parallelism": {"pipeline_parallel_schedule": schedule}}
+        for schedule in (
+            "1F1B",
+            "GPipe",
+            "Interleaved1F1B",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        )
+    },
+    "full": {"activation_checkpoint": {"mode": "full"}},
+    "op": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    "every2": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}},
+    "compile": {"compile": {"enable": True, "backend": "aot_eager"}},
+    "accumulate": {"training": {"local_batch_size": 1}},
+    "microbatch2": {"parallelism": {"pipeline_parallel_microbatch_size": 2}},
+}
+
+# What is computed: the reference changes too.
+KINDS: dict[str, Sections] = {
+    "tied": {"model": {"tie_word_embeddings": True}},
+    "uneven": {"model": {"num_hidden_layers": 5}},
+    "documents": {"data": {"document_mask": True}},
+    "window": {"model": {"model_type": "mistral", "sliding_window": 9}},
+    "qknorm": {"model": {"model_type": "qwen3"}},
+    "bias": {"model": {"model_type": "qwen2"}},
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    degrees: dict[str, int]
+    ways: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(self.degrees.values())
+
+    @property
+    def parallelism(self) -> dict[str, int]:
+        """Degrees as the config names them. Sharding is off unless the layout names it."""
+        return {DEGREES["shard"]: 1} | {DEGREES[axis]: n for axis, n in self.degrees.items()}
+
+
+def parse(name: str) -> Layout:
+    """A layout from its name; ValueError says what is wrong with it."""
+    words = re.split(r"(?=[:+])", name)
+    degrees: dict[str, int] = {}
+    for part in words[0].split("x"):
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        if match is None or match[1] not in DEGREES:
+            known = ", ".join(DEGREES)
+            raise ValueError(f"{name}: expected degrees such as pp2xtp2 (of {known}), got {part!r}")
+        degrees[match[1]] = int(match[2])
+    ways = tuple(word[1:] for word in words[1:] if word[0] == ":")
+    kinds = tuple(word[1:] for word in words[1:] if word[0] == "+")
+    for word, known_words in [(w, WAYS) for w in ways] + [(k, KINDS) for k in kinds]:
+        if word not in known_words:
+            raise ValueError(f"{name}: {word!r} is none of {', '.join(known_words)}")
+    return Layout(name, degrees, ways, kinds)
+
+
+def parse_all(text: str) -> list[Layout]:
+    return [parse(name) for name in text.split()]
+
+
+# Every axis, stage and schedule at least once, in minutes on two cores: what `make test` runs.
+SHORT = parse_all("""
+    shard2:zero3  shard2:zero2  shard2:zero0  rep2xshard2  shard4:accumulate
+    tp2  tp2+qknorm  tp2+bias+tied  cp2+documents  cp2+window  cp2:full
+    pp2:1F1B+tied  pp2:GPipe+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
+    pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2:microbatch2
+    tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile
+""")
+
+# All of them: `make prove-all`.
+LAYOUTS = SHORT + parse_all("""
+    shard4:zero3  shard4:zero2  shard4:zero0  rep4  rep2  tp4  cp4  cp4+documents  pp4+uneven
+    pp4:GPipe+uneven  pp4:1F1B+tied
+    rep2xtp2  rep2xcp2  rep2xpp2  cp2xshard2  cp2xshard2+window  pp2xshard2:ZBVZeroBubble
+    pp2xshard2:Interleaved1F1B:zero3  pp2xtp2:ZBVZeroBubble  pp2xtp2:Interleaved1F1B+qknorm
+    pp2xcp2:DualPipeV+documents  tp2xshard2+tied  tp2xshard2:full+documents  tp2xcp2+bias
+    pp2xshard2xtp2  pp2xcp2xtp2+documents  rep2xshard2xtp2  cp2xshard2xtp2:every2
+    rep2xcp2xtp2  pp2xrep2xtp2+tied  pp2xshard2xcp2:Interleaved1F1B  pp4xtp2+uneven
+    pp2xrep2xshard2:GPipe
+    pp2xshard2xcp2xtp2  pp2xshard2xcp2xtp2:Interleaved1F1B+documents+tied
+    pp2xrep2xshard2xtp2:accumulate
+""")
+
+# All five axes: 32 ranks, outside CI.
+FIVE_AXES = parse_all("pp2xrep2xshard2xcp2xtp2  pp2xrep2xshard2xcp2xtp2:ZBVZeroBubble+documents")

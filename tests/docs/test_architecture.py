@@ -1,0 +1,89 @@
+"""docs/architecture.md tells the truth: the levels of the house, its files, its dependencies."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import defaultdict
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from tests.cli.processes import ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "overland"
+
+
+def levels() -> dict[str, int]:
+    rows = re.findall(r"^\| (\d) \| (.+) \|$", PAGE, flags=re.MULTILINE)
+    return {room: int(level) for level, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
+
+
+def imports_between_rooms() -> dict[str, set[tuple[str, str]]]:
+    """Room -> (file, room it imports), without imports for type hints alone."""
+    found: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).parts
+        if len(parts) < 2:
+            continue
+        for name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+            other = name.removeprefix("overland.").split(".")[0]
+            if name.startswith("overland.") and other != parts[0]:
+                found[parts[0]].add((str(path.relative_to(ROOT)), other))
+    return found
+
+
+def imported_names(tree: ast.AST) -> list[str]:
+    names: list[str] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "overland":
+            names += [f"overland.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+        names += imported_names(node)
+    return names
+
+
+def test_every_room_has_a_level() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"recipes"}
+    assert set(levels()) == rooms
+
+
+def test_no_import_goes_up() -> None:
+    level = levels()
+    upward = [
+        f"{file} imports {other}"
+        for room, imports in imports_between_rooms().items()
+        for file, other in imports
+        if level[other] > level[room]
+    ]
+    assert upward == []
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    graph = {room: {other for _, other in found} for room, found in imports_between_rooms().items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    files = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.is_file()}
+    names = {Path(file).name for file in files}
+    for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|toml))`", PAGE):
+        if name.startswith("tests/"):
+            assert (ROOT / name).is_file(), name
+        else:
+            assert name in (files if "/" in name else names), name
+
+
+def test_every_dependency_is_given_a_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    needed = {re.split(r"[><=\[]", word)[0].lower() for words in lists for word in words}
+    section = PAGE.partition("## Dependencies")[2].partition("\n## ")[0]
+    for name in needed - {"overland", "types-pyyaml"}:
+        assert re.search(rf"\b{name}\b", section), name

@@ -1,0 +1,79 @@
+"""What docs/train.md promises about text, run folders and exit codes."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from overland.cli.errors import is_user_error, sentence
+from overland.cli.train import settle_folder
+from overland.config.load import load_config
+from overland.data.errors import DataError
+from overland.data.shards import fingerprint
+from overland.data.sources import TextFolder
+from overland.data.tokenizer import Tokenizer, train_tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    train_tokenizer(["some text"], 300, tmp_path / "tokenizer.json")
+    return Tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_tokens_are_made_anew_when_a_file_changes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("first")
+    before = fingerprint(TextFolder(text), tokenizer)
+    assert fingerprint(TextFolder(text), tokenizer) == before
+    (text / "a.txt").write_text("second")
+    assert fingerprint(TextFolder(text), tokenizer) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin.txt", b"caf\xe9", "latin.txt: expected UTF-8 text"),
+        ("broken.txt.gz", b"no gzip", "broken.txt.gz cannot be read: Not a gzipped file"),
+        ("cut.txt.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03ab", "cut.txt.gz cannot be read"),
+    ],
+)
+def test_text_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(TextFolder(tmp_path).read(str(tmp_path / name)))
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{bad")
+    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_a_file_that_the_system_refuses_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as refused:  # noqa: PT011
+        (tmp_path / "file" / "folder").mkdir()
+    assert is_user_error(refused.value)
+    assert sentence(refused.value) == f"{tmp_path}/file/folder: Not a directory"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert is_user_error(full)
+    assert sentence(full) == "No space left on device"
+
+
+def test_errors_of_our_own_making_are_no_users_errors() -> None:
+    for error in (ValueError("x"), KeyError("x"), OSError("a socket"), AssertionError()):
+        assert not is_user_error(error)
+
+
+def test_a_run_made_with_resume_none_can_be_resumed_by_its_own_config(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    words = [f"job.dump_folder={tmp_path}/run", "checkpoint.resume=none"]
+    loaded, arguments = settle_folder(load_config("quickstart", words, env={}), words)
+    for config in (loaded.config, load_config("quickstart", arguments, env={}).config):
+        assert config.job.dump_folder == f"{tmp_path}/run-2"
+        assert config.checkpoint.resume == "auto"
