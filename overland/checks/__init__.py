@@ -24,6 +24,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_custom_import, ("job.custom_import",)),
     (model.check_model, ("model", "job.custom_import")),
     (model.check_length, ("model", "training.seq_len")),
+    (parallelism.check_splits, ("model", "parallelism", "training.seq_len")),
     (schedule.check_warmup, ("lr_scheduler", "training.steps")),
     (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
     (schedule.check_recompute, ("activation_checkpoint",)),
@@ -35,6 +36,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
 ]
 SIZED_CHECKS: list[tuple[SizedCheck, tuple[str, ...]]] = [
     (parallelism.check_degrees, ("parallelism",)),
+    (parallelism.check_microbatches, ("parallelism", "training")),
     (
         batch.check_batch,
         ("parallelism", "training.local_batch_size", "training.global_batch_size"),

@@ -7,7 +7,11 @@ from math import prod
 
 from overland.config.errors import Problem
 from overland.config.load import Loaded
+from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.config.schema import JobConfig
+from overland.models.config import DecoderConfig
+from overland.models.errors import ModelError
+from overland.models.registry import model_config
 
 # Short names for the sentence, in the order of the mesh (slowest axis first).
 AXES = {
@@ -31,6 +35,82 @@ def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     yield from _stage_against_degrees(loaded)
     if world_size is not None:
         yield from _product(loaded, degrees, world_size)
+
+
+def check_splits(loaded: Loaded) -> Iterator[Problem]:
+    """What each axis cuts can be cut evenly."""
+    layout, training = loaded.config.parallelism, loaded.config.training
+    tp, cp, pp = (
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+        layout.pipeline_parallel_degree,
+    )
+    try:
+        model = model_config(loaded.config.model)
+    except (ModelError, OSError):
+        return
+    if not isinstance(model, DecoderConfig):
+        for axis, degree in (("tensor", tp), ("context", cp), ("pipeline", pp)):
+            if degree > 1:
+                yield _unfit(loaded, axis, degree, f"{loaded.config.model.name} is not a decoder")
+        return
+    parts = {
+        "attention heads": model.num_attention_heads,
+        "key-value heads": model.num_key_value_heads,
+        "inner width": model.intermediate_size,
+        "vocabulary": model.vocab_size,
+    }
+    for name, count in parts.items():
+        if count % tp:
+            yield _unfit(loaded, "tensor", tp, f"does not divide the {count} of the {name}")
+    if cp > 1 and training.seq_len % (2 * cp):
+        message = f"training.seq_len = {training.seq_len} is cut into {2 * cp} pieces"
+        yield _unfit(loaded, "context", cp, f"{message}, which does not come out even")
+    elif tp > 1 and training.seq_len // cp % tp:
+        message = f"does not divide the {training.seq_len // cp} tokens of a row"
+        yield _unfit(loaded, "tensor", tp, message)
+    stages = pp * STAGES_PER_RANK[layout.pipeline_parallel_schedule]
+    if pp > 1 and stages > model.num_hidden_layers:
+        message = (
+            f"{layout.pipeline_parallel_schedule} makes {stages} stages, and the model has "
+            f"{model.num_hidden_layers} layers"
+        )
+        yield _unfit(loaded, "pipeline", pp, message)
+
+
+def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
+    """A pipeline has enough micro-batches, and as many as its schedule can order."""
+    layout, training = loaded.config.parallelism, loaded.config.training
+    pp, schedule = layout.pipeline_parallel_degree, layout.pipeline_parallel_schedule
+    if pp == 1:
+        return
+    rows = training.local_batch_size
+    if training.global_batch_size != -1 and world_size is not None:
+        degree = data_parallel_degree(loaded.config, world_size)
+        rows = training.global_batch_size // degree if degree else rows
+    size = layout.pipeline_parallel_microbatch_size
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    where = loaded.where(key)
+    if rows % size:
+        message = f"does not divide the {rows} sequences of a data-parallel rank"
+        yield Problem(message, where, key, size)
+        return
+    count = rows // size
+    least = 2 * pp if schedule in TURNING else pp
+    if count < least:
+        message = (
+            f"{rows} sequences per data-parallel rank make {count} micro-batches; {schedule} needs "
+            f"at least {least}"
+        )
+        yield Problem(message, where, key, size)
+    elif schedule.startswith("Interleaved") and count % (count // pp):
+        message = f"{schedule} needs a multiple of {pp} micro-batches, not {count}"
+        yield Problem(message, where, key, size)
+
+
+def _unfit(loaded: Loaded, axis: str, degree: int, message: str) -> Problem:
+    key = f"parallelism.{axis}_parallel_degree"
+    return Problem(message, loaded.where(key), key, degree)
 
 
 def data_parallel_degree(config: JobConfig, world_size: int) -> int | None:

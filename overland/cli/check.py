@@ -19,23 +19,37 @@ def check(
     world_size: Annotated[
         int | None, typer.Option(help="Number of devices to check for.", min=1)
     ] = None,
+    step: Annotated[
+        bool, typer.Option(help="Also take a step with tensors without memory.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a config without training: keys, degrees, batch, files, model size."""
+    """Check a config without training: keys, degrees, batch, files, and one fake step."""
     from overland.config.load import ngpu
 
     source, arguments = split_settings(settings)
-    raise typer.Exit(report(source, arguments, world_size or ngpu(os.environ), as_json))
+    raise typer.Exit(report(source, arguments, world_size or ngpu(os.environ), step, as_json))
 
 
-def report(source: str | None, arguments: list[str], world_size: int | None, as_json: bool) -> int:
-    """Prints what the run would be; returns the exit code. Files still to fetch are no error."""
+def report(
+    source: str | None,
+    arguments: list[str],
+    world_size: int | None,
+    step: bool = True,
+    as_json: bool = False,
+) -> int:
+    """Prints what the run would be; returns the exit code. Files still to fetch are no error, nor
+    is a backend that this machine lacks: the run may be meant for another."""
     from overland.checks import load_checked
     from overland.config.degrees import smallest_world
 
-    loaded, problems = load_checked(source, arguments, world_size=world_size, waive={"missing"})
+    loaded, problems = load_checked(
+        source, arguments, world_size=world_size, waive={"missing", "machine"}
+    )
     world_size = world_size or smallest_world(loaded.config.parallelism)
     facts = describe(loaded.config, world_size)
+    if step:
+        facts |= fake_step_facts(loaded.config, world_size)
     missing = [str(problem) for problem in problems if problem.kind == "missing"]
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
     if as_json:
@@ -44,12 +58,37 @@ def report(source: str | None, arguments: list[str], world_size: int | None, as_
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):<24} {value if isinstance(value, str) else f'{value:,}'}")
+        print(f"{name.replace('_', ' '):<30} {value if isinstance(value, str) else f'{value:,}'}")
     if missing:
         print("\nStill to fetch before training:")
         print(*(f"  {line}" for line in missing), sep="\n")
     print("\nThe config is valid.")
     return 0
+
+
+def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
+    """Counted on rank 0; with a pipeline, on the worse of its two ends."""
+    import warnings
+
+    from overland.checks.fake_step import fake_steps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's remarks on shapes without memory
+        steps = fake_steps(config, world_size)
+    worst = max(steps, key=lambda one: one.total_bytes)
+    gib = {
+        "parameters": worst.parameter_bytes,
+        "gradients": worst.gradient_bytes,
+        "optimizer": worst.optimizer_bytes,
+        "kept_for_backward": worst.activation_bytes,
+        "in_all": worst.total_bytes,
+    }
+    return {
+        "parameters_per_device": worst.parameters,
+        **{f"gib_per_device_{name}": round(size / 2**30, 3) for name, size in gib.items()},
+        **{f"{name}s_per_pass": count for name, count in worst.collectives.items() if count},
+        "fake_step_seconds": round(sum(one.seconds for one in steps), 1),
+    }
 
 
 def describe(config: Any, world_size: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def train(
     arguments += ["checkpoint.skip_optimizer=true"] if skip_optimizer else []
     world = find_world()
     if dry_run(os.environ):
-        raise typer.Exit(report(source, arguments, ngpu(os.environ), as_json=False))
+        raise typer.Exit(report(source, arguments, ngpu(os.environ)))
     num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
     loaded, notes = load_checked(source, arguments, world_size=num_ranks)
     printing = log_ranks(os.environ)

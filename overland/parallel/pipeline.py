@@ -27,20 +27,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
+from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
 from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder
 from overland.parallel.mesh import Mesh
-
-STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-TURNING = {"ZBVZeroBubble", "DualPipeV"}
 
 
 def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:

@@ -1,54 +1,71 @@
-"""Every layout computes what one process computes: equal losses and gradient norms in float64."""
+"""Every layout computes what one process computes: losses and gradient norms agree in float64.
 
-from pathlib import Path
-from typing import Any
+The list is `overland.proofs.layouts.SHORT`: every axis, stage and schedule; `make prove-all` runs
+all of them and writes docs/evidence/layouts.md.
+"""
 
 import pytest
 
 from overland.cluster.pool import RankPool
-from tests.jobs import TINY_MODEL, losses_and_norms, tiny_job
-
-TOLERANCE = 1e-9
-
-KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "rep": "data_parallel_replicate_degree",
-    "shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
+from overland.proofs.layout import TOLERANCES, Verdict, curve, prove_layouts
+from overland.proofs.layouts import LAYOUTS, SHORT, Layout, parse
 
 
-def layout_job(folder: Path, layout: dict[str, int], **sections: dict[str, Any]) -> Any:
-    degrees = {KEYS[axis]: degree for axis, degree in layout.items()}
-    degrees = {KEYS["shard"]: 1, **degrees}
-    sections["parallelism"] = {**degrees, **sections.get("parallelism", {})}
-    sections["training"] = {"local_batch_size": 1, **sections.get("training", {})}
-    model = {"overrides": {**TINY_MODEL, "num_hidden_layers": 4}}
-    return tiny_job(folder, **{"model": model, **sections})
+@pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)
+def test_layout_equals_one_process(ranks: RankPool, layout: Layout) -> None:
+    (verdict,) = prove_layouts([layout], ranks, steps=6)
+    assert verdict.is_equal, verdict
 
 
-def size(layout: dict[str, int]) -> int:
-    product = 1
-    for degree in layout.values():
-        product *= degree
-    return product
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tp2xshard2", "pp2xcp2"])
+def test_narrower_formats_stay_within_their_tolerance(
+    ranks: RankPool, dtype: str, name: str
+) -> None:
+    (verdict,) = prove_layouts([parse(name)], ranks, dtype)
+    assert verdict.is_equal, verdict
+
+
+def test_the_same_layout_run_twice_gives_the_same_bits(ranks: RankPool, tmp_path) -> None:
+    from overland.proofs.layout import proof_job
+
+    job = proof_job(parse("pp2xtp2"), (), "float32", 5, tmp_path)
+    assert ranks.run(4, curve, job) == ranks.run(4, curve, job)
+
+
+def test_a_wrong_layout_is_found_out(ranks: RankPool, tmp_path) -> None:
+    """The proof itself can fail: another seed on the layout's side is not equal."""
+    from overland.proofs.layout import difference, proof_job
+
+    job = proof_job(parse("shard2"), (), "float64", 3, tmp_path)
+    other = job.model_copy(update={"debug": job.debug.model_copy(update={"seed": 1})})
+    right, wrong = ranks.run(2, curve, job)[0], ranks.run(2, curve, other)[0]
+    assert difference(right, right, 0) == 0
+    assert difference(wrong, right, 0) > 1e-6
+    assert not Verdict("x", 2, "float64", difference(wrong, right, 0), 0.0).is_equal
+
+
+def test_the_full_list_covers_what_it_must() -> None:
+    axes = {axis for layout in LAYOUTS for axis in layout.degrees}
+    assert axes == {"pp", "rep", "shard", "cp", "tp"}
+    assert len(LAYOUTS) >= 40
+    assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
+    assert max(layout.num_ranks for layout in LAYOUTS) == 16
+    for axis in axes:
+        assert {2, 4} <= {
+            layout.degrees[axis] for layout in LAYOUTS if set(layout.degrees) == {axis}
+        }
+    assert TOLERANCES["float64"] <= 1e-9
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("name", "says"),
     [
-        {"tp": 2},
-        {"cp": 2},
-        {"pp": 2},
-        {"tp": 2, "shard": 2},
-        {"cp": 2, "tp": 2},
-        {"pp": 2, "tp": 2},
+        ("zz2", "expected degrees such as pp2xtp2"),
+        ("tp2:fast", "'fast' is none of zero0"),
+        ("tp2+odd", "'odd' is none of tied"),
     ],
-    ids=str,
 )
-def test_layout(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
-    expected = ranks.run(1, losses_and_norms, layout_job(tmp_path / "one", {}))[0]
-    got = ranks.run(size(layout), losses_and_norms, layout_job(tmp_path / "many", layout))
-    for one in got:
-        assert one == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
+def test_a_layout_that_is_none_is_one_sentence(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse(name)

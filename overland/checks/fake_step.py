@@ -1,0 +1,172 @@
+"""One training step of one rank of any world, without devices: the real mesh and the real model,
+sharded on the meta device over a process group that only pretends to communicate, then stepped with
+tensors that have shapes and no memory.
+
+What fails here fails on the cluster too, hours of queueing later. What it counts (parameters,
+bytes, collectives) is exact for the step as it is written; a kernel's own workspace is not in it.
+Compilation is left out, so a compiled run keeps less for its backward pass than is counted here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from overland.config.degrees import Degrees, resolve_degrees
+from overland.config.schema import JobConfig
+from overland.models.decoder import Decoder
+from overland.models.registry import model_config
+from overland.parallel.apply import build_parts
+from overland.parallel.mesh import build_mesh
+
+ADAM_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    rank: int
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    collectives: dict[str, int]
+    seconds: float
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.activation_bytes
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+
+def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> list[FakeStep]:
+    """A step of rank 0, and with a pipeline one of the last rank too, which has the head."""
+    degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
+    ranks = [0] if degrees.pp == 1 else [0, world_size - 1]
+    return [fake_step(config, degrees, rank) for rank in ranks]
+
+
+def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
+    started = time.perf_counter()
+    uncompiled = config.compile.model_copy(update={"enable": False})  # fakes cannot be compiled
+    config = config.model_copy(update={"compile": uncompiled})
+    with fake_world(rank, degrees.world_size):
+        mesh = build_mesh(degrees, "cpu")
+        parts = build_parts(model_config(config.model), mesh, config)
+        with FakeTensorMode(allow_non_fake_inputs=True), Collectives() as collectives:
+            saved = SavedBytes()
+            for part in parts:
+                part.to_empty(device="cpu")
+                with saved_tensors_hooks(saved.pack, saved.unpack):
+                    output = part(*stage_inputs(part, config, degrees))
+                output.sum().backward()
+        parameters = [local(p) for part in parts for p in part.parameters()]
+        trained = [local(p) for part in parts for p in part.parameters() if p.requires_grad]
+    return FakeStep(
+        rank,
+        sum(p.numel() for p in parameters),
+        num_bytes(parameters),
+        num_bytes(trained),
+        ADAM_MOMENTS * num_bytes(trained),
+        saved.total,
+        dict(sorted(collectives.counts.items())),
+        time.perf_counter() - started,
+    )
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def stage_inputs(part: nn.Module, config: JobConfig, degrees: Degrees) -> list[Tensor | None]:
+    """Tokens or hidden states, positions, documents and labels of one micro-batch."""
+    training = config.training
+    rows = training.local_batch_size
+    if degrees.pp > 1:
+        rows = config.parallelism.pipeline_parallel_microbatch_size
+    tokens = training.seq_len // degrees.cp
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    documents = torch.zeros_like(ids) if config.data.document_mask else None
+    first: Tensor = ids
+    if isinstance(part, Decoder) and part.model.embed_tokens is None:
+        dtype = getattr(torch, training.mixed_precision_param)
+        shape = (rows, tokens // degrees.tp, part.config.hidden_size)
+        first = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    return [first, ids, documents, ids]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by kind."""
+
+    NAMES = {
+        "allgather": "all-gather",
+        "reducescatter": "reduce-scatter",
+        "allreduce": "all-reduce",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            plain = func._schema.name.split("::")[1].replace("_", "")
+            for start, name in self.NAMES.items():
+                self.counts[name] += plain.startswith(start)
+        return func(*args, **(kwargs or {}))
+
+
+class SavedBytes:
+    """Counts what the forward pass keeps for the backward pass, each storage once. Parameters that
+    are gathered for it count too: they are in memory at that moment."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._seen: set[int] = set()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        plain = local(tensor)
+        storage = plain.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.total += plain.numel() * plain.element_size()
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def num_bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,66 @@
+"""How each axis cuts what it cuts."""
+
+import pytest
+import torch
+
+from overland.config.degrees import DegreeError, resolve_degrees
+from overland.config.schema import Parallelism
+from overland.models import resolve_config
+from overland.parallel.context import places_of, row_order
+from overland.parallel.pipeline import deal_layers, layer_and_head_cost, stages_of_rank
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_context_shares_hold_every_place_once_and_weigh_the_same(size: int) -> None:
+    shares = [places_of(64, rank, size) for rank in range(size)]
+    gathered = torch.cat(shares)
+    assert sorted(gathered.tolist()) == list(range(64))
+    assert gathered[row_order(64, size)].tolist() == list(range(64))
+    work = {int((share + 1).sum()) for share in shares}  # keys that its queries look at
+    assert len(work) == 1
+
+
+@pytest.mark.parametrize("flavor", ["1B", "8B", "405B"])
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
+def test_layers_are_dealt_out_so_that_no_stage_is_much_slower(flavor: str, num_stages: int) -> None:
+    config = resolve_config("llama3", flavor)
+    shares = deal_layers(config, num_stages)
+    assert [i for share in shares for i in share] == list(range(config.num_hidden_layers))
+    assert all(len(share) >= 1 for share in shares)
+    layer, head = layer_and_head_cost(config)
+    costs = [layer * len(share) for share in shares]
+    costs[-1] += head
+    ideal = (layer * config.num_hidden_layers + head) / num_stages
+    assert max(costs) <= max(ideal + layer, layer + head)
+
+
+def test_stages_of_a_turning_schedule_meet_on_the_same_rank() -> None:
+    assert [stages_of_rank(rank, 4, "ZBVZeroBubble") for rank in range(4)] == [
+        [0, 7],
+        [1, 6],
+        [2, 5],
+        [3, 4],
+    ]
+    assert [stages_of_rank(rank, 2, "Interleaved1F1B") for rank in range(2)] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (1, 16)),
+        ({"sharding_stage": "zero0"}, (16, 1)),
+        ({"sharding_stage": "zero3"}, (1, 16)),
+        ({"sharding_stage": "zero3_hybrid"}, (2, 8)),
+        ({"data_parallel_replicate_degree": 4}, (4, 4)),
+    ],
+)
+def test_stages_are_degrees_over_the_same_mesh(
+    settings: dict[str, object], expected: tuple[int, int]
+) -> None:
+    degrees = resolve_degrees(Parallelism.model_validate(settings), 16, ranks_per_node=8)
+    assert (degrees.dp_replicate, degrees.dp_shard) == expected
+
+
+def test_degrees_that_do_not_fit_are_one_sentence() -> None:
+    with pytest.raises(DegreeError, match="does not divide the 6 devices"):
+        resolve_degrees(Parallelism(tensor_parallel_degree=4), 6)
