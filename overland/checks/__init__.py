@@ -28,6 +28,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (schedule.check_warmup, ("lr_scheduler", "training.steps")),
     (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
     (schedule.check_recompute, ("activation_checkpoint",)),
+    (schedule.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
     (files.check_checkpoints, ("checkpoint.resume", "checkpoint.initial_load_path")),
     (files.check_training_data, ("training.dataset", "training.dataset_path", "data")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from overland.config.errors import Problem
+from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
 from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.config.schema import JobConfig
@@ -55,14 +55,14 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
                 yield _unfit(loaded, axis, degree, f"{loaded.config.model.name} is not a decoder")
         return
     parts = {
-        "attention heads": model.num_attention_heads,
-        "key-value heads": model.num_key_value_heads,
-        "inner width": model.intermediate_size,
-        "vocabulary": model.vocab_size,
+        f"{model.num_attention_heads} attention heads": model.num_attention_heads,
+        f"{model.num_key_value_heads} key-value heads": model.num_key_value_heads,
+        f"an inner width of {model.intermediate_size}": model.intermediate_size,
+        f"a vocabulary of {model.vocab_size}": model.vocab_size,
     }
-    for name, count in parts.items():
-        if count % tp:
-            yield _unfit(loaded, "tensor", tp, f"does not divide the {count} of the {name}")
+    uneven = [name for name, count in parts.items() if count % tp]
+    if uneven:
+        yield _unfit(loaded, "tensor", tp, f"does not divide {any_of(uneven, 'and')}")
     if cp > 1 and training.seq_len % (2 * cp):
         message = f"training.seq_len = {training.seq_len} is cut into {2 * cp} pieces"
         yield _unfit(loaded, "context", cp, f"{message}, which does not come out even")

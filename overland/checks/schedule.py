@@ -40,3 +40,17 @@ def check_recompute(loaded: Loaded) -> Iterator[Problem]:
         key = "activation_checkpoint.selective_ac_option"
         message = 'expected "op" or a positive whole number in quotes, such as "2"'
         yield Problem(message, loaded.where(key), key, option)
+
+
+def check_needs_compile(loaded: Loaded) -> Iterator[Problem]:
+    """What the compiler does cannot be had without it."""
+    config = loaded.config
+    wishes = {
+        "activation_checkpoint.mode": config.activation_checkpoint.mode == "memory_budget",
+        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
+    }
+    for key, wished in wishes.items():
+        if wished and not config.compile.enable:
+            section, name = key.split(".")
+            value = getattr(getattr(config, section), name)
+            yield Problem("needs compile.enable = true", loaded.where(key), key, value)

@@ -53,6 +53,8 @@ class Model(Section):
     """Architecture values to change, by Hugging Face name, e.g. {num_hidden_layers = 4}."""
     hf_assets_path: str | None = None
     """Folder with tokenizer.json (and, to start from released weights, the safetensors)."""
+    freeze: list[str] = []
+    """Parameters that are not trained, by name with wildcards, e.g. ["model.embed_tokens.*"]."""
     attention: Literal["auto", "cudnn", "flash", "flex", "sdpa"] = "auto"
     """Attention backend; auto takes the fastest one that this device and mask allow."""
 
@@ -104,6 +106,9 @@ class Parallelism(Section):
     within one."""
     tensor_parallel_degree: Degree = 1
     """Devices that split each matrix."""
+    enable_async_tensor_parallel: bool = False
+    """Experimental: overlap tensor parallelism's communication with its matrix products (needs
+    compile and several NVIDIA GPUs that reach each other's memory)."""
     pipeline_parallel_degree: Degree = 1
     """Stages that split the layers."""
     pipeline_parallel_schedule: Literal[
@@ -214,11 +219,14 @@ class Checkpoint(Section):
 class ActivationCheckpoint(Section):
     """Memory against recomputation."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """full: recompute every block in the backward pass; selective: see selective_ac_option."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """full: recompute every block in the backward pass; selective: see selective_ac_option;
+    memory_budget: the compiler picks what to keep (needs compile)."""
     selective_ac_option: str = "op"
     """A number n: recompute every n-th block; op: keep matrix products and attention, recompute the
     rest."""
+    memory_budget: Fraction = 0.5
+    """With memory_budget: share of what would be kept without recomputation; 0 keeps the least."""
 
 
 class Compile(Section):

@@ -8,6 +8,7 @@ compiled code.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ ParallelModel = Whole | Pipeline
 def parallelize_decoder(model: Decoder, mesh: Mesh, config: JobConfig) -> None:
     """A decoder, or one pipeline stage of it, on the meta device."""
     layers = model.model.layers
-    split_tensors(model, mesh.parameters["tp"])
+    split_tensors(model, mesh.parameters["tp"], config.parallelism.enable_async_tensor_parallel)
     split_context(model, mesh.axis("cp"))
     recompute(layers, config.activation_checkpoint)
     compile_blocks(layers, config.compile)
@@ -43,6 +44,7 @@ def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mod
     with torch.device("meta"):
         model = build_model(architecture, config.model.attention)
         model.to(getattr(torch, config.training.dtype))
+        freeze(model, config.model.freeze)
         if not isinstance(model, Decoder):  # a user's model: one piece, sharded as a whole
             shard(model, [], mesh, config.training)
             return [model]
@@ -61,9 +63,16 @@ def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[Decod
     for number in numbers:
         stage = Decoder(architecture, config.model.attention)
         stage.to(getattr(torch, config.training.dtype))
+        freeze(stage, config.model.freeze)
         keep_stage(stage, shares[number], first=number == 0, last=number == num_stages - 1)
         stages.append(stage)
     return stages
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
 
 
 def build_parallel_model(

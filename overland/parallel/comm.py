@@ -9,17 +9,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from overland.cluster.world import World
 from overland.config.schema import Comm
+from overland.parallel.mesh import Mesh
 
 
 @contextmanager
 def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.device]:
     """Joins the world and yields this rank's device; leaves the world at the end."""
-    device = torch.device(device_type, world.local_rank) if device_type == "cuda" else None
-    if device is not None:
+    device = torch.device("cpu")
+    if device_type == "cuda":  # a rank that is shown one device only takes that one
+        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    if comm.backend == "nvshmem":
+        symmetric_memory.set_backend("NVSHMEM")
     dist.init_process_group(
         backend_string(comm.backend, device_type),
         rank=world.rank,
@@ -28,9 +34,29 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
         timeout=timedelta(seconds=comm.init_timeout_seconds),
     )
     try:
-        yield device or torch.device("cpu")
+        yield device
     finally:
         dist.destroy_process_group()
+
+
+def warm_up(mesh: Mesh) -> None:
+    """A first, tiny sum on every axis. Backends connect at their first call, which at thousands of
+    ranks takes minutes: this way it happens under the long timeout, and not inside a step."""
+    for group in all_groups(mesh):
+        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+    dist.barrier()
+
+
+def set_timeout(mesh: Mesh, seconds: int) -> None:
+    """How long a collective may wait from now on."""
+    for group in [dist.group.WORLD, *all_groups(mesh)]:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def all_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
+    axes = [mesh.parameters, mesh.tokens]
+    groups = [devices.get_group(name) for devices in axes for name in devices.mesh_dim_names or ()]
+    return [mesh.token_group, *groups]
 
 
 def backend_string(backend: str, device_type: str) -> str:

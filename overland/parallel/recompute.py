@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -32,6 +33,10 @@ KEPT_OPS = {
 def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint) -> None:
     """Changes the forward of the blocks that are recomputed; names and hooks stay as they are."""
     if settings.mode == "none":
+        return
+    if settings.mode == "memory_budget":
+        # The compiler weighs what each value costs to keep and to compute again.
+        functorch_config.activation_memory_budget = settings.memory_budget
         return
     every, options = 1, dict[str, Any]()
     if settings.mode == "selective" and settings.selective_ac_option == "op":

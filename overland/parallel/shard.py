@@ -13,6 +13,8 @@ tokens of the whole global batch.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
@@ -34,7 +36,9 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Train
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+    # On a CPU everything is in host memory already.
+    offloads = training.enable_cpu_offload and mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     reshard = mesh.degrees.reshard_after_forward
     for block in blocks:
         fully_shard(
@@ -52,10 +56,21 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Train
         offload_policy=offload,
         reshard_after_forward=False,
     )
+    prefetch(blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def prefetch(blocks: list[nn.Module]) -> None:
+    """While a block computes, its neighbour is gathered: the next one in the forward pass, the one
+    before in the backward pass."""
+    for block, following in itertools.pairwise(blocks):
+        assert isinstance(block, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:

@@ -37,10 +37,12 @@ from overland.parallel.comm import gather, sum_and_scatter
 ROWS = Shard(1)  # of x_BSD: each rank holds some rows of the sequence
 
 
-def split_tensors(model: Decoder, tp: DeviceMesh) -> None:
+def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool = False) -> None:
     """Splits every matrix of a decoder, or of one pipeline stage of it."""
     if tp.size() == 1:
         return
+    if overlap:
+        overlap_communication(tp)
     embedding, head = model.model.embed_tokens, model.lm_head
     if embedding is not None:
         split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
@@ -55,6 +57,16 @@ def split_tensors(model: Decoder, tp: DeviceMesh) -> None:
     if head is not None:
         tied = embedding is not None and model.config.tie_word_embeddings
         split_head(head, embedding.weight if tied and embedding is not None else None, tp)
+
+
+def overlap_communication(tp: DeviceMesh) -> None:
+    """Lets the compiler cut gathered matrix products into pieces that start as their rows arrive.
+    Experimental: it has not run on several GPUs yet."""
+    from torch._inductor import config as compiler
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    compiler._micro_pipeline_tp = True
+    enable_symm_mem_for_group(tp.get_group().group_name)
 
 
 def block_plan(qk_norm: bool) -> dict[str, Any]:

@@ -147,7 +147,8 @@ def proof_job(
         if "sharding_stage" in job.get("parallelism", {}):  # works the data-parallel degrees out
             degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
         _merge(job, {"parallelism": degrees})
-    job["model"] = {"name": "hf", "config": str(_model_file(folder, job.pop("model", {})))}
+    model = _model_file(folder, job.pop("model", {}))
+    job["model"] = {"config": str(model), **job.pop("freeze", {})}
     return JobConfig.model_validate(job)
 
 

@@ -56,6 +56,7 @@ KINDS: dict[str, Sections] = {
     "window": {"model": {"model_type": "mistral", "sliding_window": 9}},
     "qknorm": {"model": {"model_type": "qwen3"}},
     "bias": {"model": {"model_type": "qwen2"}},
+    "frozen": {"freeze": {"freeze": ["*q_proj*", "*embed_tokens*", "*input_layernorm*"]}},
 }
 
 
@@ -105,6 +106,7 @@ SHORT = parse_all("""
     pp2:1F1B+tied  pp2:GPipe+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
     pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2:microbatch2
     tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile
+    shard2+frozen  tp2+frozen  pp2:ZBVZeroBubble+frozen  cp2xtp2+frozen
 """)
 
 # All of them: `make prove-all`.

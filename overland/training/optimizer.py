@@ -59,10 +59,11 @@ class AdamW:
         divisor = loss_scale
         if max_norm > 0:
             divisor = loss_scale * (norm / max_norm).clamp(min=1.0)
-        skip = skip.to(torch.float32)
+        home = self.num_updates.device  # host memory, if the parameters are offloaded
+        divisor, skip = divisor.to(home, torch.float32), skip.to(home, torch.float32)
         self.num_updates += 1
         for decays in (True, False):
-            self._update_group(decays, learning_rate, divisor.to(torch.float32), skip)
+            self._update_group(decays, learning_rate, divisor, skip)
         self.num_updates -= skip
         for parameter in self.parameters:
             parameter.grad = None

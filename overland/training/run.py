@@ -22,6 +22,7 @@ from overland.models.hf import load_hf
 from overland.models.init import init_weights
 from overland.models.registry import model_config
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
+from overland.parallel.comm import warm_up
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.parts import local_part, named_parameters
 from overland.reporting.readme import write_readme
@@ -35,6 +36,7 @@ from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
 from overland.training.progress import Progress
 from overland.training.seeds import set_seeds
+from overland.training.timeouts import Timeouts
 
 
 @dataclass
@@ -98,6 +100,7 @@ def build_run(
     folder.root.mkdir(parents=True, exist_ok=True)
     degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
     mesh = build_mesh(degrees, device.type)
+    warm_up(mesh)
 
     architecture = model_config(config.model)
     rows = global_batch_size(config, mesh)
@@ -183,6 +186,7 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
     config, first = run.config, run.world.is_first
     wanted: list[tuple[bool, Callable[[Run], Callback]]] = [
         (True, GarbageCollection),
+        (True, Timeouts),
         (run.world.rank in log_ranks, Console),
         (first, JsonLines),
         (first, LossPlot),

@@ -41,7 +41,7 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     loss = run.model.loss_and_gradients(share, scaler.scale / num_valid)
     loss = total_loss(loss, mesh) / scaler.scale
 
-    norm = gradient_norm(run.optimizer, run.model, mesh) / scaler.scale
+    norm = gradient_norm(run.optimizer, run.model, mesh).to(run.device) / scaler.scale
     not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm))
     spiked = guard is not None and guard.is_spike(loss.item())
     rate = learning_rate(run.progress.step, run.config)

@@ -58,9 +58,9 @@ BROKEN = [
     ),
     Broken(
         "A degree that does not divide the number of devices",
-        "[parallelism]\ntensor_parallel_degree = 3\n",
-        "run.toml:2: parallelism.tensor_parallel_degree = 3: the degrees multiply to 3, which does "
-        "not divide 8 devices; parallelism.tensor_parallel_degree = 2 would fit",
+        "[parallelism]\ntensor_parallel_degree = 16\n",
+        "run.toml:2: parallelism.tensor_parallel_degree = 16: the degrees multiply to 16, which "
+        "does not divide 8 devices; parallelism.tensor_parallel_degree = 8 would fit",
     ),
     Broken(
         "A ZeRO stage that contradicts a degree",

@@ -62,7 +62,7 @@ def test_a_whole_v02_file_loads_and_its_values_arrive(tmp_path: Path) -> None:
 def test_defaults_of_torchtitan_share_one_note(tmp_path: Path) -> None:
     text = """
 [parallelism]
-enable_async_tensor_parallel = false
+expert_tensor_parallel_degree = 1
 expert_parallel_degree = 1
 [checkpoint]
 async_mode = "disabled"
@@ -71,7 +71,7 @@ trace_buf_size = 20000
 """
     (note,) = load(tmp_path, text).notes
     assert note.endswith(
-        "old.toml: without effect here: parallelism.enable_async_tensor_parallel (line 3), "
+        "old.toml: without effect here: parallelism.expert_tensor_parallel_degree (line 3), "
         "parallelism.expert_parallel_degree (line 4), checkpoint.async_mode (line 6), "
         "comm.trace_buf_size (line 8): they have torchtitan's defaults, so nothing is lost"
     )
@@ -138,7 +138,7 @@ def test_an_older_file_is_read_in_todays_keys(tmp_path: Path) -> None:
     assert config.job.print_config
     assert config.job.custom_import == "json"
     assert config.model.hf_assets_path == "./tokenizers/llama"
-    assert config.optimizer.implementation == "fused"
+    assert config.parallelism.enable_async_tensor_parallel
     assert config.training.local_batch_size == 21
     assert config.lr_scheduler.warmup_steps == 50
     assert config.lr_scheduler.min_lr_factor == 0.1
@@ -190,14 +190,10 @@ def test_an_older_key_on_the_command_line_wins_over_the_file(tmp_path: Path) -> 
         ('[model]\nflavor = "debugmodel_varlen_attn"\n',
          lambda c: (c.model.flavor, c.model.attention, c.data.document_mask)
          == ("debugmodel", "auto", True)),
-        ('[activation_checkpoint]\nmode = "memory_budget"\nselective_ac_option = "2"\n',
-         lambda c: (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option)
-         == ("selective", "op")),
         ("[activation_checkpoint]\nselective_ac_option = 2\n",
          lambda c: c.activation_checkpoint.selective_ac_option == "2"),
         ('[checkpoint]\ninitial_load_in_hf = true\n[model]\nhf_assets_path = "./a"\n',
          lambda c: c.checkpoint.initial_load_path == "./a"),
-        ("[optimizer]\nforeach = true\n", lambda c: c.optimizer.implementation == "foreach"),
         ("[metrics]\nenable_color_printing = false\n", lambda c: c.metrics.disable_color_printing),
         ('[training]\ncheckpoint_folder = ""\n', lambda c: not c.checkpoint.enable),
         ('[model]\ntokenizer_path = "/a/b/tokenizer.json"\n',

@@ -24,7 +24,6 @@ def changed() -> JobConfig:
             "lr_scheduler": {"min_lr": 0.0, "total_steps": 5},
             "validation": {"dataset": ["a", "b"], "steps": -1},
             "data": {"datasets": {"c4": "/scratch/c4", "my set": "x"}},
-            "compile": {"components": []},
         }
     )
 

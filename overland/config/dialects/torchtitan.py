@@ -118,17 +118,6 @@ def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
         )
 
 
-def _implementation(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    new = ("optimizer", "implementation")
-    if path[-1] == "foreach" and entry.value is False:
-        draft.without_meaning(path, entry, f"{'.'.join(new)} names the implementation")
-    else:
-        # Neither fused nor foreach: PyTorch then takes foreach where it can.
-        draft.rename(
-            path, new, "fused" if path[-1] == "fused" and entry.value else "foreach", entry
-        )
-
-
 def _color(draft: Draft, path: KeyPath, entry: Entry) -> None:
     value = not entry.value if isinstance(entry.value, bool) else entry.value
     draft.rename(path, ("metrics", "disable_color_printing"), value, entry)
@@ -140,16 +129,6 @@ def _checkpoint_folder(draft: Draft, path: KeyPath, entry: Entry) -> None:
         draft.rename(path, ("checkpoint", "enable"), False, entry)
     else:
         draft.rename(path, ("checkpoint", "folder"), entry.value, entry)
-
-
-def _recompute_mode(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    draft.entries[path] = Entry("selective", entry.where, entry.section_where)
-    draft.entries[("activation_checkpoint", "selective_ac_option")] = Entry("op", entry.where)
-    draft.note(
-        entry,
-        'activation_checkpoint.mode = "memory_budget" is not there yet; taken as "selective" with '
-        'selective_ac_option = "op"',
-    )
 
 
 def _recompute_option(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -213,15 +192,12 @@ SPECIAL: dict[str, Callable[[Draft, KeyPath, Entry], None]] = {
     "model.converters": _converters,
     "model.norm_type": _norm_type,
     "model.tokenizer_path": _tokenizer_path,
-    "optimizer.fused": _implementation,
-    "optimizer.foreach": _implementation,
     "metrics.enable_color_printing": _color,
     "training.enable_float8_linear": _float8,
     "training.enable_fp8_linear": _float8,
     "training.fp8_linear": _float8,
     "float8.enable_float8_linear": _float8,
     "training.checkpoint_folder": _checkpoint_folder,
-    "activation_checkpoint.mode": _recompute_mode,
     "activation_checkpoint.selective_ac_option": _recompute_option,
     "checkpoint.interval_type": _interval_type,
     "checkpoint.exclude_from_loading": _exclude_from_loading,
@@ -234,6 +210,5 @@ BY_VALUE: dict[str, Callable[[Any], bool]] = {
         isinstance(v, str) and v.removesuffix("_attn").endswith(("_flex", "_varlen"))
     ),
     "model.name": lambda v: isinstance(v, str) and v in OLD_NAMES,
-    "activation_checkpoint.mode": lambda v: v == "memory_budget",
     "activation_checkpoint.selective_ac_option": lambda v: type(v) is int,
 }

@@ -32,6 +32,8 @@ RENAMED: dict[str, str] = {
     "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
     "training.checkpoint_interval": "checkpoint.interval",
     "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
+    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
     "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
@@ -41,7 +43,8 @@ RENAMED: dict[str, str] = {
 
 FP8 = "fp8 is not there yet, so training stays in training.mixed_precision_param"
 EXPERTS = "the models here are dense, without experts"
-STAGES = "Overland splits the layers over the stages, and chooses schedule and microbatches, itself"
+FUSED = "the fused implementation is the only one"
+STAGES = "Overland splits the layers over the stages by their cost itself"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 FAULTS = "TorchFT is not used; a failed run goes on from its last checkpoint"
 ESTIMATE = "`overland plan` estimates memory"
@@ -60,7 +63,9 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "metrics.save_for_all_ranks": (False, "metrics are those of the whole run"),
     "metrics.rank_0_only": (True, "metrics are those of the whole run"),
     "model.print_after_conversion": (False, "no converter changes the model"),
-    "optimizer.implementation": ("fused", "the fused implementation is the only one"),
+    "optimizer.implementation": ("fused", FUSED),
+    "optimizer.fused": (True, FUSED),
+    "optimizer.foreach": (False, FUSED),
     "compile.components": (["model", "loss"], "each block is compiled"),
     "optimizer.early_step_in_backward": (False, "the optimizer steps after the backward pass"),
     "training.gc_debug": (False, "garbage is collected every training.gc_freq steps"),
@@ -77,10 +82,6 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "validation.dataloader.pin_memory": (False, LOADER),
     "validation.dataloader.prefetch_factor": (None, LOADER),
     "parallelism.disable_loss_parallel": (False, "the loss follows tensor parallelism by itself"),
-    "parallelism.enable_async_tensor_parallel": (
-        False,
-        "tensor parallelism does not overlap with its communication yet",
-    ),
     "parallelism.enable_compiled_autograd": (False, "the backward pass is compiled by blocks"),
     "parallelism.module_fqns_per_model_part": (None, STAGES),
     "parallelism.pipeline_parallel_first_stage_less_layers": (1, STAGES),
@@ -121,7 +122,6 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "checkpoint.load_only": (False, "set checkpoint.resume for loading; saving goes on"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (ANY, EXPERTS),
     "activation_checkpoint.early_stop": (False, "PyTorch's default is taken"),
-    "activation_checkpoint.memory_budget": (0.5, "recomputation by memory budget is not there yet"),
     "activation_checkpoint.visualize_memory_budget_pareto": (
         False,
         "recomputation by memory budget is not there yet",
@@ -134,13 +134,8 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "comm.save_traces_file_prefix": ("rank_", FLIGHT),
     "comm.mode": ("default", "DRY_RUN=1 or `overland check` tries a layout without devices"),
     "experimental.custom_args_module": ("", "the schema is fixed; job.custom_import loads yours"),
-    "experimental.enable_async_tensor_parallel": (
-        False,
-        "tensor parallelism does not overlap with its communication yet",
-    ),
     "experimental.enable_compiled_autograd": (False, "the backward pass is compiled by blocks"),
     "experimental.pipeline_parallel_split_points": ([], STAGES),
-    "experimental.pipeline_parallel_schedule": ("1F1B", STAGES),
     "experimental.pipeline_parallel_schedule_csv": ("", STAGES),
     "experimental.pipeline_parallel_microbatches": (None, STAGES),
     "experimental.context_parallel_rotate_method": (

@@ -1,5 +1,5 @@
 """On a GPU: every attention backend against a float32 dense reference, alone and in a compiled
-layer, with timings. Not a test (CI has no GPU): `python tests/models/check_cuda.py`."""
+layer, with timings. Not a test (CI has no GPU): `python benchmarks/gpu/attention.py`."""
 
 from __future__ import annotations
 
