@@ -57,8 +57,10 @@ def report(
         return 0
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):<30} {value if isinstance(value, str) else f'{value:,}'}")
+        shown = value if isinstance(value, str) else f"{value:,}"
+        print(f"{name.replace('_', ' '):<{width}} {shown}")
     if missing:
         print("\nStill to fetch before training:")
         print(*(f"  {line}" for line in missing), sep="\n")

@@ -77,10 +77,10 @@ class ShardBlocks:
 class RandomTokens:
     """Uniform random ids, for proofs and benchmarks: row i depends on the seed and i alone.
 
-    With a document mask, documents of about `DOCUMENT_TOKENS` random tokens.
+    With a document mask, a row holds about `DOCUMENTS_PER_ROW` documents.
     """
 
-    DOCUMENT_TOKENS = 12
+    DOCUMENTS_PER_ROW = 4
 
     def __init__(
         self, vocab_size: int, seq_len: int, seed: int = 0, *, document_mask: bool = False
@@ -96,7 +96,7 @@ class RandomTokens:
         tokens = draw.integers(self.vocab_size, size=self.seq_len + 1)
         if not self.document_mask:
             return {"tokens_BS": tokens[:-1], "labels_BS": tokens[1:]}
-        borders = draw.random(self.seq_len + 1) < 1 / self.DOCUMENT_TOKENS
+        borders = draw.random(self.seq_len + 1) < self.DOCUMENTS_PER_ROW / self.seq_len
         return _row_of_documents(tokens, np.cumsum(borders))
 
 

@@ -32,11 +32,10 @@ KEPT_OPS = {
 
 def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint) -> None:
     """Changes the forward of the blocks that are recomputed; names and hooks stay as they are."""
-    if settings.mode == "none":
-        return
-    if settings.mode == "memory_budget":
-        # The compiler weighs what each value costs to keep and to compute again.
-        functorch_config.activation_memory_budget = settings.memory_budget
+    by_compiler = settings.mode == "memory_budget"
+    # The compiler weighs what each value costs to keep and to compute again; 1 keeps all.
+    functorch_config.activation_memory_budget = settings.memory_budget if by_compiler else 1.0
+    if by_compiler or settings.mode == "none":
         return
     every, options = 1, dict[str, Any]()
     if settings.mode == "selective" and settings.selective_ac_option == "op":

@@ -43,6 +43,7 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool = False) -> None
         return
     if overlap:
         overlap_communication(tp)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     embedding, head = model.model.embed_tokens, model.lm_head
     if embedding is not None:
         split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
@@ -57,6 +58,8 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool = False) -> None
     if head is not None:
         tied = embedding is not None and model.config.tie_word_embeddings
         split_head(head, embedding.weight if tied and embedding is not None else None, tp)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)  # torch's styles make norms trainable again
 
 
 def overlap_communication(tp: DeviceMesh) -> None:

@@ -178,4 +178,6 @@ def recompute_in_words(settings: ActivationCheckpoint) -> str:
         number = settings.selective_ac_option
         which = "every block" if number == "1" else f"one block in {number}"
         return f"selective: {which} is recomputed"
+    if settings.mode == "memory_budget":
+        return f"the compiler keeps {settings.memory_budget:.0%} of what it would keep otherwise"
     return {"none": "off", "full": "full: every block is recomputed"}[settings.mode]
