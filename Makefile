@@ -1,5 +1,6 @@
 # make train   set up, then run the main job: a small Llama on this machine
 # make test    set up, then lint and run all tests
+# make prove-all   the long proofs: all layouts; writes docs/evidence/, goes on where it stopped
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ TORCH_FROM_cpu := --no-deps --retries 1 --extra-index-url $(WHEELS)/cpu
 TORCH_FROM_cuda :=
 TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test lint prove-all clean
 
 setup: .venv/ready-$(TORCH)
 
@@ -44,6 +45,12 @@ lint: .venv/ready-dev
 
 test: lint
 	$(BIN)/pytest
+
+prove-all: setup
+	$(BIN)/overland prove layout --layouts all --table docs/evidence/layouts.md
+	$(BIN)/overland prove layout --layouts short --dtype float32 --table docs/evidence/layouts.md
+	$(BIN)/overland prove layout --layouts short --dtype bfloat16 --table docs/evidence/layouts.md
+	$(BIN)/overland prove layout --layouts five --table docs/evidence/layouts.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

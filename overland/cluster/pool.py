@@ -24,13 +24,17 @@ class RankPool:
         self._context = mp.get_context("spawn")
         self._ranks: list[tuple[mp.process.BaseProcess, Connection]] = []
 
-    def run(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls `function(world, *args)` on each rank; returns their results by rank."""
+    def run(
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1
+    ) -> list[Any]:
+        """Calls `function(world, *args)` on each rank; returns their results by rank. With several
+        nodes, each rank believes that it shares its node with only some of the others."""
         while len(self._ranks) < num_ranks:
             self._ranks.append(self._start())
         with tempfile.NamedTemporaryFile() as meeting_point:
             for rank in range(num_ranks):
-                world = World(rank, num_ranks, rank, num_ranks)
+                per_node = num_ranks // num_nodes
+                world = World(rank, num_ranks, rank % per_node, per_node)
                 self._ranks[rank][1].send((function, world, meeting_point.name, args))
             results: dict[int, tuple[bool, Any]] = {}
             patience = TIMEOUT_SECONDS

@@ -76,7 +76,7 @@ def prove_layouts(
                 references[layout.kinds] = pool.run(1, curve, job)[0]
             job = proof_job(layout, layout.kinds, dtype, steps, Path(folder), settings)
             try:
-                curves = pool.run(layout.num_ranks, curve, job)
+                curves = pool.run(layout.num_ranks, curve, job, num_nodes=layout.num_nodes)
             except AssertionError as error:
                 yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, _last_line(error))
                 continue

@@ -72,6 +72,11 @@ class Layout:
         return prod(self.degrees.values())
 
     @property
+    def num_nodes(self) -> int:
+        """Hybrid stages tell nodes apart, so they are proven on two pretended ones."""
+        return 2 if any(way.endswith("hybrid") for way in self.ways) else 1
+
+    @property
     def parallelism(self) -> dict[str, int]:
         """Degrees as the config names them. Sharding is off unless the layout names it."""
         return {DEGREES["shard"]: 1} | {DEGREES[axis]: n for axis, n in self.degrees.items()}
@@ -101,7 +106,7 @@ def parse_all(text: str) -> list[Layout]:
 
 # Every axis, stage and schedule at least once, in minutes on two cores: what `make test` runs.
 SHORT = parse_all("""
-    shard2:zero3  shard2:zero2  shard2:zero0  rep2xshard2  shard4:accumulate
+    shard2:zero3  shard2:zero2  shard2:zero0  shard4:zero3_hybrid  rep2xshard2  shard4:accumulate
     tp2  tp2+qknorm  tp2+bias+tied  cp2+documents  cp2+window  cp2:full
     pp2:1F1B+tied  pp2:GPipe+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
     pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2:microbatch2
@@ -111,7 +116,8 @@ SHORT = parse_all("""
 
 # All of them: `make prove-all`.
 LAYOUTS = SHORT + parse_all("""
-    shard4:zero3  shard4:zero2  shard4:zero0  rep4  rep2  tp4  cp4  cp4+documents  pp4+uneven
+    shard4:zero3  shard4:zero2  shard4:zero2_hybrid  shard2xtp2:zero3_hybrid
+    shard4:zero0  rep4  rep2  tp4  cp4  cp4+documents  pp4+uneven
     pp4:GPipe+uneven  pp4:1F1B+tied
     rep2xtp2  rep2xcp2  rep2xpp2  cp2xshard2  cp2xshard2+window  pp2xshard2:ZBVZeroBubble
     pp2xshard2:Interleaved1F1B:zero3  pp2xtp2:ZBVZeroBubble  pp2xtp2:Interleaved1F1B+qknorm

@@ -113,6 +113,11 @@ def build_run(
         if world.rank in log_ranks:
             print(message, flush=True)
 
+    if degrees.tp > world.local_size:
+        report(
+            f"note: tensor parallelism over {degrees.tp} devices leaves a node's "
+            f"{world.local_size}; every matrix product then waits for the network"
+        )
     builds = world.local_rank == 0
     run = Run(
         config,

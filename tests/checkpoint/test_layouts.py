@@ -1,0 +1,39 @@
+"""A checkpoint of one layout goes on in another as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+
+from overland.cluster.pool import RankPool
+from overland.config.schema import JobConfig
+from overland.proofs.layout import curve, difference, proof_job
+from overland.proofs.layouts import parse
+
+
+def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:
+    kinds = ("tied",) if tied else ()
+    config = proof_job(parse(layout) if layout else None, kinds, "float64", steps, folder)
+    save = config.checkpoint.model_copy(update={"enable": True})
+    schedule = config.lr_scheduler.model_copy(update={"total_steps": 6})
+    return config.model_copy(update={"checkpoint": save, "lr_scheduler": schedule})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tied"),
+    [
+        ("shard2", "tp2", False),
+        ("tp2xshard2", "pp2:1F1B", True),
+        ("pp2xtp2", "cp2", True),
+        ("pp2:ZBVZeroBubble", "rep2", False),
+        ("pp2xcp2", "pp2:Interleaved1F1B", True),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(
+    ranks: RankPool, tmp_path: Path, before: str, after: str, tied: bool
+) -> None:
+    unbroken = ranks.run(1, curve, job(tmp_path / "unbroken", None, 6, tied))[0]
+    ranks.run(parse(before).num_ranks, curve, job(tmp_path / "broken", before, 3, tied))
+    rest = ranks.run(parse(after).num_ranks, curve, job(tmp_path / "broken", after, 6, tied))
+    for curve_of_rank in rest:
+        assert difference(curve_of_rank, unbroken[3:], 0) < 1e-9
+        assert difference(curve_of_rank, unbroken[3:], 1) < 1e-9
