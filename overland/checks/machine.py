@@ -1,8 +1,9 @@
-"""The communication backend is in this torch build, and its devices are in this machine."""
+"""What the config asks of this machine is there: backends, devices, optional packages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
@@ -18,6 +19,15 @@ def check_backend(loaded: Loaded) -> Iterator[Problem]:
     lack = _lack_of(backend)
     if lack:
         yield Problem(lack, loaded.where(KEY), KEY, backend, kind="machine")
+
+
+def check_packages(loaded: Loaded) -> Iterator[Problem]:
+    """Optional packages that this config asks for are installed."""
+    metrics = loaded.config.metrics
+    if metrics.enable_wandb and find_spec("wandb") is None:
+        key = "metrics.enable_wandb"
+        message = "the package wandb is not installed; pip install 'overland[wandb]'"
+        yield Problem(message, loaded.where(key), key, True, kind="machine")
 
 
 def _lack_of(backend: str) -> str:

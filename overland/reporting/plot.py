@@ -35,8 +35,8 @@ def plot_losses(metrics: Path, target: Path, title: str) -> None:
 def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:
     """The chart as SVG text. Points that are not finite are left out."""
     kept = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()}
-    kept = {name: _thinned(points) for name, points in kept.items() if points}
-    flat = [point for points in kept.values() for point in points] or [(0.0, 0.0)]
+    thinned = {name: _thinned(points) for name, points in kept.items() if points}
+    flat = [point for points in thinned.values() for point in points] or [(0.0, 0.0)]
     last = max(x for x, _ in flat)
     x_ticks = ticks(min(x for x, _ in flat), last)
     y_ticks = ticks(min(y for _, y in flat), max(y for _, y in flat))
@@ -71,7 +71,7 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
             f'<text x="{across:.1f}" y="{bottom + 20:.1f}" text-anchor="middle" '
             f'fill="#555">{x:,.12g}</text>'
         )
-    for number, (name, points) in enumerate(kept.items()):
+    for number, (name, points) in enumerate(thinned.items()):
         colour = COLOURS[number % len(COLOURS)]
         places = [at(x, y) for x, y in points]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)

@@ -180,3 +180,9 @@ def test_loading_a_config_does_not_import_torch() -> None:
         "load_checked('quickstart', (), {}, 2); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_weights_and_biases_without_its_package_is_one_line(monkeypatch) -> None:
+    monkeypatch.setattr("overland.checks.machine.find_spec", lambda name: None)
+    (problem,) = check_config(load_config("quickstart", ["metrics.enable_wandb=true"], {}), 2)
+    assert "pip install 'overland[wandb]'" in str(problem)

@@ -205,3 +205,10 @@ def test_profiling_writes_traces(tmp_path: Path) -> None:
     overland("train", "quickstart", *words, cwd=tmp_path, NGPU="1")
     traces = list((tmp_path / "runs/quickstart/profile_trace").iterdir())
     assert [trace.name for trace in traces] == ["step_5_rank_0.json.gz"]
+
+
+def test_weights_and_biases_gets_the_metrics_when_asked(tmp_path: Path) -> None:
+    words = [*TINY, "training.steps=2", "validation.enable=false", "metrics.enable_wandb=true"]
+    overland("train", "quickstart", *words, cwd=tmp_path, NGPU="1", WANDB_MODE="offline")
+    (log,) = (tmp_path / "runs/quickstart/wandb").glob("offline-run-*/*.wandb")
+    assert b"grad_norm" in log.read_bytes()
