@@ -25,15 +25,24 @@ def local_part(
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's parts by their name in the undivided model. A tied matrix has
-    the embedding's name, also alone on the last stage of a pipeline."""
-    found: dict[str, nn.Parameter] = {}
+    """The parameters of this rank's parts by their name in the undivided model."""
+    return {name: found[0] for name, found in _by_name(parts).items()}
+
+
+def tied_copies(parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """(parameter, its copy) where both ends of a pipeline, and so both copies of a tied matrix,
+    are on this rank."""
+    return [(found[0], copy) for found in _by_name(parts).values() for copy in found[1:]]
+
+
+def _by_name(parts: Sequence[nn.Module]) -> dict[str, list[nn.Parameter]]:
+    found: dict[str, list[nn.Parameter]] = {}
     configs = [getattr(part, "config", None) for part in parts]
     tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
     for part in parts:
         for name, parameter in part.named_parameters():
             name = plain_name(name)
-            if tied and name == "lm_head.weight":
+            if tied and name == "lm_head.weight":  # alone on the last stage of a pipeline
                 name = "model.embed_tokens.weight"
-            found.setdefault(name, parameter)
+            found.setdefault(name, []).append(parameter)
     return found

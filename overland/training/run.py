@@ -24,7 +24,7 @@ from overland.models.registry import model_config
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.comm import warm_up
 from overland.parallel.mesh import Mesh, build_mesh
-from overland.parallel.parts import local_part, named_parameters
+from overland.parallel.parts import local_part, named_parameters, tied_copies
 from overland.reporting.readme import write_readme
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.console import Console
@@ -73,7 +73,19 @@ class Run:
         return path
 
     def restore(self, path: Path, skip_optimizer: bool = False) -> None:
-        self.progress.restore(load(path, self.state(skip_optimizer)))
+        """Goes on where the checkpoint was saved."""
+        self.progress.restore(self.load_tensors(path, skip_optimizer))
+
+    def load_tensors(self, path: Path, skip_optimizer: bool) -> dict[str, Any]:
+        """Reads weights (and the optimizer's state); returns the progress that was saved."""
+        progress = load(path, self.state(skip_optimizer))
+        for parameter, copy in tied_copies(self.model.parts):
+            ours, theirs = self.optimizer.moments[parameter], self.optimizer.moments[copy]
+            with torch.no_grad():
+                copy.copy_(parameter)
+                theirs.exp_avg.copy_(ours.exp_avg)
+                theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
+        return progress
 
     def state(self, skip_optimizer: bool = False) -> dict[str, Tensor]:
         """The tensors of a checkpoint by name. Names are those of the undivided model, so that any
@@ -165,7 +177,7 @@ def start_from(run: Run, report: Any) -> None:
     elif settings.initial_load_path is not None:
         source = Path(settings.initial_load_path).expanduser()
         if (source / "progress.json").exists():
-            load(source, run.state(skip_optimizer=True))
+            run.load_tensors(source, skip_optimizer=True)
         else:
             for part in run.model.parts:
                 load_hf(part, source, local_part)

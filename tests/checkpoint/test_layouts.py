@@ -25,6 +25,7 @@ def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:
         ("tp2xshard2", "pp2:1F1B", True),
         ("pp2xtp2", "cp2", True),
         ("pp2:ZBVZeroBubble", "rep2", False),
+        ("shard2", "pp2:ZBVZeroBubble", True),
         ("pp2xcp2", "pp2:Interleaved1F1B", True),
     ],
 )
