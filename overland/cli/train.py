@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from overland.cli.settings import Settings, split_settings
 if TYPE_CHECKING:
     from overland.cluster.world import World
     from overland.config.load import Loaded
+    from overland.config.schema import JobConfig
     from overland.training.run import Run
 
 
@@ -61,33 +63,38 @@ def train(
 
 
 def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
-    """`resume = none` never touches an earlier run: it gets a folder of its own."""
-    from dataclasses import replace
-
+    """The folder is chosen before ranks are started, and handed to them as a setting."""
     from overland.training.folder import fresh_folder
 
     config = loaded.config
     if config.checkpoint.resume != "none":
         return loaded, arguments
     folder = fresh_folder(config.job.dump_folder)
-    # From here on it is a run like any other: its own config.toml must resume it.
+    arguments = [*arguments, f"job.dump_folder={folder}", "checkpoint.resume=auto"]
+    return replace(loaded, config=in_fresh_folder(config, folder)), arguments
+
+
+def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
+    """`resume = none` never touches an earlier run: it gets a folder of its own. From there on it
+    is a run like any other, whose config.toml must resume it."""
     job = config.job.model_copy(update={"dump_folder": folder})
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
-    config = config.model_copy(update={"job": job, "checkpoint": checkpoint})
-    arguments = [*arguments, f"job.dump_folder={folder}", "checkpoint.resume=auto"]
-    return replace(loaded, config=config), arguments
+    return config.model_copy(update={"job": job, "checkpoint": checkpoint})
 
 
 def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
     """What every rank does."""
     from overland.cluster.devices import device_type
-    from overland.parallel.comm import process_group
+    from overland.parallel.comm import from_first_rank, process_group
     from overland.training.export import export_hf
+    from overland.training.folder import fresh_folder
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
 
     config = loaded.config
     with process_group(config.comm, world, device_type()) as device:
+        if config.checkpoint.resume == "none":
+            config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
         run = build_run(config, world, device, printing)
         is_new = run.progress.step < config.training.steps
         if config.job.print_config and world.is_first:
@@ -103,13 +110,17 @@ def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
 def sample_text(run: Run) -> str:
     """The continuation of `metrics.sample_prompt`; all ranks take part. A model that is cut into
     stages or works on parts of rows is left for `overland generate`."""
+    import torch
+
     from overland.evaluation.generate import generate
 
     prompt, tokenizer = run.config.metrics.sample_prompt, run.dataset.tokenizer
-    if not prompt or tokenizer is None or run.mesh.degrees.pp * run.mesh.degrees.cp > 1:
+    degrees = run.mesh.degrees
+    if not prompt or tokenizer is None or degrees.pp * degrees.cp > 1:
         return ""
+    model = run.model.parts[0].eval()
     ids = generate(
-        run.model.parts[0].eval(),
+        lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=run.device)[None]),
         tokenizer.encode(prompt),
         num_tokens=96,
         context=run.config.training.seq_len,

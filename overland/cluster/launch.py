@@ -7,17 +7,19 @@ through the terminal: they finish their step, save and exit; a second one ends t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 
 GRACE_SECONDS = 10.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 20
 
 
@@ -41,11 +43,17 @@ def launch_local(
         env = {**shared_env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "overland", *arguments]
         if rank in log_ranks:
-            ranks.append(subprocess.Popen(command, env=env))
+            ranks.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_launcher()))
         else:
             with logs[rank].open("ab") as log:
                 ranks.append(
-                    subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+                    subprocess.Popen(
+                        command,
+                        env=env,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        preexec_fn=_end_with_launcher(),
+                    )
                 )
     with _interrupts_go_to(ranks):
         failed = _wait(ranks)
@@ -57,6 +65,15 @@ def launch_local(
     if code < 0:
         print(f"rank {failed} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code > 0 else 128 - code
+
+
+def _end_with_launcher() -> Callable[[], object] | None:
+    """On Linux, a rank gets SIGTERM when the launcher is gone, even by SIGKILL: it saves and ends,
+    where it would train on for nobody."""
+    if sys.platform != "linux":
+        return None
+    set_option = ctypes.CDLL(None).prctl  # found before the fork, where little may be done
+    return lambda: set_option(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:

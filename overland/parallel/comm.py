@@ -77,6 +77,13 @@ gather_with_gradient = _functional("all_gather_single_autograd", "all_gather_ten
 sum_and_scatter = _functional("reduce_scatter_single", "reduce_scatter_tensor")
 
 
+def from_first_rank(value: str) -> str:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The sum over all ranks of a group, in place."""
     dist.all_reduce(value, group=group)

@@ -14,6 +14,7 @@ tokens of the whole global batch.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -71,6 +72,14 @@ def prefetch(blocks: list[nn.Module]) -> None:
         assert isinstance(following, FSDPModule)
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
+
+
+def reshard(parts: Sequence[nn.Module]) -> None:
+    """Frees parameters that a forward pass without a backward pass has left gathered."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:

@@ -42,7 +42,8 @@ def train(run: Run) -> bool:
                 bad_steps.note(progress.step, result.not_finite)
                 run.call("on_step")
 
-                if is_due(progress.step, config.metrics.log_freq, steps) or bad_steps.is_due:
+                is_logged = is_due(progress.step, config.metrics.log_freq, steps, first=True)
+                if is_logged or bad_steps.is_due:
                     log(run, result, meter, bad_steps)
                 if result.spiked:
                     data = answer_spike(run, data, guard_action, result)
@@ -82,8 +83,8 @@ def next_batch(data: Data, meter: Meter) -> Batch:
     return batch
 
 
-def is_due(step: int, every: int, last: int) -> bool:
-    return step % every == 0 or step == last
+def is_due(step: int, every: int, last: int, first: bool = False) -> bool:
+    return step % every == 0 or step == last or (first and step == 1)
 
 
 def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None:

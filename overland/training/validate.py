@@ -12,6 +12,7 @@ from overland.data.loader import ShardBlocks, batches
 from overland.data.prepare import Dataset
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
+from overland.parallel.shard import reshard
 from overland.training.callbacks import Record
 from overland.training.step import total_loss
 
@@ -41,4 +42,5 @@ def loss_on(run: Run, held_out: Dataset) -> float:
         share = share_of_rows(batch.to(run.device), mesh)
         loss += run.model.loss(share)
         num_valid += (share.labels_BS != IGNORED).sum()
+    reshard(run.model.parts)
     return float(total_loss(loss, mesh) / sum_over(num_valid, mesh.token_group))

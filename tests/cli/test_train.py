@@ -161,6 +161,52 @@ def test_torchrun_is_joined(tmp_path: Path) -> None:
     assert "sharded over 2 devices" in text
 
 
+def test_resume_none_under_torchrun_takes_one_folder_for_all_ranks(tmp_path: Path) -> None:
+    words = ["train", "quickstart", *TINY, "training.steps=1", "validation.enable=false"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for _ in range(2):
+        subprocess.run(
+            [*torchrun, "--nproc_per_node=2", "-m", "overland", *words, "--resume", "none"],
+            cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=240,
+        )  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "quickstart",
+        "quickstart-2",
+    ]
+
+
+@pytest.fixture(scope="module")
+def held_out_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
+    return last_validation(tmp_path_factory.mktemp("one"), "1")[0]
+
+
+def last_validation(folder: Path, num_ranks: str, *settings: str) -> tuple[float, str]:
+    words = [
+        *TINY,
+        "training.steps=3",
+        "training.global_batch_size=8",
+        "validation.freq=3",
+        "training.local_batch_size=4",
+        "validation.local_batch_size=8",
+        "validation.steps=1",
+    ]
+    output = overland("train", "quickstart", *words, *settings, cwd=folder, NGPU=num_ranks).stdout
+    records = read_metrics(folder / "runs/quickstart/metrics.jsonl")
+    return next(r["validation_loss"] for r in records if "validation_loss" in r), output
+
+
+@pytest.mark.parametrize(
+    ("axis", "samples"), [("tensor", True), ("context", False), ("pipeline", False)]
+)
+def test_every_axis_trains_validates_and_ends_well(
+    tmp_path: Path, held_out_loss: float, axis: str, samples: bool
+) -> None:
+    loss, output = last_validation(tmp_path, "2", f"parallelism.{axis}_parallel_degree=2")
+    assert loss == pytest.approx(held_out_loss, rel=1e-4)
+    assert ("The model continues" in output) == samples
+    assert "Finished: 3 steps" in output
+
+
 def test_a_broken_config_ends_with_2_before_anything_starts(tmp_path: Path) -> None:
     done = overland("train", "quickstart", "training.stepz=3", cwd=tmp_path, code=2)
     expected = "command line: training.stepz = 3: unknown key; did you mean training.steps?"

@@ -1,0 +1,45 @@
+"""What `tests/cli` does not show: ranks do not outlive their launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli.processes import environment
+
+LAUNCHER = """
+import subprocess, time
+from overland.cluster.launch import _end_with_launcher
+
+rank = subprocess.Popen(["sleep", "60"], preexec_fn=_end_with_launcher())
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system call is Linux's")
+def test_a_rank_ends_when_its_launcher_is_killed() -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    assert is_alive(rank)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(rank) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(rank)
