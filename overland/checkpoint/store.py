@@ -57,15 +57,24 @@ def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
     try:
         dcp.load(dict(state), checkpoint_id=path, no_dist=not dist.is_initialized())
         progress: dict[str, Any] = json.loads((path / PROGRESS).read_text())
-    except (OSError, ValueError, CheckpointException) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from None
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_line(first)}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_line(error)}") from None
     return progress
+
+
+def set_aside(folder: Path, after_step: int) -> list[Path]:
+    """Renames checkpoints of later steps, so that none of them is taken for the newest one."""
+    later = [path for path in checkpoints(folder) if step_of(path) > after_step]
+    return [path.rename(path.with_name(f"{path.name}.set-aside")) for path in later]
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = [(int(m[1]), path) for path in folder.glob("step_*") if (m := _step(path))]
-    return [path for _, path in sorted(found) if (path / PROGRESS).exists()]
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted((path for path in found if (path / PROGRESS).exists()), key=step_of)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -73,5 +82,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _step(path: Path) -> re.Match[str] | None:
-    return re.fullmatch(r"step_(\d+)", path.name)
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

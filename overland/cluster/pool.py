@@ -11,6 +11,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import _lru_cache_wrapper
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -79,5 +80,26 @@ def _serve(pipe: Connection) -> None:
                 pipe.send((True, function(world, *args)))
             finally:
                 dist.destroy_process_group()
+                _forget_meshes()
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def _forget_meshes() -> None:
+    """DTensor and the compiler remember what they worked out for a mesh, its group names included,
+    and take another world's mesh of the same shape for it. A process that joins several worlds, as
+    none but a pool's does, must make them forget."""
+    import torch
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+
+    torch._dynamo.reset()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    for module in (_collective_utils, _redistribute, _sharding_prop):
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        for owner in (module, *classes):
+            for value in vars(owner).values():
+                cached = getattr(value, "__func__", value)  # a static or class method's own
+                if isinstance(cached, _lru_cache_wrapper):
+                    cached.cache_clear()
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()

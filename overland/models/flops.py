@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts from the config alone (no torch).
+"""Parameter and FLOP counts, of a decoder from its config alone (no torch).
 
 The headline figure is the one that papers and torchtitan report, so that MFU can be compared:
 FLOP/token = 6 (N - N_input_embedding) + 12 L H d S. A tied embedding is kept, since it is also the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from overland.models.config import DecoderConfig
 from overland.models.parameters import EMBEDDING, HEAD
@@ -27,7 +28,16 @@ class ParameterCount:
         return self.total - self.input_embedding
 
 
-def count_parameters(config: DecoderConfig) -> ParameterCount:
+def count_parameters(config: Any) -> ParameterCount:
+    """Counts of a decoder; of a user's own model the total alone, built without memory."""
+    if not isinstance(config, DecoderConfig):
+        import torch
+
+        from overland.models.registry import build_model
+
+        with torch.device("meta"):
+            total = sum(p.numel() for p in build_model(config).parameters())
+        return ParameterCount(total, input_embedding=0, head=0, per_layer=0)
     sizes = {name: prod(shape) for name, shape in config.parameter_shapes().items()}
     return ParameterCount(
         total=sum(sizes.values()),
@@ -37,16 +47,21 @@ def count_parameters(config: DecoderConfig) -> ParameterCount:
     )
 
 
-def flops_per_token(config: DecoderConfig, seq_len: int) -> float:
-    """Training FLOP per token by the reporting convention (attention not halved)."""
+def flops_per_token(config: Any, seq_len: int) -> float:
+    """Training FLOP per token by the reporting convention (attention not halved). Of a user's own
+    model only the parameters count."""
     dense = 6 * count_parameters(config).in_matmuls
+    if not isinstance(config, DecoderConfig):
+        return float(dense)
     per_layer = 12 * config.num_attention_heads * config.head_dim * seq_len
     return float(dense + config.num_hidden_layers * per_layer)
 
 
-def causal_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
+def causal_flops_per_token(config: Any, seq_len: int) -> float:
     """Training FLOP per token with attention counted only where a key is visible."""
     dense = 6 * count_parameters(config).in_matmuls
+    if not isinstance(config, DecoderConfig):
+        return float(dense)
     visible = sum(
         _mean_visible_keys(seq_len, config.window_of(layer))
         for layer in range(config.num_hidden_layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,11 @@ def override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> Deco
         hf.pop("head_dim", None)
     if {"use_sliding_window", "max_window_layers", "layer_types"} & overrides.keys():
         hf.pop("layer_types", None)
-    return _from_dict(hf | overrides, "the overridden model")
+    changed = _from_dict(hf | overrides, "the overridden model")
+    if type(config) is DecoderConfig:
+        return changed
+    # A user's subclass stays what it is, with fields of its own.
+    return replace(config, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})
 
 
 _ARCHITECTURES = {

@@ -25,8 +25,7 @@ class Console(Callback):
         self.bar: Progress | None = None
         if sys.stdout.isatty() and run.world.is_first:
             self.bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
+                BarColumn(bar_width=16),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),
                 TextColumn("eta"),
@@ -46,11 +45,10 @@ class Console(Callback):
             self.bar.update(self.task, completed=run.progress.step)
 
     def on_log(self, run: Run, record: Record) -> None:
-        status = describe(record)
         if self.bar is not None:
-            self.bar.update(self.task, status=status)
+            self.bar.update(self.task, status=describe_shortly(record))
             return
-        self._print(f"step {record['step']}/{run.config.training.steps}  {status}")
+        self._print(f"step {record['step']}/{run.config.training.steps}  {describe(record)}")
 
     def on_validation(self, run: Run, record: Record) -> None:
         losses = "  ".join(
@@ -71,6 +69,13 @@ class Console(Callback):
 
     def _print(self, text: str) -> None:
         self.screen.print(self.prefix + text, markup=False)
+
+
+def describe_shortly(record: Record) -> str:
+    """What fits beside a bar on 80 columns."""
+    mfu = f"{record['mfu']:.0%} MFU  " if record["mfu"] is not None else ""
+    rate = f"{record['tokens_per_second']:,.0f} tok/s"
+    return f"loss {record['loss']:.3f}  {rate}  {mfu}{record['memory_gib']:.1f} GiB"
 
 
 def describe(record: Record) -> str:

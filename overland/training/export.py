@@ -22,7 +22,11 @@ def export_hf(run: Run) -> Path:
     tensors = whole_tensors(run)
     if run.world.is_first:
         dtype = getattr(torch, run.config.checkpoint.export_dtype)
-        save_hf(run.folder.hf, run.model_config, tensors, dtype=dtype)
+        beside = run.folder.hf.with_name(".hf.new")
+        shutil.rmtree(beside, ignore_errors=True)
+        save_hf(beside, run.model_config, tensors, dtype=dtype)
+        shutil.rmtree(run.folder.hf, ignore_errors=True)  # an earlier step's weights
+        beside.rename(run.folder.hf)
         if run.folder.tokenizer.is_dir():
             shutil.copytree(run.folder.tokenizer, run.folder.hf, dirs_exist_ok=True)
     else:

@@ -11,6 +11,7 @@ from overland.models.flops import flops_per_token
 from overland.planner.hardware import peak_flops
 from overland.reporting.plot import plot_losses
 from overland.training.callbacks import Callback, Record
+from overland.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -106,13 +107,19 @@ class WeightsAndBiases(Callback):
     def __init__(self, run: Run) -> None:
         import wandb
 
-        self.run = wandb.init(
-            project="overland",
-            name=run.folder.root.name,
-            dir=str(run.folder.root),
-            config=run.config.model_dump(),
-            resume="allow",
-        )
+        try:
+            self.run = wandb.init(
+                project="overland",
+                name=run.folder.root.name,
+                dir=str(run.folder.root),
+                config=run.config.model_dump(),
+                resume="allow",
+            )
+        except wandb.errors.Error as error:
+            raise TrainingError(
+                f"Weights & Biases did not start: {error}; run `wandb login`, set "
+                f"WANDB_MODE=offline, or turn metrics.enable_wandb off"
+            ) from None
 
     def on_log(self, run: Run, record: Record) -> None:
         self.run.log(_numbers(record), step=record["step"])

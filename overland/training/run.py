@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overland.checkpoint.store import Store, load
+from overland.checkpoint.store import Store, load, set_aside
 from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
@@ -174,6 +174,9 @@ def start_from(run: Run, report: Any) -> None:
     if path is not None:
         run.restore(path, settings.skip_optimizer)
         report(f"resumed {path} at step {run.progress.step}")
+        if run.world.is_first and path.parent.resolve() == run.store.folder.resolve():
+            for later in set_aside(run.store.folder, run.progress.step):
+                report(f"a later checkpoint is kept as {later}")
     elif settings.initial_load_path is not None:
         source = Path(settings.initial_load_path).expanduser()
         if (source / "progress.json").exists():
@@ -186,7 +189,10 @@ def start_from(run: Run, report: Any) -> None:
 
 def describe_run(run: Run) -> None:
     """What a reader of the run folder needs: config, README, tokenizer, the model's config.json."""
-    write_config(run.config, run.folder.config, full=True)
+    # What was asked for once is not asked for again when this config resumes the run.
+    again = run.config.checkpoint.model_copy(update={"resume": "auto", "skip_optimizer": False})
+    config = run.config.model_copy(update={"checkpoint": again})
+    write_config(config, run.folder.config, full=True)
     write_readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)
     if hasattr(run.model_config, "to_hf"):
         text = json.dumps(run.model_config.to_hf(), indent=2)

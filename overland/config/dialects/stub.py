@@ -165,12 +165,6 @@ def _accumulation(draft: Draft, entry: Entry) -> None:
     )
 
 
-def _fused(draft: Draft, entry: Entry) -> None:
-    value = "fused" if entry.value else "foreach"
-    draft.put(("optimizer", "implementation"), value, entry)
-    draft.note(entry, f'optim.fused is now optimizer.implementation = "{value}"')
-
-
 def _cpu_only(draft: Draft, entries: Entries) -> None:
     """Stands above dist.backend."""
     for path in (("dist", "cpu_only"), ("misc", "cpu_only")):
@@ -217,7 +211,6 @@ SPECIAL: dict[str, Callable[[Draft, Entry], None]] = {
     "checkpoint.directory": _later,
     "checkpoint.prefix": _later,
     "loss.grad_accum_steps": _accumulation,
-    "optim.fused": _fused,
     "dist.cpu_only": _later,
     "misc.cpu_only": _later,
     "misc.uses_mixed_precision": _mixed_precision,

@@ -122,10 +122,7 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "checkpoint.load_only": (False, "set checkpoint.resume for loading; saving goes on"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (ANY, EXPERTS),
     "activation_checkpoint.early_stop": (False, "PyTorch's default is taken"),
-    "activation_checkpoint.visualize_memory_budget_pareto": (
-        False,
-        "recomputation by memory budget is not there yet",
-    ),
+    "activation_checkpoint.visualize_memory_budget_pareto": (False, "no plot is drawn of it"),
     "activation_checkpoint.preserve_rng_state": (True, "random state is always restored"),
     "activation_checkpoint.determinism_check": ("default", "PyTorch's default is taken"),
     "activation_checkpoint.debug": (False, "there is no debug mode of recomputation"),
