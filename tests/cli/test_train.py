@@ -99,6 +99,30 @@ def test_more_steps_go_on_where_the_run_ended(quickstart: tuple[Path, str]) -> N
     assert set(losses(quickstart[0] / "runs/quickstart/metrics.jsonl")) == set(range(1, 11))
 
 
+def test_resuming_an_earlier_step_sets_later_ones_aside_and_is_asked_for_once(
+    quickstart: tuple[Path, str],
+) -> None:
+    run = quickstart[0] / "runs" / "quickstart"
+    words = ["train", "runs/quickstart/config.toml", "training.steps=6", "--skip_optimizer"]
+    done = overland(*words, "--resume", f"{run}/checkpoint/step_4", cwd=quickstart[0], NGPU="1")
+    assert f"resumed {run}/checkpoint/step_4 at step 4" in done.stdout
+    assert (run / "checkpoint" / "step_8.set-aside").is_dir()
+    text = (run / "config.toml").read_text()
+    assert 'resume = "auto"' in text
+    assert "skip_optimizer = false" in text
+    again = overland("train", "runs/quickstart/config.toml", cwd=quickstart[0], NGPU="1")
+    assert "is at step 6 of 6" in again.stdout
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line(quickstart: tuple[Path, str]) -> None:
+    (quickstart[0] / "letters").mkdir()
+    words = ["train", "runs/quickstart/config.toml", "--resume", "letters"]
+    done = overland(*words, cwd=quickstart[0], NGPU="1", code=2)
+    lines = [line for line in done.stderr.splitlines() if "note:" not in line]
+    assert len(lines) == 1, done.stderr
+    assert "letters cannot be read as a checkpoint" in lines[0]
+
+
 def test_resume_none_takes_a_folder_of_its_own(quickstart: tuple[Path, str]) -> None:
     words = ["train", "quickstart", *TINY, "training.steps=1", "validation.enable=false"]
     overland(*words, "--resume", "none", cwd=quickstart[0], NGPU="1")

@@ -155,6 +155,13 @@ def test_exported_weights_are_what_transformers_computes_with(
     assert ours == pytest.approx(theirs.item(), abs=1e-4)
 
 
+def test_a_run_that_goes_on_exports_again(ranks: RankPool, tmp_path: Path) -> None:
+    for steps in (1, 2):
+        ranks.run(1, exported, tiny_job(tmp_path, training={**FLOAT32, "steps": steps}))
+    assert (tmp_path / "hf" / "config.json").is_file()
+    assert not (tmp_path / ".hf.new").exists()
+
+
 def first_loss(world: World, config: JobConfig) -> float:
     return run_job(world, config).losses[0]
 
