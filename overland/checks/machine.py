@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
+from overland.config.schedules import SPLIT_BACKWARD
 
 KEY = "comm.backend"
 
@@ -28,6 +30,20 @@ def check_packages(loaded: Loaded) -> Iterator[Problem]:
         key = "metrics.enable_wandb"
         message = "the package wandb is not installed; pip install 'overland[wandb]'"
         yield Problem(message, loaded.where(key), key, True, kind="machine")
+
+
+def check_schedule(loaded: Loaded) -> Iterator[Problem]:
+    """Schedules that split the backward pass wait forever under torch 2.11 (seen there with all
+    three; all are proven on 2.13)."""
+    layout = loaded.config.parallelism
+    schedule = layout.pipeline_parallel_schedule
+    if layout.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
+        return
+    installed = version("torch")
+    if tuple(int(part) for part in installed.split(".")[:2]) < (2, 13):
+        key = "parallelism.pipeline_parallel_schedule"
+        message = f"needs torch 2.13 or newer (here: {installed}), which can split a backward pass"
+        yield Problem(message, loaded.where(key), key, schedule, kind="machine")
 
 
 def _lack_of(backend: str) -> str:

@@ -11,3 +11,6 @@ STAGES_PER_RANK = {
 
 # The loop turns back at the last rank: rank 0 has the first and the last stage.
 TURNING = {"ZBVZeroBubble", "DualPipeV"}
+
+# Weight gradients are computed apart from those of the inputs.
+SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}

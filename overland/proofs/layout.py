@@ -6,6 +6,7 @@ about 1e-15, those of a wrong one hardly to 1e-3.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,9 +18,11 @@ from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.proofs.layouts import KINDS, WAYS, Layout, Sections
 
-# Largest relative difference that passes. bfloat16's is measured: losses of wrong layouts differ by
-# more, and those of right ones by less (docs/evidence/layouts.md).
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
+# Largest relative difference of the loss that passes, and of the gradient norm. Only float64 proves
+# anything. In bfloat16 twenty steps on random tokens drift apart by up to 7e-3 in the loss (measured
+# over the short list), and the norm, a difference of nearly equal numbers by then, by anything.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
+NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 STEPS = 20
 ROWS = 8
 
@@ -50,8 +53,11 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        worst = max(self.loss_difference, self.norm_difference)
-        return not self.error and worst <= TOLERANCES[self.dtype]
+        return (
+            not self.error
+            and self.loss_difference <= TOLERANCES[self.dtype]
+            and self.norm_difference <= NORM_TOLERANCES[self.dtype]
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "equal": self.is_equal}

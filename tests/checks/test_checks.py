@@ -186,3 +186,11 @@ def test_weights_and_biases_without_its_package_is_one_line(monkeypatch) -> None
     monkeypatch.setattr("overland.checks.machine.find_spec", lambda name: None)
     (problem,) = check_config(load_config("quickstart", ["metrics.enable_wandb=true"], {}), 2)
     assert "pip install 'overland[wandb]'" in str(problem)
+
+
+def test_a_schedule_that_hangs_on_an_older_torch_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("overland.checks.machine.version", lambda name: "2.11.0+cu130")
+    words = ["parallelism.pipeline_parallel_degree=2", "training.local_batch_size=8"]
+    words += ["parallelism.pipeline_parallel_schedule=DualPipeV"]
+    (problem,) = check_config(load_config("llama3_debug", words, {}), 2)
+    assert "needs torch 2.13 or newer (here: 2.11.0+cu130)" in str(problem)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from torch import nn
 
-from overland.models import DecoderConfig, register_model, resolve_config
+from overland.models import DecoderConfig, register_model, registry, resolve_config
 from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
 
 
@@ -20,8 +20,9 @@ class Louder(DecoderConfig):
     volume: int = 11
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models() -> None:
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))  # gone after the test
     register_model(
         "wide",
         flavors={"base": WideConfig()},
