@@ -54,6 +54,9 @@ class Store:
 
 def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Reads a checkpoint into the tensors of `state`, however sharded; returns the progress."""
+    for part in (PROGRESS, ".metadata"):
+        if not (path / part).is_file():
+            raise CheckpointError(f"{path} cannot be read as a checkpoint: it has no {part}")
     try:
         dcp.load(dict(state), checkpoint_id=path, no_dist=not dist.is_initialized())
         progress: dict[str, Any] = json.loads((path / PROGRESS).read_text())
