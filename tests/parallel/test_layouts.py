@@ -13,7 +13,7 @@ from overland.proofs.layouts import LAYOUTS, SHORT, Layout, parse
 
 @pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)
 def test_layout_equals_one_process(ranks: RankPool, layout: Layout) -> None:
-    (verdict,) = prove_layouts([layout], ranks, steps=6)
+    (verdict,) = prove_layouts([layout], ranks)
     assert verdict.is_equal, verdict
 
 
