@@ -24,6 +24,11 @@ def local_part(
     return parameter.to_local(), tuple(offset), tuple(parameter.shape)
 
 
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that lie here, as a plain tensor on the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of this rank's parts by their name in the undivided model."""
     return {name: found[0] for name, found in _by_name(parts).items()}

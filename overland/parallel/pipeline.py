@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
 from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder
 from overland.parallel.mesh import Mesh
+from overland.parallel.parts import shard_of
 
 
 def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
@@ -189,13 +189,16 @@ class TiedEmbedding:
 
     def sum_gradients(self) -> None:
         if self.embedding is not None and self.head is not None:  # both ends on this rank
-            total = local(self.embedding.grad) + local(self.head.grad)
-            local(self.embedding.grad).copy_(total)
-            local(self.head.grad).copy_(total)
+            assert self.embedding.grad is not None
+            assert self.head.grad is not None
+            total = shard_of(self.embedding.grad) + shard_of(self.head.grad)
+            shard_of(self.embedding.grad).copy_(total)
+            shard_of(self.head.grad).copy_(total)
         elif self.embedding is not None or self.head is not None:
             mine = self.embedding if self.embedding is not None else self.head
             assert mine is not None
-            dist.all_reduce(local(mine.grad), group=self.group)
+            assert mine.grad is not None
+            dist.all_reduce(shard_of(mine.grad), group=self.group)
 
 
 def end_group(mesh: Mesh) -> dist.ProcessGroup | None:
@@ -208,8 +211,3 @@ def end_group(mesh: Mesh) -> dist.ProcessGroup | None:
         if dist.get_rank() in ends:
             mine = group
     return mine
-
-
-def local(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -22,6 +22,7 @@ from overland.config.schema import Optimizer
 from overland.parallel.apply import ParallelModel
 from overland.parallel.comm import sum_over
 from overland.parallel.mesh import Mesh
+from overland.parallel.parts import shard_of
 
 
 @dataclass
@@ -71,10 +72,10 @@ class AdamW:
     def _update_group(self, decays: bool, rate: float, divisor: Tensor, skip: Tensor) -> None:
         members = [p for p in self.parameters if p.grad is not None and (p.ndim >= 2) == decays]
         lists = [
-            [local_part(p.detach()) for p in members],
-            [local_part(p.grad) for p in members if p.grad is not None],
-            [local_part(self.moments[p].exp_avg) for p in members],
-            [local_part(self.moments[p].exp_avg_sq) for p in members],
+            [shard_of(p.detach()) for p in members],
+            [shard_of(p.grad) for p in members if p.grad is not None],
+            [shard_of(self.moments[p].exp_avg) for p in members],
+            [shard_of(self.moments[p].exp_avg_sq) for p in members],
         ]
         parameters, gradients, averages, squares = (
             [tensor for tensor, parameter in zip(some, lists[0], strict=True) if parameter.numel()]
@@ -113,7 +114,7 @@ def gradient_norm(optimizer: AdamW, model: ParallelModel, mesh: Mesh) -> Tensor:
     for parameter in optimizer.parameters:
         if parameter.grad is not None and model.counted_once(parameter):
             axes = sharded_axes(parameter.grad)
-            groups.setdefault(axes, []).append(local_part(parameter.grad))
+            groups.setdefault(axes, []).append(shard_of(parameter.grad))
     squares = {
         axes: torch.stack(torch._foreach_norm(gradients)).square().sum()
         for axes, gradients in groups.items()
@@ -134,7 +135,3 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
         return ()
     axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
     return tuple(name for name, placement in axes if not placement.is_replicate())
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
