@@ -1,93 +1,213 @@
-"""Checkpoints of a run: a folder `step_N` each, sharded by PyTorch's DCP, with progress.json.
+"""Saves a run's state, mostly while the run goes on.
 
-Written as `.step_N.tmp` and renamed when every rank is done: a folder named `step_N` is complete.
+1. The loop calls `save`: a snapshot of this rank's tensors is started (see snapshot.py), and the
+   loop goes on.
+2. A thread writes the snapshot to `.step_N.tmp/`, block by block with checksums, and syncs it.
+3. Rank 0 gathers everyone's checksums, writes the index and then COMMITTED, and renames the folder
+   to `step_N`. From this moment the checkpoint exists. `latest` is pointed at it.
+4. Old checkpoints that nobody asked to keep are deleted.
+5. `poll` tells the loop how it went. An error is told, and never ends the run.
+
+Two saves never overlap: the second waits for the first.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
+import threading
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.disk import Disk
+from overland.checkpoint.folder import (
+    LATEST,
+    delete,
+    list_checkpoints,
+    name_of,
+    set_aside,
+    superfluous,
+    tidy,
+)
+from overland.checkpoint.full import write_full
+from overland.checkpoint.plan import Plan, broadcast, gather, plan_local_save, plan_save
+from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
+from overland.checkpoint.write import build_index, commit, write_files
+from overland.config.schema import Checkpoint as Settings
 
-PROGRESS = "progress.json"
+# A save may take long, and a rank that died is noticed elsewhere.
+PATIENCE = timedelta(hours=6)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended. `seconds` from the call to the commit; `waited` is what the loop lost."""
+
+    path: Path
+    seconds: float
+    waited: float
+    num_bytes: int
+    error: str = ""
 
 
 class Store:
-    """Saves and finds the checkpoints of one folder. All ranks call it together."""
+    """The checkpoints of one run. Every rank has one, and all call it at the same steps."""
 
-    def __init__(self, folder: Path, keep_latest_k: int) -> None:
-        self.folder, self.keep_latest_k = folder, keep_latest_k
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        device: torch.device | None = None,
+        local_ranks: int = 1,
+        disk: Disk | None = None,
+    ) -> None:
+        self.folder, self.settings, self.disk = folder, settings, disk or Disk()
+        self.notes: list[str] = []
+        self._device, self._local_ranks = device or torch.device("cpu"), local_ranks
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._rank = 0 if alone else dist.get_rank()
+        self._plan: Plan | None = None
+        self._snapshot: Snapshot | Direct = Direct()
+        self._writing: threading.Thread | None = None
+        self._outcomes: list[Outcome] = []
+        self.last: Outcome | None = None
+        """How the newest save ended, if there was one."""
 
-    def save(self, step: int, state: Mapping[str, Tensor], progress: Mapping[str, Any]) -> Path:
-        path, beside = self.folder / f"step_{step}", self.folder / f".step_{step}.tmp"
-        if dist.get_rank() == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-        dist.barrier()
-        dcp.save(dict(state), checkpoint_id=beside)
-        if dist.get_rank() == 0:
-            (beside / PROGRESS).write_text(json.dumps(dict(progress)))
-            shutil.rmtree(path, ignore_errors=True)
-            beside.rename(path)
-            self._forget_old()
-        dist.barrier()
-        return path
+    @property
+    def is_async(self) -> bool:
+        return isinstance(self._snapshot, Snapshot)
 
-    def latest(self) -> Path | None:
-        return latest_checkpoint(self.folder)
+    def prepare(self, state: Mapping[str, Tensor]) -> None:
+        """Plans and takes memory, so that no save has to. All ranks together."""
+        if self._rank == 0:
+            self.disk.make_folder(self.folder)
+            tidy(self.folder, self.disk)
+        make = plan_local_save if self.settings.type == "local" else plan_save
+        self._plan = make(state, self._group)
+        if self.settings.async_mode == "disabled":
+            return
+        if fits_in_memory(self._plan.num_bytes, self._local_ranks):
+            self._snapshot = Snapshot(self._plan, self._device)
+        else:
+            gigabytes = self._plan.num_bytes * self._local_ranks / 1e9
+            self.notes.append(
+                f"host memory has no room for a copy of the state ({gigabytes:.0f} GB on this "
+                f"node), so training waits while checkpoints are written"
+            )
 
-    def _forget_old(self) -> None:
-        if self.keep_latest_k:
-            for path in checkpoints(self.folder)[: -self.keep_latest_k]:
-                shutil.rmtree(path)
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        run: Mapping[str, Any],
+        preempt: bool = False,
+        validation_loss: float | None = None,
+    ) -> None:
+        """Starts a save; `poll` or `finish` tell its outcome."""
+        started = time.monotonic()
+        if self._plan is None:
+            self.prepare(state)
+        assert self._plan is not None
+        self.wait()
+        self._snapshot.take(state)
+        about = {
+            "step": step,
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            "validation_loss": validation_loss,
+        }
+        name = name_of(step, preempt)
+        arguments = (self._plan, name, dict(run), about, started)
+        if self.is_async:
+            self._writing = threading.Thread(
+                target=self._write, args=arguments, name="checkpoint-save", daemon=True
+            )
+            self._waited = time.monotonic() - started
+            self._writing.start()
+        else:
+            self._waited = -started
+            self._write(*arguments)
+
+    def wait_on_device(self) -> None:
+        """To be called before anything overwrites the state; costs the host nothing."""
+        self._snapshot.wait_on_device()
+
+    def poll(self) -> list[Outcome]:
+        """The saves that ended since the last call."""
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    def wait(self) -> None:
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def finish(self) -> list[Outcome]:
+        """Waits for a save that is under way."""
+        self.wait()
+        return self.poll()
+
+    def close(self) -> None:
+        self.wait()
+        self._snapshot.close()
+
+    def _write(
+        self, plan: Plan, name: str, run: dict[str, Any], about: dict[str, Any], started: float
+    ) -> None:
+        beside, error = self.folder / f".{name}.tmp", ""
+        sums: list[list[int]] = []
+        try:
+            self._snapshot.wait()
+            sums = write_files(beside, plan.files, self._snapshot.read, self.disk)
+        except Exception as problem:
+            error = f"rank {self._rank}: {_sentence(problem)}"
+        reports = gather((error, sums), self._group)
+        if self._rank == 0:
+            errors = [text for text, _ in reports if text]
+            error = errors[0] if errors else self._commit(plan, name, run, about, reports)
+        error = broadcast(error, self._group)
+        now = time.monotonic()
+        waited = self._waited if self._waited >= 0 else now + self._waited
+        self.last = Outcome(self.folder / name, now - started, waited, plan.num_bytes, error)
+        self._outcomes.append(self.last)
+
+    def _commit(
+        self,
+        plan: Plan,
+        name: str,
+        run: dict[str, Any],
+        about: dict[str, Any],
+        reports: list[tuple[str, list[list[int]]]],
+    ) -> str:
+        """Rank 0 only. Whatever goes wrong here leaves the earlier checkpoints as they are."""
+        beside, path = self.folder / f".{name}.tmp", self.folder / name
+        try:
+            kind = self.settings.type
+            index = build_index(kind, plan.files_of_ranks, [sums for _, sums in reports], run)
+            if kind == "full":
+                write_full(beside, index, about, self.settings.full_format, self.disk)
+            else:
+                commit(beside, index, about, self.disk)
+            if path.exists():  # damaged, or of a run that went another way from here
+                set_aside(path, self.disk)
+            self.disk.rename(beside, path)
+            self.disk.point(self.folder / LATEST, name)
+            for old in superfluous(list_checkpoints(self.folder), self.settings):
+                delete(old.path, self.disk)
+        except Exception as problem:
+            self.disk.remove_folder(beside)
+            return _sentence(problem)
+        return ""
 
 
-def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Reads a checkpoint into the tensors of `state`, however sharded; returns the progress."""
-    for part in (PROGRESS, ".metadata"):
-        if not (path / part).is_file():
-            raise CheckpointError(f"{path} cannot be read as a checkpoint: it has no {part}")
-    try:
-        dcp.load(dict(state), checkpoint_id=path, no_dist=not dist.is_initialized())
-        progress: dict[str, Any] = json.loads((path / PROGRESS).read_text())
-    except CheckpointException as error:
-        first, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_line(first)}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_line(error)}") from None
-    return progress
-
-
-def set_aside(folder: Path, after_step: int) -> list[Path]:
-    """Renames checkpoints of later steps, so that none of them is taken for the newest one."""
-    later = [path for path in checkpoints(folder) if step_of(path) > after_step]
-    return [path.rename(path.with_name(f"{path.name}.set-aside")) for path in later]
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted((path for path in found if (path / PROGRESS).exists()), key=step_of)
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    found = checkpoints(folder)
-    return found[-1] if found else None
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return str(error) or type(error).__name__

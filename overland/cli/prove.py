@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +13,9 @@ import typer
 
 from overland.cli.errors import user_errors
 
-app = typer.Typer(
-    help="Evidence: equal losses across layouts.", no_args_is_help=True, rich_markup_mode=None
-)
+HELP = "Evidence: equal losses across layouts, checkpoints as they were committed."
 
-
-@app.callback()
-def prove() -> None:
-    """Evidence: equal losses across layouts."""
+app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
@@ -81,3 +78,43 @@ def layout(
     if wrong:
         print(f"{wrong} of {len(todo)} layouts differ from one process.", file=sys.stderr)
         raise typer.Exit(1)
+
+
+@app.command()
+@user_errors
+def checkpoint(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder: all of its own.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per checkpoint.")
+    ] = False,
+) -> None:
+    """Read every byte of a checkpoint and compare it with its checksums."""
+    from overland.checkpoint.verify import find_checkpoints, total_bytes, verify
+
+    damaged = 0
+    for one in find_checkpoints(path):
+        size = total_bytes(one)
+        with bytes_bar(one.name, size) as advance:
+            problems = verify(one, advance)
+        damaged += bool(problems)
+        if as_json:
+            print(json.dumps({"checkpoint": str(one), "bytes": size, "problems": problems}))
+            continue
+        print(f"{one}: " + ("damaged" if problems else f"intact, {size:,} bytes verified"))
+        for problem in problems:
+            print(f"  {problem}")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def bytes_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -84,12 +84,14 @@ def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
 
 def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
     """What every rank does."""
+    from overland.checkpoint.errors import CheckpointError
     from overland.cluster.devices import device_type
     from overland.parallel.comm import from_first_rank, process_group
     from overland.training.export import export_hf
     from overland.training.folder import fresh_folder
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
+    from overland.training.stop import EXIT_CODE
 
     config = loaded.config
     with process_group(config.comm, world, device_type()) as device:
@@ -100,11 +102,16 @@ def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
         if config.job.print_config and world.is_first:
             print(run.folder.config.read_text())
         finished = train_loop(run)
+        if run.store.last is not None and run.store.last.error:
+            last = run.store.last
+            raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
         if finished and is_new and config.checkpoint.last_save_in_hf:
             export_hf(run)
         sample = sample_text(run) if finished else ""
         if world.is_first:
             print(closing_words(run, finished, is_new, sample))
+    if not finished:
+        raise typer.Exit(EXIT_CODE)
 
 
 def sample_text(run: Run) -> str:

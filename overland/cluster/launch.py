@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 GRACE_SECONDS = 10.0
+STOPPED = 75  # a rank that was asked to stop, and saved: no failure (training/stop.py)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 20
 
@@ -26,7 +27,7 @@ LOG_TAIL_LINES = 20
 def launch_local(
     arguments: Sequence[str], num_ranks: int, log_ranks: Collection[int], log_folder: Path
 ) -> int:
-    """Runs `overland ARGUMENTS` on `num_ranks` processes; returns the first non-zero exit code."""
+    """Runs `overland ARGUMENTS` on `num_ranks` processes; returns their exit code."""
     log_folder.mkdir(parents=True, exist_ok=True)
     shared_env = {
         **os.environ,
@@ -58,7 +59,7 @@ def launch_local(
     with _interrupts_go_to(ranks):
         failed = _wait(ranks)
     if failed is None:
-        return 0
+        return max(rank.returncode for rank in ranks)
     code = ranks[failed].returncode
     if failed not in log_ranks:
         _show_end_of(logs[failed], failed)
@@ -86,11 +87,11 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
     """Waits for all; the first failure ends the rest. Returns the rank that failed first."""
     while True:
         codes = [rank.poll() for rank in ranks]
-        failed = next((i for i, code in enumerate(codes) if code not in (None, 0)), None)
+        failed = next((i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)), None)
         if failed is not None:
             _end(ranks)
             return failed
-        if all(code == 0 for code in codes):
+        if all(code is not None for code in codes):
             return None
         time.sleep(0.05)
 
@@ -109,8 +110,11 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         rank.wait()
 
 
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
 class _interrupts_go_to:
-    """First Ctrl-C: leave the ranks to finish. Second: end them. SIGTERM is passed on."""
+    """First Ctrl-C: leave the ranks to finish. Second: end them. Other signals are passed on."""
 
     def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         self.ranks = ranks
@@ -119,7 +123,7 @@ class _interrupts_go_to:
     def __enter__(self) -> None:
         self.previous = {
             signal.SIGINT: signal.signal(signal.SIGINT, self._interrupt),
-            signal.SIGTERM: signal.signal(signal.SIGTERM, self._pass_on),
+            **{number: signal.signal(number, self._pass_on) for number in PASSED_ON},
         }
 
     def __exit__(self, *_: object) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 BatchSize = Annotated[int, Field(ge=-1)]
@@ -201,8 +202,28 @@ class Checkpoint(Section):
     """Folder of the checkpoints, below the run folder."""
     interval: PositiveInt = 500
     """Save every this many steps; the last step is always saved."""
+    interval_minutes: PositiveFloat | None = None
+    """Also save whenever this many minutes have gone by since the last save."""
+    type: Literal["shard", "full", "local"] = "shard"
+    """shard: each rank writes its part, any layout reads it; full: whole tensors, put together by
+    rank 0; local: each rank writes all it holds, and only the same layout reads it."""
+    full_format: Literal["safetensors", "torch"] = "safetensors"
+    """With full: safetensors, or the four files model_state_dict.pt, optim_state_dict.pt,
+    lr_state_dict.pt and iter_state_dict.pt."""
+    async_mode: Literal["async", "disabled"] = "async"
+    """async: copy the state to host memory and write it while training goes on; disabled: training
+    waits for the disk."""
     keep_latest_k: NonNegativeInt = 10
     """Keep this many checkpoints; 0 keeps all."""
+    keep_every: PositiveInt | None = None
+    """Beside those, keep every checkpoint whose step is a multiple of this."""
+    keep_best: NonNegativeInt = 0
+    """Beside those, keep this many with the lowest validation loss; a step whose validation loss is
+    the best so far is then saved at once."""
+    stop_after_minutes: PositiveFloat | None = None
+    """Save and stop after so many minutes of this session; the next session goes on."""
+    walltime_margin_minutes: NonNegativeFloat = 3.0
+    """Save and stop this long before a Slurm job ends, or earlier if saving takes long."""
     resume: str = "auto"
     """auto: from the newest checkpoint of the run folder, if any; none: start anew in a fresh
     folder; or the path of a checkpoint."""

@@ -31,6 +31,8 @@ class Dataset:
     blocks: Blocks
     tokenizer: Tokenizer | None
     num_tokens: int | None = None
+    fingerprint: str = ""
+    """Of everything that decides which row comes when; a checkpoint keeps it."""
 
 
 def training_data(config: JobConfig, vocab_size: int, builds: bool, report: Report) -> Dataset:
@@ -89,7 +91,8 @@ def _dataset(
     seed = config.debug.seed
     if path is None and name == registry.RANDOM:
         mask = config.data.document_mask
-        return Dataset(name, RandomTokens(vocab_size, seq_len, seed, document_mask=mask), None)
+        tokens = RandomTokens(vocab_size, seq_len, seed, document_mask=mask)
+        return Dataset(name, tokens, None, fingerprint=f"random-{vocab_size}-{seq_len}-{seed}")
     folder = Path(path).expanduser() if path else registry.find_folder(name, config.data)
     if folder is not None and (folder / "shards.json").exists():
         shards, tokenizer = TokenShards(folder), None
@@ -105,7 +108,8 @@ def _dataset(
     blocks = ShardBlocks(
         shards, seq_len, seed, shuffle=shuffle, document_mask=config.data.document_mask
     )
-    return Dataset(name, blocks, tokenizer, shards.info.num_tokens)
+    mark = f"{shards.info.fingerprint}-{seq_len}-{seed}"
+    return Dataset(name, blocks, tokenizer, shards.info.num_tokens, mark)
 
 
 def _find_or_build(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.store import PROGRESS, latest_checkpoint, load
+from overland.checkpoint.folder import latest_checkpoint
+from overland.checkpoint.format import COMMITTED
+from overland.checkpoint.read import load
 from overland.checks.model import check_custom_import
 from overland.cluster.devices import device_type
 from overland.config.errors import ConfigError
@@ -32,9 +33,7 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
         raise CheckpointError(f"{run} holds no checkpoint yet")
     tokenizer = Tokenizer(run / "tokenizer")
     model = build_model(model_config(config.model))
-    with warnings.catch_warnings():  # that this is one process is no news
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(step, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    load(step, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
     dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
     return model.to(device_type(), dtype).eval(), tokenizer, config
 
@@ -44,6 +43,6 @@ def find_run(path: Path) -> tuple[Path, Path | None]:
     if (path / "config.toml").is_file():
         return path, None
     for folder in path.absolute().parents[:3]:
-        if (folder / "config.toml").is_file() and (path / PROGRESS).is_file():
+        if (folder / "config.toml").is_file() and (path / COMMITTED).is_file():
             return folder, path
     raise CheckpointError(f"{path} is neither a run folder nor a checkpoint inside one")

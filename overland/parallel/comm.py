@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from overland.cluster.world import World
 from overland.config.schema import Comm
 from overland.parallel.mesh import Mesh
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -77,11 +80,19 @@ gather_with_gradient = _functional("all_gather_single_autograd", "all_gather_ten
 sum_and_scatter = _functional("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def from_first_rank(value: str) -> str:
-    """Rank 0's value, on every rank."""
+def from_first_rank(value: T, source: int = 0) -> T:
+    """Rank 0's value, or another's, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+def first_problem(problem: str) -> str:
+    """What the first rank that has a problem says, on every rank; empty if none has one."""
+    size = dist.get_world_size()
+    whose = torch.tensor([dist.get_rank() if problem else size])
+    dist.all_reduce(whose, dist.ReduceOp.MIN)
+    return from_first_rank(problem, int(whose)) if int(whose) < size else ""
 
 
 def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -8,10 +8,10 @@ user's module (`job.custom_import`) adds its own with `register_callback`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from overland.checkpoint.store import Outcome
     from overland.training.run import Run
 
 Record = dict[str, Any]
@@ -35,8 +35,9 @@ class Callback:
     def on_validation(self, run: Run, record: Record) -> None:
         """Held-out losses: `validation_loss/NAME` for each set."""
 
-    def on_save(self, run: Run, path: Path) -> None:
-        """A checkpoint was saved."""
+    def on_save(self, run: Run, saved: Outcome) -> None:
+        """A checkpoint was committed. Saves end in the background, so ranks learn of it at
+        different steps: wait for no other rank here."""
 
     def on_message(self, run: Run, message: str) -> None:
         """Something the user should know, such as a skipped step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from overland.training.callbacks import Callback, Record
 
 if TYPE_CHECKING:
+    from overland.checkpoint.store import Outcome
     from overland.training.run import Run
 
 
@@ -56,9 +56,11 @@ class Console(Callback):
         )
         self._print(f"step {record['step']}  {losses}")
 
-    def on_save(self, run: Run, path: Path) -> None:
+    def on_save(self, run: Run, saved: Outcome) -> None:
         if run.world.is_first:
-            self._print(f"saved {path}")
+            self._print(
+                f"saved {saved.path} in {saved.seconds:.1f} s ({saved.waited:.1f} s waited)"
+            )
 
     def on_message(self, run: Run, message: str) -> None:
         self._print(message)

@@ -36,6 +36,7 @@ def export_hf(run: Run) -> Path:
 
 
 def whole_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in named_parameters(run.model.parts).items():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name, whole.detach().cpu()
+    with run.optimizer.masters.whole():
+        for name, parameter in named_parameters(run.model.parts).items():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, whole.detach().cpu()

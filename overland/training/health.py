@@ -70,3 +70,10 @@ class SpikeGuard:
                 return True
         self._losses.append(loss)
         return False
+
+    def to_json(self) -> list[float]:
+        return list(self._losses)
+
+    def restore(self, losses: list[float]) -> None:
+        self._losses.clear()
+        self._losses.extend(losses)

@@ -5,37 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
+from overland.checkpoint.folder import latest_checkpoint
+from overland.checkpoint.store import Outcome
 from overland.data.batch import Batch
 from overland.data.loader import batches, read_ahead
+from overland.parallel.comm import from_first_rank
 from overland.training.callbacks import Record
 from overland.training.errors import TrainingError
-from overland.training.health import BadSteps, SpikeGuard
+from overland.training.health import BadSteps
 from overland.training.metrics import Meter
 from overland.training.run import Run
 from overland.training.schedule import learning_rate
+from overland.training.state import restore
 from overland.training.step import StepResult, train_step
-from overland.training.stop import StopRequest
+from overland.training.stop import Clock, StopRequest, Wish
 from overland.training.validate import validate
 
 Data = Generator[Batch, None, None]
 
 
 def train(run: Run) -> bool:
-    """Trains to the last step or until a signal asks to stop; returns whether it got to the end."""
+    """Trains to the last step or until it is asked to stop; returns whether it got to the end."""
     config, progress = run.config, run.progress
-    steps, guard_action = config.training.steps, config.health.spike_guard
-    guard = SpikeGuard(config.health) if guard_action != "off" else None
+    steps = config.training.steps
     bad_steps = BadSteps(config.health.max_bad_steps)
+    clock = Clock(config.checkpoint, run.folder.root) if run.world.is_first else None
     meter = Meter(run)
     data = open_data(run)
 
-    with StopRequest() as stop:
+    with StopRequest(clock) as stop:
         try:
             run.call("on_start")
             while progress.step < steps:
                 stop.ask()
                 batch = next_batch(data, meter)
-                result = train_step(run, batch, guard)
+                result = train_step(run, batch, run.guard)
                 progress.step += 1
                 progress.batch += 1
                 progress.tokens += result.num_tokens
@@ -46,22 +50,47 @@ def train(run: Run) -> bool:
                 if is_logged or bad_steps.is_due:
                     log(run, result, meter, bad_steps)
                 if result.spiked:
-                    data = answer_spike(run, data, guard_action, result)
+                    data = answer_spike(run, data, result)
+                held_out = None
                 if run.validation_sets and is_due(progress.step, config.validation.freq, steps):
-                    run.call("on_validation", validate(run))
+                    held_out = validate(run)
+                    run.call("on_validation", held_out)
                     meter.restart(run)
-                stopping = stop.agreed()
-                if config.checkpoint.enable and (
-                    stopping or is_due(progress.step, config.checkpoint.interval, steps)
-                ):
-                    run.save()
-                    meter.restart(run)
-                if stopping and progress.step < steps:
+                wish = stop.agreed()
+                if config.checkpoint.enable and save_is_due(run, wish, held_out):
+                    run.save(wish.stops, held_out["validation_loss"] if held_out else None)
+                    if clock is not None:
+                        clock.saving()
+                report_saves(run, run.store.poll(), clock)
+                if wish.stops and progress.step < steps:
+                    run.call("on_message", f"stopping after step {progress.step}: {wish.reason}")
+                    if clock is not None:
+                        clock.stop_file.unlink(missing_ok=True)  # it has done its work
                     return False
         finally:
             data.close()
+            report_saves(run, run.store.finish(), clock)
             run.call("on_end")
+            run.store.close()
     return True
+
+
+def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
+    settings, progress = run.config.checkpoint, run.progress
+    is_best = held_out and held_out["validation_loss"] <= progress.best_validation_loss
+    due = is_due(progress.step, settings.interval, run.config.training.steps)
+    return due or wish is not Wish.NOTHING or bool(settings.keep_best and is_best)
+
+
+def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None:
+    """A save that failed is told and does not end the run: the next one may succeed."""
+    for outcome in outcomes:
+        if outcome.error:
+            run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
+        else:
+            run.call("on_save", outcome)
+        if clock is not None:
+            clock.saved(outcome.seconds)
 
 
 def open_data(run: Run) -> Data:
@@ -104,17 +133,18 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         run.call("on_message", f"not finite, so skipped: step {', '.join(map(str, skipped))}")
 
 
-def answer_spike(run: Run, data: Data, action: str, result: StepResult) -> Data:
+def answer_spike(run: Run, data: Data, result: StepResult) -> Data:
     """The update was skipped already; "rewind" also goes back, and on to batches not seen yet."""
     what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
-    if action == "skip":
+    if run.config.health.spike_guard == "skip":
         run.call("on_message", f"{what}: step skipped")
         return data
-    path = run.store.latest()
+    run.store.wait()
+    path = from_first_rank(latest_checkpoint(run.store.folder))
     if path is None:
         raise TrainingError(f"{what}, and no checkpoint to rewind to: lower checkpoint.interval")
     next_unseen = run.progress.batch
-    run.restore(path)
+    restore(run, path)
     run.progress.batch = next_unseen
     run.call("on_message", f"{what}: back to {path}, going on with batch {next_unseen}")
     data.close()

@@ -6,36 +6,38 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from overland.checkpoint.store import Store, load, set_aside
+from overland.checkpoint.store import Store
 from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.prepare import Dataset, training_data, validation_data
-from overland.models.hf import load_hf
 from overland.models.init import init_weights
 from overland.models.registry import model_config
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.comm import warm_up
 from overland.parallel.mesh import Mesh, build_mesh
-from overland.parallel.parts import local_part, named_parameters, tied_copies
+from overland.parallel.parts import local_part
+from overland.parallel.single import splits
 from overland.reporting.readme import write_readme
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.console import Console
 from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
+from overland.training.health import SpikeGuard
 from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
 from overland.training.optimizer import AdamW
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
 from overland.training.progress import Progress
+from overland.training.resume import start_from
 from overland.training.seeds import set_seeds
+from overland.training.state import random_tensors, run_facts, run_tensors
 from overland.training.timeouts import Timeouts
 
 
@@ -54,6 +56,7 @@ class Run:
     dataset: Dataset
     validation_sets: list[Dataset]
     store: Store
+    guard: SpikeGuard | None
     progress: Progress = field(default_factory=Progress)
     callbacks: list[Callback] = field(default_factory=list)
 
@@ -67,40 +70,13 @@ class Run:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
 
-    def save(self) -> Path:
-        path = self.store.save(self.progress.step, self.state(), self.progress.to_json())
-        self.call("on_save", path)
-        return path
-
-    def restore(self, path: Path, skip_optimizer: bool = False) -> None:
-        """Goes on where the checkpoint was saved."""
-        self.progress.restore(self.load_tensors(path, skip_optimizer))
-
-    def load_tensors(self, path: Path, skip_optimizer: bool) -> dict[str, Any]:
-        """Reads weights (and the optimizer's state); returns the progress that was saved."""
-        progress = load(path, self.state(skip_optimizer))
-        for parameter, copy in tied_copies(self.model.parts):
-            ours, theirs = self.optimizer.moments[parameter], self.optimizer.moments[copy]
-            with torch.no_grad():
-                copy.copy_(parameter)
-                theirs.exp_avg.copy_(ours.exp_avg)
-                theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
-        return progress
-
-    def state(self, skip_optimizer: bool = False) -> dict[str, Tensor]:
-        """The tensors of a checkpoint by name. Names are those of the undivided model, so that any
-        layout can read what another one wrote; loading into these tensors is loading the run."""
-        parameters = named_parameters(self.model.parts)
-        state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-        if skip_optimizer:
-            return state
-        state |= {"optimizer.num_updates": self.optimizer.num_updates, **self.scaler.state_dict()}
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                moments = self.optimizer.moments[parameter]
-                state[f"optimizer.{name}.exp_avg"] = moments.exp_avg
-                state[f"optimizer.{name}.exp_avg_sq"] = moments.exp_avg_sq
-        return state
+    def save(self, preempt: bool = False, validation_loss: float | None = None) -> None:
+        """Starts a save; the store tells how it went when it is done."""
+        step = self.progress.step
+        with self.optimizer.masters.whole():
+            tensors = {**run_tensors(self), **random_tensors(self)}
+            self.store.save(step, tensors, run_facts(self), preempt, validation_loss)
+            self.store.wait_on_device()  # the whole masters go with this block
 
 
 def build_run(
@@ -144,9 +120,18 @@ def build_run(
         LossScaler(config.training.mixed_precision_param == "float16", device),
         training_data(config, architecture.vocab_size, builds, report),
         validation_data(config, architecture.vocab_size, builds, report),
-        Store(folder.checkpoints, config.checkpoint.keep_latest_k),
+        Store(folder.checkpoints, config.checkpoint, device, world.local_size),
+        SpikeGuard(config.health) if config.health.spike_guard != "off" else None,
     )
     start_from(run, report)
+    if config.checkpoint.enable:
+        run.store.prepare({**run_tensors(run), **random_tensors(run)})
+        for note in run.store.notes:
+            report(f"note: {note}")
+    if splits(mesh, config.training):
+        accumulates = rows // mesh.dp_size > config.training.local_batch_size
+        reduce = getattr(torch, config.training.mixed_precision_reduce)
+        optimizer.masters.split(gradient_dtype=reduce if accumulates else None)
     if world.is_first:
         describe_run(run)
     run.callbacks = build_callbacks(run, log_ranks)
@@ -163,28 +148,6 @@ def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.de
 def global_batch_size(config: JobConfig, mesh: Mesh) -> int:
     wanted = config.training.global_batch_size
     return config.training.local_batch_size * mesh.dp_size if wanted == -1 else wanted
-
-
-def start_from(run: Run, report: Any) -> None:
-    """A checkpoint to resume, weights to start from, or the fresh ones that are there already."""
-    settings = run.config.checkpoint
-    path = run.store.latest() if settings.resume == "auto" and settings.enable else None
-    if settings.resume not in ("auto", "none"):
-        path = Path(settings.resume).expanduser()
-    if path is not None:
-        run.restore(path, settings.skip_optimizer)
-        report(f"resumed {path} at step {run.progress.step}")
-        if run.world.is_first and path.parent.resolve() == run.store.folder.resolve():
-            for later in set_aside(run.store.folder, run.progress.step):
-                report(f"a later checkpoint is kept as {later}")
-    elif settings.initial_load_path is not None:
-        source = Path(settings.initial_load_path).expanduser()
-        if (source / "progress.json").exists():
-            run.load_tensors(source, skip_optimizer=True)
-        else:
-            for part in run.model.parts:
-                load_hf(part, source, local_part)
-        report(f"starting from the weights in {source}")
 
 
 def describe_run(run: Run) -> None:

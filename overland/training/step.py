@@ -45,6 +45,7 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm))
     spiked = guard is not None and guard.is_spike(loss.item())
     rate = learning_rate(run.progress.step, run.config)
+    run.store.wait_on_device()  # a checkpoint may still be copying what is about to change
     run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip=not_finite | spiked)
     scaler.update(not_finite.float())
     return StepResult(loss, norm, not_finite, run.global_batch_size * training.seq_len, spiked)

@@ -1,24 +1,96 @@
-"""Stopping together: a signal on any rank ends all ranks after the same step."""
+"""Stopping and saving together: what one rank learns, all ranks do after the same step.
+
+A run stops early, saves and can be resumed when
+- a signal comes to any rank: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2;
+- a file STOP appears in the run folder;
+- the session has lasted `checkpoint.stop_after_minutes`, or the Slurm job is about to end.
+The last two, and saves by the clock, are for rank 0 to see.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from overland.config.schema import Checkpoint as Settings
+
+EXIT_CODE = 75  # "temporary failure, try again", as sysexits.h has it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_FILE = "STOP"
+LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow to ask
+
+
+class Wish(IntEnum):
+    """What to do after this step; of several wishes the greatest counts."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP_FILE = 2
+    SESSION_OVER = 3
+    WALLTIME = 4
+    SIGNAL = 5
+
+    @property
+    def stops(self) -> bool:
+        return self > Wish.SAVE
+
+    @property
+    def reason(self) -> str:
+        return {
+            Wish.STOP_FILE: f"a file {STOP_FILE} in the run folder",
+            Wish.SESSION_OVER: "checkpoint.stop_after_minutes is over",
+            Wish.WALLTIME: "the job is about to end",
+            Wish.SIGNAL: "a signal",
+        }.get(self, "")
+
+
+class Clock:
+    """Rank 0's: when the next save is due and when the session must end."""
+
+    def __init__(self, settings: Settings, folder: Path, env: Mapping[str, str] = os.environ):
+        self.stop_file = folder / STOP_FILE
+        self._interval = _seconds(settings.interval_minutes)
+        self._session = _seconds(settings.stop_after_minutes)
+        self._margin = settings.walltime_margin_minutes * 60
+        end = env.get("SLURM_JOB_END_TIME", "")
+        self._job_end = float(end) if end.isdecimal() else float("inf")
+        self._started = self._saved = self._looked = time.monotonic()
+        self._slowest_save = 0.0
+
+    def wish(self) -> Wish:
+        now = time.monotonic()
+        # Saving once more must fit in, whatever the margin says.
+        if time.time() + max(self._margin, 2 * self._slowest_save) >= self._job_end:
+            return Wish.WALLTIME
+        if now - self._started >= self._session:
+            return Wish.SESSION_OVER
+        if now - self._looked >= LOOK_EVERY_SECONDS:
+            self._looked = now
+            if self.stop_file.exists():
+                return Wish.STOP_FILE
+        return Wish.SAVE if now - self._saved >= self._interval else Wish.NOTHING
+
+    def saving(self) -> None:
+        self._saved = time.monotonic()
+
+    def saved(self, seconds: float) -> None:
+        self._slowest_save = max(self._slowest_save, seconds)
 
 
 class StopRequest:
-    """Remembers the first signal; the second Ctrl-C acts as usual.
+    """Each step the ranks ask each other: `ask` before the computation, `agreed` after it. The
+    answer travels while the devices are busy. A second Ctrl-C acts as usual."""
 
-    Ranks get signals at different moments, so each step they ask each other: `ask` before the
-    computation, `agreed` after it. The answer travels while the devices are busy.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None) -> None:
+        self.clock = clock
         self.signal: signal.Signals | None = None
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._flag = torch.zeros(1, dtype=torch.int32)
@@ -35,19 +107,24 @@ class StopRequest:
             signal.signal(number, handler)
 
     def ask(self) -> None:
-        self._flag.fill_(int(self.signal is not None))
+        wish = self.clock.wish() if self.clock is not None else Wish.NOTHING
+        self._flag.fill_(Wish.SIGNAL if self.signal is not None else wish)
         if self._group is not None:
             self._answer = dist.all_reduce(
                 self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True
             )
 
-    def agreed(self) -> bool:
+    def agreed(self) -> Wish:
         if self._answer is not None:
             self._answer.wait()
             self._answer = None
-        return bool(self._flag.item())
+        return Wish(int(self._flag.item()))
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+
+
+def _seconds(minutes: float | None) -> float:
+    return float("inf") if minutes is None else minutes * 60

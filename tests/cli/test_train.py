@@ -120,7 +120,7 @@ def test_a_folder_that_is_no_checkpoint_is_one_line(quickstart: tuple[Path, str]
     done = overland(*words, cwd=quickstart[0], NGPU="1", code=2)
     lines = [line for line in done.stderr.splitlines() if "note:" not in line]
     assert len(lines) == 1, done.stderr
-    assert "letters cannot be read as a checkpoint" in lines[0]
+    assert "letters is not a committed checkpoint" in lines[0]
 
 
 def test_resume_none_takes_a_folder_of_its_own(quickstart: tuple[Path, str]) -> None:
@@ -140,7 +140,8 @@ def test_ctrl_c_saves_and_the_resumed_run_has_the_bits_of_an_unbroken_one(
     wait_for_step(run / "metrics.jsonl", 5)
     code, output = interrupt(process)
     stopped = max(losses(run / "metrics.jsonl"))
-    assert code == 0, output
+    assert code == 75, output
+    assert (run / "checkpoint" / f"step_{stopped}.preempt" / "COMMITTED").is_file()
     assert f"Stopped after step {stopped} of 400; saved step {stopped}. To go on:" in output
     assert "overland train runs/quickstart/config.toml" in output
     assert stopped < 390

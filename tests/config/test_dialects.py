@@ -66,14 +66,15 @@ expert_tensor_parallel_degree = 1
 expert_parallel_degree = 1
 [checkpoint]
 async_mode = "disabled"
+load_step = -1
 [comm]
 trace_buf_size = 20000
 """
     (note,) = load(tmp_path, text).notes
     assert note.endswith(
         "old.toml: without effect here: parallelism.expert_tensor_parallel_degree (line 3), "
-        "parallelism.expert_parallel_degree (line 4), checkpoint.async_mode (line 6), "
-        "comm.trace_buf_size (line 8): they have torchtitan's defaults, so nothing is lost"
+        "parallelism.expert_parallel_degree (line 4), checkpoint.load_step (line 7), "
+        "comm.trace_buf_size (line 9): they have torchtitan's defaults, so nothing is lost"
     )
 
 
@@ -116,7 +117,7 @@ enable_checkpoint = true
 interval_type = "steps"
 interval = 100
 model_weights_only = false
-async_mode = "async"
+async_mode = "async_with_pinned_mem"
 
 [lr_scheduler]
 lr_min = 0.1
@@ -148,6 +149,7 @@ def test_an_older_file_is_read_in_todays_keys(tmp_path: Path) -> None:
     assert (layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree) == (2, 32)
     assert (layout.tensor_parallel_degree, layout.context_parallel_degree) == (8, 2)
     assert config.checkpoint.enable
+    assert config.checkpoint.async_mode == "async"
     assert config.validation.enable
 
     file = tmp_path / "old.toml"
@@ -156,7 +158,6 @@ def test_an_older_file_is_read_in_todays_keys(tmp_path: Path) -> None:
     text = "\n".join(loaded.notes)
     for key in (
         "norm_type",
-        "async_mode",
         "enable_async_tensor_parallel",
         "rank_0_only",
         "enable_float8_linear",
@@ -292,3 +293,9 @@ def test_a_part_of_the_stubs_yaml_is_recognised(tmp_path: Path) -> None:
 def test_a_config_in_todays_keys_gets_no_notes(tmp_path: Path) -> None:
     text = '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 2\n[comm]\nbackend = "gloo"\n'
     assert load(tmp_path, text).notes == []
+
+
+def test_saving_by_the_clock_keeps_its_meaning(tmp_path: Path) -> None:
+    loaded = load(tmp_path, '[checkpoint]\ninterval_type = "seconds"\ninterval = 1800\n')
+    assert loaded.config.checkpoint.interval_minutes == 30
+    assert "interval in seconds is now checkpoint.interval_minutes" in loaded.notes[0]

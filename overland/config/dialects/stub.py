@@ -51,7 +51,6 @@ WITHOUT_MEANING: dict[str, str] = {
     "dataset.seg_size": EPOCHS,
     "model.from_scratch": "checkpoint.initial_load_path says what weights to start from",
     "lr_scheduler.scheduler_update_iterations": "the rate is updated at every step",
-    "checkpoint.state_dict_type": WHOLE,
     "checkpoint.offload_to_cpu": WHOLE,
     "checkpoint.rank0_only": WHOLE,
     "checkpoint.preempt_metadata_path": "the newest checkpoint is found in the run folder",
@@ -204,7 +203,20 @@ def _folder(draft: Draft, entries: Entries) -> None:
         draft.note(source, f'checkpoint.directory and prefix are now job.dump_folder = "{folder}"')
 
 
+def _state_dict_type(draft: Draft, entry: Entry) -> None:
+    """The stub's whole checkpoints are four files of `torch.save`."""
+    if entry.value == "full":
+        draft.put(("checkpoint", "type"), "full", entry)
+        draft.put(("checkpoint", "full_format"), "torch", entry)
+        text = 'checkpoint.type = "full" with full_format = "torch"'
+    else:
+        draft.put(("checkpoint", "type"), "shard", entry)
+        text = 'checkpoint.type = "shard"'
+    draft.note(entry, f"checkpoint.state_dict_type is now {text}")
+
+
 SPECIAL: dict[str, Callable[[Draft, Entry], None]] = {
+    "checkpoint.state_dict_type": _state_dict_type,
     "lr_scheduler.total_iterations": _steps,
     "checkpoint.chkpt_saving_iterations": _interval,
     "checkpoint.preempt_chkpt_saving_iterations": _preempt_interval,

@@ -138,12 +138,23 @@ def _recompute_option(draft: Draft, path: KeyPath, entry: Entry) -> None:
 def _interval_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
     if str(entry.value).startswith("step"):
         draft.without_meaning(path, entry, HARMLESS)
+    elif (interval := draft.entries.get(("checkpoint", "interval"))) is not None and str(
+        entry.value
+    ).startswith("second"):
+        seconds = draft.entries.pop(("checkpoint", "interval")).value
+        draft.put(("checkpoint", "interval_minutes"), seconds / 60, interval)
+        draft.note(entry, "checkpoint.interval in seconds is now checkpoint.interval_minutes")
     else:
         draft.note(
             entry,
             f'checkpoint.interval_type = "{entry.value}" is ignored: checkpoint.interval counts '
             "steps, so look at its value",
         )
+
+
+def _async_mode(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    """Copies always go through page-locked memory here."""
+    draft.entries[path] = Entry("async", entry.where, entry.section_where)
 
 
 def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -200,6 +211,7 @@ SPECIAL: dict[str, Callable[[Draft, KeyPath, Entry], None]] = {
     "training.checkpoint_folder": _checkpoint_folder,
     "activation_checkpoint.selective_ac_option": _recompute_option,
     "checkpoint.interval_type": _interval_type,
+    "checkpoint.async_mode": _async_mode,
     "checkpoint.exclude_from_loading": _exclude_from_loading,
     "checkpoint.initial_load_in_hf": _weights_in_hf,
 }
@@ -211,4 +223,5 @@ BY_VALUE: dict[str, Callable[[Any], bool]] = {
     ),
     "model.name": lambda v: isinstance(v, str) and v in OLD_NAMES,
     "activation_checkpoint.selective_ac_option": lambda v: type(v) is int,
+    "checkpoint.async_mode": lambda v: v == "async_with_pinned_mem",
 }

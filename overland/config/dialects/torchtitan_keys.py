@@ -115,7 +115,6 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "checkpoint.last_save_model_only": (ANY, FULL_SAVE),
     "checkpoint.last_save_model_weights_only": (ANY, FULL_SAVE),
     "checkpoint.model_weights_only": (ANY, FULL_SAVE),
-    "checkpoint.async_mode": ("disabled", "checkpoints are written in the foreground so far"),
     "checkpoint.load_step": (-1, "checkpoint.resume takes the path of the checkpoint"),
     "checkpoint.enable_first_step_checkpoint": (False, "checkpoint.interval says when to save"),
     "checkpoint.create_seed_checkpoint": (False, "weights depend on debug.seed, not on the layout"),

@@ -1,0 +1,80 @@
+"""File operations that survive a power cut, one class so that tests can end the world at each.
+
+A file's bytes are safe after `fsync` of the file, its name after `fsync` of its folder. Every
+operation of a save goes through here; `at` is called before each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+class Disk:
+    def at(self, operation: str, path: Path) -> None:
+        """Called before every operation. Tests override it to die there."""
+
+    def make_folder(self, path: Path) -> None:
+        self.at("make folder", path)
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """A new file, open for writing; one that is there loses its contents."""
+        self.at("create", path)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        self.at("write", path)
+        while data:  # the system may take less than it is given
+            written = os.pwrite(descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
+    def close_durably(self, descriptor: int, path: Path) -> None:
+        try:
+            self.at("sync", path)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A whole small file, on the disk when this returns; its name is not yet."""
+        descriptor = self.create(path)
+        try:
+            self.write_at(descriptor, memoryview(data), 0, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.close_durably(descriptor, path)
+
+    def sync_folder(self, path: Path) -> None:
+        self.at("sync folder", path)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.at("rename", source)
+        source.rename(target)
+        self.sync_folder(target.parent)
+
+    def point(self, link: Path, target: str) -> None:
+        """Makes the symbolic link `link` name `target`, in one step."""
+        beside = link.with_name(f".{link.name}.tmp")
+        self.at("remove", beside)
+        beside.unlink(missing_ok=True)
+        self.at("link", beside)
+        beside.symlink_to(target)
+        self.rename(beside, link)
+
+    def remove(self, path: Path) -> None:
+        self.at("remove", path)
+        path.unlink(missing_ok=True)
+        self.sync_folder(path.parent)
+
+    def remove_folder(self, path: Path) -> None:
+        """Everything in it and itself; what is not there is no error."""
+        self.at("remove folder", path)
+        shutil.rmtree(path, ignore_errors=True)

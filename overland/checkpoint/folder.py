@@ -1,0 +1,121 @@
+"""The folder of a run's checkpoints: what is in it, what is kept, what is put aside.
+
+checkpoint/
+  step_100/            committed
+  step_137.preempt/    committed; saved because the session was ending
+  latest -> step_137.preempt
+  step_200.set-aside/  of a later step than the one that was resumed by hand
+  .step_250.tmp/       being written, or left over by a killed session
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overland.checkpoint.disk import Disk
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.format import COMMITTED
+from overland.checkpoint.read import read_marker
+from overland.config.schema import Checkpoint as Settings
+
+LATEST = "latest"
+NAME = re.compile(r"step_(\d+)(\.preempt)?")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A committed checkpoint and what its marker says."""
+
+    path: Path
+    step: int
+    about: dict[str, Any]
+
+    @property
+    def validation_loss(self) -> float:
+        loss = self.about.get("validation_loss")
+        return math.inf if loss is None else float(loss)
+
+
+def name_of(step: int, preempt: bool = False) -> str:
+    return f"step_{step}" + (".preempt" if preempt else "")
+
+
+def list_checkpoints(folder: Path) -> list[Found]:
+    """The committed checkpoints, oldest first."""
+    found = []
+    for path in folder.glob("step_*"):
+        named = NAME.fullmatch(path.name)
+        if named is None:
+            continue
+        try:
+            found.append(Found(path, int(named[1]), read_marker(path)))
+        except CheckpointError:
+            continue
+    return sorted(found, key=lambda one: (one.step, one.about.get("saved", ""), one.path.name))
+
+
+def uncommitted(folder: Path) -> list[Path]:
+    """Folders that look like checkpoints and are none."""
+    good = {found.path for found in list_checkpoints(folder)}
+    named = (path for path in folder.glob("step_*") if NAME.fullmatch(path.name))
+    return sorted(path for path in named if path not in good)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    found = list_checkpoints(folder)
+    return found[-1].path if found else None
+
+
+def step_of(path: Path) -> int:
+    named = NAME.fullmatch(path.name)
+    assert named is not None, path
+    return int(named[1])
+
+
+def superfluous(found: Sequence[Found], settings: Settings) -> list[Found]:
+    """What the settings do not keep; `found` is ordered, oldest first."""
+    if not settings.keep_latest_k:
+        return []
+    kept = list(found[-settings.keep_latest_k :])
+    if settings.keep_every:
+        kept += [one for one in found if one.step % settings.keep_every == 0]
+    judged = [one for one in found if one.validation_loss < math.inf]
+    kept += sorted(judged, key=lambda one: one.validation_loss)[: settings.keep_best]
+    return [one for one in found if one not in kept]
+
+
+def delete(path: Path, disk: Disk) -> None:
+    """The marker goes first: from then on nobody takes what is left for a checkpoint."""
+    disk.remove(path / COMMITTED)
+    doomed = path.with_name(f".{path.name}.deleted")
+    disk.remove_folder(doomed)
+    disk.rename(path, doomed)
+    disk.remove_folder(doomed)
+
+
+def tidy(folder: Path, disk: Disk) -> None:
+    """Removes what a killed session left half written or half deleted."""
+    for pattern in (".step_*.tmp", ".step_*.deleted", ".step_*.shards"):
+        for path in folder.glob(pattern):
+            disk.remove_folder(path)
+
+
+def set_aside(path: Path, disk: Disk) -> Path:
+    """Gives a checkpoint a name that is not looked for. Nothing is lost."""
+    number, target = 1, path.with_name(f"{path.name}.set-aside")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.set-aside-{number}")
+    disk.rename(path, target)
+    return target
+
+
+def set_later_aside(folder: Path, after_step: int, disk: Disk) -> list[Path]:
+    """So that none of a later step is taken for the newest one of the run that goes on now."""
+    named = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
+    return [set_aside(path, disk) for path in named if step_of(path) > after_step]

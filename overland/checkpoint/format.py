@@ -1,0 +1,189 @@
+"""What lies in a checkpoint's folder.
+
+    step_100/
+      rank_00000.safetensors …   parts of tensors, plain safetensors files
+      index.json                 which part of which tensor lies where, with its checksums; the run
+      COMMITTED                  written last: the checksum of index.json, the step, the loss
+
+A folder without COMMITTED is no checkpoint. Nothing here can run code: JSON and raw numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overland.checkpoint.checksum import BLOCK
+from overland.checkpoint.errors import CheckpointError
+
+INDEX = "index.json"
+COMMITTED = "COMMITTED"
+FORMAT = "overland checkpoint"
+VERSION = 1
+
+# safetensors' names of types.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, lying in one piece in one file."""
+
+    file: str
+    offset: int
+    """Of its first byte, from the start of the file."""
+    start: tuple[int, ...]
+    """Of its first element, in the tensor."""
+    shape: tuple[int, ...]
+    checksums: tuple[int, ...]
+    """One per block of bytes, counted from the part's first byte."""
+
+
+@dataclass
+class Entry:
+    """A tensor and where its parts are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    num_bytes: int
+    header: int
+    """Length of the safetensors header, and its checksum."""
+    header_checksum: int
+
+
+@dataclass
+class Index:
+    """`run` is what is not a tensor: progress, data state, config, versions."""
+
+    kind: str
+    world_size: int
+    tensors: dict[str, Entry]
+    files: dict[str, FileInfo]
+    run: dict[str, Any]
+
+    def to_json(self) -> bytes:
+        names = list(self.files)
+        number = {name: i for i, name in enumerate(names)}
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "type": self.kind,
+            "world_size": self.world_size,
+            "block": BLOCK,
+            "run": self.run,
+            "files": [
+                [name, info.num_bytes, info.header, info.header_checksum]
+                for name, info in self.files.items()
+            ],
+            "parts": "file, offset, start, shape, checksums",
+            "tensors": {
+                name: {
+                    "dtype": DTYPE_NAMES[entry.dtype],
+                    "shape": entry.shape,
+                    "parts": [
+                        [number[part.file], part.offset, part.start, part.shape, part.checksums]
+                        for part in entry.parts
+                    ],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: Path) -> Index:
+        try:
+            document = json.loads(data)
+            if document["format"] != FORMAT:
+                raise ValueError(f"its format is {document['format']!r}")
+            if document["version"] > VERSION or document["block"] != BLOCK:
+                raise ValueError(f"version {document['version']} needs a newer Overland")
+            files = {
+                _plain_name(name): FileInfo(size, header, checksum)
+                for name, size, header, checksum in document["files"]
+            }
+            names = list(files)
+            tensors = {
+                name: Entry(
+                    DTYPES[entry["dtype"]],
+                    tuple(entry["shape"]),
+                    [
+                        Part(names[i], offset, tuple(start), tuple(shape), tuple(checksums))
+                        for i, offset, start, shape, checksums in entry["parts"]
+                    ],
+                )
+                for name, entry in document["tensors"].items()
+            }
+            return cls(document["type"], document["world_size"], tensors, files, document["run"])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointError(f"{where} is not the index of a checkpoint: {error}") from None
+
+
+def header_of(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """A safetensors header for tensors that follow each other in this order. Parts of a tensor
+    bear its name and their box: `model.norm.weight[0:16]`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, dtype, shape in parts:
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)  # so that the numbers begin on a round address
+    return len(text).to_bytes(8, "little") + text
+
+
+def name_of_part(
+    name: str, start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]
+) -> str:
+    if shape == whole:
+        return name
+    box = ",".join(f"{a}:{a + n}" for a, n in zip(start, shape, strict=True))
+    return f"{name}[{box}]"
+
+
+def marker(index: bytes, about: dict[str, Any]) -> bytes:
+    """The contents of COMMITTED."""
+    document = {**about, "index_bytes": len(index), "index_crc32": zlib.crc32(index)}
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _plain_name(name: str) -> str:
+    """An index names files of its own folder and no others."""
+    if name != Path(name).name or name in ("", ".", ".."):
+        raise ValueError(f"it names a file outside its folder: {name!r}")
+    return name

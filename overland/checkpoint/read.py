@@ -1,0 +1,287 @@
+"""Reads committed checkpoints: every byte is verified, and nothing that is read can run.
+
+A tensor may be asked for in any box, whatever boxes it was written in. Readers do not talk to each
+other: each rank reads the index and its own bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from overland.checkpoint.checksum import BLOCK, checksum
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.format import COMMITTED, INDEX, Entry, Index, Part
+from overland.checkpoint.plan import local_name, local_tensor
+
+NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
+PIECE = 4 * BLOCK  # what one thread reads at a time
+
+
+class Checkpoint:
+    """A committed checkpoint, open for reading. Usable from several threads."""
+
+    def __init__(self, path: Path, index: Index, about: Mapping[str, Any]) -> None:
+        self.path, self.index, self.about = path, index, about
+        self.tensors = index.tensors
+        self.run = index.run
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        entry = self._entry(name)
+        return self.read_slice(name, (0,) * len(entry.shape), entry.shape)
+
+    def read_slice(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        tensor = torch.empty(tuple(shape), dtype=self._entry(name).dtype)
+        for job in self.jobs(name, tensor, start):
+            job()
+        return tensor
+
+    def jobs(self, name: str, target: Tensor, start: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """Pieces of work that together fill `target`, which begins at `start` in the tensor."""
+        entry = self._entry(name)
+        if not target.numel():
+            return
+        chunk = ChunkStorageMetadata(torch.Size(start), target.size())
+        covered = 0
+        for item in create_read_items_for_chunk_list(name, _metadata(entry), [chunk]):
+            part = entry.parts[item.storage_index.index or 0]
+            into = target
+            for dim, (offset, length) in enumerate(
+                zip(item.dest_offsets, item.lengths, strict=True)
+            ):
+                into = into.narrow(dim, offset, length)
+            covered += math.prod(item.lengths)
+            yield from self._copies(name, entry, part, item.storage_offsets, into)
+        if covered != target.numel():
+            raise CheckpointError(f"{self.path} lacks a part of {name}")
+
+    def _copies(
+        self, name: str, entry: Entry, part: Part, offsets: Sequence[int], target: Tensor
+    ) -> Iterator[Callable[[], None]]:
+        """Copies of the box at `offsets` of a part. Where the box lies in one piece, piece by
+        piece, so that memory stays small; where it does not, in one go."""
+        size = entry.dtype.itemsize
+        box = tuple(target.shape)
+        strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
+        first = sum(o * s for o, s in zip(offsets, strides, strict=True))
+        last = first + sum((n - 1) * s for n, s in zip(box, strides, strict=True))
+        begin, end = first * size, (last + 1) * size
+        if end - begin == target.numel() * size and target.is_contiguous():
+            flat = target.view(-1)
+            while begin < end:
+                upto = min(end, (begin // PIECE + 1) * PIECE)
+                some = flat[begin // size - first : upto // size - first]
+                yield lambda a=begin, b=upto, to=some: to.copy_(  # type: ignore[misc]
+                    self.read_verified(name, part, a, b, to.device).view(entry.dtype),
+                    non_blocking=True,
+                )
+                begin = upto
+        else:
+
+            def strided() -> None:
+                flat = self.read_verified(name, part, begin, end, target.device).view(entry.dtype)
+                target.copy_(flat.as_strided(box, strides), non_blocking=True)
+
+            yield strided
+
+    def read_verified(
+        self, name: str, part: Part, begin: int, end: int, device: torch.device
+    ) -> Tensor:
+        """Bytes of a part, with the blocks they lie in verified, on their way to a device."""
+        first = begin // BLOCK * BLOCK
+        upto = min(part_bytes(self.tensors[name], part), -(-end // BLOCK) * BLOCK)
+        data = self.read_raw(part.file, part.offset + first, upto - first, device)
+        view = memoryview(data.numpy().data)
+        for block in range(first // BLOCK, -(-upto // BLOCK)):
+            some = view[block * BLOCK - first : (block + 1) * BLOCK - first]
+            if checksum(some) != part.checksums[block]:
+                where = part.offset + block * BLOCK
+                raise CheckpointError(
+                    f"{self.path / part.file} is damaged: bytes {where} to {where + len(some)}, "
+                    f"part of {name}, do not match their checksum"
+                )
+        return data[begin - first : end - first]
+
+    def read_raw(
+        self, file: str, offset: int, size: int, device: torch.device | None = None
+    ) -> Tensor:
+        """Bytes as they lie in a file."""
+        # Page-locked memory comes from PyTorch's cache, which knows when a copy is done with it.
+        pinned = device is not None and device.type == "cuda"
+        data = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        view = memoryview(data.numpy().data)
+        read_fully(self._descriptor(file), view, offset, self.path / file)
+        return data
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no {name}") from None
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._descriptors:
+            descriptor = open_file(self.path / file, self.index.files[file].num_bytes)
+            if self._descriptors.setdefault(file, descriptor) != descriptor:
+                os.close(descriptor)  # another thread was first
+        return self._descriptors[file]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    about = read_marker(path)
+    data = read_bytes(path / INDEX)
+    if len(data) != about["index_bytes"] or zlib.crc32(data) != about["index_crc32"]:
+        raise CheckpointError(
+            f"{path / INDEX} is damaged: it is not the one that {COMMITTED} was written for"
+        )
+    return Checkpoint(path, Index.from_json(data, path / INDEX), about)
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """What COMMITTED says about a checkpoint; a folder without it is none."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not there, or is no folder")
+    try:
+        marker: dict[str, Any] = json.loads(read_bytes(path / COMMITTED))
+        if not isinstance(marker, dict) or "step" not in marker:
+            raise ValueError("it has no step")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a committed checkpoint: no {COMMITTED}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path / COMMITTED} is damaged: {error}") from None
+    return marker
+
+
+def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Fills the tensors of `state`, however they are sharded; returns what is not a tensor."""
+    with open_checkpoint(path) as checkpoint:
+        fill(checkpoint, state)
+        return checkpoint.run
+
+
+def fill(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> None:
+    missing = [name for name in state if name not in checkpoint.tensors]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"{checkpoint.path} has no {missing[0]}{more}, which this run needs")
+    with torch.no_grad(), ThreadPoolExecutor(NUM_THREADS, "checkpoint-read") as pool:
+        jobs = []
+        for name, tensor in state.items():
+            saved, shard = checkpoint.tensors[name].shape, local_tensor(tensor)
+            if saved != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"{checkpoint.path} has {name} in shape {list(saved)}, and this run needs "
+                    f"{list(tensor.shape)}"
+                )
+            for job in checkpoint.jobs(name, shard, box_start(tensor)):
+                jobs.append(pool.submit(_on_device, shard.device, job))
+        try:
+            for done in jobs:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if any(local_tensor(tensor).is_cuda for tensor in state.values()):
+        torch.cuda.synchronize()
+
+
+def fill_local(
+    checkpoint: Checkpoint, state: Mapping[str, Tensor], rank: int, world_size: int
+) -> None:
+    """The counterpart of a local save: this rank's own tensors, and no other layout will do."""
+    if checkpoint.index.world_size != world_size:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved with checkpoint.type = local by "
+            f"{checkpoint.index.world_size} ranks, and here are {world_size}: only the same ranks "
+            f"in the same layout can read it"
+        )
+    shards = {local_name(name, rank): local_tensor(tensor) for name, tensor in state.items()}
+    fill(checkpoint, {name: shard for name, shard in shards.items() if shard.numel()})
+
+
+def box_start(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's part of a tensor begins."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offset)
+
+
+def open_file(path: Path, num_bytes: int) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    found = os.fstat(descriptor).st_size
+    if found != num_bytes:
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is damaged: {found} bytes long, and not {num_bytes}")
+    return descriptor
+
+
+def read_fully(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise CheckpointError(f"{path} is damaged: it ends at byte {offset}")
+        view, offset = view[count:], offset + count
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        if path.name == COMMITTED:
+            raise
+        raise CheckpointError(f"{path} is missing") from None
+
+
+def _on_device(device: torch.device, job: Callable[[], None]) -> None:
+    """Both switches are each thread's own."""
+    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        job()
+
+
+def part_bytes(entry: Entry, part: Part) -> int:
+    return math.prod(part.shape) * entry.dtype.itemsize
+
+
+def _metadata(entry: Entry) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(part.start), torch.Size(part.shape)) for part in entry.parts
+    ]
+    properties = TensorProperties(dtype=entry.dtype)
+    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)

@@ -1,0 +1,78 @@
+"""Where a run starts: from a checkpoint of its own, from given weights, or from fresh ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.folder import list_checkpoints, set_later_aside, uncommitted
+from overland.models.hf import load_hf
+from overland.parallel.comm import first_problem, from_first_rank
+from overland.parallel.parts import local_part
+from overland.training.state import restore
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
+
+Report = Callable[[str], None]
+
+
+def start_from(run: Run, report: Report) -> None:
+    settings = run.config.checkpoint
+    if settings.resume not in ("auto", "none"):
+        path = Path(settings.resume).expanduser()
+        if problem := try_to_restore(run, path, report):
+            raise CheckpointError(problem)
+        if path.resolve().parent == run.store.folder.resolve():
+            put_later_ones_aside(run, report)
+    elif settings.enable and settings.resume == "auto" and resume_newest(run, report):
+        pass
+    elif settings.initial_load_path is not None:
+        source = Path(settings.initial_load_path).expanduser()
+        for part in run.model.parts:
+            load_hf(part, source, local_part)
+        report(f"starting from the weights in {source}")
+
+
+def resume_newest(run: Run, report: Report) -> bool:
+    """The newest checkpoint that can be read; every damaged one on the way is named."""
+    folder = run.store.folder
+    if run.world.is_first:
+        for path in uncommitted(folder):
+            report(f"note: {path} was never committed, so it is no checkpoint")
+    names = from_first_rank([found.path.name for found in list_checkpoints(folder)])
+    for name in reversed(names):
+        problem = try_to_restore(run, folder / name, report)
+        if not problem:
+            put_later_ones_aside(run, report)
+            return True
+        report(f"{problem}. Looking for an older checkpoint")
+    if names:
+        raise CheckpointError(
+            f"none of the {len(names)} checkpoints in {folder} can be read; "
+            f"`--resume none` starts a new run beside this one"
+        )
+    return False
+
+
+def try_to_restore(run: Run, path: Path, report: Report) -> str:
+    """Empty if every rank could; else what the first one that could not has to say."""
+    notes, problem = [], ""
+    try:
+        notes = restore(run, path, run.config.checkpoint.skip_optimizer)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    problem = first_problem(problem)
+    if not problem:
+        report(f"resumed {path} at step {run.progress.step}")
+        for note in notes:
+            report(f"note: {note}")
+    return problem
+
+
+def put_later_ones_aside(run: Run, report: Report) -> None:
+    if run.world.is_first:
+        for later in set_later_aside(run.store.folder, run.progress.step, run.store.disk):
+            report(f"a later checkpoint is kept as {later}")

@@ -1,0 +1,126 @@
+"""What a checkpoint of a run holds: tensors by name, and everything that is no tensor.
+
+Names are those of the undivided model, so that any layout can read what another one wrote; loading
+into the tensors is loading the run.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import overland
+from overland.checkpoint.read import Checkpoint, fill, fill_local, open_checkpoint
+from overland.parallel.parts import named_parameters, tied_copies
+from overland.training.random_state import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
+
+
+def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
+    """Weights, moments, counters."""
+    parameters = named_parameters(run.model.parts)
+    state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    if skip_optimizer:
+        return state
+    state |= {"optimizer.num_updates": run.optimizer.num_updates, **run.scaler.state_dict()}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            moments = run.optimizer.moments[parameter]
+            state[f"optimizer.{name}.exp_avg"] = moments.exp_avg
+            state[f"optimizer.{name}.exp_avg_sq"] = moments.exp_avg_sq
+    return state
+
+
+def random_tensors(run: Run) -> dict[str, Tensor]:
+    """This rank's random streams, under names of its own."""
+    prefix = f"rng.{run.world.rank}."
+    return {prefix + name: state for name, state in random_state(run.device).items()}
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """All but the tensors. The learning rate is a function of the step and the config."""
+    return {
+        "progress": run.progress.to_json(),
+        "data": {"batch": run.progress.batch, "fingerprint": run.dataset.fingerprint},
+        "spike_guard": run.guard.to_json() if run.guard is not None else None,
+        "layout": asdict(run.mesh.degrees),
+        "config": run.config.model_dump(mode="json"),
+        "model_config": run.model_config.to_hf() if hasattr(run.model_config, "to_hf") else None,
+        "versions": {
+            "overland": overland.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": run.device.type,
+        },
+    }
+
+
+def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
+    """Goes on where the checkpoint was saved; returns what the user should know."""
+    with open_checkpoint(path) as checkpoint:
+        with run.optimizer.masters.whole():
+            load_tensors(run, checkpoint, skip_optimizer)
+        facts = checkpoint.run
+        run.progress.restore(facts["progress"])
+        if run.guard is not None and facts.get("spike_guard"):
+            run.guard.restore(facts["spike_guard"])
+        return [*_restore_random(run, checkpoint), *changes(run, facts)]
+
+
+def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None:
+    """Reads weights, and unless told otherwise the optimizer's state."""
+    run.store.wait_on_device()  # what is being copied must not change yet
+    state = run_tensors(run, skip_optimizer)
+    if checkpoint.index.kind == "local":
+        fill_local(checkpoint, state, run.world.rank, run.world.size)
+    else:
+        fill(checkpoint, state)
+    for parameter, copy in tied_copies(run.model.parts):
+        ours, theirs = run.optimizer.moments[parameter], run.optimizer.moments[copy]
+        with torch.no_grad():
+            copy.copy_(parameter)
+            theirs.exp_avg.copy_(ours.exp_avg)
+            theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
+
+
+def changes(run: Run, facts: dict[str, Any]) -> list[str]:
+    """What is not as it was when the checkpoint was saved, and could surprise."""
+    notes = []
+    saved, now = facts["data"]["fingerprint"], run.dataset.fingerprint
+    if saved != now:
+        notes.append(
+            "the training data is not what this checkpoint was trained on: the position in it is "
+            "kept, but rows may come again or not at all"
+        )
+    before, after = facts["config"], run.config.model_dump(mode="json")
+    for section in ("model", "training", "optimizer", "lr_scheduler"):
+        for key, value in after[section].items():
+            old = before.get(section, {}).get(key)
+            if old != value and (section, key) not in EXPECTED_CHANGES:
+                notes.append(f"{section}.{key} was {old} when this checkpoint was saved: {value}")
+    return notes
+
+
+# Changing these is what resuming on other hardware, or for longer, is about.
+EXPECTED_CHANGES = {("training", "steps"), ("training", "local_batch_size")}
+
+
+def _restore_random(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """Every rank takes its own streams up again. Other ranks than those that saved start anew."""
+    if checkpoint.index.world_size != run.world.size:
+        return []
+    prefix = f"rng.{run.world.rank}."
+    local = "" if checkpoint.index.kind != "local" else f"rank_{run.world.rank:05d}/"
+    prefix = local + prefix
+    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+    if names:
+        state = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
+        set_random_state(state, run.device)
+    return []

@@ -1,0 +1,158 @@
+"""Whatever happens to the files of a checkpoint is found and named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.read import load
+from overland.checkpoint.verify import verify
+from tests.checkpoint.states import copy, like, save, some_state
+
+FILE = "rank_00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    for step in (1, 2):
+        save(folder, step)
+    return folder / "step_2"
+
+
+def flip_bit(path: Path, chance: random.Random) -> str:
+    return _change(path / FILE, chance, lambda data, at: bytes([data[at] ^ (1 << at % 8)]))
+
+
+def zero_page(path: Path, chance: random.Random) -> str:
+    return _change(path / FILE, chance, lambda data, at: bytes(min(4096, len(data) - at)))
+
+
+def truncate(path: Path, chance: random.Random) -> str:
+    file = path / FILE
+    with file.open("r+b") as opened:
+        opened.truncate(chance.randint(0, file.stat().st_size - 1))
+    return FILE
+
+
+def extend(path: Path, chance: random.Random) -> str:
+    with (path / FILE).open("ab") as file:
+        file.write(bytes(chance.randint(1, 100)))
+    return FILE
+
+
+def stale_shard(path: Path, chance: random.Random) -> str:
+    """A file of the step before, of the same name and size: old data under new metadata."""
+    (path / FILE).write_bytes((path.parent / "step_1" / FILE).read_bytes())
+    return FILE
+
+
+def stale_index(path: Path, chance: random.Random) -> str:
+    (path / "index.json").write_bytes((path.parent / "step_1" / "index.json").read_bytes())
+    return "index.json"
+
+
+def missing_file(path: Path, chance: random.Random) -> str:
+    name = chance.choice([FILE, "index.json", "COMMITTED"])
+    (path / name).unlink()
+    return name
+
+
+def flip_index_bit(path: Path, chance: random.Random) -> str:
+    return _change(path / "index.json", chance, lambda data, at: bytes([data[at] ^ 1]))
+
+
+def flip_marker_bit(path: Path, chance: random.Random) -> str:
+    """In the numbers that vouch for the index."""
+    marker = json.loads((path / "COMMITTED").read_text())
+    marker[chance.choice(["index_crc32", "index_bytes"])] += 1 << chance.randint(0, 20)
+    (path / "COMMITTED").write_text(json.dumps(marker))
+    return "index.json"
+
+
+Damage = Callable[[Path, random.Random], str]
+DAMAGES: list[Damage] = [
+    flip_bit, zero_page, truncate, extend, stale_shard, stale_index, missing_file, flip_index_bit,
+    flip_marker_bit,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("attempt", range(12))
+def test_damage_is_found_and_named(
+    good: Path, tmp_path: Path, damage: Damage, attempt: int
+) -> None:
+    copy(good.parent, tmp_path / "copy")
+    path = tmp_path / "copy" / "step_2"
+    named = damage(path, random.Random(attempt))
+    problems = verify(path)
+    assert problems
+    assert any(named in problem for problem in problems), problems
+    got = like(some_state(2))
+    if header_only(path, problems):  # a loader has no use for the header
+        return
+    with pytest.raises(CheckpointError, match=named):
+        load(path, got)
+
+
+def header_only(path: Path, problems: list[str]) -> bool:
+    return all("its header is another" in problem for problem in problems)
+
+
+def test_swapped_files_are_found(tmp_path: Path, ranks: object) -> None:
+    from overland.cluster.pool import RankPool
+
+    assert isinstance(ranks, RankPool)
+    ranks.run(2, save_on_ranks, tmp_path)
+    path = tmp_path / "step_1"
+    one, two = path / "rank_00000.safetensors", path / "rank_00001.safetensors"
+    data = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(data)
+    problems = "\n".join(verify(path))
+    assert str(one) in problems
+    assert str(two) in problems
+
+
+def save_on_ranks(world: object, folder: Path) -> None:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from overland.checkpoint.store import Store
+    from overland.config.schema import Checkpoint as Settings
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(64.0).view(8, 8)
+    store = Store(folder, Settings())
+    store.save(1, {"matrix": distribute_tensor(whole, mesh, [Shard(0)])}, {})
+    (outcome,) = store.finish()
+    assert not outcome.error
+    store.close()
+
+
+def test_an_intact_checkpoint_has_no_problems(good: Path) -> None:
+    assert verify(good) == []
+
+
+def test_a_file_that_does_not_belong_is_named(good: Path, tmp_path: Path) -> None:
+    copy(good.parent, tmp_path / "copy")
+    path = tmp_path / "copy" / "step_2"
+    (path / "rank_00001.safetensors").write_bytes(b"of another run")
+    assert verify(path) == [f"{path}/rank_00001.safetensors does not belong to this checkpoint"]
+
+
+def _change(path: Path, chance: random.Random, change: Callable[[bytes, int], bytes]) -> str:
+    data = path.read_bytes()
+    while True:
+        at = chance.randint(0, len(data) - 1)
+        new = change(data, at)
+        if new != data[at : at + len(new)]:
+            break
+    path.write_bytes(data[:at] + new + data[at + len(new) :])
+    return path.name
