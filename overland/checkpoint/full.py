@@ -6,13 +6,18 @@ the background. It costs the bytes twice, and no device and no rank ever holds m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from overland.checkpoint.checksum import BLOCK, checksum
+from overland.checkpoint.convert.lazy import Stored
+from overland.checkpoint.convert.overland import source_of
+from overland.checkpoint.convert.torch_files import open_torch, write_torch
 from overland.checkpoint.disk import Disk
-from overland.checkpoint.format import Index
+from overland.checkpoint.format import Entry, FileInfo, Index, Part
 from overland.checkpoint.read import Checkpoint
-from overland.checkpoint.write import write_whole
+from overland.checkpoint.write import commit, write_whole
 
 
 def write_full(
@@ -23,7 +28,10 @@ def write_full(
     disk.remove_folder(shards)
     disk.rename(beside, shards)
     with Checkpoint(shards, index, about) as parts:
-        write_whole(beside, whole_tensors(parts), index.run, about, disk)
+        if full_format == "torch":
+            write_four_files(parts, beside, about, disk)
+        else:
+            write_whole(beside, whole_tensors(parts), index.run, about, disk)
     disk.remove_folder(shards)
 
 
@@ -32,3 +40,36 @@ def whole_tensors(checkpoint: Checkpoint) -> list[Any]:
         (name, entry.dtype, entry.shape, lambda name=name: checkpoint.read(name))
         for name, entry in checkpoint.tensors.items()
     ]
+
+
+def write_four_files(parts: Checkpoint, folder: Path, about: dict[str, Any], disk: Disk) -> None:
+    """model_state_dict.pt and its companions. Tensors lie in such files as plain bytes, so an index
+    can name their places, and we read and verify them as we do our own."""
+    disk.make_folder(folder)
+    write_torch(source_of(parts, with_random_state=True), folder)
+    disk.sync_folder(folder)
+    tensors: dict[str, Entry] = {}
+    for name, lazy in open_torch(folder).tensors.items():
+        assert isinstance(lazy, Stored), name
+        sums = tuple(_checksums(lazy.path, lazy.offset, lazy.nbytes))
+        part = Part(lazy.path.name, lazy.offset, (0,) * len(lazy.shape), lazy.shape, sums)
+        tensors[name] = Entry(lazy.dtype, lazy.shape, [part] if lazy.nbytes else [])
+    # What is not a tensor is small and has a checksum of its own, up to the first tensor.
+    files = {path.name: _file_info(path, tensors) for path in sorted(folder.iterdir())}
+    index = Index("full", parts.index.world_size, tensors, files, parts.run)
+    commit(folder, index, about, disk)
+
+
+def _file_info(path: Path, tensors: dict[str, Entry]) -> FileInfo:
+    size = path.stat().st_size
+    starts = [p.offset for entry in tensors.values() for p in entry.parts if p.file == path.name]
+    head = min(starts, default=size)
+    with path.open("rb") as file:
+        return FileInfo(size, head, checksum(file.read(head)))
+
+
+def _checksums(path: Path, offset: int, num_bytes: int) -> Iterator[int]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        for begin in range(0, num_bytes, BLOCK):
+            yield checksum(file.read(min(BLOCK, num_bytes - begin)))

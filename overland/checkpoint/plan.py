@@ -7,7 +7,7 @@ rank, spread evenly, when several hold it. We lay the boxes out in files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +26,19 @@ MAX_FILES_PER_RANK = 4
 FILE_BYTES = 2**30
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor that its owner keeps in another form. `unpack(begin, end)` gives some of its
+    elements, counted flat, as they are to be saved; so a copy never needs room for the whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unpack: Callable[[int, int], Tensor]
+
+
+State = Mapping[str, Tensor | Packed]
 
 
 @dataclass(frozen=True)
@@ -75,11 +88,13 @@ class Plan:
         return sum(file.num_bytes for file in self.files)
 
 
-def plan_save(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Plan:
+def plan_save(state: State, group: dist.ProcessGroup | None) -> Plan:
     """All ranks together. `group` is None for a process that is alone."""
     rank = dist.get_rank(group) if group else 0
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+    planner.set_up_planner(
+        {name: _shaped(value) for name, value in state.items()}, is_coordinator=rank == 0
+    )
     local_plans = gather(planner.create_local_plan(), group)
     plans: list[SavePlan] = []
     if rank == 0:
@@ -90,14 +105,13 @@ def plan_save(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> P
     return Plan(lay_out(boxes, rank), files_of_ranks)
 
 
-def plan_local_save(state: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> Plan:
-    """Each rank writes what it holds, under names of its own; nothing is shared out."""
+def plan_local_save(state: State, group: dist.ProcessGroup | None) -> Plan:
+    """Each rank writes what it holds (see `local_state`); nothing is shared out."""
     rank = dist.get_rank(group) if group else 0
     boxes = []
-    for name, tensor in state.items():
-        shard = local_tensor(tensor)
-        shape = tuple(shard.shape)
-        boxes.append(Box(local_name(name, rank), shard.dtype, shape, (0,) * len(shape), shape))
+    for name, value in state.items():
+        shape = tuple(value.shape)
+        boxes.append(Box(name, value.dtype, shape, (0,) * len(shape), shape))
     boxes_of_ranks = gather(boxes, group)
     return Plan(lay_out(boxes, rank), [lay_out(b, r) for r, b in enumerate(boxes_of_ranks)])
 
@@ -136,12 +150,27 @@ def boxes_of(plan: SavePlan) -> list[Box]:
     return boxes
 
 
+def local_state(state: State, rank: int) -> State:
+    """What this rank holds, under names of its own."""
+    return {
+        local_name(name, rank): value if isinstance(value, Packed) else local_tensor(value)
+        for name, value in state.items()
+    }
+
+
 def local_name(name: str, rank: int) -> str:
     return f"rank_{rank:05d}/{name}"
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shaped(value: Tensor | Packed) -> Tensor:
+    """Something to plan with."""
+    if isinstance(value, Packed):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

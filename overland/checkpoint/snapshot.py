@@ -7,38 +7,42 @@ waits for it (`wait_on_device`). The memory is taken once, when the run starts, 
 
 from __future__ import annotations
 
+import itertools
+import math
 import mmap
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from overland.checkpoint.plan import Box, Plan, local_tensor
+from overland.checkpoint.plan import Box, Packed, Plan, State, local_tensor
 
 ALIGNMENT = 64
+UNPACKED = 16 * 2**20  # elements at a time
 SPARE_SHARE = 0.1  # of the memory that is free, left for everything else
 
 
 class Snapshot:
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device, state: State) -> None:
         self.device = device
+        self.boxes = [box for file in plan.files for box in file.boxes]
         self.places: dict[tuple[str, tuple[int, ...]], int] = {}
         position = 0
-        for box in _boxes(plan):
+        for box in self.boxes:
             self.places[box.name, box.start] = position
             position += -(-box.num_bytes // ALIGNMENT) * ALIGNMENT
         self.num_bytes = position
-        self._boxes = _boxes(plan)
         self._copied: torch.cuda.Event | None = None
         self._locked = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Locking 45 GB takes seconds, so a thread does it while the model compiles.
-        self._making = threading.Thread(target=self._make, name="checkpoint-memory", daemon=True)
+        # Locking 39 GB takes 11 s (measured), so a thread does it while the model compiles.
+        self._making = threading.Thread(
+            target=self._make, args=(state,), name="checkpoint-memory", daemon=True
+        )
         self._making.start()
 
-    def take(self, state: Mapping[str, Tensor]) -> None:
+    def take(self, state: State) -> None:
         """Starts the copy. On a GPU it is not done when this returns."""
         self._making.join()
         if self._stream is None:
@@ -70,35 +74,50 @@ class Snapshot:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self._locked = False
 
-    def _make(self) -> None:
+    def _make(self, state: State) -> None:
         region = mmap.mmap(-1, max(1, self.num_bytes))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             region.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(region)
         self._memory = torch.frombuffer(region, dtype=torch.uint8)
-        if self._stream is not None:
-            self._memory.zero_()  # on all cores, where locking would touch page after page on one
-            with torch.cuda.device(self.device):
-                result = torch.cuda.cudart().cudaHostRegister(
-                    self._memory.data_ptr(), self.num_bytes, 0
-                )
+        self._rooms = [self._room(box) for box in self.boxes]
+        if self._stream is None:
+            return
+        self._memory.zero_()  # on all cores, where locking would touch page after page on one
+        with torch.cuda.device(self.device):
+            result = torch.cuda.cudart().cudaHostRegister(
+                self._memory.data_ptr(), self.num_bytes, 0
+            )
             self._locked = int(result) == 0  # else copies are slower and no less right
+            # A kernel is loaded when it first runs, which should not be in a save.
+            for value in itertools.islice(state.values(), 16):
+                if isinstance(value, Packed):
+                    value.unpack(0, min(4096, math.prod(value.shape)))
 
-    def _copy(self, state: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for box in self._boxes:
-                place = self.places[box.name, box.start]
-                room = self._memory[place : place + box.num_bytes].view(box.dtype).view(box.shape)
-                room.copy_(local_tensor(state[box.name]), non_blocking=True)
+    def _room(self, box: Box) -> Tensor:
+        place = self.places[box.name, box.start]
+        return self._memory[place : place + box.num_bytes].view(box.dtype).view(box.shape)
+
+    @torch.no_grad()
+    def _copy(self, state: State) -> None:
+        for box, room in zip(self.boxes, self._rooms, strict=True):
+            value = state[box.name]
+            if not isinstance(value, Packed):
+                room.copy_(local_tensor(value), non_blocking=True)
+                continue
+            flat = room.view(-1)
+            for begin in range(0, flat.numel(), UNPACKED):
+                end = min(begin + UNPACKED, flat.numel())
+                flat[begin:end].copy_(value.unpack(begin, end), non_blocking=True)
 
 
 class Direct:
     """No copy: bytes are fetched block by block while training waits. For want of memory."""
 
     def __init__(self) -> None:
-        self._state: Mapping[str, Tensor] = {}
+        self._state: State = {}
 
-    def take(self, state: Mapping[str, Tensor]) -> None:
+    def take(self, state: State) -> None:
         self._state = state
 
     def wait_on_device(self) -> None:
@@ -108,7 +127,12 @@ class Direct:
         pass
 
     def read(self, box: Box, begin: int, end: int) -> memoryview:
-        flat = local_tensor(self._state[box.name]).detach().contiguous().view(-1).view(torch.uint8)
+        value = self._state[box.name]
+        if isinstance(value, Packed):
+            size = box.dtype.itemsize
+            some = value.unpack(begin // size, end // size).view(torch.uint8)
+            return memoryview(some.cpu().numpy().data)
+        flat = local_tensor(value).detach().contiguous().view(-1).view(torch.uint8)
         return memoryview(flat[begin:end].cpu().numpy().data)
 
     def close(self) -> None:
@@ -141,7 +165,3 @@ def available_memory() -> float:
         except (OSError, ValueError):  # not there, or "max"
             continue
     return min(free)
-
-
-def _boxes(plan: Plan) -> list[Box]:
-    return [box for file in plan.files for box in file.boxes]

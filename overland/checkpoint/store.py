@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from overland.checkpoint.disk import Disk
 from overland.checkpoint.folder import (
@@ -36,7 +35,15 @@ from overland.checkpoint.folder import (
     tidy,
 )
 from overland.checkpoint.full import write_full
-from overland.checkpoint.plan import Plan, broadcast, gather, plan_local_save, plan_save
+from overland.checkpoint.plan import (
+    Plan,
+    State,
+    broadcast,
+    gather,
+    local_state,
+    plan_local_save,
+    plan_save,
+)
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
 from overland.checkpoint.write import build_index, commit, write_files
 from overland.config.schema import Checkpoint as Settings
@@ -47,13 +54,15 @@ PATIENCE = timedelta(hours=6)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended. `seconds` from the call to the commit; `waited` is what the loop lost."""
+    """How a save ended. `seconds` from the call to the commit; `waited` is what the loop lost. An
+    error: there is no such checkpoint. A note: there is, but something about it went wrong."""
 
     path: Path
     seconds: float
     waited: float
     num_bytes: int
     error: str = ""
+    note: str = ""
 
 
 class Store:
@@ -84,8 +93,9 @@ class Store:
     def is_async(self) -> bool:
         return isinstance(self._snapshot, Snapshot)
 
-    def prepare(self, state: Mapping[str, Tensor]) -> None:
+    def prepare(self, state: State) -> None:
         """Plans and takes memory, so that no save has to. All ranks together."""
+        state = self._named(state)
         if self._rank == 0:
             self.disk.make_folder(self.folder)
             tidy(self.folder, self.disk)
@@ -94,7 +104,7 @@ class Store:
         if self.settings.async_mode == "disabled":
             return
         if fits_in_memory(self._plan.num_bytes, self._local_ranks):
-            self._snapshot = Snapshot(self._plan, self._device)
+            self._snapshot = Snapshot(self._plan, self._device, state)
         else:
             gigabytes = self._plan.num_bytes * self._local_ranks / 1e9
             self.notes.append(
@@ -105,7 +115,7 @@ class Store:
     def save(
         self,
         step: int,
-        state: Mapping[str, Tensor],
+        state: State,
         run: Mapping[str, Any],
         preempt: bool = False,
         validation_loss: float | None = None,
@@ -116,7 +126,7 @@ class Store:
             self.prepare(state)
         assert self._plan is not None
         self.wait()
-        self._snapshot.take(state)
+        self._snapshot.take(self._named(state))
         about = {
             "step": step,
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -157,10 +167,13 @@ class Store:
         self.wait()
         self._snapshot.close()
 
+    def _named(self, state: State) -> State:
+        return local_state(state, self._rank) if self.settings.type == "local" else state
+
     def _write(
         self, plan: Plan, name: str, run: dict[str, Any], about: dict[str, Any], started: float
     ) -> None:
-        beside, error = self.folder / f".{name}.tmp", ""
+        beside, error, note = self.folder / f".{name}.tmp", "", ""
         sums: list[list[int]] = []
         try:
             self._snapshot.wait()
@@ -171,10 +184,14 @@ class Store:
         if self._rank == 0:
             errors = [text for text, _ in reports if text]
             error = errors[0] if errors else self._commit(plan, name, run, about, reports)
+            if error:  # on a full disk, the room is needed
+                self.disk.remove_folder(beside)
+            else:
+                note = self._tidy_up(name)
         error = broadcast(error, self._group)
         now = time.monotonic()
         waited = self._waited if self._waited >= 0 else now + self._waited
-        self.last = Outcome(self.folder / name, now - started, waited, plan.num_bytes, error)
+        self.last = Outcome(self.folder / name, now - started, waited, plan.num_bytes, error, note)
         self._outcomes.append(self.last)
 
     def _commit(
@@ -197,12 +214,18 @@ class Store:
             if path.exists():  # damaged, or of a run that went another way from here
                 set_aside(path, self.disk)
             self.disk.rename(beside, path)
+        except Exception as problem:
+            return _sentence(problem)
+        return ""
+
+    def _tidy_up(self, name: str) -> str:
+        """Rank 0 only, once the new checkpoint is safe."""
+        try:
             self.disk.point(self.folder / LATEST, name)
             for old in superfluous(list_checkpoints(self.folder), self.settings):
                 delete(old.path, self.disk)
-        except Exception as problem:
-            self.disk.remove_folder(beside)
-            return _sentence(problem)
+        except OSError as problem:
+            return f"an older checkpoint could not be deleted: {_sentence(problem)}"
         return ""
 
 

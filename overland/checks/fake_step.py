@@ -30,6 +30,7 @@ from overland.models.decoder import Decoder
 from overland.models.registry import model_config
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
+from overland.parallel.single import Masters, splits
 
 ADAM_MOMENTS = 2
 
@@ -76,9 +77,14 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
             saved = SavedBytes()
             for part in parts:
                 part.to_empty(device="cpu")
+            masters = Masters(parts)
+            if splits(mesh, config.training):
+                masters.split()
+            for part in parts:
                 with saved_tensors_hooks(saved.pack, saved.unpack):
                     output = part(*stage_inputs(part, config, degrees))
                 output.sum().backward()
+            masters.join()
         parameters = [local(p) for part in parts for p in part.parameters()]
         trained = [local(p) for part in parts for p in part.parameters() if p.requires_grad]
     return FakeStep(

@@ -1,23 +1,20 @@
-"""Weights in Hugging Face's layout: safetensors files, an index if there are several, config.json.
+"""Weights from Hugging Face's layout: safetensors files, and an index if there are several.
 
-Both directions stream: reading takes from the file only the slice that lives here, one tensor at a
-time; writing holds one shard. A folder appears complete or not at all.
+Only the slice that lives here is taken from a file, one tensor at a time. They are written by
+`overland.checkpoint.convert`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from overland.models.errors import ModelError
 from overland.models.init import LocalPart, plain_name, whole
@@ -25,7 +22,6 @@ from overland.models.parameters import EMBEDDING, HEAD
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DEFAULT_SHARD_BYTES = 5 * 1000**3
 
 
 def load_hf(
@@ -58,37 +54,6 @@ def load_hf(
         with _open(folder / file) as tensors, torch.no_grad():
             for name in names:
                 _read(tensors, source[name], wanted[name], local_part, folder / file)
-
-
-def save_hf(
-    folder: str | Path,
-    config: Any,
-    tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> None:
-    """Write (name, full tensor) pairs as they come, then config.json, then give the folder its
-    name. A tied lm_head is left out, as transformers does. The folder must be new or empty."""
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} already exists; choose a new folder or remove it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        dtypes = _write_shards(partial, config, tensors, dtype, max_shard_bytes)
-        contents = config.to_hf()
-        if len(dtypes) == 1:  # transformers 4 and 5 both read this key
-            contents["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        _write_json(partial / "config.json", contents)
-        _sync(partial)
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
@@ -140,73 +105,6 @@ def _read(
     target.copy_(stored[tuple(slice(a, b) for a, b in zip(offsets, ends, strict=True))])
 
 
-def _write_shards(
-    folder: Path,
-    config: Any,
-    tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-) -> set[torch.dtype]:
-    """Shards under provisional names first: how many there are shows only at the end."""
-    shards: list[list[str]] = []
-    dtypes: set[torch.dtype] = set()
-    total = 0
-    for shard in _shards(_checked(config, tensors), dtype, max_shard_bytes):
-        save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
-        shards.append(list(shard))
-        dtypes |= {tensor.dtype for tensor in shard.values()}
-        total += sum(tensor.nbytes for tensor in shard.values())
-
-    count = len(shards)
-    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    if count == 1:
-        files = [SINGLE]
-    for i, file in enumerate(files):
-        (folder / f"{i}.part").rename(folder / file)
-        _sync(folder / file)
-    if count > 1:
-        weight_map = {
-            name: file for file, names in zip(files, shards, strict=True) for name in names
-        }
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return dtypes
-
-
-def _checked(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The pairs as they come, each expected, in its shape, once; at the end none is missing."""
-    missing: dict[str, tuple[int, ...]] = dict(config.parameter_shapes())
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    for wrapped_name, tensor in tensors:
-        name = plain_name(wrapped_name)
-        if name == HEAD and tied:
-            continue
-        shape = missing.pop(name, None)
-        if shape is None:
-            raise ModelError(f"{name} is not a parameter of this model, or came twice")
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        yield name, tensor
-    if missing:
-        raise ModelError(f"the weights to save lack {_list(list(missing))}")
-
-
-def _shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        tensor = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # a view: safetensors would refuse its larger storage
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
-
-
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     try:
@@ -215,19 +113,6 @@ def _open(path: Path) -> Iterator[Any]:
         raise ModelError(f"cannot read {path} as safetensors: {error}") from error
     with tensors:
         yield tensors
-
-
-def _write_json(path: Path, contents: dict[str, Any]) -> None:
-    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _list(names: list[str]) -> str:

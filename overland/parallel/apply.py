@@ -35,7 +35,7 @@ def parallelize_decoder(model: Decoder, mesh: Mesh, config: JobConfig) -> None:
     split_tensors(model, mesh.parameters["tp"], config.parallelism.enable_async_tensor_parallel)
     split_context(model, mesh.axis("cp"))
     recompute(layers, config.activation_checkpoint)
-    compile_blocks(layers, config.compile)
+    compile_blocks(model, config.compile)
     shard(model, list(layers.values()), mesh, config.training)
 
 

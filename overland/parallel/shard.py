@@ -6,9 +6,8 @@ over `dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2.
     zero2      n             no               parameters stay gathered until the backward pass
     zero3      n            yes               gathered again for the backward pass
 
-Also used on one device: mixed precision (a wide master copy, a narrow compute copy) then means the
-same everywhere. Gradients are summed, not averaged: the loss is already divided by the number of
-tokens of the whole global batch.
+Gradients are summed, not averaged: the loss is already divided by the number of tokens of the whole
+global batch. A world of one is not sharded at all (see single.py).
 """
 
 from __future__ import annotations
@@ -28,10 +27,13 @@ from torch.distributed.fsdp import (
 
 from overland.config.schema import Training
 from overland.parallel.mesh import Mesh
+from overland.parallel.single import is_single
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Training) -> None:
     """Shards each block by itself, so that the next one is gathered while this one computes."""
+    if is_single(mesh, training):
+        return
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),

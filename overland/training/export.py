@@ -1,42 +1,59 @@
-"""The weights of a run as a Hugging Face folder."""
+"""The weights of a run as a Hugging Face folder, from any layout.
+
+Each rank writes its part beside the folder, as for a checkpoint, and rank 0 puts the parts
+together, one tensor in memory at a time.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 
-from overland.models.hf import save_hf
-from overland.parallel.parts import named_parameters
+from overland.checkpoint.convert.hf import write_hf
+from overland.checkpoint.convert.lazy import cast
+from overland.checkpoint.convert.options import Options
+from overland.checkpoint.convert.overland import source_of
+from overland.checkpoint.convert.source import companions_in
+from overland.checkpoint.disk import Disk
+from overland.checkpoint.plan import gather, plan_save
+from overland.checkpoint.read import Checkpoint
+from overland.checkpoint.snapshot import Direct
+from overland.checkpoint.write import build_index, write_files
+from overland.training.state import run_facts, saved_state
 
 if TYPE_CHECKING:
     from overland.training.run import Run
 
 
 def export_hf(run: Run) -> Path:
-    """Writes `hf/` in the run folder. All ranks gather each tensor; rank 0 writes it."""
-    tensors = whole_tensors(run)
+    """Writes `hf/` in the run folder, in place of an earlier one."""
+    group = dist.group.WORLD if run.world.size > 1 else None
+    state = {name: value for name, value in saved_state(run).items() if name.startswith("model.")}
+    plan, parts = plan_save(state, group), Direct()
+    parts.take(state)
+    shards = run.folder.root / ".hf.shards"
+    sums = gather(write_files(shards, plan.files, parts.read, Disk()), group)
     if run.world.is_first:
-        dtype = getattr(torch, run.config.checkpoint.export_dtype)
-        beside = run.folder.hf.with_name(".hf.new")
-        shutil.rmtree(beside, ignore_errors=True)
-        save_hf(beside, run.model_config, tensors, dtype=dtype)
-        shutil.rmtree(run.folder.hf, ignore_errors=True)  # an earlier step's weights
-        beside.rename(run.folder.hf)
-        if run.folder.tokenizer.is_dir():
-            shutil.copytree(run.folder.tokenizer, run.folder.hf, dirs_exist_ok=True)
-    else:
-        for _ in tensors:
-            pass
+        index = build_index("shard", plan.files_of_ranks, sums, run_facts(run))
+        with Checkpoint(shards, index, {}) as checkpoint:
+            _write(checkpoint, run)
+        shutil.rmtree(shards)
+    dist.barrier()
     return run.folder.hf
 
 
-def whole_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
-    with run.optimizer.masters.whole():
-        for name, parameter in named_parameters(run.model.parts).items():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, whole.detach().cpu()
+def _write(checkpoint: Checkpoint, run: Run) -> None:
+    dtype = getattr(torch, run.config.checkpoint.export_dtype)
+    source = source_of(checkpoint)
+    source.tensors = {name: cast(lazy, dtype) for name, lazy in source.tensors.items()}
+    source.companions = companions_in(run.folder.tokenizer)
+    beside = run.folder.hf.with_name(".hf.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    write_hf(source, beside, Options())
+    shutil.rmtree(run.folder.hf, ignore_errors=True)  # an earlier step's weights
+    beside.rename(run.folder.hf)

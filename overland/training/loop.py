@@ -78,6 +78,8 @@ def train(run: Run) -> bool:
 def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
     settings, progress = run.config.checkpoint, run.progress
     is_best = held_out and held_out["validation_loss"] <= progress.best_validation_loss
+    if progress.step == run.saved_step and not wish.stops:  # the run went back to this step
+        return False
     due = is_due(progress.step, settings.interval, run.config.training.steps)
     return due or wish is not Wish.NOTHING or bool(settings.keep_best and is_best)
 
@@ -89,6 +91,8 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
             run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
         else:
             run.call("on_save", outcome)
+        if outcome.note:
+            run.call("on_message", outcome.note)
         if clock is not None:
             clock.saved(outcome.seconds)
 
@@ -136,6 +140,7 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
 def answer_spike(run: Run, data: Data, result: StepResult) -> Data:
     """The update was skipped already; "rewind" also goes back, and on to batches not seen yet."""
     what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
+    assert run.guard is not None
     if run.config.health.spike_guard == "skip":
         run.call("on_message", f"{what}: step skipped")
         return data
@@ -143,9 +148,10 @@ def answer_spike(run: Run, data: Data, result: StepResult) -> Data:
     path = from_first_rank(latest_checkpoint(run.store.folder))
     if path is None:
         raise TrainingError(f"{what}, and no checkpoint to rewind to: lower checkpoint.interval")
-    next_unseen = run.progress.batch
+    next_unseen, remembered = run.progress.batch, run.guard.to_json()
     restore(run, path)
     run.progress.batch = next_unseen
+    run.guard.restore(remembered)  # what it has learned about the loss still holds
     run.call("on_message", f"{what}: back to {path}, going on with batch {next_unseen}")
     data.close()
     return open_data(run)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from overland.config.schema import Optimizer
 from overland.kernels.adamw import Rates, SplitState, update_split
+from overland.kernels.norm import sum_of_squares
 from overland.parallel.apply import ParallelModel
 from overland.parallel.comm import sum_over
 from overland.parallel.mesh import Mesh
@@ -135,10 +136,7 @@ def gradient_norm(optimizer: AdamW, model: ParallelModel, mesh: Mesh) -> Tensor:
         if parameter.grad is not None and model.counted_once(parameter):
             axes = sharded_axes(parameter.grad)
             groups.setdefault(axes, []).append(shard_of(parameter.grad))
-    squares = {
-        axes: torch.stack(torch._foreach_norm(gradients, 2, wide_type(gradients))).square().sum()
-        for axes, gradients in groups.items()
-    }
+    squares = {axes: sum_of_squares(gradients) for axes, gradients in groups.items()}
     for axis in ("fsdp", "tp"):
         together = [axes for axes in squares if axis in axes]
         if together and mesh.parameters[axis].size() > 1:
@@ -147,11 +145,6 @@ def gradient_norm(optimizer: AdamW, model: ParallelModel, mesh: Mesh) -> Tensor:
             squares.update(zip(together, summed, strict=True))
     total = torch.stack(list(squares.values())).sum()
     return sum_over(total, mesh.parameters.get_group("pp")).sqrt()
-
-
-def wide_type(tensors: Sequence[Tensor]) -> torch.dtype:
-    """float32 or wider: a norm rounded to bfloat16 would be off by up to 0.4 %."""
-    return torch.promote_types(tensors[0].dtype, torch.float32)
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:

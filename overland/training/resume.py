@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from overland.checkpoint.convert import open_source
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import list_checkpoints, set_later_aside, uncommitted
-from overland.models.hf import load_hf
+from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
-from overland.parallel.parts import local_part
+from overland.parallel.parts import local_part, named_parameters, tied_copies
 from overland.training.state import restore
 
 if TYPE_CHECKING:
@@ -31,9 +34,34 @@ def start_from(run: Run, report: Report) -> None:
         pass
     elif settings.initial_load_path is not None:
         source = Path(settings.initial_load_path).expanduser()
-        for part in run.model.parts:
-            load_hf(part, source, local_part)
+        load_weights(run, source)
         report(f"starting from the weights in {source}")
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Weights alone, from any format that `overland convert` reads."""
+    if any((path / name).is_file() for name in (INDEX, SINGLE)):  # reads its own slices only
+        for part in run.model.parts:
+            load_hf(part, path, local_part)
+        return
+    describe = getattr(run.model_config, "to_hf", None)
+    weights = open_source(path, describe() if describe else None).weights()
+    parameters = named_parameters(run.model.parts)
+    missing = [name for name in parameters if name not in weights]
+    if missing:
+        raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            shard, offset, shape = local_part(parameter)
+            if weights[name].shape != shape:
+                raise CheckpointError(
+                    f"{path} has {name} in shape {list(weights[name].shape)}, and this model "
+                    f"needs {list(shape)}"
+                )
+            box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
+            shard.copy_(weights[name].load_slice(box))
+        for parameter, copy in tied_copies(run.model.parts):
+            copy.copy_(parameter)
 
 
 def resume_newest(run: Run, report: Report) -> bool:

@@ -37,7 +37,7 @@ from overland.training.profile import Profiler
 from overland.training.progress import Progress
 from overland.training.resume import start_from
 from overland.training.seeds import set_seeds
-from overland.training.state import random_tensors, run_facts, run_tensors
+from overland.training.state import run_facts, saved_state
 from overland.training.timeouts import Timeouts
 
 
@@ -58,6 +58,7 @@ class Run:
     store: Store
     guard: SpikeGuard | None
     progress: Progress = field(default_factory=Progress)
+    saved_step: int = -1
     callbacks: list[Callback] = field(default_factory=list)
 
     @property
@@ -72,11 +73,9 @@ class Run:
 
     def save(self, preempt: bool = False, validation_loss: float | None = None) -> None:
         """Starts a save; the store tells how it went when it is done."""
-        step = self.progress.step
-        with self.optimizer.masters.whole():
-            tensors = {**run_tensors(self), **random_tensors(self)}
-            self.store.save(step, tensors, run_facts(self), preempt, validation_loss)
-            self.store.wait_on_device()  # the whole masters go with this block
+        step, facts = self.progress.step, run_facts(self)
+        self.store.save(step, saved_state(self), facts, preempt, validation_loss)
+        self.saved_step = step
 
 
 def build_run(
@@ -125,7 +124,7 @@ def build_run(
     )
     start_from(run, report)
     if config.checkpoint.enable:
-        run.store.prepare({**run_tensors(run), **random_tensors(run)})
+        run.store.prepare(saved_state(run))
         for note in run.store.notes:
             report(f"note: {note}")
     if splits(mesh, config.training):

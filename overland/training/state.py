@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import overland
+from overland.checkpoint.plan import Packed, State
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_checkpoint
+from overland.kernels.split import join
 from overland.parallel.parts import named_parameters, tied_copies
 from overland.training.random_state import random_state, set_random_state
+from overland.training.schedule import learning_rate
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -38,8 +41,23 @@ def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
     return state
 
 
+def saved_state(run: Run) -> State:
+    """Those, with float32 masters where parameters are kept in halves, and this rank's random
+    streams under names of its own."""
+    state: dict[str, Tensor | Packed] = dict(run_tensors(run))
+    rests = run.optimizer.masters.rests
+    for name, parameter in named_parameters(run.model.parts).items():
+        if parameter in rests:
+            state[f"model.{name}"] = _master(parameter, rests[parameter])
+    return {**state, **random_tensors(run)}
+
+
+def _master(parameter: nn.Parameter, rest: Tensor) -> Packed:
+    narrow, rest = parameter.detach().view(-1), rest.view(-1)
+    return Packed(tuple(parameter.shape), torch.float32, lambda a, b: join(narrow[a:b], rest[a:b]))
+
+
 def random_tensors(run: Run) -> dict[str, Tensor]:
-    """This rank's random streams, under names of its own."""
     prefix = f"rng.{run.world.rank}."
     return {prefix + name: state for name, state in random_state(run.device).items()}
 
@@ -48,6 +66,7 @@ def run_facts(run: Run) -> dict[str, Any]:
     """All but the tensors. The learning rate is a function of the step and the config."""
     return {
         "progress": run.progress.to_json(),
+        "learning_rate": learning_rate(max(0, run.progress.step - 1), run.config),
         "data": {"batch": run.progress.batch, "fingerprint": run.dataset.fingerprint},
         "spike_guard": run.guard.to_json() if run.guard is not None else None,
         "layout": asdict(run.mesh.degrees),
@@ -69,6 +88,7 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
             load_tensors(run, checkpoint, skip_optimizer)
         facts = checkpoint.run
         run.progress.restore(facts["progress"])
+        run.saved_step = run.progress.step
         if run.guard is not None and facts.get("spike_guard"):
             run.guard.restore(facts["spike_guard"])
         return [*_restore_random(run, checkpoint), *changes(run, facts)]

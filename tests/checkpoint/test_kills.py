@@ -17,6 +17,7 @@ SETTINGS = {
     "plain": {},
     "two kept": {"keep_latest_k": 2},
     "full": {"type": "full", "keep_latest_k": 2},
+    "four files": {"type": "full", "full_format": "torch", "keep_latest_k": 2},
 }
 
 

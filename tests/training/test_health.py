@@ -10,6 +10,7 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
+from overland.parallel.parts import shard_of
 from overland.training import step as step_module
 from overland.training.health import SpikeGuard
 from overland.training.run import build_run
@@ -65,13 +66,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
 
 def parameters_around_a_bad_step(world: World, config: JobConfig) -> bool:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
-    before = [p.full_tensor().clone() for p in run.model.parts[0].parameters()]
+    before = [shard_of(p).clone() for p in run.model.parts[0].parameters()]
     batch = Batch(torch.zeros(8, 32, dtype=torch.long), torch.full((8, 32), 1))
     with torch.no_grad():
-        next(run.model.parts[0].parameters()).to_local()[0] = float("inf")
+        shard_of(next(run.model.parts[0].parameters()))[0] = float("inf")
         before[0][0] = float("inf")
     result = step_module.train_step(run, batch)
-    after = [p.full_tensor() for p in run.model.parts[0].parameters()]
+    after = [shard_of(p).clone() for p in run.model.parts[0].parameters()]
     assert result.not_finite.item()
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from overland.checkpoint.read import open_checkpoint
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
@@ -153,6 +155,35 @@ def test_exported_weights_are_what_transformers_computes_with(
     logits = model(tokens).logits
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     assert ours == pytest.approx(theirs.item(), abs=1e-4)
+
+
+def export_and_save(world: World, config: JobConfig) -> None:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    train(run)
+    export_hf(run)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context"])
+def test_every_axis_exports_whole_weights(
+    ranks: RankPool, tmp_path: Path, axis: str, tied: bool
+) -> None:
+    config = tiny_job(
+        tmp_path,
+        model={"overrides": {**TINY_MODEL, "tie_word_embeddings": tied}},
+        training={**FLOAT32, "steps": 2},
+        parallelism={f"{axis}_parallel_degree": 2},
+        checkpoint={"enable": True},
+    )
+    ranks.run(2, export_and_save, config)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert ("lm_head.weight" in exported) != tied
+    with open_checkpoint(tmp_path / "checkpoint" / "step_2") as saved:
+        assert {f"model.{name}" for name in exported} == {
+            name for name in saved.tensors if name.startswith("model.")
+        }
+        for name, tensor in exported.items():
+            assert torch.equal(tensor, saved.read(f"model.{name}")), name
 
 
 def test_a_run_that_goes_on_exports_again(ranks: RankPool, tmp_path: Path) -> None:

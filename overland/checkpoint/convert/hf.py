@@ -1,0 +1,130 @@
+"""Hugging Face folders: weights in safetensors (or, read only, `pytorch_model.bin`), config.json,
+tokenizer and generation config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from overland.checkpoint.convert import llama
+from overland.checkpoint.convert.lazy import Lazy, digest
+from overland.checkpoint.convert.options import Options
+from overland.checkpoint.convert.safetensors_file import read_safetensors, write_safetensors
+from overland.checkpoint.convert.shards import copy_files, split, write_json
+from overland.checkpoint.convert.source import (
+    MODEL,
+    Config,
+    Source,
+    companions_in,
+    config_near,
+    file_inside,
+    read_json,
+)
+from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
+from overland.checkpoint.errors import CheckpointError
+from overland.models.config import DecoderConfig
+from overland.models.errors import ModelError
+from overland.models.hf import INDEX, SINGLE
+from overland.models.parameters import EMBEDDING, HEAD
+
+OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+
+
+def detect_hf(path: Path) -> bool:
+    return any((path / name).is_file() for name in (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE))
+
+
+def open_hf(path: Path, config: Config = None) -> Source:
+    weights = _weights(path)
+    return Source(
+        "hf",
+        path,
+        {MODEL + name: lazy for name, lazy in weights.items() if not llama.is_computed(name)},
+        config=config or config_near(path),
+        companions=companions_in(path),
+    )
+
+
+def write_hf(source: Source, folder: Path, options: Options) -> None:
+    if source.config is None:
+        raise CheckpointError(
+            f"{source.folder} does not say what model it holds; name its config.json, or a folder "
+            "with config and tokenizer, with --config"
+        )
+    weights = source.weights()
+    if source.config.get("tie_word_embeddings"):
+        weights = _without_head(weights)
+    if not options.partial:
+        _check_complete(source.config, weights, source.folder)
+    shards = split(weights, options.max_shard_bytes)
+    count = len(shards)
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = [SINGLE] if count == 1 else files
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(folder / file, shard)
+    if count > 1:
+        total = sum(lazy.nbytes for lazy in weights.values())
+        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
+    config = {key: value for key, value in source.config.items() if key != "dtype"}
+    dtypes = {lazy.dtype for lazy in weights.values()}
+    if len(dtypes) == 1:  # transformers 4 and 5 both read this key
+        config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    write_json(folder / "config.json", config)
+    copy_files(source.companions, folder)
+
+
+def _weights(path: Path) -> dict[str, Lazy]:
+    for name in (INDEX, OLD_INDEX):
+        index = path / name
+        if index.is_file():
+            file_of = read_json(index).get("weight_map")
+            if not isinstance(file_of, dict):
+                raise CheckpointError(f"{index} has no weight_map")
+            opened = {file: _open(file_inside(path, file, index)) for file in set(file_of.values())}
+            missing = [tensor for tensor, file in file_of.items() if tensor not in opened[file]]
+            if missing:
+                raise CheckpointError(f"{path}: {missing[0]} is not in the file its index names")
+            return {tensor: opened[file][tensor] for tensor, file in file_of.items()}
+    return _open(path / SINGLE if (path / SINGLE).is_file() else path / OLD_SINGLE)
+
+
+def _open(file: Path) -> dict[str, Lazy]:
+    if file.suffix == ".safetensors":
+        return dict(read_safetensors(file))
+    return dict(tensors_in(read_torch_file(file), file))
+
+
+def _without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
+    """A tied head is not stored; it must be the embedding, though, or something would be lost."""
+    if HEAD in weights and EMBEDDING in weights:
+        head, embedding = weights[HEAD], weights[EMBEDDING]
+        if head is not embedding and digest(head.load()) != digest(embedding.load()):
+            raise CheckpointError(
+                f"the config says that {HEAD} is {EMBEDDING} (tie_word_embeddings), but they "
+                "differ; set it to false in the config given with --config"
+            )
+        return {name: lazy for name, lazy in weights.items() if name != HEAD}
+    return weights
+
+
+def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Path) -> None:
+    """Every parameter, each in its shape, where the family is one that Overland knows."""
+    try:
+        shapes = DecoderConfig.from_hf(config).parameter_shapes()
+    except ModelError:
+        return
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise CheckpointError(f"{where} lacks {name}, which its config.json asks for")
+        if weights[name].shape != tuple(shape):
+            raise CheckpointError(
+                f"{where} has {name} in shape {list(weights[name].shape)}, but its config.json "
+                f"asks for {list(shape)}"
+            )
+    unexpected = [name for name in weights if name not in shapes]
+    if unexpected:
+        raise CheckpointError(
+            f"{where} has {unexpected[0]}, which its config.json does not ask for; leave it out "
+            f"with --exclude {unexpected[0]}"
+        )

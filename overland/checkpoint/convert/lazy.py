@@ -1,0 +1,172 @@
+"""Tensors that lie in files: shape and type are known, bytes are read when asked for.
+
+Everything that a checkpoint holds is one of these, and what a conversion does to it (joining
+shards, permuting rows, casting) is one wrapped around another. One tensor is in memory at a time.
+Files are read, not mapped: pages of a mapped file count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from overland.checkpoint.errors import CheckpointError
+
+Shape = tuple[int, ...]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Lazy:
+    """A tensor that is not in memory. By default a slice costs as much as the whole."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def load(self) -> Tensor:
+        raise NotImplementedError
+
+    def load_slice(self, slices: Slices) -> Tensor:
+        return self.load()[slices]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Lazy):
+    """A range of a file. `offset` is the byte of its first element; no stride: contiguous."""
+
+    path: Path
+    offset: int
+    stride: Shape | None = None
+
+    def load(self) -> Tensor:
+        if self.stride is None:
+            return self._read(self.shape, 0)
+        span = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        flat = self._read((span if self.numel else 0,), 0)
+        return flat.as_strided(self.shape, self.stride).contiguous() if self.numel else (
+            flat.reshape(self.shape)
+        )  # fmt: skip
+
+    def load_slice(self, slices: Slices) -> Tensor:
+        if self.stride is not None or not self.shape or not slices:
+            return self.load()[slices]
+        start, stop, step = slices[0].indices(self.shape[0])
+        if step != 1:
+            return self.load()[slices]
+        rows = self._read(
+            (max(0, stop - start), *self.shape[1:]), start * math.prod(self.shape[1:])
+        )
+        return rows[(slice(None), *slices[1:])]
+
+    def part(self, start: int, count: int) -> Stored:
+        """Elements of a contiguous tensor, as a vector."""
+        assert self.stride is None
+        if not 0 <= start <= start + count <= self.numel:
+            raise CheckpointError(f"{self.path} is shorter than its parameters need")
+        return Stored((count,), self.dtype, self.path, self.offset + start * self.dtype.itemsize)
+
+    def _read(self, shape: Shape, first: int) -> Tensor:
+        out = torch.empty(shape, dtype=self.dtype)
+        self.read_into(out, first)
+        return out
+
+    def read_into(self, out: Tensor, first: int = 0) -> None:
+        view = memory(out)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset + first * self.dtype.itemsize)
+            while view.nbytes:
+                got = file.readinto(view)  # at most 2 GiB per call
+                if not got:
+                    raise CheckpointError(f"{self.path} ends before its tensors do")
+                view = view[got:]
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(Lazy):
+    """One vector after another, seen in another shape: how DeepSpeed stores parameters."""
+
+    parts: Sequence[Stored]
+
+    def load(self) -> Tensor:
+        out = torch.empty(self.numel, dtype=self.dtype)
+        place = 0
+        for part in self.parts:
+            part.read_into(out[place : place + part.numel])
+            place += part.numel
+        if place != self.numel:
+            raise CheckpointError(f"{place} elements were stored of a tensor of {self.numel}")
+        return out.view(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiled(Lazy):
+    """Boxes that fill a tensor, each with the place of its first corner: how shards lie."""
+
+    tiles: Sequence[tuple[Shape, Lazy]]
+
+    def load(self) -> Tensor:
+        if len(self.tiles) == 1 and self.tiles[0][1].shape == self.shape:
+            return self.tiles[0][1].load()
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for corner, tile in self.tiles:
+            ends = (start + size for start, size in zip(corner, tile.shape, strict=True))
+            out[tuple(map(slice, corner, ends))].copy_(tile.load())
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Changed(Lazy):
+    """Another tensor, put through a function once it is read."""
+
+    before: Lazy
+    change: Callable[[Tensor], Tensor]
+
+    def load(self) -> Tensor:
+        after = self.change(self.before.load())
+        assert after.shape == self.shape
+        assert after.dtype == self.dtype
+        return after.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Held(Lazy):
+    """A small tensor that is in memory after all: a count, a scalar."""
+
+    tensor: Tensor = field(repr=False)
+
+    def load(self) -> Tensor:
+        return self.tensor.contiguous()
+
+
+def held(tensor: Tensor) -> Held:
+    return Held(tuple(tensor.shape), tensor.dtype, tensor.detach())
+
+
+def cast(lazy: Lazy, dtype: torch.dtype) -> Lazy:
+    if lazy.dtype == dtype:
+        return lazy
+    return Changed(lazy.shape, dtype, lazy, lambda tensor: tensor.to(dtype))
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy."""
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(memory(tensor)).hexdigest()

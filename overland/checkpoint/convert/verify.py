@@ -1,0 +1,75 @@
+"""After writing: the target is opened as any source would be, and must give what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from overland.checkpoint.convert.lazy import digest
+from overland.checkpoint.convert.source import MODEL, Source
+from overland.checkpoint.errors import CheckpointError
+from overland.models.config import DecoderConfig
+from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.registry import build_model
+
+# 1.5 GB of weights in float32, twice.
+MAX_LOGITS_PARAMETERS = 400_000_000
+TOLERANCE = 1e-4
+
+_AGAIN = "the target was removed, try again"
+
+Sent = Mapping[str, tuple[tuple[int, ...], torch.dtype, str]]
+"""Name → shape, type and digest of what the writer was given."""
+
+
+def verify_hashes(written: Source, sent: Sent, done: Callable[[int], None]) -> None:
+    """Compares every tensor that was sent."""
+    for name, (shape, dtype, wanted) in sent.items():
+        lazy = written.tensors.get(name)
+        if lazy is None and name == MODEL + HEAD:  # left out where it is the embedding
+            lazy = written.tensors.get(MODEL + EMBEDDING)
+        if lazy is None:
+            raise CheckpointError(f"{name} was sent but is not in what was written; {_AGAIN}")
+        if lazy.shape != shape or lazy.dtype != dtype or digest(lazy.load()) != wanted:
+            raise CheckpointError(f"{name} was written, but reads as something else; {_AGAIN}")
+        done(lazy.nbytes)
+
+
+def verify_logits(source: Source, written: Source) -> float:
+    """The largest difference of logits between the two, on fixed tokens, in float32."""
+    if source.config is None:
+        raise CheckpointError(
+            f"{source.folder} does not say what model it holds, so there are no logits to compare; "
+            "name its config.json with --config"
+        )
+    config = DecoderConfig.from_hf(source.config)
+    count = sum(torch.Size(shape).numel() for shape in config.parameter_shapes().values())
+    if count > MAX_LOGITS_PARAMETERS:
+        raise CheckpointError(
+            f"logits are compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, and "
+            f"this one has {count:,}; use --verify hash"
+        )
+    generator = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(config.vocab_size, (2, 32), generator=generator)
+    with torch.no_grad():
+        before = decoder_of(source, config)(tokens_BS)
+        after = decoder_of(written, config)(tokens_BS)
+    difference = float((before - after).abs().max())
+    if not difference <= TOLERANCE:
+        raise CheckpointError(
+            f"logits of what was written differ by {difference:.2g} from the source's; {_AGAIN}"
+        )
+    return difference
+
+
+def decoder_of(source: Source, config: DecoderConfig) -> nn.Module:
+    """Overland's own model with the source's weights, in float32."""
+    model = build_model(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if MODEL + name not in source.tensors:
+                raise CheckpointError(f"{name} is not there, so there are no logits to compare")
+            parameter.copy_(source.read(MODEL + name))
+    return model.eval()

@@ -1,0 +1,291 @@
+"""Reads pickles without running them.
+
+A pickle is a program for a small stack machine, and Python's own machine lets that program import
+and call anything. This one knows the opcodes that data needs and nothing else. A name in a pickle
+gives what a table says (`known.py` has the one for checkpoints) and is refused if the table lacks
+it; only a `Maker` from that table can be called, and only stand-ins take a state. So nothing of
+what a file names is ever imported, and no Python object of ours can be changed by a file.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overland.checkpoint.errors import CheckpointError
+
+Names = Mapping[tuple[str, str], Any]
+Persistent = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Stands for a class or function of the table; `make` is what calling it gives."""
+
+    name: str
+    make: Callable[..., Any]
+
+
+class StandIn:
+    """An object of a known class, as data: which class, its arguments, its state."""
+
+    __slots__ = ("args", "kind", "state")
+
+    def __init__(self, kind: str, args: tuple[Any, ...] = (), state: Any = None) -> None:
+        self.kind, self.args, self.state = kind, args, state
+
+    def get(self, field: str, default: Any = None) -> Any:
+        return self.state.get(field, default) if isinstance(self.state, dict) else default
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+def stand_in(kind: str) -> Maker:
+    return Maker(kind, lambda *args: StandIn(kind, args))
+
+
+def load_pickle(data: bytes, where: str, names: Names, persistent: Persistent | None = None) -> Any:
+    """The object in `data`; `where` is what errors call it. `persistent` gives what the pickle
+    refers to by a key: the storages of torch's files."""
+    return _Machine(data, where, names, persistent).run()
+
+
+_MARK = object()
+
+
+class _Machine:
+    def __init__(
+        self, data: bytes, where: str, names: Names, persistent: Persistent | None
+    ) -> None:
+        self.data, self.where, self.names, self.persistent = data, where, names, persistent
+        self.at = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        try:
+            while (opcode := self.take(1)) != pickle.STOP:
+                action = _ACTIONS.get(opcode)
+                if action is None:
+                    raise self.refusal(f"has opcode {opcode!r}, which data does not need")
+                action(self)
+            (value,) = self.stack
+            return value
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"{self.where} is not a pickle that can be read: {type(error).__name__} "
+                f"at byte {self.at}; the file is damaged"
+            ) from None
+
+    def refusal(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.where} {why}; nothing was run")
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if count < 0 or end > len(self.data):
+            raise EOFError
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def number(self, form: str) -> int:
+        value: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
+        return value
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        text = self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return text
+
+    def since_mark(self) -> list[Any]:
+        for place in range(len(self.stack) - 1, -1, -1):
+            if self.stack[place] is _MARK:
+                items = self.stack[place + 1 :]
+                del self.stack[place:]
+                return items
+        raise IndexError
+
+    def named(self, module: Any, name: Any) -> Any:
+        try:
+            return self.names[module, name]
+        except (KeyError, TypeError):
+            raise self.refusal(
+                f"names {module}.{name}, which is not on the list of known classes"
+            ) from None
+
+    def call(self, function: Any, args: Any) -> Any:
+        if not isinstance(function, Maker) or not isinstance(args, tuple):
+            raise self.refusal(f"calls {type(function).__name__} with {type(args).__name__}")
+        return function.make(*args)
+
+
+# What a broken or truncated program makes Python raise, in us or in a maker.
+_DAMAGE = (
+    EOFError, IndexError, TypeError, ValueError, KeyError, AttributeError, OverflowError,
+    RecursionError, struct.error,
+)  # fmt: skip
+
+Action = Callable[[_Machine], None]
+
+
+def _push(value: Callable[[_Machine], Any]) -> Action:
+    return lambda machine: machine.stack.append(value(machine))
+
+
+def _collect(kind: Callable[[list[Any]], Any]) -> Action:
+    return lambda machine: machine.stack.append(kind(machine.since_mark()))
+
+
+def as_key(value: Any) -> Any:
+    """What may be a key or a member of a set. Python hashes nested tuples by recursion in C, so a
+    deep one would end the process."""
+    plain = (str, int, float, bytes, type(None), StandIn)
+    if isinstance(value, plain) or (
+        isinstance(value, tuple) and all(isinstance(one, plain) for one in value)
+    ):
+        return value
+    raise TypeError
+
+
+def _pairs(items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(map(as_key, items[::2]), items[1::2], strict=True))
+
+
+def _extend_list(machine: _Machine, items: list[Any]) -> None:
+    if not isinstance(machine.stack[-1], list):
+        raise TypeError
+    machine.stack[-1].extend(items)
+
+
+def _extend_dict(machine: _Machine, items: list[Any]) -> None:
+    if not isinstance(machine.stack[-1], dict):
+        raise TypeError
+    machine.stack[-1].update(_pairs(items))
+
+
+def _extend_set(machine: _Machine, items: list[Any]) -> None:
+    if not isinstance(machine.stack[-1], set):
+        raise TypeError
+    machine.stack[-1].update(map(as_key, items))
+
+
+def _last(machine: _Machine, count: int) -> list[Any]:
+    if len(machine.stack) < count:
+        raise IndexError
+    items = machine.stack[-count:]
+    del machine.stack[-count:]
+    if any(item is _MARK for item in items):
+        raise IndexError
+    return items
+
+
+def _remember(machine: _Machine, place: int) -> None:
+    machine.memo[place] = machine.stack[-1]
+
+
+def _persistent(machine: _Machine) -> Any:
+    (key,) = _last(machine, 1)
+    if machine.persistent is None:
+        raise machine.refusal("refers to data outside itself")
+    return machine.persistent(key)
+
+
+def _build(machine: _Machine) -> None:
+    (state,) = _last(machine, 1)
+    built = machine.stack[-1]
+    if isinstance(built, StandIn):
+        built.state = state
+    elif not isinstance(built, OrderedDict):  # a state_dict's _metadata, which nobody needs
+        raise machine.refusal(f"gives a state to {type(built).__name__}")
+
+
+def _reduce(machine: _Machine) -> Any:
+    function, args = _last(machine, 2)
+    return machine.call(function, args)
+
+
+def _new_with_keywords(machine: _Machine) -> Any:
+    function, args, keywords = _last(machine, 3)
+    if keywords != {}:
+        raise machine.refusal("makes an object with keyword arguments")
+    return machine.call(function, args)
+
+
+def _ignore(value: Any) -> None:
+    """A frame is a hint for streams; what is popped is gone."""
+
+
+def _integer(text: str) -> Any:
+    return text == "01" if text in ("00", "01") else int(text)
+
+
+_ACTIONS: dict[bytes, Action] = {
+    pickle.PROTO: lambda m: _check_protocol(m, m.take(1)[0]),
+    pickle.FRAME: lambda m: _ignore(m.take(8)),
+    pickle.MARK: lambda m: m.stack.append(_MARK),
+    pickle.POP: lambda m: _ignore(m.stack.pop()),
+    pickle.POP_MARK: lambda m: _ignore(m.since_mark()),
+    pickle.DUP: _push(lambda m: m.stack[-1]),
+    pickle.NONE: _push(lambda m: None),
+    pickle.NEWTRUE: _push(lambda m: True),
+    pickle.NEWFALSE: _push(lambda m: False),
+    pickle.INT: _push(lambda m: _integer(m.line())),
+    pickle.BININT: _push(lambda m: m.number("<i")),
+    pickle.BININT1: _push(lambda m: m.number("<B")),
+    pickle.BININT2: _push(lambda m: m.number("<H")),
+    pickle.LONG: _push(lambda m: int(m.line().rstrip("L"))),
+    pickle.LONG1: _push(lambda m: int.from_bytes(m.take(m.number("<B")), "little", signed=True)),
+    pickle.LONG4: _push(lambda m: int.from_bytes(m.take(m.number("<i")), "little", signed=True)),
+    pickle.FLOAT: _push(lambda m: float(m.line())),
+    pickle.BINFLOAT: _push(lambda m: struct.unpack(">d", m.take(8))[0]),
+    pickle.BINUNICODE: _push(lambda m: m.take(m.number("<I")).decode("utf-8", "surrogatepass")),
+    pickle.SHORT_BINUNICODE: _push(lambda m: m.take(m.number("<B")).decode("utf-8")),
+    pickle.BINUNICODE8: _push(lambda m: m.take(m.number("<Q")).decode("utf-8", "surrogatepass")),
+    pickle.BINSTRING: _push(lambda m: m.take(m.number("<i")).decode("latin-1")),
+    pickle.SHORT_BINSTRING: _push(lambda m: m.take(m.number("<B")).decode("latin-1")),
+    pickle.BINBYTES: _push(lambda m: m.take(m.number("<I"))),
+    pickle.SHORT_BINBYTES: _push(lambda m: m.take(m.number("<B"))),
+    pickle.BINBYTES8: _push(lambda m: m.take(m.number("<Q"))),
+    pickle.BYTEARRAY8: _push(lambda m: m.take(m.number("<Q"))),
+    pickle.EMPTY_LIST: _push(lambda m: []),
+    pickle.EMPTY_DICT: _push(lambda m: {}),
+    pickle.EMPTY_SET: _push(lambda m: set()),
+    pickle.EMPTY_TUPLE: _push(lambda m: ()),
+    pickle.TUPLE1: _push(lambda m: tuple(_last(m, 1))),
+    pickle.TUPLE2: _push(lambda m: tuple(_last(m, 2))),
+    pickle.TUPLE3: _push(lambda m: tuple(_last(m, 3))),
+    pickle.TUPLE: _collect(tuple),
+    pickle.LIST: _collect(list),
+    pickle.DICT: _collect(_pairs),
+    pickle.FROZENSET: _collect(lambda items: frozenset(map(as_key, items))),
+    pickle.APPEND: lambda m: _extend_list(m, _last(m, 1)),
+    pickle.APPENDS: lambda m: _extend_list(m, m.since_mark()),
+    pickle.SETITEM: lambda m: _extend_dict(m, _last(m, 2)),
+    pickle.SETITEMS: lambda m: _extend_dict(m, m.since_mark()),
+    pickle.ADDITEMS: lambda m: _extend_set(m, m.since_mark()),
+    pickle.PUT: lambda m: _remember(m, int(m.line())),
+    pickle.BINPUT: lambda m: _remember(m, m.number("<B")),
+    pickle.LONG_BINPUT: lambda m: _remember(m, m.number("<I")),
+    pickle.MEMOIZE: lambda m: _remember(m, len(m.memo)),
+    pickle.GET: _push(lambda m: m.memo[int(m.line())]),
+    pickle.BINGET: _push(lambda m: m.memo[m.number("<B")]),
+    pickle.LONG_BINGET: _push(lambda m: m.memo[m.number("<I")]),
+    pickle.GLOBAL: _push(lambda m: m.named(m.line(), m.line())),
+    pickle.STACK_GLOBAL: _push(lambda m: m.named(*_last(m, 2))),
+    pickle.REDUCE: _push(_reduce),
+    pickle.NEWOBJ: _push(_reduce),
+    pickle.NEWOBJ_EX: _push(_new_with_keywords),
+    pickle.BUILD: _build,
+    pickle.BINPERSID: _push(_persistent),
+}
+
+
+def _check_protocol(machine: _Machine, protocol: int) -> None:
+    if protocol > 5:
+        raise machine.refusal(f"has pickle protocol {protocol}, and 5 is the newest known")

@@ -1,0 +1,115 @@
+"""`overland convert`: any checkpoint to any format."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from overland.cli.errors import user_errors
+
+
+@user_errors
+def convert(
+    source: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint of any format.")],
+    target: Annotated[Path, typer.Argument(help="New folder (or, for safetensors, new file).")],
+    to: Annotated[str, typer.Option(help="hf, dcp, meta, torch, safetensors or overland.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Leave out tensors, e.g. 'lm_head.*'; repeatable.")
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out the optimizer.")
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="config.json, or a folder with it and a tokenizer, if SOURCE has none."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 500MB.")] = "5GB",
+    names: Annotated[str, typer.Option(help="Keys of a DCP folder: hf or torchtitan.")] = "hf",
+    key_prefix: Annotated[
+        str | None, typer.Option(help="Before a DCP folder's weights; default model. or nothing.")
+    ] = None,
+    verify: Annotated[
+        str, typer.Option(help="Afterwards compare hash (of every tensor), logits, or none.")
+    ] = "hash",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
+) -> None:
+    """Convert a checkpoint, tensor by tensor; the format of SOURCE is found out."""
+    from overland.checkpoint.convert import Options
+    from overland.checkpoint.convert import convert as convert_checkpoint
+    from overland.checkpoint.errors import CheckpointError
+
+    if names not in ("hf", "torchtitan"):
+        raise CheckpointError(f"--names {names} is not known; valid names: hf, torchtitan")
+    options = Options(size_in_bytes(max_shard_size), names, key_prefix)
+    with progress_bar() as advance:
+        summary = convert_checkpoint(
+            source,
+            target,
+            to,
+            dtype=dtype,
+            exclude=exclude or (),
+            weights_only=weights_only,
+            config=config,
+            options=options,
+            verify=verify,
+            advance=advance,
+        )
+    if as_json:
+        print(json.dumps(summary.to_json(), indent=2))
+        return
+    print(
+        f"{summary.target}: {summary.num_tensors} tensors, {summary.num_bytes / 1e6:,.1f} MB, "
+        f"{summary.source_format} to {summary.target_format}"
+    )
+    if summary.verified:
+        print(f"verified: {summary.verified} tensors read back as they were sent")
+    if summary.logits_difference is not None:
+        print(f"logits differ by {summary.logits_difference:.2g} at most")
+    print(
+        f"peak memory {summary.peak_memory / 1e6:,.0f} MB above the start, "
+        f"of {summary.allowed_memory / 1e6:,.0f} MB allowed (2 x largest tensor + 268 MB)"
+    )
+
+
+def size_in_bytes(text: str) -> int:
+    from overland.checkpoint.errors import CheckpointError
+
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
+    number = 0.0
+    if match is not None:
+        power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
+        unit = 1024**power if match[3] else units[match[2].upper()]
+        number = float(match[1]) * unit
+    if number < 1:
+        raise CheckpointError(f"--max-shard-size {text} is no size; write 500MB or 5GB")
+    return int(number)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """On stderr, and only if someone is looking."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns: list[Any] = [
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    ]  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )

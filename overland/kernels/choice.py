@@ -1,0 +1,20 @@
+"""Whether a Triton kernel is used, or the plain PyTorch twin that defines it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def triton_takes(tensor: Tensor) -> bool:
+    """Kernels are tuned and checked on NVIDIA; elsewhere the twin computes."""
+    return tensor.is_cuda and torch.version.hip is None and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()

@@ -1,0 +1,27 @@
+"""A float32 number as a bfloat16 number and the 16 bits that its rounding leaves over.
+
+Together they are the float32 number, bit for bit, in the same four bytes; but the upper half can be
+computed with as it is. Rounding is to nearest, ties away from zero: then the remainder of every
+number fits into 16 signed bits (with ties to even, both ±2^15 would occur).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF = 1 << 15  # half a unit in the last place of the bfloat16 number, in units of the float32's
+
+
+def split(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """(bfloat16, int16) of a float32 tensor."""
+    bits = wide.view(torch.int32)
+    upper = (bits + HALF) >> 16  # a carry into the exponent is right: it is the next number
+    rest = bits - (upper << 16)
+    return upper.to(torch.int16).view(torch.bfloat16), rest.to(torch.int16)
+
+
+def join(narrow: Tensor, rest: Tensor) -> Tensor:
+    """The float32 tensor that `split` took apart."""
+    bits = (narrow.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
+    return bits.view(torch.float32)

@@ -1,0 +1,256 @@
+"""Saving while training goes on: what is kept, what is told, and what waits for what."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from overland.checkpoint.disk import Disk
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.folder import LATEST, list_checkpoints
+from overland.checkpoint.plan import Packed
+from overland.checkpoint.read import load, open_checkpoint
+from overland.checkpoint.store import Store
+from overland.checkpoint.verify import verify
+from overland.config.schema import Checkpoint as Settings
+from tests.checkpoint.states import FullDisk, like, save, some_state
+
+
+class SlowDisk(Disk):
+    """Holds every write until it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.writing = threading.Event()
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        self.writing.set()
+        assert self.go_on.wait(60)
+        super().write_at(descriptor, data, offset, path)
+
+
+def loads_as(folder: Path, step: int, state: dict[str, torch.Tensor] | None = None) -> None:
+    got = like(state or some_state(step))
+    load(folder / f"step_{step}", got)
+    for name, tensor in (state or some_state(step)).items():
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+@pytest.mark.parametrize("kind", ["shard", "full", "local"])
+def test_what_was_saved_is_loaded(tmp_path: Path, kind: str, mode: str) -> None:
+    save(tmp_path, 3, type=kind, async_mode=mode)
+    if kind != "local":
+        loads_as(tmp_path, 3)
+    assert verify(tmp_path / "step_3") == []
+    assert os.readlink(tmp_path / LATEST) == "step_3"
+
+
+def test_files_are_plain_safetensors(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    tensors = load_file(tmp_path / "step_3" / "rank_00000.safetensors")
+    expected = {name: tensor for name, tensor in some_state(3).items() if tensor.numel()}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_state_may_change_while_a_save_is_written(tmp_path: Path) -> None:
+    disk, state = SlowDisk(), some_state(5)
+    store = Store(tmp_path, Settings(), disk=disk)
+    store.save(5, state, {"progress": {"step": 5}})
+    assert disk.writing.wait(60)
+    store.wait_on_device()
+    for tensor in state.values():  # the next update
+        tensor.fill_(1)
+    assert store.poll() == []
+    disk.go_on.set()
+    (outcome,) = store.finish()
+    assert not outcome.error
+    loads_as(tmp_path, 5)
+    store.close()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    store = Store(tmp_path, Settings(), disk=disk)
+    store.save(1, some_state(1), {})
+    second = threading.Thread(target=store.save, args=(2, some_state(2), {}))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    assert not (tmp_path / ".step_2.tmp").exists()
+    disk.go_on.set()
+    second.join()
+    assert [outcome.path.name for outcome in store.finish()] == ["step_1", "step_2"]
+    loads_as(tmp_path, 2)
+    store.close()
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_full_disk_is_told_and_destroys_nothing(tmp_path: Path, mode: str) -> None:
+    save(tmp_path, 1, keep_latest_k=1)
+    size = sum(path.stat().st_size for path in (tmp_path / "step_1").iterdir())
+    for room in (0, 1000, size - 10_000, size - 100):
+        outcome = save(tmp_path, 2, FullDisk(room), keep_latest_k=1, async_mode=mode)
+        assert os.strerror(errno.ENOSPC) in outcome.error
+        loads_as(tmp_path, 1)
+        assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+    assert not save(tmp_path, 2, keep_latest_k=1).error
+    assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+
+
+def test_the_systems_own_limit_is_told(tmp_path: Path) -> None:
+    """A real refusal of the kernel's, in a process that may not write large files."""
+    save(tmp_path, 1)
+    program = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from tests.checkpoint.states import save\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "print(save(Path(sys.argv[1]), 2).error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert os.strerror(errno.EFBIG) in done.stdout
+    loads_as(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"keep_latest_k": 2}, [9, 10]),
+        ({"keep_latest_k": 0}, list(range(1, 11))),
+        ({"keep_latest_k": 1, "keep_every": 4}, [4, 8, 10]),
+        ({"keep_latest_k": 1, "keep_best": 2}, [3, 7, 10]),
+        ({"keep_latest_k": 2, "keep_every": 5, "keep_best": 1}, [3, 5, 9, 10]),
+    ],
+)
+def test_what_is_kept(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
+    losses = {3: 0.5, 7: 0.7}
+    store = Store(tmp_path, Settings.model_validate(settings))
+    for step in range(1, 11):
+        store.save(step, {"x": torch.ones(3)}, {}, validation_loss=losses.get(step, 2.0 + step))
+    assert not any(outcome.error for outcome in store.finish())
+    assert [found.step for found in list_checkpoints(tmp_path)] == kept
+    assert sorted(tmp_path.glob(".step*")) == []
+    store.close()
+
+
+class StubbornDisk(Disk):
+    """Lets nothing be removed."""
+
+    def remove(self, path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_spoil_the_new_one(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1, keep_latest_k=1)
+    outcome = save(tmp_path, 2, StubbornDisk(), keep_latest_k=1)
+    assert not outcome.error
+    assert f"{tmp_path}/step_1/COMMITTED: Permission denied" in outcome.note
+    loads_as(tmp_path, 2)
+    assert os.readlink(tmp_path / LATEST) == "step_2"
+
+
+def test_what_a_killed_session_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in (".step_2.tmp", ".step_0.deleted", "mine", "step_7"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("something")
+    save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest", "mine", "step_1", "step_2", "step_7",
+    ]  # fmt: skip
+
+
+def test_saving_a_step_again_keeps_the_earlier_one_aside(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = (tmp_path / "step_1" / "index.json").read_bytes()
+    save(tmp_path, 1)
+    assert (tmp_path / "step_1.set-aside" / "index.json").read_bytes() == before
+    loads_as(tmp_path, 1)
+
+
+def test_a_tensor_in_another_form_is_saved_as_what_it_stands_for(tmp_path: Path) -> None:
+    whole = torch.randn(40, 30)
+    packed = Packed((40, 30), torch.float32, lambda a, b: whole.view(-1)[a:b].clone())
+    for mode in ("async", "disabled"):
+        store = Store(tmp_path / mode, Settings.model_validate({"async_mode": mode}))
+        store.save(1, {"x": packed}, {})
+        assert not store.finish()[0].error
+        loads_as(tmp_path / mode, 1, {"x": whole})
+        store.close()
+
+
+def test_without_memory_for_a_copy_training_waits_and_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overland.checkpoint.snapshot.available_memory", lambda: 1000.0)
+    store = Store(tmp_path, Settings())
+    store.save(1, some_state(1), {"progress": {"step": 1}})
+    (outcome,) = store.poll()
+    assert not outcome.error
+    assert "training waits while checkpoints are written" in store.notes[0]
+    loads_as(tmp_path, 1)
+
+
+def test_tensors_larger_than_a_block_are_read_in_any_slice(tmp_path: Path) -> None:
+    whole = torch.arange(10_000_000, dtype=torch.int32).view(10_000, 1000)
+    store = Store(tmp_path, Settings())
+    store.save(1, {"x": whole}, {})
+    assert not store.finish()[0].error
+    store.close()
+    with open_checkpoint(tmp_path / "step_1") as checkpoint:
+        assert len(checkpoint.tensors["x"].parts[0].checksums) == 3
+        for rows, columns in (((0, 10_000), (0, 1000)), ((4100, 4300), (0, 1000)),
+                              ((9_999, 10_000), (999, 1000)), ((100, 9000), (7, 11))):  # fmt: skip
+            start, shape = (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0])
+            expected = whole[slice(*rows), slice(*columns)]
+            assert torch.equal(checkpoint.read_slice("x", start, shape), expected)
+
+
+def test_damage_outside_the_slice_does_not_matter_and_inside_does(tmp_path: Path) -> None:
+    whole = torch.zeros(10_000_000, dtype=torch.int32)
+    store = Store(tmp_path, Settings())
+    store.save(1, {"x": whole}, {})
+    store.finish()
+    store.close()
+    file = tmp_path / "step_1" / "rank_00000.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size - 5)
+        opened.write(b"\x01")
+    with open_checkpoint(tmp_path / "step_1") as checkpoint:
+        assert not checkpoint.read_slice("x", (0,), (4_000_000,)).any()
+        with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is damaged: bytes"):
+            checkpoint.read_slice("x", (9_999_999,), (1,))
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    import zlib
+
+    save(tmp_path, 1)
+    path = tmp_path / "step_1"
+    for name in ("../secret", "/etc/passwd", ".."):
+        index = json.loads((path / "index.json").read_text())
+        index["files"][0][0] = name
+        text = json.dumps(index).encode()
+        (path / "index.json").write_bytes(text)
+        marker = json.loads((path / "COMMITTED").read_text())
+        marker |= {"index_bytes": len(text), "index_crc32": zlib.crc32(text)}
+        (path / "COMMITTED").write_text(json.dumps(marker))
+        with pytest.raises(CheckpointError, match="names a file outside its folder"):
+            open_checkpoint(path)
