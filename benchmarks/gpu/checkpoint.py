@@ -31,10 +31,12 @@ import overland.checkpoint.write as writing
 from overland.checkpoint.checksum import BLOCK
 from overland.checkpoint.folder import delete, latest_checkpoint, list_checkpoints
 from overland.checkpoint.read import open_checkpoint
+from overland.checkpoint.snapshot import Snapshot
 from overland.checkpoint.store import Outcome, Store
 from overland.cluster.world import World
 from overland.config.schema import Checkpoint as Settings
 from overland.config.schema import Comm, JobConfig
+from overland.data.batch import Batch
 from overland.parallel.comm import process_group
 from overland.training.loop import open_data
 from overland.training.run import Run, build_run
@@ -87,7 +89,7 @@ def disk_speed(
     return blocks * num_files * BLOCK / GB / seconds
 
 
-def job(flavor: str, rows: int, accumulate: int, folder: Path) -> JobConfig:
+def job(flavor: str, rows: int, folder: Path) -> JobConfig:
     return JobConfig.model_validate(
         {
             "job": {"dump_folder": str(folder)},
@@ -96,7 +98,6 @@ def job(flavor: str, rows: int, accumulate: int, folder: Path) -> JobConfig:
                 "dataset": "random",
                 "seq_len": 8192,
                 "local_batch_size": rows,
-                "global_batch_size": rows * accumulate,
                 "steps": 10_000,
             },
             "compile": {"enable": True},
@@ -114,10 +115,15 @@ class Loop:
         self.run: Run = build_run(config, World(), device, log_ranks=())
         self.data = open_data(self.run)
         self.step_seconds: float = 0.0
+        self.passes = 1
 
     def step(self) -> float:
         started = time.monotonic()
-        train_step(self.run, next(self.data))
+        some = [next(self.data) for _ in range(self.passes)]
+        batch = Batch(
+            torch.cat([one.tokens_BS for one in some]), torch.cat([one.labels_BS for one in some])
+        )
+        train_step(self.run, batch)
         self.run.progress.step += 1
         torch.cuda.synchronize()
         return time.monotonic() - started
@@ -144,33 +150,33 @@ class Loop:
         self.run.store.close()
 
 
-def ours(
-    loop: Loop, folder: Path, mode: str = "async", saves: int = 1
-) -> tuple[Outcome, float, float]:
-    store = Store(folder, Settings.model_validate({"async_mode": mode, "keep_latest_k": 1}),
-                  loop.run.device)  # fmt: skip
-    loop.run.store = store
+def prepare(loop: Loop, folder: Path, mode: str = "async") -> Store:
+    loop.run.store.close()
+    settings = Settings.model_validate({"async_mode": mode, "keep_latest_k": 1})
+    loop.run.store = store = Store(folder, settings, loop.run.device)
     store.prepare(saved_state(loop.run))
-    if store.is_async:
-        store._snapshot._making.join()  # type: ignore[union-attr]
-    say("  memory is ready")
+    if isinstance(store._snapshot, Snapshot):
+        store._snapshot._making.join()
+    say("memory is ready")
+    return store
+
+
+def ours(loop: Loop, what: str) -> Outcome:
+    run, store = loop.run, loop.run.store
+    for earlier in list_checkpoints(store.folder):  # the disk has room for one
+        delete(earlier.path, store.disk)
 
     def save() -> None:
-        run = loop.run
         store.save(run.progress.step, saved_state(run), run_facts(run))
 
-    def busy() -> bool:
-        return store._writing is not None and store._writing.is_alive()
-
-    for _ in range(saves):
-        for earlier in list_checkpoints(folder):  # the disk has room for one
-            delete(earlier.path, store.disk)
-        first, total = loop.stall(save, busy)
-        (outcome,) = store.finish()
-        assert not outcome.error, outcome.error
-        say(f"  stall {first:.3f} s, of it {outcome.waited:.3f} s in the call; until the commit "
-            f"{total:.3f} s; written in {outcome.seconds:.1f} s")  # fmt: skip
-    return outcome, first, total
+    first, total = loop.stall(save, lambda: bool(store._writing and store._writing.is_alive()))
+    (outcome,) = store.finish()
+    assert not outcome.error, outcome.error
+    size = outcome.num_bytes / GB
+    say(f"{what}, {size:.1f} GB: stall {first:.3f} s, of it {outcome.waited:.3f} s in the call; "
+        f"all steps until the commit {total:.3f} s; written in {outcome.seconds:.1f} s = "
+        f"{size / outcome.seconds:.2f} GB/s")  # fmt: skip
+    return outcome
 
 
 @contextmanager
@@ -243,6 +249,48 @@ def free() -> None:
     torch._dynamo.reset()
 
 
+def stalls(args: argparse.Namespace, device: torch.device) -> None:
+    """The large model: ours alone, since two copies of its state do not fit on the disk."""
+    folder = args.folder / "ours"
+    loop = Loop(job(args.flavor, args.rows, args.folder / "run"), device)
+    loop.warm_up()
+    prepare(loop, folder)
+    ours(loop, f"{args.flavor}, 1 pass a step")
+    with without_checksums():
+        ours(loop, f"{args.flavor}, 1 pass a step, without checksums")
+    loop.passes = 4
+    loop.warm_up(3)
+    ours(loop, f"{args.flavor}, 4 passes a step")
+    outcome = ours(loop, f"{args.flavor}, 4 passes a step")
+    seconds = our_load(loop, folder)
+    say(f"load {seconds:.1f} s = {outcome.num_bytes / GB / seconds:.2f} GB/s")
+    loop.close()
+    del loop
+    free()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def peers(args: argparse.Namespace, device: torch.device) -> None:
+    flavor, folder = args.peer_flavor, args.folder / "ours"
+    loop = Loop(job(flavor, args.rows, args.folder / "run"), device)
+    loop.warm_up()
+    for mode in ("disabled", "async"):
+        prepare(loop, folder, mode)
+        ours(loop, f"{flavor}, {mode}")
+    with without_checksums():
+        ours(loop, f"{flavor}, async, without checksums")
+    ours(loop, f"{flavor}, async")
+    say(f"load {our_load(loop, folder):.1f} s")
+    loop.run.store.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    for kind in ("sync", "async"):
+        first, total, seconds = peer(loop, args.folder / "dcp", kind)
+        say(f"{flavor}, DCP {kind}: stall {first:.3f} s; all steps until the end {total:.3f} s; "
+            f"written in {seconds:.1f} s")  # fmt: skip
+    say(f"load {their_load(loop, args.folder / 'dcp'):.1f} s")
+    loop.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--flavor", default="3B")
@@ -269,54 +317,6 @@ def main() -> None:
         if "peers" in args.only:
             peers(args, device)
     shutil.rmtree(args.folder, ignore_errors=True)
-
-
-def stalls(args: argparse.Namespace, device: torch.device) -> None:
-    """The large model: ours alone, since two copies of its state do not fit on the disk."""
-    for accumulate in (1, 4):
-        folder = args.folder / "ours"
-        loop = Loop(job(args.flavor, args.rows, accumulate, args.folder / "run"), device)
-        loop.warm_up()
-        outcome, first, total = ours(loop, folder, saves=2)
-        speed = outcome.num_bytes / GB / outcome.seconds
-        say(f"{args.flavor}, {outcome.num_bytes / GB:.1f} GB, accumulation {accumulate}: stall "
-            f"{first:.3f} s (all steps until the commit {total:.3f} s), background "
-            f"{outcome.seconds:.1f} s = {speed:.2f} GB/s")  # fmt: skip
-        if accumulate == 1:
-            seconds = our_load(loop, folder)
-            say(f"  load {seconds:.1f} s = {outcome.num_bytes / GB / seconds:.2f} GB/s")
-        loop.close()
-        del loop
-        free()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def peers(args: argparse.Namespace, device: torch.device) -> None:
-    flavor = args.peer_flavor
-    loop = Loop(job(flavor, args.rows, 1, args.folder / "run"), device)
-    loop.warm_up()
-    folder = args.folder / "ours"
-    for mode in ("async", "disabled"):
-        outcome, first, total = ours(loop, folder, mode)
-        say(f"{flavor}, {outcome.num_bytes / GB:.1f} GB, ours {mode}: stall {first:.3f} s (all "
-            f"{total:.3f} s), written in {outcome.seconds:.1f} s")  # fmt: skip
-        loop.run.store.close()
-    say(f"  load {our_load(loop, folder):.1f} s")
-    with without_checksums():
-        outcome, first, total = ours(loop, args.folder / "plain")
-        say(f"  without checksums: written in {outcome.seconds:.1f} s")
-        loop.run.store.close()
-    outcome, first, total = ours(loop, args.folder / "plain")
-    say(f"  with checksums again: written in {outcome.seconds:.1f} s")
-    loop.run.store.close()
-    shutil.rmtree(args.folder / "plain", ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    for kind in ("sync", "async"):
-        first, total, seconds = peer(loop, args.folder / "dcp", kind)
-        say(f"{flavor}, DCP {kind}: stall {first:.3f} s (all {total:.3f} s), written in "
-            f"{seconds:.1f} s")  # fmt: skip
-    say(f"  load {their_load(loop, args.folder / 'dcp'):.1f} s")
-    loop.close()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def write_full(
         if full_format == "torch":
             write_four_files(parts, beside, about, disk)
         else:
-            write_whole(beside, whole_tensors(parts), index.run, about, disk)
+            tensors = whole_tensors(parts)
+            write_whole(beside, tensors, index.run, about, disk, index.world_size)
     disk.remove_folder(shards)
 
 

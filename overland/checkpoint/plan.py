@@ -30,12 +30,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor that its owner keeps in another form. `unpack(begin, end)` gives some of its
-    elements, counted flat, as they are to be saved; so a copy never needs room for the whole."""
+    """A tensor that its owner keeps in other ones, element by element: they are copied to the host
+    as they are, and `unpack` makes of them there what is saved."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    unpack: Callable[[int, int], Tensor]
+    kept: tuple[Tensor, ...]
+    unpack: Callable[..., Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.kept)
 
 
 State = Mapping[str, Tensor | Packed]

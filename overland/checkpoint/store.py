@@ -176,7 +176,7 @@ class Store:
         beside, error, note = self.folder / f".{name}.tmp", "", ""
         sums: list[list[int]] = []
         try:
-            self._snapshot.wait()
+            self._snapshot.copy()
             sums = write_files(beside, plan.files, self._snapshot.read, self.disk)
         except Exception as problem:
             error = f"rank {self._rank}: {_sentence(problem)}"

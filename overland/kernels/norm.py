@@ -25,4 +25,4 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
     """The definition. A norm rounded to bfloat16 would be off by up to 0.4 %."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(tensors, 2, wide)).square().sum()
+    return torch.stack(torch._foreach_norm(list(tensors), 2, wide)).square().sum()

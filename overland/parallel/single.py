@@ -41,7 +41,8 @@ class Masters:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         # A tied parameter is met once; frozen ones are computed with in bfloat16 too.
-        self.parameters = list({p: None for part in parts for p in part.parameters()})
+        found = {p: None for part in parts for p in part.parameters()}
+        self.parameters = [p for p in found if p.dtype == torch.float32]
         self.rests: dict[nn.Parameter, Tensor] = {}  # empty: all are whole
         self.gradient_dtype: torch.dtype | None = None
 

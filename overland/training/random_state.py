@@ -1,4 +1,4 @@
-"""The random streams of a rank as tensors, to be saved and put back.
+"""The random streams of a rank as tensors of a fixed size, to be saved and put back.
 
 Weights and data order draw from none of these, being pure functions of the seed; dropout, users'
 models and libraries do.
@@ -6,9 +6,8 @@ models and libraries do.
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
+import struct
 
 import numpy as np
 import torch
@@ -16,14 +15,13 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    streams: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
-    }
-    text = json.dumps(streams).encode()
+    version, internal, gauss = random.getstate()
+    python = [version, *internal, gauss is not None, _bits(gauss or 0.0)]
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy = [*np.asarray(keys).tolist(), position, has_gauss, _bits(float(cached))]
     state = {
-        "host": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        "python": torch.tensor(python, dtype=torch.int64),
+        "numpy": torch.tensor(numpy, dtype=torch.int64),
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -32,11 +30,21 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    streams = json.loads(bytes(state["host"].tolist()))
-    version, internal, gauss = streams["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = streams["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, *internal, has_gauss, gauss = state["python"].tolist()
+    random.setstate((version, tuple(internal), _number(gauss) if has_gauss else None))
+    *keys, position, has_gauss, gauss = state["numpy"].tolist()
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _number(gauss))
+    )
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "device" in state:
         torch.cuda.set_rng_state(state["device"], device)
+
+
+def _bits(number: float) -> int:
+    """A float64 as the int64 of the same bits."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

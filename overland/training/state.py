@@ -53,8 +53,7 @@ def saved_state(run: Run) -> State:
 
 
 def _master(parameter: nn.Parameter, rest: Tensor) -> Packed:
-    narrow, rest = parameter.detach().view(-1), rest.view(-1)
-    return Packed(tuple(parameter.shape), torch.float32, lambda a, b: join(narrow[a:b], rest[a:b]))
+    return Packed(tuple(parameter.shape), torch.float32, (parameter.detach(), rest), join)
 
 
 def random_tensors(run: Run) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from overland.checkpoint.read import load, open_checkpoint
 from overland.checkpoint.store import Store
 from overland.checkpoint.verify import verify
 from overland.config.schema import Checkpoint as Settings
+from overland.kernels.split import join, split
 from tests.checkpoint.states import FullDisk, like, save, some_state
 
 
@@ -187,7 +188,7 @@ def test_saving_a_step_again_keeps_the_earlier_one_aside(tmp_path: Path) -> None
 
 def test_a_tensor_in_another_form_is_saved_as_what_it_stands_for(tmp_path: Path) -> None:
     whole = torch.randn(40, 30)
-    packed = Packed((40, 30), torch.float32, lambda a, b: whole.view(-1)[a:b].clone())
+    packed = Packed((40, 30), torch.float32, split(whole), join)
     for mode in ("async", "disabled"):
         store = Store(tmp_path / mode, Settings.model_validate({"async_mode": mode}))
         store.save(1, {"x": packed}, {})

@@ -1,0 +1,141 @@
+"""Every kernel of overland/kernels on a GPU: against float64, beside its plain twin, and how much
+of the memory's speed it reaches: `python benchmarks/gpu/kernels.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from overland.kernels import adamw_triton, cross_entropy_triton
+from overland.kernels.adamw import Rates, SplitState, update_split, update_split_plain
+from overland.kernels.cross_entropy import cross_entropy_, cross_entropy_plain_
+from overland.kernels.norm import sum_of_squares, sum_of_squares_plain
+from overland.kernels.scale import scaled, scaled_plain
+from overland.kernels.split import join, split
+from overland.models.loss import chunked_cross_entropy, plain_cross_entropy
+
+GPU = torch.device("cuda")
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
+    for _ in range(3):
+        work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def check_cross_entropy() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = (torch.randn(300, 128256, device=GPU) * 3).to(dtype)
+        labels = torch.randint(0, 128256, (300,), device=GPU)
+        labels[::7] = -100
+        exact = logits.double().requires_grad_()
+        losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+        losses.sum().backward()
+        for name, function in (("kernel", cross_entropy_), ("twin", cross_entropy_plain_)):
+            got = logits.clone()
+            row = function(got, labels, -100)
+            print(f"cross-entropy {dtype} {name}: losses {error(row, losses.detach()):.1e}, "
+                  f"gradient {error(got, exact.grad):.1e}")  # fmt: skip
+    logits = torch.randn(8192, 128256, device=GPU, dtype=torch.bfloat16)
+    labels = torch.randint(0, 128256, (8192,), device=GPU)
+    for block, warps in ((2048, 4), (4096, 8), (8192, 8), (8192, 16), (8192, 32)):
+        cross_entropy_triton.BLOCK, cross_entropy_triton.WARPS = block, warps
+        took = milliseconds(lambda: cross_entropy_(logits, labels, -100))
+        print(f"cross-entropy block {block}, {warps} warps: {took:.2f} ms, "
+              f"{4 * logits.numel() / took / 1e9:.2f} TB/s")  # fmt: skip
+
+
+def check_loss() -> None:
+    """The whole of head and loss, with its gradients, in one chunk and in several."""
+    hidden = torch.randn(1, 4096, 512, device=GPU, dtype=torch.bfloat16)
+    weight = torch.randn(32000, 512, device=GPU, dtype=torch.bfloat16) / 20
+    labels = torch.randint(0, 32000, (1, 4096), device=GPU)
+    labels[:, :50] = -100
+
+    def gradients(loss: Callable[..., Tensor], dtype: torch.dtype, **options: int) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (hidden.detach(), weight.detach())]
+        value = loss(*inputs, labels, **options)
+        (value / 4046).backward()
+        return [value.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+    exact = gradients(plain_cross_entropy, torch.float64)
+    for chunk in (4096, 1000):
+        got = gradients(chunked_cross_entropy, torch.bfloat16, chunk_tokens=chunk)
+        errors = [f"{error(a, b):.1e}" for a, b in zip(got, exact, strict=True)]
+        print(f"head and loss, chunks of {chunk}: loss and gradients off by {errors}")
+
+
+def check_adamw() -> None:
+    def state(size: int) -> SplitState:
+        generator = torch.Generator(GPU).manual_seed(0)
+        numbers = [torch.randn(size, device=GPU, generator=generator) for _ in range(2)]
+        zeros = [torch.zeros(size, device=GPU) for _ in range(2)]
+        return SplitState(*split(numbers[0] * 0.02), numbers[1].bfloat16(), *zeros)
+
+    for decoupled in (True, False):
+        rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
+        kernel, twin = state(1_000_003), state(1_000_003)
+        exact = torch.nn.Parameter(join(kernel.narrow, kernel.rest).double())
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        reference = kind([exact], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+        start = exact.detach().clone()
+        for count in range(1, 6):
+            numbers = [torch.tensor(x, device=GPU) for x in (float(count), 2.5, 0.0)]
+            update_split([kernel], numbers[0], rates, numbers[1], numbers[2])
+            update_split([kernel], numbers[0], rates, numbers[1], torch.ones_like(numbers[2]))
+            update_split_plain([twin], numbers[0], rates, numbers[1], numbers[2])
+            exact.grad = kernel.gradient.double() / 2.5
+            reference.step()
+        moved = exact.detach() - start
+        for name, it in (("kernel", kernel), ("twin", twin)):
+            got = join(it.narrow, it.rest).double() - start
+            print(f"adamw decoupled={decoupled} {name}: movement off by {error(got, moved):.1e}")
+    big = state(1 << 28)
+    one, zero = torch.ones((), device=GPU), torch.zeros((), device=GPU)
+    for block, warps in ((1024, 4), (2048, 8), (4096, 8), (2048, 4)):
+        adamw_triton.BLOCK, adamw_triton.WARPS = block, warps
+        took = milliseconds(lambda: update_split([big], one, rates, one, zero))
+        print(f"adamw block {block}, {warps} warps: {took:.2f} ms, "
+              f"{26 * big.narrow.numel() / took / 1e9:.2f} TB/s")  # fmt: skip
+
+
+def check_norm_and_scale() -> None:
+    sizes = (1 << 28, 1_000_003, 5)
+    tensors = [torch.randn(size, device=GPU, dtype=torch.bfloat16) for size in sizes]
+    exact = sum(t.double().square().sum() for t in tensors)
+    for name, function in (("kernel", sum_of_squares), ("twin", sum_of_squares_plain)):
+        got = function(tensors)
+        took = milliseconds(lambda function=function: function(tensors))
+        print(f"sum of squares {name}: off by {abs(got.item() / exact.item() - 1):.1e}, "
+              f"{took:.2f} ms, {2 * sum(sizes) / took / 1e9:.2f} TB/s")  # fmt: skip
+    wide, factor = torch.randn(1 << 28, device=GPU), torch.tensor(1 / 3, device=GPU)
+    for name, function in (("kernel", scaled), ("twin", scaled_plain)):
+        equal = torch.equal(
+            function(wide, factor, torch.bfloat16), scaled_plain(wide, factor, torch.bfloat16)
+        )
+        took = milliseconds(lambda function=function: function(wide, factor, torch.bfloat16))
+        print(f"scaled {name}: equal {equal}, {took:.2f} ms")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(torch.__version__, torch.cuda.get_device_name())
+    for check in (check_cross_entropy, check_loss, check_adamw, check_norm_and_scale):
+        check()
+        torch.cuda.empty_cache()

@@ -1,0 +1,133 @@
+"""One row of the comparison, ours: `python benchmarks/gpu/ours.py 1B [--profile] [key=value …]`.
+
+Trains a few steps through the real loop and prints one line of JSON. With --profile a few more
+steps are traced and their time on the device is summed by kind of kernel. `@name=value` sets a
+constant of a module in place of a config key, for experiments that have no key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from kinds import device_time
+from shapes import SHAPES, STEPS, Shape
+
+from overland.cluster.devices import device_type
+from overland.cluster.world import World
+from overland.config.schema import JobConfig
+from overland.parallel.comm import process_group
+from overland.training.callbacks import Callback, Record
+from overland.training.loop import train
+from overland.training.run import Run, build_run
+
+TRACED_STEPS = 3
+
+
+class Recorder(Callback):
+    def __init__(self, run: Run) -> None:
+        self.records: list[Record] = []
+        self.first_step_seconds = 0.0
+
+    def on_log(self, run: Run, record: Record) -> None:
+        self.first_step_seconds = self.first_step_seconds or process_seconds()
+        self.records.append(record)
+
+
+def job(shape: Shape, folder: str, changes: list[str]) -> JobConfig:
+    settings: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": folder},
+        "model": {"name": "llama3", "flavor": shape.name, "overrides": dict(shape.overrides)},
+        "training": {
+            "dataset": "random",
+            "seq_len": shape.seq_len,
+            "local_batch_size": shape.rows,
+            "steps": 2 * STEPS,
+        },
+        "optimizer": {"lr": 1e-4},
+        "lr_scheduler": {"warmup_steps": 2},
+        "compile": {"enable": True},
+        "metrics": {"log_freq": STEPS, "enable_tensorboard": False},
+        "checkpoint": {"enable": False},
+    }
+    for change in changes:
+        name, _, value = change.partition("=")
+        section, key = name.split(".")
+        settings[section] = {**settings.get(section, {}), key: parse(value)}
+    return JobConfig.model_validate(settings)
+
+
+def parse(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def set_constant(change: str) -> None:
+    """@overland.models.loss.KERNEL_CHUNK_TOKENS=4096"""
+    name, _, value = change.removeprefix("@").partition("=")
+    owner, _, constant = name.rpartition(".")
+    setattr(pkgutil.resolve_name(owner), constant, parse(value))
+
+
+def measure(shape: Shape, changes: list[str], profile: bool) -> dict[str, Any]:
+    for change in changes:
+        if change.startswith("@"):
+            set_constant(change)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        process_group(JobConfig().comm, World(), device_type()) as device,
+    ):
+        config = job(shape, folder, [change for change in changes if not change.startswith("@")])
+        run = build_run(config, World(), device, log_ranks=())
+        recorder = Recorder(run)
+        run.callbacks = [recorder]
+        train(run)
+        timed = recorder.records[-1]  # of the second half
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+        result = {
+            "tokens_per_second": timed["tokens_per_second"],
+            "memory_gib": memory,
+            "loss": timed["loss"],
+            "first_step_seconds": recorder.first_step_seconds,
+        }
+        if profile:
+            run.config = traced = run.config.model_copy(deep=True)
+            traced.training.steps += TRACED_STEPS
+            try:
+                result["kinds"] = device_time(lambda: train(run), TRACED_STEPS)
+            except Exception as error:  # the row is worth more than its profile
+                print(f"no profile: {error!r}", file=sys.stderr)
+    return result
+
+
+def process_seconds() -> float:
+    """Since this process began, imports and all (Linux)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("changes", nargs="*")
+    args = parser.parse_intermixed_args()
+    print("RESULT " + json.dumps(measure(SHAPES[args.shape], args.changes, args.profile)))
+
+
+if __name__ == "__main__":
+    main()

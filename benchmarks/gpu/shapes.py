@@ -1,0 +1,40 @@
+"""The work that trainers are compared on: Llama 3 shapes, random tokens, AdamW, one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PEAK_FLOPS = 989e12  # dense bfloat16, H100 and H200, by the datasheet
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    rows: int
+    limit: int  # tokens/s if every part ran at the machine's own measured rate, see performance.md
+    goal: int
+    peer_recompute: str  # the least that fits for the peer
+    seq_len: int = 8192
+    # The peer knows no tied embeddings, so ours are untied too: the same matrices on both sides.
+    overrides: tuple[tuple[str, object], ...] = (("tie_word_embeddings", False),)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq_len
+
+    def flops_per_token(self) -> float:
+        from overland.config.schema import Model
+        from overland.models.flops import flops_per_token
+        from overland.models.registry import model_config
+
+        model = Model(name="llama3", flavor=self.name, overrides=dict(self.overrides))
+        return flops_per_token(model_config(model), self.seq_len)
+
+
+SHAPES = {
+    "1B": Shape("1B", rows=2, limit=63_000, goal=60_000, peer_recompute="none"),
+    "3B": Shape("3B", rows=2, limit=25_600, goal=24_500, peer_recompute="none"),
+    "8B": Shape("8B", rows=1, limit=11_900, goal=11_300, peer_recompute="selective"),
+    "debug": Shape("debug", 2, 1, 1, "none", seq_len=512, overrides=()),
+}
+STEPS = 10  # that warm up, and as many that are timed

@@ -1,0 +1,29 @@
+"""A float32 number kept in halves is the same number."""
+
+from __future__ import annotations
+
+import torch
+
+from overland.kernels.split import join, split
+
+
+def every_kind_of_number() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=generator).to(torch.int32)
+    ties = (torch.arange(-(2**15), 2**15).to(torch.int32) << 16) + (1 << 15)
+    return torch.cat((bits, ties, torch.tensor([0, -1, 2**31 - 1, -(2**31)]).to(torch.int32)))
+
+
+def test_halves_put_together_are_the_same_bits() -> None:
+    bits = every_kind_of_number()
+    narrow, rest = split(bits.view(torch.float32))
+    assert narrow.dtype == torch.bfloat16
+    assert torch.equal(join(narrow, rest).view(torch.int32), bits)
+
+
+def test_the_upper_half_is_the_nearest_bfloat16() -> None:
+    wide = every_kind_of_number().view(torch.float32)
+    wide = wide[wide.isfinite() & (wide.abs() < 1e38)]
+    ours = (split(wide)[0].double() - wide).abs()
+    theirs = (wide.bfloat16().double() - wide).abs()
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,272 @@
+"""Stopped anywhere and resumed, a run computes what it would have computed unbroken."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.folder import list_checkpoints
+from overland.checkpoint.read import open_checkpoint
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.schema import JobConfig
+from overland.training.callbacks import Callback
+from overland.training.loop import train
+from overland.training.run import Run, build_run
+from tests.jobs import Recorder, tiny_job
+
+STEPS = 8
+
+
+def job(folder: Path, steps: int = STEPS, num_ranks: int = 1, **sections: Any) -> JobConfig:
+    checkpoint = {"enable": True, "interval": 3, **sections.pop("checkpoint", {})}
+    return tiny_job(
+        folder,
+        training={"steps": steps, "local_batch_size": 8 // num_ranks},
+        lr_scheduler={"total_steps": STEPS},
+        checkpoint=checkpoint,
+        **sections,
+    )
+
+
+class Dice(Callback):
+    """Draws from every random stream at each step, differently on each rank, and adds noise to the
+    weights: a model with dropout."""
+
+    def __init__(self, run: Run) -> None:
+        self.drawn: list[tuple[float, ...]] = []
+
+    def on_start(self, run: Run) -> None:
+        if run.progress.step == 0:
+            for _ in range(run.world.rank):
+                self._draw()
+
+    def on_step(self, run: Run) -> None:
+        self.drawn.append(self._draw())
+        with torch.no_grad():
+            for parameter in run.model.parts[0].parameters():
+                shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                shard += 1e-3 * torch.randn(shard.shape, dtype=shard.dtype)
+
+    def _draw(self) -> tuple[float, ...]:
+        return (
+            random.random(), random.gauss(0, 1), float(np.random.rand()),
+            float(np.random.standard_normal()), float(torch.rand(())),
+        )  # fmt: skip
+
+
+Story = tuple[list[float], list[tuple[float, ...]], list[str]]
+
+
+def story(world: World, config: JobConfig) -> Story:
+    """(losses, random numbers, messages) of a run with dice."""
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder, dice = Recorder(run), Dice(run)
+    run.callbacks += [recorder, dice]
+    train(run)
+    return recorder.losses, dice.drawn, recorder.messages
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    with open_checkpoint(folder / "checkpoint" / f"step_{step}") as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["shard", "full", "four files", "local"])
+def test_the_same_ranks_go_on_with_the_same_bits(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, kind: str
+) -> None:
+    how = {"four files": {"type": "full", "full_format": "torch"}}.get(kind, {"type": kind})
+    unbroken = ranks.run(num_ranks, story, job(tmp_path / "a", num_ranks=num_ranks))
+    before = job(tmp_path / "b", steps=5, num_ranks=num_ranks, checkpoint=how)
+    first = ranks.run(num_ranks, story, before)
+    second = ranks.run(num_ranks, story, job(tmp_path / "b", num_ranks=num_ranks, checkpoint=how))
+    for one, two, whole in zip(first, second, unbroken, strict=True):
+        assert one[0] + two[0] == whole[0]  # losses
+        assert one[1] + two[1] == whole[1]  # every random stream of every rank
+    if num_ranks > 1:
+        assert unbroken[0][1] != unbroken[1][1]
+    if kind != "local":
+        a, b = weights(tmp_path / "a", STEPS), weights(tmp_path / "b", STEPS)
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), name
+
+
+def test_the_four_files_load_with_torch(ranks: RankPool, tmp_path: Path) -> None:
+    how = {"type": "full", "full_format": "torch"}
+    ranks.run(2, story, job(tmp_path, steps=3, num_ranks=2, checkpoint=how))
+    folder = tmp_path / "checkpoint" / "step_3"
+    loaded = {
+        name: torch.load(folder / f"{name}_state_dict.pt", weights_only=True)
+        for name in ("model", "optim", "lr", "iter")
+    }
+    assert loaded["iter"]["step"] == 3
+    assert loaded["lr"]["last_epoch"] == 3
+    with open_checkpoint(folder) as checkpoint:
+        for name, tensor in loaded["model"].items():
+            assert torch.equal(tensor, checkpoint.read(f"model.{name}"))
+        group = loaded["optim"]["param_groups"][0]
+        number, name = group["params"][0], group["param_names"][0]
+        moment = loaded["optim"]["state"][number]["exp_avg"]
+        assert torch.equal(moment, checkpoint.read(f"optimizer.{name}.exp_avg"))
+
+
+def test_a_local_checkpoint_wants_its_own_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    how = {"type": "local"}
+    ranks.run(2, story, job(tmp_path, steps=3, num_ranks=2, checkpoint=how))
+    error = ranks.run(1, refusal, job(tmp_path, checkpoint={**how, "resume": "auto"}))[0]
+    assert "none of the 1 checkpoints" in error
+    path = str(tmp_path / "checkpoint" / "step_3")
+    error = ranks.run(1, refusal, job(tmp_path, checkpoint={**how, "resume": path}))[0]
+    assert "by 2 ranks, and here are 1: only the same ranks" in error
+
+
+def refusal(world: World, config: JobConfig) -> str:
+    try:
+        build_run(config, world, torch.device("cpu"), log_ranks=())
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def start(world: World, config: JobConfig) -> tuple[int, list[str]]:
+    """The step that a run resumes at, and what is said about it."""
+    said: list[str] = []
+    import builtins
+
+    kept, builtins.print = builtins.print, lambda *words, **_: said.append(" ".join(words))
+    try:
+        run = build_run(config, world, torch.device("cpu"), log_ranks=(0,))
+    finally:
+        builtins.print = kept
+    return run.progress.step, said
+
+
+@pytest.mark.parametrize("on_rank", [0, 1])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    ranks: RankPool, tmp_path: Path, on_rank: int
+) -> None:
+    ranks.run(2, story, job(tmp_path, steps=6, num_ranks=2))
+    file = tmp_path / "checkpoint" / "step_6" / f"rank_{on_rank:05d}.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    (step, said), (other_step, _) = ranks.run(2, start, job(tmp_path, num_ranks=2))
+    assert (step, other_step) == (3, 3)
+    text = "\n".join(said)
+    assert f"{file} is damaged" in text
+    assert f"resumed {tmp_path}/checkpoint/step_3 at step 3" in text
+    assert (tmp_path / "checkpoint" / "step_6.set-aside").is_dir()
+    whole = ranks.run(1, story, job(tmp_path / "unbroken"))[0][0]
+    rest = ranks.run(1, story, job(tmp_path))[0][0]
+    assert len(rest) == len(whole) - 3
+
+
+def test_nothing_is_trained_when_every_checkpoint_is_damaged(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(1, story, job(tmp_path, steps=6))
+    for found in list_checkpoints(tmp_path / "checkpoint"):
+        (found.path / "index.json").unlink()
+    assert "none of the 2 checkpoints" in ranks.run(1, refusal, job(tmp_path))[0]
+
+
+def test_a_folder_that_was_never_committed_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, story, job(tmp_path, steps=6))
+    (tmp_path / "checkpoint" / "step_6" / "COMMITTED").unlink()
+    step, said = ranks.run(1, start, job(tmp_path))[0]
+    assert step == 3
+    assert any("step_6 was never committed" in line for line in said)
+
+
+def test_what_changed_since_the_save_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, story, job(tmp_path, steps=3))
+    _, said = ranks.run(1, start, job(tmp_path, optimizer={"lr": 5e-3}, debug={"seed": 9}))[0]
+    text = "\n".join(said)
+    assert "optimizer.lr was 0.01 when this checkpoint was saved: 0.005" in text
+    assert "the training data is not what this checkpoint was trained on" in text
+
+
+def test_the_spike_guard_remembers(ranks: RankPool, tmp_path: Path) -> None:
+    guard = {"spike_guard": "skip", "spike_window": 16}
+    ranks.run(1, story, job(tmp_path, steps=6, health=guard))
+    assert ranks.run(1, remembered, job(tmp_path, health=guard))[0] == 6
+
+
+def remembered(world: World, config: JobConfig) -> int:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    assert run.guard is not None
+    return len(run.guard.to_json())
+
+
+def test_the_best_by_validation_is_saved_and_kept(ranks: RankPool, tmp_path: Path) -> None:
+    config = job(
+        tmp_path,
+        checkpoint={"interval": 100, "keep_latest_k": 1, "keep_best": 1},
+        validation={"enable": True, "freq": 2, "steps": 1, "dataset": "random"},
+    )
+    losses = ranks.run(1, validation_losses, config)[0]
+    best = min(losses, key=lambda step: losses[step])
+    found = list_checkpoints(tmp_path / "checkpoint")
+    assert {one.step for one in found} == {best, STEPS}
+    assert found[0].validation_loss == losses[found[0].step]
+
+
+def validation_losses(world: World, config: JobConfig) -> dict[int, float]:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    train(run)
+    return {record["step"]: record["validation_loss"] for record in recorder.validations}
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch", "meta", "safetensors", "overland", "hf"])
+def test_a_run_starts_from_weights_in_any_format(
+    ranks: RankPool, tmp_path: Path, form: str
+) -> None:
+    from overland.checkpoint.convert import convert
+
+    float32 = {"dtype": "float32", "mixed_precision_param": "float32",
+               "mixed_precision_reduce": "float32"}  # fmt: skip
+    source = job(tmp_path / "source", steps=2)
+    source = source.model_copy(
+        update={"training": source.training.model_copy(update={**float32, "dataset": "stdlib"})}
+    )
+    source = source.model_copy(
+        update={"data": source.data.model_copy(
+            update={"folder": str(tmp_path / "data"), "vocab_size": 512})}
+    )  # fmt: skip
+    ranks.run(1, story, source)
+    target = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights")
+    convert(tmp_path / "source", target, form)
+    start_here = job(
+        tmp_path / "new", steps=1, num_ranks=2, debug={"seed": 5},
+        checkpoint={"enable": False, "initial_load_path": str(target)},
+    )  # fmt: skip
+    start_here = start_here.model_copy(
+        update={"training": start_here.training.model_copy(update=float32)}
+    )
+    for got in ranks.run(2, first_weights, start_here):
+        with open_checkpoint(tmp_path / "source" / "checkpoint" / "step_2") as checkpoint:
+            for name, tensor in got.items():
+                assert torch.equal(tensor, checkpoint.read(f"model.{name}")), name
+    shutil.rmtree(tmp_path / "source")
+
+
+def first_weights(world: World, config: JobConfig) -> dict[str, torch.Tensor]:
+    from overland.parallel.parts import named_parameters
+
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    return {
+        name: parameter.detach().full_tensor()  # type: ignore[attr-defined]
+        for name, parameter in named_parameters(run.model.parts).items()
+    }
