@@ -13,7 +13,7 @@ import typer
 
 from overland.cli.errors import user_errors
 
-HELP = "Evidence: equal losses across layouts, checkpoints as they were committed."
+HELP = "Evidence: equal losses across layouts and resumes; checkpoints as they were committed."
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
@@ -38,7 +38,7 @@ def layout(
     from overland.cluster.pool import RankPool
     from overland.config.errors import ConfigError, Problem, any_of
     from overland.proofs.evidence import Evidence
-    from overland.proofs.layout import TOLERANCES, prove_layouts
+    from overland.proofs.layout import HEAD, TOLERANCES, prove_layouts
     from overland.proofs.layouts import FIVE_AXES, LAYOUTS, SHORT, parse_all
     from overland.proofs.settings import settings_of
 
@@ -51,7 +51,7 @@ def layout(
     except ValueError as error:
         raise ConfigError([Problem(str(error), "command line", "--layouts")]) from None
 
-    evidence = Evidence(table)
+    evidence = Evidence(table, HEAD, keys=(0, 2))
     pool = RankPool()
     wrong = 0
     if not as_json:
@@ -60,7 +60,7 @@ def layout(
         todo = [one for one in chosen if not evidence.holds(one.name, dtype)]
         for verdict in prove_layouts(todo, pool, dtype, steps, settings_of(config)):
             wrong += not verdict.is_equal
-            evidence.add(verdict)
+            evidence.add(*verdict.cells())
             if as_json:
                 print(json.dumps(verdict.to_json()), flush=True)
                 continue
@@ -77,6 +77,58 @@ def layout(
         print(f"\n{len(todo) - wrong} of {len(todo)} layouts equal one process within {limit:g}.")
     if wrong:
         print(f"{wrong} of {len(todo)} layouts differ from one process.", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
+@user_errors
+def resume(
+    layouts: Annotated[
+        str, typer.Option(help="Layouts whose ordered pairs are tried, by name; or dozen.")
+    ] = "shard2+tied tp2+tied pp2+tied",
+    table: Annotated[
+        Path | None, typer.Option(help="Also write the table as Markdown, and skip what it holds.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
+) -> None:
+    """Save a tiny run under each layout, resume it under each, and compare with an unbroken one."""
+    from overland.cluster.pool import RankPool
+    from overland.config.errors import ConfigError, Problem
+    from overland.proofs.evidence import Evidence
+    from overland.proofs.layouts import parse_all
+    from overland.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
+
+    try:
+        chosen = DOZEN if layouts == "dozen" else parse_all(layouts)
+    except ValueError as error:
+        raise ConfigError([Problem(str(error), "command line", "--layouts")]) from None
+    if len({layout.kinds for layout in chosen}) > 1:
+        message = "layouts of one proof must agree in what follows a +"
+        raise ConfigError([Problem(message, "command line", "--layouts", layouts)])
+
+    evidence = Evidence(table, HEAD, keys=(0, 1))
+    todo = [(a, b) for a, b in pairs(chosen) if not evidence.holds(a.name, b.name)]
+    pool, wrong = RankPool(), 0
+    if not as_json:
+        print(f"{'saved by':<28}{'resumed by':<28}{'loss':>8}  {'norm':>8}  verdict")
+    try:
+        for resumed in prove_resumes(todo, pool):
+            wrong += not resumed.is_equal
+            evidence.add(*resumed.cells())
+            if as_json:
+                print(json.dumps(resumed.to_json()), flush=True)
+                continue
+            print(
+                f"{resumed.before:<28}{resumed.after:<28}{resumed.loss_difference:>8.1e}  "
+                f"{resumed.norm_difference:>8.1e}  {resumed.verdict}",
+                flush=True,
+            )
+    finally:
+        pool.close()
+    if not as_json:
+        print(f"\n{len(todo) - wrong} of {len(todo)} equal an unbroken run within {TOLERANCE:g}.")
+    if wrong:
+        print(f"{wrong} of {len(todo)} differ from an unbroken run.", file=sys.stderr)
         raise typer.Exit(1)
 
 

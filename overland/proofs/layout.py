@@ -26,6 +26,17 @@ NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 STEPS = 20
 ROWS = 8
 
+HEAD = """\
+# Layouts that compute what one process computes
+
+Written by `overland prove layout --table` (`make prove-all`). A row: a tiny model, trained from \
+the same seed on real processes over gloo; the largest relative difference to one process in any \
+step, of the loss and of the gradient norm. How to read a name: `overland/proofs/layouts.py`.
+
+| layout | ranks | number format | loss | gradient norm | verdict |
+|---|---|---|---|---|---|
+"""
+
 # 4 key-value heads and 4 layers: whatever is split by 2 or 4 can be. The rows of the sequence are
 # cut by 2·cp and by tp.
 TINY = {
@@ -62,6 +73,17 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "equal": self.is_equal}
 
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        return [
+            f"`{self.layout}`",
+            str(self.ranks),
+            f"{self.dtype} (≤ {TOLERANCES[self.dtype]:g})",
+            f"{self.loss_difference:.1e}",
+            f"{self.norm_difference:.1e}",
+            "equal" if self.is_equal else f"differs {self.error}",
+        ]
+
 
 Curve = list[tuple[float, float]]
 
@@ -84,7 +106,7 @@ def prove_layouts(
             try:
                 curves = pool.run(layout.num_ranks, curve, job, num_nodes=layout.num_nodes)
             except AssertionError as error:
-                yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, _last_line(error))
+                yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, last_line(error))
                 continue
         expected = references[layout.kinds]
         yield Verdict(
@@ -180,6 +202,6 @@ def _merge(job: Sections, change: Sections) -> None:
         job[section] = {**job.get(section, {}), **values}
 
 
-def _last_line(error: AssertionError) -> str:
+def last_line(error: AssertionError) -> str:
     lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
     return next((line for line in reversed(lines) if not line.startswith("rank ")), "failed")
