@@ -1,0 +1,172 @@
+"""Sessions that end early, as a cluster ends them: every way saves, exits with 75, and goes on with
+the bits of an unbroken run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from overland.checkpoint.folder import latest_checkpoint, list_checkpoints
+from overland.checkpoint.verify import verify
+from tests.cli.processes import (
+    LIMIT_SECONDS,
+    TINY,
+    interrupt,
+    losses,
+    overland,
+    start_overland,
+    wait_for_step,
+)
+
+STOPPED = 75
+RUN = Path("runs/quickstart")
+WORDS = [
+    "train", "quickstart", *TINY, "debug.deterministic=true", "validation.enable=false",
+    "training.dataset=random", "metrics.enable_tensorboard=false", "metrics.sample_prompt=",
+]  # fmt: skip
+
+
+def steps(count: int) -> list[str]:
+    return [f"training.steps={count}", "lr_scheduler.total_steps=2000"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a run that never stopped."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    overland(*WORDS, *steps(600), "checkpoint.enable=false", cwd=folder, NGPU="1")
+    return losses(folder / RUN / "metrics.jsonl")
+
+
+def goes_on(folder: Path, unbroken: dict[int, float], stopped: int) -> None:
+    """From where it stopped, with the same bits."""
+    end = stopped + 3
+    overland("train", str(RUN / "config.toml"), *steps(end), cwd=folder, NGPU="1")
+    got = losses(folder / RUN / "metrics.jsonl")
+    assert got == {step: loss for step, loss in unbroken.items() if step <= end}
+
+
+def newest(folder: Path) -> Path:
+    path = latest_checkpoint(folder / RUN / "checkpoint")
+    assert path is not None
+    assert verify(path) == []
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_saves_and_stops(
+    tmp_path: Path, unbroken: dict[int, float], number: signal.Signals
+) -> None:
+    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="1")
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
+    code, output = interrupt(process, number)
+    assert code == STOPPED, output
+    stopped = max(losses(tmp_path / RUN / "metrics.jsonl"))
+    assert f"stopping after step {stopped}: a signal" in output
+    assert newest(tmp_path).name == f"step_{stopped}.preempt"
+    goes_on(tmp_path, unbroken, stopped)
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
+    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="2")
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(children[-1]), signal.SIGUSR1)
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == STOPPED, output
+    assert newest(tmp_path).name.endswith(".preempt")
+
+
+def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path, unbroken: dict[int, float]) -> None:
+    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="1")
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
+    (tmp_path / RUN / "STOP").touch()
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == STOPPED, output
+    assert "a file STOP in the run folder" in output
+    assert not (tmp_path / RUN / "STOP").exists()
+    stopped = int(newest(tmp_path).name.removeprefix("step_").removesuffix(".preempt"))
+    goes_on(tmp_path, unbroken, stopped)
+
+
+def test_a_session_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    words = [*WORDS, *steps(100_000), "checkpoint.stop_after_minutes=0.02"]
+    done = overland(*words, cwd=tmp_path, NGPU="1", code=STOPPED)
+    assert "checkpoint.stop_after_minutes is over" in done.stdout
+    assert newest(tmp_path).name.endswith(".preempt")
+
+
+def test_a_slurm_job_saves_before_its_end(tmp_path: Path) -> None:
+    words = [*WORDS, *steps(100_000), "checkpoint.walltime_margin_minutes=0.5"]
+    end = str(int(time.time()) + 40)
+    done = overland(*words, cwd=tmp_path, NGPU="1", code=STOPPED, SLURM_JOB_END_TIME=end)
+    assert "the job is about to end" in done.stdout
+    assert newest(tmp_path).name.endswith(".preempt")
+    assert time.time() < float(end)
+
+
+def test_saves_by_the_clock(tmp_path: Path) -> None:
+    words = [*WORDS, *steps(400), "checkpoint.interval_minutes=0.005", "checkpoint.interval=100000"]
+    overland(*words, "checkpoint.keep_latest_k=0", cwd=tmp_path, NGPU="1")
+    found = [one.step for one in list_checkpoints(tmp_path / RUN / "checkpoint")]
+    assert len(found) > 2
+    assert found[-1] == 400
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_killed_at_random_moments_a_run_ends_with_the_right_bits(
+    tmp_path: Path, unbroken: dict[int, float], attempt: int
+) -> None:
+    """SIGKILL, again and again, while every step is being saved."""
+    chance = random.Random(attempt)
+    words = [*steps(60), "checkpoint.interval=1", "checkpoint.keep_latest_k=2"]
+    metrics = tmp_path / RUN / "metrics.jsonl"
+    reached = 0
+    for _ in range(3):
+        process = start_overland(*WORDS, *words, cwd=tmp_path, NGPU="1")
+        wait_for_step(metrics, min(reached + 3, 58))
+        time.sleep(chance.random() * 0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reached = list_checkpoints(tmp_path / RUN / "checkpoint")[-1].step
+        newest(tmp_path)
+    overland(*WORDS, *words, cwd=tmp_path, NGPU="1")
+    assert losses(metrics) == {step: loss for step, loss in unbroken.items() if step <= 60}
+
+
+def test_a_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    """The folder of checkpoints cannot be written to for a while."""
+    words = [*WORDS, *steps(600), "checkpoint.interval=10"]
+    process = start_overland(*words, cwd=tmp_path, NGPU="1")
+    folder = tmp_path / RUN / "checkpoint"
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 15)
+    folder.rename(folder.with_name("elsewhere"))
+    folder.write_text("a file where the folder should be")
+    reached = max(losses(tmp_path / RUN / "metrics.jsonl"))
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", reached + 30)
+    folder.unlink()
+    folder.with_name("elsewhere").rename(folder)
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 0, output
+    assert "was not saved" in output
+    assert newest(tmp_path).name == "step_600"
+
+
+def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
+    words = [*WORDS, *steps(300), "checkpoint.interval=1000"]
+    process = start_overland(*words, cwd=tmp_path, NGPU="1")
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 3)
+    folder = tmp_path / RUN / "checkpoint"
+    folder.rename(folder.with_name("elsewhere"))
+    folder.write_text("a file where the folder should be")
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 2, output
+    assert "the last save failed" in output
