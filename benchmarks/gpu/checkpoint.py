@@ -156,7 +156,7 @@ def prepare(loop: Loop, folder: Path, mode: str = "async") -> Store:
     loop.run.store = store = Store(folder, settings, loop.run.device)
     store.prepare(saved_state(loop.run))
     if isinstance(store._snapshot, Snapshot):
-        store._snapshot._making.join()
+        store._snapshot._locking.join()
     say("memory is ready")
     return store
 

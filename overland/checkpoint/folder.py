@@ -19,7 +19,7 @@ from typing import Any
 
 from overland.checkpoint.disk import Disk
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.format import COMMITTED
+from overland.checkpoint.format import COMMITTED, INDEX
 from overland.checkpoint.read import read_marker
 from overland.config.schema import Checkpoint as Settings
 
@@ -48,22 +48,27 @@ def name_of(step: int, preempt: bool = False) -> str:
 def list_checkpoints(folder: Path) -> list[Found]:
     """The committed checkpoints, oldest first."""
     found = []
-    for path in folder.glob("step_*"):
-        named = NAME.fullmatch(path.name)
-        if named is None:
-            continue
+    for path in committed(folder):
         try:
-            found.append(Found(path, int(named[1]), read_marker(path)))
+            found.append(Found(path, step_of(path), read_marker(path)))
         except CheckpointError:
             continue
-    return sorted(found, key=lambda one: (one.step, one.about.get("saved", ""), one.path.name))
+    return found
+
+
+def committed(folder: Path) -> list[Path]:
+    """Everything that was committed, oldest first, be it damaged since."""
+    return [path for path in _named(folder) if (path / COMMITTED).is_file()]
 
 
 def uncommitted(folder: Path) -> list[Path]:
     """Folders that look like checkpoints and are none."""
-    good = {found.path for found in list_checkpoints(folder)}
+    return [path for path in _named(folder) if not (path / COMMITTED).is_file()]
+
+
+def _named(folder: Path) -> list[Path]:
     named = (path for path in folder.glob("step_*") if NAME.fullmatch(path.name))
-    return sorted(path for path in named if path not in good)
+    return sorted(named, key=lambda path: (step_of(path), path.name))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -77,11 +82,13 @@ def step_of(path: Path) -> int:
     return int(named[1])
 
 
-def superfluous(found: Sequence[Found], settings: Settings) -> list[Found]:
-    """What the settings do not keep; `found` is ordered, oldest first."""
+def superfluous(found: Sequence[Found], settings: Settings, newest: str) -> list[Found]:
+    """What the settings do not keep; `found` is ordered, oldest first. The one that was just
+    written stays whatever its number: a run may have gone back."""
     if not settings.keep_latest_k:
         return []
-    kept = list(found[-settings.keep_latest_k :])
+    kept = [one for one in found if one.path.name == newest]
+    kept += found[-settings.keep_latest_k :]
     if settings.keep_every:
         kept += [one for one in found if one.step % settings.keep_every == 0]
     judged = [one for one in found if one.validation_loss < math.inf]
@@ -103,6 +110,9 @@ def tidy(folder: Path, disk: Disk) -> None:
     for pattern in (".step_*.tmp", ".step_*.deleted", ".step_*.shards"):
         for path in folder.glob(pattern):
             disk.remove_folder(path)
+    for path in uncommitted(folder):
+        if (path / INDEX).is_file():  # its deletion was cut off; a folder gets its name complete
+            disk.remove_folder(path)
 
 
 def set_aside(path: Path, disk: Disk) -> Path:
@@ -117,5 +127,10 @@ def set_aside(path: Path, disk: Disk) -> Path:
 
 def set_later_aside(folder: Path, after_step: int, disk: Disk) -> list[Path]:
     """So that none of a later step is taken for the newest one of the run that goes on now."""
-    named = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
-    return [set_aside(path, disk) for path in named if step_of(path) > after_step]
+    later = [set_aside(path, disk) for path in _named(folder) if step_of(path) > after_step]
+    newest = latest_checkpoint(folder)
+    if later and newest is not None:
+        disk.point(folder / LATEST, newest.name)
+    elif later:
+        disk.remove(folder / LATEST)
+    return later

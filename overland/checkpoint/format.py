@@ -10,6 +10,7 @@ A folder without COMMITTED is no checkpoint. Nothing here can run code: JSON and
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import zlib
@@ -75,10 +76,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileInfo:
+    """A file of parts. `blocks` are checksums of all of it, where there is more in it than a header
+    and tensors; for the others header and tensors are all."""
+
     num_bytes: int
     header: int
-    """Length of the safetensors header, and its checksum."""
     header_checksum: int
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -92,8 +96,8 @@ class Index:
     run: dict[str, Any]
 
     def to_json(self) -> bytes:
-        names = list(self.files)
-        number = {name: i for i, name in enumerate(names)}
+        """Tensor by tensor: one call for all of a large run's would hold up every other thread."""
+        number = {name: i for i, name in enumerate(self.files)}
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -102,23 +106,20 @@ class Index:
             "block": BLOCK,
             "run": self.run,
             "files": [
-                [name, info.num_bytes, info.header, info.header_checksum]
+                [name, info.num_bytes, info.header, info.header_checksum, info.blocks]
                 for name, info in self.files.items()
             ],
             "parts": "file, offset, start, shape, checksums",
-            "tensors": {
-                name: {
-                    "dtype": DTYPE_NAMES[entry.dtype],
-                    "shape": entry.shape,
-                    "parts": [
-                        [number[part.file], part.offset, part.start, part.shape, part.checksums]
-                        for part in entry.parts
-                    ],
-                }
-                for name, entry in self.tensors.items()
-            },
         }
-        return json.dumps(document, separators=(",", ":")).encode()
+        pieces = [_json(document)[:-1], ',"tensors":{']
+        for i, (name, entry) in enumerate(self.tensors.items()):
+            parts = [
+                [number[part.file], part.offset, part.start, part.shape, part.checksums]
+                for part in entry.parts
+            ]
+            described = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "parts": parts}
+            pieces.append(f"{',' if i else ''}{_json(name)}:{_json(described)}")
+        return "".join([*pieces, "}}"]).encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: Path) -> Index:
@@ -129,8 +130,8 @@ class Index:
             if document["version"] > VERSION or document["block"] != BLOCK:
                 raise ValueError(f"version {document['version']} needs a newer Overland")
             files = {
-                _plain_name(name): FileInfo(size, header, checksum)
-                for name, size, header, checksum in document["files"]
+                _plain_name(name): FileInfo(size, header, checksum, tuple(blocks))
+                for name, size, header, checksum, blocks in document["files"]
             }
             names = list(files)
             tensors = {
@@ -162,9 +163,29 @@ def header_of(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> byte
             "data_offsets": [position, end],
         }
         position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _json(header).encode()
     text += b" " * (-len(text) % 64)  # so that the numbers begin on a round address
     return len(text).to_bytes(8, "little") + text
+
+
+def tile(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes (start, shape) fill a tensor, each element once."""
+    boxes = [box for box in boxes if math.prod(box[1])]
+    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+        return False
+    if not shape:
+        return True
+    boxes.sort()
+    for i, (start, size) in enumerate(boxes):
+        if any(a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
+            return False
+        for other, other_size in itertools.islice(boxes, i + 1, None):
+            if other[0] >= start[0] + size[0]:
+                break  # they are in order of their first rows
+            pairs = zip(start, size, other, other_size, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in pairs):
+                return False
+    return True
 
 
 def name_of_part(
@@ -177,9 +198,25 @@ def name_of_part(
 
 
 def marker(index: bytes, about: dict[str, Any]) -> bytes:
-    """The contents of COMMITTED."""
+    """The contents of COMMITTED: it vouches for the index, and for itself."""
     document = {**about, "index_bytes": len(index), "index_crc32": zlib.crc32(index)}
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return (json.dumps({**document, "crc32": _sum_of(document)}, indent=2) + "\n").encode()
+
+
+def parse_marker(text: bytes) -> dict[str, Any]:
+    """ValueError if it is not as it was written."""
+    document = json.loads(text)
+    if not isinstance(document, dict) or document.pop("crc32", None) != _sum_of(document):
+        raise ValueError("it does not match its checksum")
+    return document
+
+
+def _sum_of(document: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _plain_name(name: str) -> str:

@@ -27,13 +27,15 @@ def write_full(
     shards = beside.with_name(beside.name.removesuffix(".tmp") + ".shards")
     disk.remove_folder(shards)
     disk.rename(beside, shards)
-    with Checkpoint(shards, index, about) as parts:
-        if full_format == "torch":
-            write_four_files(parts, beside, about, disk)
-        else:
-            tensors = whole_tensors(parts)
-            write_whole(beside, tensors, index.run, about, disk, index.world_size)
-    disk.remove_folder(shards)
+    try:
+        with Checkpoint(shards, index, about) as parts:
+            if full_format == "torch":
+                write_four_files(parts, beside, about, disk)
+            else:
+                tensors = whole_tensors(parts)
+                write_whole(beside, tensors, index.run, about, disk, index.world_size)
+    finally:
+        disk.remove_folder(shards)
 
 
 def whole_tensors(checkpoint: Checkpoint) -> list[Any]:
@@ -55,18 +57,15 @@ def write_four_files(parts: Checkpoint, folder: Path, about: dict[str, Any], dis
         sums = tuple(_checksums(lazy.path, lazy.offset, lazy.nbytes))
         part = Part(lazy.path.name, lazy.offset, (0,) * len(lazy.shape), lazy.shape, sums)
         tensors[name] = Entry(lazy.dtype, lazy.shape, [part] if lazy.nbytes else [])
-    # What is not a tensor is small and has a checksum of its own, up to the first tensor.
-    files = {path.name: _file_info(path, tensors) for path in sorted(folder.iterdir())}
+    files = {path.name: _file_info(path) for path in sorted(folder.iterdir())}
     index = Index("full", parts.index.world_size, tensors, files, parts.run)
     commit(folder, index, about, disk)
 
 
-def _file_info(path: Path, tensors: dict[str, Entry]) -> FileInfo:
+def _file_info(path: Path) -> FileInfo:
+    """A zip has more in it than tensors, so all of it has checksums of its own."""
     size = path.stat().st_size
-    starts = [p.offset for entry in tensors.values() for p in entry.parts if p.file == path.name]
-    head = min(starts, default=size)
-    with path.open("rb") as file:
-        return FileInfo(size, head, checksum(file.read(head)))
+    return FileInfo(size, 0, checksum(b""), tuple(_checksums(path, 0, size)))
 
 
 def _checksums(path: Path, offset: int, num_bytes: int) -> Iterator[int]:

@@ -115,8 +115,9 @@ class _Machine:
         try:
             return self.names[module, name]
         except (KeyError, TypeError):
+            shown = f"{module}.{name}" if type(module) is type(name) is str else "something"
             raise self.refusal(
-                f"names {module}.{name}, which is not on the list of known classes"
+                f"names {shown:.200}, which is not on the list of known classes"
             ) from None
 
     def call(self, function: Any, args: Any) -> Any:

@@ -6,7 +6,6 @@ other: each rank reads the index and its own bytes.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
@@ -29,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.format import COMMITTED, INDEX, Entry, Index, Part
+from overland.checkpoint.format import COMMITTED, INDEX, Entry, Index, Part, parse_marker
 from overland.checkpoint.plan import local_name, local_tensor
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
@@ -83,7 +82,7 @@ class Checkpoint:
                 into = into.narrow(dim, offset, length)
             covered += math.prod(item.lengths)
             yield from self._copies(name, entry, part, item.storage_offsets, into)
-        if covered != target.numel():
+        if covered != target.numel():  # our own index tiles every tensor; see plan.check_whole
             raise CheckpointError(f"{self.path} lacks a part of {name}")
 
     def _copies(
@@ -173,14 +172,13 @@ def read_marker(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not there, or is no folder")
     try:
-        marker: dict[str, Any] = json.loads(read_bytes(path / COMMITTED))
-        if not isinstance(marker, dict) or "step" not in marker:
-            raise ValueError("it has no step")
+        return parse_marker((path / COMMITTED).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a committed checkpoint: no {COMMITTED}") from None
     except ValueError as error:
         raise CheckpointError(f"{path / COMMITTED} is damaged: {error}") from None
-    return marker
+    except OSError as error:
+        raise CheckpointError(f"{path / COMMITTED} cannot be read: {error.strerror}") from None
 
 
 def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -245,6 +243,8 @@ def open_file(path: Path, num_bytes: int) -> int:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     found = os.fstat(descriptor).st_size
     if found != num_bytes:
         os.close(descriptor)
@@ -254,7 +254,10 @@ def open_file(path: Path, num_bytes: int) -> int:
 
 def read_fully(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
     while view:
-        count = os.preadv(descriptor, [view], offset)
+        try:
+            count = os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if count == 0:
             raise CheckpointError(f"{path} is damaged: it ends at byte {offset}")
         view, offset = view[count:], offset + count
@@ -264,9 +267,9 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        if path.name == COMMITTED:
-            raise
         raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _on_device(device: torch.device, job: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,9 +28,12 @@ COPIES_AT_ONCE = 256
 
 
 class Snapshot:
+    """OSError if there is no memory for it."""
+
     def __init__(self, plan: Plan, device: torch.device, state: State) -> None:
         self.device = device
         self.boxes = [box for file in plan.files for box in file.boxes]
+        self._make_rooms(state)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._state: State = {}
         self._ready: torch.cuda.Event | None = None
@@ -38,14 +42,12 @@ class Snapshot:
         self._queued.set()
         self._locked = False
         # Locking 39 GB takes 10 s (measured), so a thread does it while the model compiles.
-        self._making = threading.Thread(
-            target=self._make, args=(state,), name="checkpoint-memory", daemon=True
-        )
-        self._making.start()
+        self._locking = threading.Thread(target=self._lock, name="checkpoint-memory", daemon=True)
+        self._locking.start()
 
     def take(self, state: State) -> None:
         """From here on `state` is being copied, or is. `copy` must follow, in another thread."""
-        self._making.join()
+        self._locking.join()
         if self._stream is None:
             for box, rooms in zip(self.boxes, self._rooms, strict=True):
                 for room, tensor in zip(rooms, _kept(state[box.name]), strict=True):
@@ -81,18 +83,19 @@ class Snapshot:
         return _bytes(box, rooms, self._unpacks.get(box.name), begin, end)
 
     def close(self) -> None:
-        self._making.join()
+        self._locking.join()
         if self._copied is not None:
             self._copied.synchronize()
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self._locked = False
 
-    def _make(self, state: State) -> None:
+    def _make_rooms(self, state: State) -> None:
+        """Places for the tensors, in memory that is not touched yet."""
         values = [_kept(state[box.name]) for box in self.boxes]
         size = sum(_aligned(tensor.nbytes) for kept in values for tensor in kept)
         region = mmap.mmap(-1, max(1, size))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(AttributeError, OSError):  # not every system has large pages
             region.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(region, dtype=torch.uint8)
         self._number = {(box.name, box.start): i for i, box in enumerate(self.boxes)}
@@ -106,6 +109,8 @@ class Snapshot:
                 room = self._memory[place : place + tensor.nbytes].view(tensor.dtype)
                 self._rooms[-1].append(room.view(tensor.shape))
                 place += _aligned(tensor.nbytes)
+
+    def _lock(self) -> None:
         if self._stream is not None:
             self._memory.zero_()  # on all cores, where locking would touch page after page on one
             with torch.cuda.device(self.device):
@@ -178,23 +183,29 @@ def fits_in_memory(num_bytes: int, num_ranks: int) -> bool:
 
 
 def available_memory() -> float:
-    """Bytes that can be had without swapping; a container's limit counts."""
+    """Bytes that can be had without swapping; the limits of containers and jobs count."""
     free = [float("inf")]
-    try:
+    with suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         free.append(amounts["MemAvailable"])
-    except (OSError, KeyError, ValueError):
-        pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            free.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
+    for group in _control_groups():
+        with suppress(OSError, ValueError, KeyError):  # not there, or "max"
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            words = (group / "memory.stat").read_text().split()
+            cached = int(dict(zip(words[::2], words[1::2], strict=True))["inactive_file"])
+            free.append(limit - used + cached)
     return min(free)
+
+
+def _control_groups() -> list[Path]:
+    """This process's group and those around it: each may set a limit."""
+    root = Path("/sys/fs/cgroup")
+    groups = [root]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = root / line[len("0::") :].lstrip("/")
+                groups += [group, *(p for p in group.parents if root in p.parents)]
+    return groups

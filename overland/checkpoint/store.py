@@ -16,15 +16,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from overland.checkpoint.disk import Disk
+from overland.checkpoint.errors import sentence
 from overland.checkpoint.folder import (
     LATEST,
     delete,
@@ -45,7 +48,7 @@ from overland.checkpoint.plan import (
     plan_save,
 )
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
-from overland.checkpoint.write import build_index, commit, write_files
+from overland.checkpoint.write import Written, build_index, commit, write_files
 from overland.config.schema import Checkpoint as Settings
 
 # A save may take long, and a rank that died is noticed elsewhere.
@@ -80,12 +83,12 @@ class Store:
         self.notes: list[str] = []
         self._device, self._local_ranks = device or torch.device("cpu"), local_ranks
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group = None if alone else dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.group = None if alone else dist.new_group(backend="gloo", timeout=PATIENCE)
         self._rank = 0 if alone else dist.get_rank()
         self._plan: Plan | None = None
         self._snapshot: Snapshot | Direct = Direct()
         self._writing: threading.Thread | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.last: Outcome | None = None
         """How the newest save ended, if there was one."""
 
@@ -100,17 +103,31 @@ class Store:
             self.disk.make_folder(self.folder)
             tidy(self.folder, self.disk)
         make = plan_local_save if self.settings.type == "local" else plan_save
-        self._plan = make(state, self._group)
+        self._plan = make(state, self.group)
         if self.settings.async_mode == "disabled":
             return
-        if fits_in_memory(self._plan.num_bytes, self._local_ranks):
-            self._snapshot = Snapshot(self._plan, self._device, state)
+        if snapshot := self._make_snapshot(self._plan, state):
+            self._snapshot = snapshot
         else:
             gigabytes = self._plan.num_bytes * self._local_ranks / 1e9
             self.notes.append(
                 f"host memory has no room for a copy of the state ({gigabytes:.0f} GB on this "
                 f"node), so training waits while checkpoints are written"
             )
+
+    def _make_snapshot(self, plan: Plan, state: State) -> Snapshot | None:
+        """On all ranks or on none: one that waits for the disk would make all others wait."""
+        snapshot = None
+        if fits_in_memory(plan.num_bytes, self._local_ranks):
+            with suppress(OSError):
+                snapshot = Snapshot(plan, self._device, state)
+        if self.group is not None:
+            fits = torch.tensor(int(snapshot is not None))
+            dist.all_reduce(fits, dist.ReduceOp.MIN, group=self.group)
+            if not fits.item() and snapshot is not None:
+                snapshot.close()
+                snapshot = None
+        return snapshot
 
     def save(
         self,
@@ -150,8 +167,7 @@ class Store:
 
     def poll(self) -> list[Outcome]:
         """The saves that ended since the last call."""
-        ended, self._outcomes = self._outcomes, []
-        return ended
+        return [self._outcomes.get() for _ in range(self._outcomes.qsize())]
 
     def wait(self) -> None:
         if self._writing is not None:
@@ -174,25 +190,22 @@ class Store:
         self, plan: Plan, name: str, run: dict[str, Any], about: dict[str, Any], started: float
     ) -> None:
         beside, error, note = self.folder / f".{name}.tmp", "", ""
-        sums: list[list[int]] = []
+        written: list[Written] = []
         try:
             self._snapshot.copy()
-            sums = write_files(beside, plan.files, self._snapshot.read, self.disk)
+            written = write_files(beside, plan.files, self._snapshot.read, self.disk)
         except Exception as problem:
-            error = f"rank {self._rank}: {_sentence(problem)}"
-        reports = gather((error, sums), self._group)
+            error = f"rank {self._rank}: {sentence(problem)}"
+        reports = gather((error, written), self.group)
         if self._rank == 0:
             errors = [text for text, _ in reports if text]
             error = errors[0] if errors else self._commit(plan, name, run, about, reports)
-            if error:  # on a full disk, the room is needed
-                self.disk.remove_folder(beside)
-            else:
-                note = self._tidy_up(name)
-        error = broadcast(error, self._group)
+            note = self._tidy_up(name, error)
+        error = broadcast(error, self.group)
         now = time.monotonic()
         waited = self._waited if self._waited >= 0 else now + self._waited
         self.last = Outcome(self.folder / name, now - started, waited, plan.num_bytes, error, note)
-        self._outcomes.append(self.last)
+        self._outcomes.put(self.last)
 
     def _commit(
         self,
@@ -200,13 +213,13 @@ class Store:
         name: str,
         run: dict[str, Any],
         about: dict[str, Any],
-        reports: list[tuple[str, list[list[int]]]],
+        reports: list[tuple[str, list[Written]]],
     ) -> str:
         """Rank 0 only. Whatever goes wrong here leaves the earlier checkpoints as they are."""
         beside, path = self.folder / f".{name}.tmp", self.folder / name
         try:
             kind = self.settings.type
-            index = build_index(kind, plan.files_of_ranks, [sums for _, sums in reports], run)
+            index = build_index(kind, plan.files_of_ranks, [done for _, done in reports], run)
             if kind == "full":
                 write_full(beside, index, about, self.settings.full_format, self.disk)
             else:
@@ -215,22 +228,18 @@ class Store:
                 set_aside(path, self.disk)
             self.disk.rename(beside, path)
         except Exception as problem:
-            return _sentence(problem)
+            return sentence(problem)
         return ""
 
-    def _tidy_up(self, name: str) -> str:
-        """Rank 0 only, once the new checkpoint is safe."""
+    def _tidy_up(self, name: str, error: str) -> str:
+        """Rank 0 only, once the new checkpoint is safe, or is known not to be."""
         try:
+            if error:  # on a full disk, the room is needed
+                self.disk.remove_folder(self.folder / f".{name}.tmp")
+                return ""
             self.disk.point(self.folder / LATEST, name)
-            for old in superfluous(list_checkpoints(self.folder), self.settings):
+            for old in superfluous(list_checkpoints(self.folder), self.settings, name):
                 delete(old.path, self.disk)
-        except OSError as problem:
-            return f"an older checkpoint could not be deleted: {_sentence(problem)}"
+        except Exception as problem:  # the other ranks wait for word from this one
+            return f"{LATEST} or an older checkpoint could not be put right: {sentence(problem)}"
         return ""
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
-    return str(error) or type(error).__name__

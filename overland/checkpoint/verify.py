@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from overland.checkpoint.checksum import checksum
+from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import NAME
-from overland.checkpoint.format import COMMITTED, INDEX
+from overland.checkpoint.format import COMMITTED, INDEX, tile
 from overland.checkpoint.read import NUM_THREADS, PIECE, Checkpoint, open_checkpoint, part_bytes
 
 Progress = Callable[[int], None]
@@ -70,6 +70,18 @@ def _headers(checkpoint: Checkpoint) -> Iterator[Callable[[], int]]:
             return size
 
         yield job
+        for i, right in enumerate(info.blocks):
+            yield partial(_verify_block, checkpoint, file, i * BLOCK, right)
+
+
+def _verify_block(checkpoint: Checkpoint, file: str, begin: int, right: int) -> int:
+    size = min(BLOCK, checkpoint.index.files[file].num_bytes - begin)
+    if checksum(memoryview(checkpoint.read_raw(file, begin, size).numpy().data)) != right:
+        raise CheckpointError(
+            f"{checkpoint.path / file} is damaged: bytes {begin} to {begin + size} do not match "
+            f"their checksum"
+        )
+    return 0
 
 
 def _pieces(checkpoint: Checkpoint) -> Iterator[Callable[[], int]]:
@@ -99,5 +111,5 @@ def _unknown_files(checkpoint: Checkpoint) -> Iterator[str]:
 def _gaps(checkpoint: Checkpoint) -> Iterator[str]:
     """A tensor whose parts do not add up to it."""
     for name, entry in checkpoint.tensors.items():
-        if sum(math.prod(part.shape) for part in entry.parts) != math.prod(entry.shape):
-            yield f"{checkpoint.path} lacks a part of {name}"
+        if not tile(entry.shape, [(part.start, part.shape) for part in entry.parts]):
+            yield f"{checkpoint.path}: the parts of {name} do not make up the whole"

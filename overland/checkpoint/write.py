@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,27 @@ Bytes = Callable[[Box, int, int], memoryview]
 """The bytes of a box from one position to another, in host memory."""
 
 
+class Written(NamedTuple):
+    """A file as it turned out: its header's length and checksum, and the checksums of its boxes."""
+
+    header: int
+    header_checksum: int
+    sums: list[list[int]]
+
+
 def write_files(
     folder: Path, files: list[FilePlan], read: Bytes, disk: Disk, num_threads: int = NUM_THREADS
-) -> list[list[int]]:
-    """Writes and syncs the files; returns the checksums of each box, in the plan's order."""
+) -> list[Written]:
+    """Writes and syncs the files."""
     disk.make_folder(folder)
-    sums = [[0] * num_blocks(box.num_bytes) for file in files for box in file.boxes]
+    written = [
+        Written(
+            len(file.header),
+            checksum(file.header),
+            [[0] * num_blocks(box.num_bytes) for box in file.boxes],
+        )
+        for file in files
+    ]
     descriptors = []
     try:
         for file in files:
@@ -36,13 +52,13 @@ def write_files(
         with ThreadPoolExecutor(num_threads, "checkpoint-write") as pool:
             jobs = []
             # The files take turns, so that threads seldom wait for one another's file.
-            for file_index, box, offset, number in _in_turns(files):
-                path, descriptor = folder / files[file_index].name, descriptors[file_index]
+            for i, number, box, offset in _in_turns(files):
+                path, descriptor = folder / files[i].name, descriptors[i]
                 for block in range(num_blocks(box.num_bytes)):
                     jobs.append(
                         pool.submit(
                             _write_block, disk, descriptor, path, read, box, offset, block,
-                            sums[number],
+                            written[i].sums[number],
                         )
                     )  # fmt: skip
             for file, descriptor in zip(files, descriptors, strict=True):
@@ -53,27 +69,31 @@ def write_files(
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        for file in files:
+            disk.close_durably(descriptors.pop(0), folder / file.name)
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    for file, descriptor in zip(files, descriptors, strict=True):
-        disk.close_durably(descriptor, folder / file.name)
     disk.sync_folder(folder)
-    return sums
+    return written
 
 
-def _in_turns(files: list[FilePlan]) -> Iterable[tuple[int, Box, int, int]]:
-    """(file, box, the box's offset in the file, the box's number in the plan)."""
-    queues, first = [], 0
+def _in_turns(files: list[FilePlan]) -> Iterable[tuple[int, int, Box, int]]:
+    """(file, number of the box in it, box, the box's offset), one of each file in turn."""
+    queues = []
     for i, file in enumerate(files):
-        offsets = file.offsets()
-        queues.append([(i, b, offsets[j], first + j) for j, b in enumerate(file.boxes)])
-        first += len(file.boxes)
-    for position in range(max((len(queue) for queue in queues), default=0)):
-        for queue in queues:
-            if position < len(queue):
-                yield queue[position]
+        placed = enumerate(_placed(file.boxes, len(file.header)))
+        queues.append([(i, number, box, offset) for number, (box, offset) in placed])
+    for some in itertools.zip_longest(*queues):
+        yield from (one for one in some if one is not None)
+
+
+def _placed(boxes: list[Box], start: int) -> Iterator[tuple[Box, int]]:
+    """Boxes and where each begins in its file, the first at `start`."""
+    for box in boxes:
+        yield box, start
+        start += box.num_bytes
 
 
 def _write_block(
@@ -91,26 +111,29 @@ def _write_block(
     sums[block] = checksum(data)
     disk.write_at(descriptor, data, offset + begin, path)
     # Send it to the disk at once: the kernel alone would let a tenth of all memory fill up first.
-    os.posix_fadvise(descriptor, offset + begin, len(data), os.POSIX_FADV_DONTNEED)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset + begin, len(data), os.POSIX_FADV_DONTNEED)
 
 
 def build_index(
     kind: str,
     files_of_ranks: list[list[FilePlan]],
-    sums: list[list[list[int]]],
+    written: list[list[Written]],
     run: dict[str, Any],
 ) -> Index:
     """The index of files that lie written, from everyone's plans and checksums."""
     tensors: dict[str, Entry] = {}
     infos: dict[str, FileInfo] = {}
-    for files, sums_of_rank in zip(files_of_ranks, sums, strict=True):
-        remaining = iter(sums_of_rank)
-        for file in files:
-            infos[file.name] = FileInfo(file.num_bytes, len(file.header), checksum(file.header))
-            for box, offset in zip(file.boxes, file.offsets(), strict=True):
+    for files, done in zip(files_of_ranks, written, strict=True):
+        for file, result in zip(files, done, strict=True):
+            end = result.header
+            for (box, offset), sums in zip(
+                _placed(file.boxes, result.header), result.sums, strict=True
+            ):
                 entry = tensors.setdefault(box.name, Entry(box.dtype, box.whole))
-                part = Part(file.name, offset, box.start, box.shape, tuple(next(remaining)))
-                entry.parts.append(part)
+                entry.parts.append(Part(file.name, offset, box.start, box.shape, tuple(sums)))
+                end = offset + box.num_bytes
+            infos[file.name] = FileInfo(end, result.header, result.header_checksum)
     return Index(kind, len(files_of_ranks), tensors, infos, run)
 
 
@@ -145,9 +168,9 @@ def write_whole(
         return held[box.name][begin:end]
 
     files = lay_out(boxes, 0)
-    sums = write_files(folder, files, read, disk, num_threads=1)
+    written = write_files(folder, files, read, disk, num_threads=1)
     missing = [box for box in boxes if not box.num_bytes]
-    index = build_index("full", [files], [sums], run)
+    index = build_index("full", [files], [written], run)
     index.world_size = world_size  # of the run: its random streams are in here, too
     index.tensors |= {box.name: Entry(box.dtype, box.whole) for box in missing}
     commit(folder, index, about, disk)

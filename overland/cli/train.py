@@ -91,9 +91,10 @@ def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
     from overland.training.folder import fresh_folder
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
-    from overland.training.stop import EXIT_CODE
+    from overland.training.stop import EXIT_CODE, stop_at_once
 
     config = loaded.config
+    stop_at_once(world.rank)
     with process_group(config.comm, world, device_type()) as device:
         if config.checkpoint.resume == "none":
             config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 GRACE_SECONDS = 10.0
+STOP_SECONDS = 60.0
 STOPPED = 75  # a rank that was asked to stop, and saved: no failure (training/stop.py)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 20
@@ -84,9 +85,16 @@ def free_port() -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Waits for all; the first failure ends the rest. Returns the rank that failed first."""
+    """Waits for all; the first failure ends the rest. Returns the rank that failed first. Ranks
+    stop together; where one stopped alone, before the others could know, they are ended."""
+    alone_since = float("inf")
     while True:
         codes = [rank.poll() for rank in ranks]
+        if STOPPED in codes:
+            alone_since = min(alone_since, time.monotonic())
+            if time.monotonic() - alone_since > STOP_SECONDS:
+                _end(ranks)
+                return None
         failed = next((i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)), None)
         if failed is not None:
             _end(ranks)

@@ -63,6 +63,9 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as error:
             raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+        outside = [f for f in weight_map.values() if f != Path(f).name]
+        if outside:
+            raise ModelError(f"{index} names {outside[0]}, which is not a file of its folder")
         absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
         if absent:
             raise ModelError(f"{folder} lacks {_list(absent)}, which its index names")

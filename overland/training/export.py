@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from overland.checkpoint.convert.hf import write_hf
 from overland.checkpoint.convert.lazy import cast
@@ -19,10 +18,11 @@ from overland.checkpoint.convert.options import Options
 from overland.checkpoint.convert.overland import source_of
 from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.disk import Disk
-from overland.checkpoint.plan import gather, plan_save
+from overland.checkpoint.errors import CheckpointError, sentence
+from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import Checkpoint
 from overland.checkpoint.snapshot import Direct
-from overland.checkpoint.write import build_index, write_files
+from overland.checkpoint.write import Written, build_index, write_files
 from overland.training.state import run_facts, saved_state
 
 if TYPE_CHECKING:
@@ -31,18 +31,30 @@ if TYPE_CHECKING:
 
 def export_hf(run: Run) -> Path:
     """Writes `hf/` in the run folder, in place of an earlier one."""
-    group = dist.group.WORLD if run.world.size > 1 else None
+    group, shards = run.store.group, run.folder.root / ".hf.shards"
     state = {name: value for name, value in saved_state(run).items() if name.startswith("model.")}
     plan, parts = plan_save(state, group), Direct()
     parts.take(state)
-    shards = run.folder.root / ".hf.shards"
-    sums = gather(write_files(shards, plan.files, parts.read, Disk()), group)
+    written: list[Written] = []
+    error = ""
+    try:
+        written = write_files(shards, plan.files, parts.read, Disk())
+    except OSError as problem:
+        error = sentence(problem)
+    reports = gather((error, written), group)
     if run.world.is_first:
-        index = build_index("shard", plan.files_of_ranks, sums, run_facts(run))
-        with Checkpoint(shards, index, {}) as checkpoint:
-            _write(checkpoint, run)
-        shutil.rmtree(shards)
-    dist.barrier()
+        error = next((text for text, _ in reports if text), "")
+        try:
+            if not error:
+                done = [some for _, some in reports]
+                index = build_index("shard", plan.files_of_ranks, done, run_facts(run))
+                with Checkpoint(shards, index, {}) as checkpoint:
+                    _write(checkpoint, run)
+        except (OSError, CheckpointError) as problem:
+            error = sentence(problem)
+        shutil.rmtree(shards, ignore_errors=True)
+    if error := broadcast(error, group):  # in the store's group, which has patience
+        raise CheckpointError(f"{run.folder.hf} was not written: {error}")
     return run.folder.hf
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.store import Outcome
 from overland.data.batch import Batch
 from overland.data.loader import batches, read_ahead
@@ -14,9 +13,9 @@ from overland.training.callbacks import Record
 from overland.training.errors import TrainingError
 from overland.training.health import BadSteps
 from overland.training.metrics import Meter
+from overland.training.resume import resume_newest
 from overland.training.run import Run
 from overland.training.schedule import learning_rate
-from overland.training.state import restore
 from overland.training.step import StepResult, train_step
 from overland.training.stop import Clock, StopRequest, Wish
 from overland.training.validate import validate
@@ -62,10 +61,10 @@ def train(run: Run) -> bool:
                     if clock is not None:
                         clock.saving()
                 report_saves(run, run.store.poll(), clock)
+                if wish.stops and clock is not None:
+                    clock.stop_file.unlink(missing_ok=True)  # it has done its work
                 if wish.stops and progress.step < steps:
                     run.call("on_message", f"stopping after step {progress.step}: {wish.reason}")
-                    if clock is not None:
-                        clock.stop_file.unlink(missing_ok=True)  # it has done its work
                     return False
         finally:
             data.close()
@@ -77,11 +76,13 @@ def train(run: Run) -> bool:
 
 def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
     settings, progress = run.config.checkpoint, run.progress
-    is_best = held_out and held_out["validation_loss"] <= progress.best_validation_loss
+    is_best = held_out is not None and settings.keep_best > 0
+    if held_out is not None and is_best:  # rank 0 judges: others may differ in the last bit
+        is_best = from_first_rank(held_out["validation_loss"] <= progress.best_validation_loss)
     if progress.step == run.saved_step and not wish.stops:  # the run went back to this step
         return False
     due = is_due(progress.step, settings.interval, run.config.training.steps)
-    return due or wish is not Wish.NOTHING or bool(settings.keep_best and is_best)
+    return due or is_best or wish is not Wish.NOTHING
 
 
 def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None:
@@ -145,13 +146,12 @@ def answer_spike(run: Run, data: Data, result: StepResult) -> Data:
         run.call("on_message", f"{what}: step skipped")
         return data
     run.store.wait()
-    path = from_first_rank(latest_checkpoint(run.store.folder))
-    if path is None:
-        raise TrainingError(f"{what}, and no checkpoint to rewind to: lower checkpoint.interval")
     next_unseen, remembered = run.progress.batch, run.guard.to_json()
-    restore(run, path)
+    if not resume_newest(run, lambda message: run.call("on_message", message)):
+        raise TrainingError(f"{what}, and no checkpoint to rewind to: lower checkpoint.interval")
     run.progress.batch = next_unseen
     run.guard.restore(remembered)  # what it has learned about the loss still holds
-    run.call("on_message", f"{what}: back to {path}, going on with batch {next_unseen}")
+    back = f"back to step {run.progress.step}, going on with batch {next_unseen}"
+    run.call("on_message", f"{what}: {back}")
     data.close()
     return open_data(run)

@@ -10,7 +10,7 @@ import torch
 
 from overland.checkpoint.convert import open_source
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.folder import list_checkpoints, set_later_aside, uncommitted
+from overland.checkpoint.folder import committed, set_later_aside, uncommitted
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
 from overland.parallel.parts import local_part, named_parameters, tied_copies
@@ -28,8 +28,7 @@ def start_from(run: Run, report: Report) -> None:
         path = Path(settings.resume).expanduser()
         if problem := try_to_restore(run, path, report):
             raise CheckpointError(problem)
-        if path.resolve().parent == run.store.folder.resolve():
-            put_later_ones_aside(run, report)
+        put_later_ones_aside(run, report)
     elif settings.enable and settings.resume == "auto" and resume_newest(run, report):
         pass
     elif settings.initial_load_path is not None:
@@ -67,10 +66,12 @@ def load_weights(run: Run, path: Path) -> None:
 def resume_newest(run: Run, report: Report) -> bool:
     """The newest checkpoint that can be read; every damaged one on the way is named."""
     folder = run.store.folder
+    names: list[str] = []
     if run.world.is_first:
+        names = [path.name for path in committed(folder)]
         for path in uncommitted(folder):
             report(f"note: {path} was never committed, so it is no checkpoint")
-    names = from_first_rank([found.path.name for found in list_checkpoints(folder)])
+    names = from_first_rank(names)
     for name in reversed(names):
         problem = try_to_restore(run, folder / name, report)
         if not problem:
@@ -92,6 +93,8 @@ def try_to_restore(run: Run, path: Path, report: Report) -> str:
         notes = restore(run, path, run.config.checkpoint.skip_optimizer)
     except (CheckpointError, OSError) as error:
         problem = str(error)
+    except (KeyError, TypeError, ValueError) as error:  # a hand-made one, say
+        problem = f"{path} is not what a run saves: {type(error).__name__} {error}"
     problem = first_problem(problem)
     if not problem:
         report(f"resumed {path} at step {run.progress.step}")

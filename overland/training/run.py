@@ -123,14 +123,14 @@ def build_run(
         SpikeGuard(config.health) if config.health.spike_guard != "off" else None,
     )
     start_from(run, report)
-    if config.checkpoint.enable:
-        run.store.prepare(saved_state(run))
-        for note in run.store.notes:
-            report(f"note: {note}")
     if splits(mesh, config.training):
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)
         optimizer.masters.split(gradient_dtype=reduce if accumulates else None)
+    if config.checkpoint.enable:
+        run.store.prepare(saved_state(run))
+        for note in run.store.notes:
+            report(f"note: {note}")
     if world.is_first:
         describe_run(run)
     run.callbacks = build_callbacks(run, log_ranks)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import overland
+from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.plan import Packed, State
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_checkpoint
 from overland.kernels.split import join
@@ -66,7 +67,12 @@ def run_facts(run: Run) -> dict[str, Any]:
     return {
         "progress": run.progress.to_json(),
         "learning_rate": learning_rate(max(0, run.progress.step - 1), run.config),
-        "data": {"batch": run.progress.batch, "fingerprint": run.dataset.fingerprint},
+        "data": {
+            "batch": run.progress.batch,
+            "global_batch_size": run.global_batch_size,
+            "fingerprint": run.dataset.fingerprint,
+        },
+        "loss_scaling": run.scaler.enabled,
         "spike_guard": run.guard.to_json() if run.guard is not None else None,
         "layout": asdict(run.mesh.degrees),
         "config": run.config.model_dump(mode="json"),
@@ -88,16 +94,25 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
         facts = checkpoint.run
         run.progress.restore(facts["progress"])
         run.saved_step = run.progress.step
-        if run.guard is not None and facts.get("spike_guard"):
-            run.guard.restore(facts["spike_guard"])
-        return [*_restore_random(run, checkpoint), *changes(run, facts)]
+        if run.guard is not None:
+            run.guard.restore(facts.get("spike_guard") or [])
+        _restore_random(run, checkpoint)
+        return [*_find_place_in_data(run, facts, path), *changes(run, facts)]
 
 
 def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None:
     """Reads weights, and unless told otherwise the optimizer's state."""
     run.store.wait_on_device()  # what is being copied must not change yet
     state = run_tensors(run, skip_optimizer)
+    if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # a new one starts anew
+        state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
     if checkpoint.index.kind == "local":
+        same_size = checkpoint.index.world_size == run.world.size
+        if same_size and checkpoint.run.get("layout") != asdict(run.mesh.degrees):
+            raise CheckpointError(
+                f"{checkpoint.path} was saved with checkpoint.type = local in another layout: only "
+                f"the same ranks in the same layout can read it"
+            )
         fill_local(checkpoint, state, run.world.rank, run.world.size)
     else:
         fill(checkpoint, state)
@@ -112,16 +127,16 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None
 def changes(run: Run, facts: dict[str, Any]) -> list[str]:
     """What is not as it was when the checkpoint was saved, and could surprise."""
     notes = []
-    saved, now = facts["data"]["fingerprint"], run.dataset.fingerprint
-    if saved != now:
+    saved, now = facts["data"].get("fingerprint"), run.dataset.fingerprint
+    if saved is not None and saved != now:
         notes.append(
             "the training data is not what this checkpoint was trained on: the position in it is "
             "kept, but rows may come again or not at all"
         )
-    before, after = facts["config"], run.config.model_dump(mode="json")
+    before, after = facts.get("config") or {}, run.config.model_dump(mode="json")
     for section in ("model", "training", "optimizer", "lr_scheduler"):
         for key, value in after[section].items():
-            old = before.get(section, {}).get(key)
+            old = before.get(section, after[section]).get(key)
             if old != value and (section, key) not in EXPECTED_CHANGES:
                 notes.append(f"{section}.{key} was {old} when this checkpoint was saved: {value}")
     return notes
@@ -131,10 +146,26 @@ def changes(run: Run, facts: dict[str, Any]) -> list[str]:
 EXPECTED_CHANGES = {("training", "steps"), ("training", "local_batch_size")}
 
 
-def _restore_random(run: Run, checkpoint: Checkpoint) -> list[str]:
+def _find_place_in_data(run: Run, facts: dict[str, Any], path: Path) -> list[str]:
+    """Rows are counted, not batches: another batch size goes on with the row that comes next."""
+    before, now = facts["data"].get("global_batch_size"), run.global_batch_size
+    if before is None or before == now:
+        return []
+    rows = run.progress.batch * before
+    if rows % now:
+        raise CheckpointError(
+            f"{path} has seen {rows} rows in batches of {before}, which is no whole number of "
+            f"batches of {now}; set training.global_batch_size to {before} or to another divisor "
+            f"of {rows}"
+        )
+    run.progress.batch = rows // now
+    return [f"the global batch was {before} rows and is now {now}; the data goes on at row {rows}"]
+
+
+def _restore_random(run: Run, checkpoint: Checkpoint) -> None:
     """Every rank takes its own streams up again. Other ranks than those that saved start anew."""
     if checkpoint.index.world_size != run.world.size:
-        return []
+        return
     prefix = f"rng.{run.world.rank}."
     local = "" if checkpoint.index.kind != "local" else f"rank_{run.world.rank:05d}/"
     prefix = local + prefix
@@ -142,4 +173,3 @@ def _restore_random(run: Run, checkpoint: Checkpoint) -> list[str]:
     if names:
         state = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
         set_random_state(state, run.device)
-    return []

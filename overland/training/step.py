@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from overland.data.batch import IGNORED, Batch
-from overland.parallel.comm import sum_over
+from overland.parallel.comm import from_first_rank, sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import Mesh
 from overland.training.health import SpikeGuard
@@ -43,7 +43,7 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
 
     norm = gradient_norm(run.optimizer, run.model, mesh).to(run.device) / scaler.scale
     not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm))
-    spiked = guard is not None and guard.is_spike(loss.item())
+    spiked = guard is not None and from_first_rank(guard.is_spike(loss.item()))
     rate = learning_rate(run.progress.step, run.config)
     run.store.wait_on_device()  # a checkpoint may still be copying what is about to change
     run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip=not_finite | spiked)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from enum import IntEnum
@@ -83,6 +84,18 @@ class Clock:
 
     def saved(self, seconds: float) -> None:
         self._slowest_save = max(self._slowest_save, seconds)
+
+
+def stop_at_once(rank: int) -> None:
+    """Until the loop takes over there is nothing to save: a signal ends the process, as stopped."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if rank == 0:
+            print("stopped before the first step; nothing to save", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+    for number in SIGNALS[1:]:
+        signal.signal(number, stop)
 
 
 class StopRequest:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.format import parse_marker, tile
 from overland.checkpoint.read import load
 from overland.checkpoint.verify import verify
 from tests.checkpoint.states import copy, like, save, some_state
@@ -68,11 +69,7 @@ def flip_index_bit(path: Path, chance: random.Random) -> str:
 
 
 def flip_marker_bit(path: Path, chance: random.Random) -> str:
-    """In the numbers that vouch for the index."""
-    marker = json.loads((path / "COMMITTED").read_text())
-    marker[chance.choice(["index_crc32", "index_bytes"])] += 1 << chance.randint(0, 20)
-    (path / "COMMITTED").write_text(json.dumps(marker))
-    return "index.json"
+    return _change(path / "COMMITTED", chance, lambda data, at: bytes([data[at] ^ (1 << at % 8)]))
 
 
 Damage = Callable[[Path, random.Random], str]
@@ -102,6 +99,51 @@ def test_damage_is_found_and_named(
 
 def header_only(path: Path, problems: list[str]) -> bool:
     return all("its header is another" in problem for problem in problems)
+
+
+def test_every_bit_of_the_marker_counts(good: Path) -> None:
+    """But for blanks, which say nothing."""
+    text = (good / "COMMITTED").read_bytes()
+    right = parse_marker(text)
+    for at in range(len(text)):
+        for bit in range(8):
+            changed = text[:at] + bytes([text[at] ^ (1 << bit)]) + text[at + 1 :]
+            try:
+                assert parse_marker(changed) == right
+                assert text[at : at + 1].isspace()
+            except ValueError:
+                continue
+
+
+def test_every_byte_of_the_four_files_counts(tmp_path: Path) -> None:
+    save(tmp_path, 1, type="full", full_format="torch")
+    path = tmp_path / "step_1"
+    assert verify(path) == []
+    for name in ("model_state_dict.pt", "iter_state_dict.pt", "lr_state_dict.pt"):
+        data = (path / name).read_bytes()
+        for at in [*range(0, len(data), len(data) // 40 + 1), len(data) - 1]:
+            changed = bytearray(data)
+            changed[at] ^= 16
+            (path / name).write_bytes(changed)
+            assert any(name in problem for problem in verify(path)), at
+        (path / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "fills"),
+    [
+        ([((0, 0), (4, 4))], True),
+        ([((0, 0), (2, 4)), ((2, 0), (2, 4))], True),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 3))], True),
+        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], False),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 2))], False),
+        ([((0, 0), (2, 4))], False),
+        ([((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 4)), ((4, 0), (0, 4))], True),
+        ([((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 1), (2, 4))], False),
+    ],
+)
+def test_boxes_that_overlap_or_leave_holes_are_noticed(boxes: list[Any], fills: bool) -> None:
+    assert tile((4, 4), boxes) == fills
 
 
 def test_swapped_files_are_found(tmp_path: Path, ranks: object) -> None:

@@ -85,6 +85,14 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     assert newest(tmp_path).name.endswith(".preempt")
 
 
+def test_a_signal_during_the_start_is_a_stop(tmp_path: Path) -> None:
+    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="1")
+    while not (tmp_path / RUN).exists():  # made when a run is being built
+        time.sleep(0.01)
+    code, output = interrupt(process, signal.SIGTERM)
+    assert code == STOPPED, output
+
+
 def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path, unbroken: dict[int, float]) -> None:
     process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="1")
     wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.format import marker
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.errors import ConfigError
@@ -79,7 +80,7 @@ def test_a_run_on_random_tokens_has_no_tokenizer_and_says_so(tmp_path: Path) -> 
     write_config(tiny_job(tmp_path), tmp_path / "config.toml")
     step = tmp_path / "checkpoint" / "step_1"
     step.mkdir(parents=True)
-    (step / "COMMITTED").write_text('{"step": 1}')
+    (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))
     with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
         open_checkpoint(tmp_path)
 

@@ -108,8 +108,8 @@ def test_a_loss_spike_is_answered(ranks: RankPool, tmp_path: Path, action: str) 
     else:  # back to step 10; batches 10 to 12 are not seen again
         assert len(seen) == 16 + 3
         assert messages == [
-            f"loss spike at step 13 ({seen[12]:.4f}): back to {tmp_path}/checkpoint/step_10, "
-            f"going on with batch 13"
+            f"resumed {tmp_path}/checkpoint/step_10 at step 10",
+            f"loss spike at step 13 ({seen[12]:.4f}): back to step 10, going on with batch 13",
         ]
 
 

@@ -79,6 +79,44 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
         return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
+HALVES = {
+    "dtype": "float32",
+    "mixed_precision_param": "bfloat16",
+    "mixed_precision_reduce": "float32",
+}
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_parameters_in_halves_go_on_with_the_same_bits(
+    ranks: RankPool, tmp_path: Path, mode: str
+) -> None:
+    """One device, default precision: a bfloat16 number and what rounding left over."""
+
+    def halves(name: str, steps: int) -> JobConfig:
+        config = job(tmp_path / name, steps=steps, checkpoint={"async_mode": mode})
+        training = config.training.model_copy(update=HALVES)
+        return config.model_copy(update={"training": training})
+
+    (unbroken,) = ranks.run(1, plain_story, halves("a", STEPS))
+    (first,) = ranks.run(1, plain_story, halves("b", 5))
+    (second,) = ranks.run(1, plain_story, halves("b", STEPS))
+    assert first + second == unbroken
+    a, b = weights(tmp_path / "a", STEPS), weights(tmp_path / "b", STEPS)
+    assert {tensor.dtype for name, tensor in a.items() if name.startswith("model.")} == {
+        torch.float32
+    }
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def plain_story(world: World, config: JobConfig) -> list[float]:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    train(run)
+    assert not recorder.messages
+    return recorder.losses
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["shard", "full", "four files", "local"])
 def test_the_same_ranks_go_on_with_the_same_bits(
@@ -158,7 +196,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     ranks.run(2, story, job(tmp_path, steps=6, num_ranks=2))
     file = tmp_path / "checkpoint" / "step_6" / f"rank_{on_rank:05d}.safetensors"
     data = bytearray(file.read_bytes())
-    data[-3] ^= 4
+    data[len(data) // 2] ^= 4
     file.write_bytes(data)
     (step, said), (other_step, _) = ranks.run(2, start, job(tmp_path, num_ranks=2))
     assert (step, other_step) == (3, 3)
@@ -186,6 +224,59 @@ def test_a_folder_that_was_never_committed_is_named(ranks: RankPool, tmp_path: P
     step, said = ranks.run(1, start, job(tmp_path))[0]
     assert step == 3
     assert any("step_6 was never committed" in line for line in said)
+
+
+def test_a_marker_that_is_damaged_is_no_reason_to_start_anew(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(1, story, job(tmp_path, steps=3))
+    marker = tmp_path / "checkpoint" / "step_3" / "COMMITTED"
+    marker.write_bytes(marker.read_bytes().replace(b"index_bytes", b"index_bytez"))
+    assert "none of the 1 checkpoints" in ranks.run(1, refusal, job(tmp_path))[0]
+
+
+def test_going_on_from_another_run_keeps_what_comes_out_of_it(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(1, story, job(tmp_path / "other", steps=2))
+    ranks.run(1, story, job(tmp_path / "own", steps=8, checkpoint={"keep_latest_k": 2}))
+    path = str(tmp_path / "other" / "checkpoint" / "step_2")
+    again = job(tmp_path / "own", steps=4, checkpoint={"resume": path, "keep_latest_k": 2})
+    ranks.run(1, story, again)
+    folder = tmp_path / "own" / "checkpoint"
+    assert [found.step for found in list_checkpoints(folder)] == [3, 4]
+    assert (folder / "latest").resolve() == (folder / "step_4").resolve()
+    assert (folder / "step_8.set-aside").is_dir()
+
+
+def test_another_batch_size_goes_on_with_the_next_row(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, story, job(tmp_path, steps=3))  # 24 rows
+    smaller = job(tmp_path)
+    training = smaller.training.model_copy(update={"global_batch_size": 4, "local_batch_size": 4})
+    smaller = smaller.model_copy(update={"training": training})
+    assert ranks.run(1, next_batch_number, smaller) == [6]
+    odd = smaller.training.model_copy(update={"global_batch_size": 5, "local_batch_size": 5})
+    error = ranks.run(1, refusal, smaller.model_copy(update={"training": odd}))[0]
+    assert "none of the 1 checkpoints" in error
+
+
+def next_batch_number(world: World, config: JobConfig) -> int:
+    return build_run(config, world, torch.device("cpu"), log_ranks=()).progress.batch
+
+
+def test_a_loss_scale_is_not_taken_from_a_run_without_one(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, story, job(tmp_path, steps=3))
+    config = job(tmp_path)
+    half = config.training.model_copy(
+        update={"mixed_precision_param": "float16", "dtype": "float32"}
+    )
+    config = config.model_copy(update={"training": half})
+    assert ranks.run(1, loss_scale, config) == [2.0**16]
+
+
+def loss_scale(world: World, config: JobConfig) -> float:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    return float(run.scaler.scale)
 
 
 def test_what_changed_since_the_save_is_told(ranks: RankPool, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from overland.checkpoint.convert.source import (
 )
 from overland.checkpoint.convert.torch_file import MAX_PICKLE_BYTES, read_torch_file, scalar
 from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.format import tile as fills
 from overland.checkpoint.pickles import StandIn, load_pickle
 
 METADATA = ".metadata"
@@ -148,7 +149,6 @@ def _tensor(path: Path, name: str, entry: StandIn, places: dict[Any, Any]) -> La
     if shape is None or not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{path / METADATA}: {name} has no shape or type")
     tiles: list[tuple[Shape, Lazy]] = []
-    filled = 0
     for chunk in entry.get("chunks"):
         corner, size = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
         if corner is None or size is None or not _fits(corner, size, shape):
@@ -162,9 +162,8 @@ def _tensor(path: Path, name: str, entry: StandIn, places: dict[Any, Any]) -> La
         if tile.nbytes > tile.box.length:
             raise CheckpointError(f"{path / METADATA}: {name} claims more than is stored of it")
         tiles.append((corner, tile))
-        filled += tile.numel
     whole = Tiled(shape, dtype, tiles)
-    if filled != whole.numel:
+    if not fills(shape, [(corner, part.shape) for corner, part in tiles]):
         raise CheckpointError(f"{path / METADATA}: parts of {name} are missing or overlap")
     return whole
 

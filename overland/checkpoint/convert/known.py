@@ -50,7 +50,7 @@ def _stored(storage: Storage, dtype: torch.dtype, first: Any, shape: Any, stride
     where = storage.path
     numbers = (first, *shape, *stride)
     if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
-        raise CheckpointError(f"{where} holds a tensor with a shape that cannot be: {shape}")
+        raise CheckpointError(f"{where} holds a tensor with a shape that cannot be")
     result = Stored(tuple(shape), dtype, where, storage.offset + first * dtype.itemsize)
     if not result.numel:
         return result
@@ -103,6 +103,13 @@ def _bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
     return bytes(text, "latin-1")
 
 
+def _word(part: Any) -> str:
+    """A nested tuple, made of itself a few times, would be written out as gigabytes."""
+    if not isinstance(part, str | int):
+        raise TypeError
+    return str(part)
+
+
 TENSOR, PARAMETER = stand_in("torch.Tensor"), Maker("torch.nn.Parameter", _parameter)
 
 _STORAGES = {
@@ -129,8 +136,8 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _typed_tensor,
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
-    ("torch", "device"): lambda *parts: ":".join(str(part) for part in parts),
-    ("torch.serialization", "_get_layout"): str,
+    ("torch", "device"): lambda *parts: ":".join(map(_word, parts)),
+    ("torch.serialization", "_get_layout"): lambda name: _word(name),
     ("collections", "OrderedDict"): lambda pairs=(): OrderedDict(_pairs(pairs)),
     ("collections", "defaultdict"): lambda _factory=None, pairs=(): _pairs(pairs),
     ("collections", "Counter"): lambda counts=(): _pairs(counts),
@@ -145,7 +152,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("builtins", "int"): lambda: 0,
     ("builtins", "float"): lambda: 0.0,
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): lambda stage: int(stage),
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(str(part) for part in parts),
+    ("pathlib", "PosixPath"): lambda *parts: "/".join(map(_word, parts)),
 }
 
 _STAND_INS = {

@@ -9,13 +9,14 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from overland.checkpoint.convert import FORMATS, Options, convert, open_source
 from overland.checkpoint.convert.lazy import digest
@@ -23,6 +24,8 @@ from overland.checkpoint.convert.safetensors_file import read_safetensors
 from overland.checkpoint.convert.torch_file import read_torch_file
 from overland.checkpoint.convert.verify import verify_hashes
 from overland.checkpoint.errors import CheckpointError
+from overland.models import DecoderConfig, ModelError, build_model
+from overland.models.hf import load_hf
 
 from .samples import fixture, saved, tiny_config, tiny_source
 
@@ -375,3 +378,45 @@ def test_verification_finds_a_flipped_bit_of_any_tensor(tmp_path: Path) -> None:
         with file.open("r+b") as opened:
             opened.seek(stored.offset + stored.nbytes - 1)
             opened.write(bytes([byte]))
+
+
+def test_boxes_of_a_dcp_tensor_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Two boxes over each other and a hole of the same size: the hole would be old memory."""
+    folder = tmp_path / "dcp"
+    dcp.save({"model": {"x": torch.arange(16.0).view(4, 4)}}, checkpoint_id=folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["model.x"]
+    (place,) = metadata.storage_data.values()
+    boxes = [ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((2, 4))) for row in (0, 1)]
+    entry.chunks = boxes
+    metadata.storage_data = {MetadataIndex("model.x", box.offsets): place for box in boxes}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="missing or overlap"):
+        open_source(folder)
+
+
+class Doubled:
+    """A path whose one part is a tuple of itself twice, thirty times over."""
+
+    def __reduce__(self) -> Any:
+        part: Any = "a"
+        for _ in range(30):
+            part = (part, part)
+        return PosixPath, (part,)
+
+
+def test_a_pickle_of_a_few_bytes_cannot_fill_the_memory(tmp_path: Path) -> None:
+    pickled = pickle.dumps({"x": Doubled()}, protocol=2)
+    assert len(pickled) < 500
+    path = torch_zip(tmp_path / "model.pt", data_pkl=pickled)
+    with pytest.raises(CheckpointError):
+        open_source(path)
+
+
+def test_weights_to_start_from_stay_in_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "secret.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="not a file of its folder"):
+        load_hf(build_model(DecoderConfig.from_hf(tiny_config())), tmp_path / "model")
