@@ -131,7 +131,7 @@ def build_index(
                 _placed(file.boxes, result.header), result.sums, strict=True
             ):
                 entry = tensors.setdefault(box.name, Entry(box.dtype, box.whole))
-                entry.parts.append(Part(file.name, offset, box.start, box.shape, tuple(sums)))
+                entry.parts.append(Part(file.name, offset, box.start, box.shape, sums))
                 end = offset + box.num_bytes
             infos[file.name] = FileInfo(end, result.header, result.header_checksum)
     return Index(kind, len(files_of_ranks), tensors, infos, run)
