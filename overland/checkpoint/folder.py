@@ -76,6 +76,14 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1].path if found else None
 
 
+def newest_in(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest of the run or folder that it is."""
+    if (path / COMMITTED).is_file():
+        return path
+    found = [one for folder in (path, *path.glob("*/")) for one in committed(folder)]
+    return max(found, key=step_of) if found else path
+
+
 def step_of(path: Path) -> int:
     named = NAME.fullmatch(path.name)
     assert named is not None, path

@@ -10,7 +10,7 @@ import torch
 
 from overland.checkpoint.convert import open_source
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.folder import committed, set_later_aside, uncommitted
+from overland.checkpoint.folder import committed, newest_in, set_later_aside, uncommitted
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
 from overland.parallel.parts import local_part, named_parameters, tied_copies
@@ -25,7 +25,7 @@ Report = Callable[[str], None]
 def start_from(run: Run, report: Report) -> None:
     settings = run.config.checkpoint
     if settings.resume not in ("auto", "none"):
-        path = Path(settings.resume).expanduser()
+        path = newest_in(Path(settings.resume).expanduser())
         if problem := try_to_restore(run, path, report):
             raise CheckpointError(problem)
         put_later_ones_aside(run, report)

@@ -249,6 +249,13 @@ def test_going_on_from_another_run_keeps_what_comes_out_of_it(
     assert (folder / "step_8.set-aside").is_dir()
 
 
+def test_a_run_folder_stands_for_its_newest_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, story, job(tmp_path / "a", steps=5))
+    for path in (tmp_path / "a", tmp_path / "a" / "checkpoint", tmp_path / "a/checkpoint/latest"):
+        config = job(tmp_path / "b", checkpoint={"resume": str(path)})
+        assert ranks.run(1, start, config)[0][0] == 5
+
+
 def test_another_batch_size_goes_on_with_the_next_row(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, story, job(tmp_path, steps=3))  # 24 rows
     smaller = job(tmp_path)
