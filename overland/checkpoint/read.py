@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,11 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     about = read_marker(path)
+    named = re.match(r"step_(\d+)", path.name)
+    if named and int(named[1]) != about["step"]:
+        raise CheckpointError(
+            f"{path} holds step {about['step']}, whatever its name says; rename it, or take it away"
+        )
     data = read_bytes(path / INDEX)
     if len(data) != about["index_bytes"] or zlib.crc32(data) != about["index_crc32"]:
         raise CheckpointError(
@@ -175,8 +181,10 @@ def read_marker(path: Path) -> dict[str, Any]:
         return parse_marker((path / COMMITTED).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a committed checkpoint: no {COMMITTED}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / COMMITTED} is damaged: {error}") from None
+    except ValueError:
+        raise CheckpointError(
+            f"{path / COMMITTED} is damaged: it is not as it was written"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path / COMMITTED} cannot be read: {error.strerror}") from None
 
@@ -222,7 +230,7 @@ def fill_local(
         raise CheckpointError(
             f"{checkpoint.path} was saved with checkpoint.type = local by "
             f"{checkpoint.index.world_size} ranks, and here are {world_size}: only the same ranks "
-            f"in the same layout can read it"
+            f"in the same layout can read it; run on {checkpoint.index.world_size} again"
         )
     shards = {local_name(name, rank): local_tensor(tensor) for name, tensor in state.items()}
     fill(checkpoint, {name: shard for name, shard in shards.items() if shard.numel()})

@@ -41,7 +41,9 @@ def verify(path: Path, progress: Progress = lambda _: None) -> list[str]:
 
 def find_checkpoints(path: Path) -> list[Path]:
     """The checkpoint that `path` is, or those of the run or folder that it is, oldest first."""
-    if any((path / name).exists() for name in (COMMITTED, INDEX)) or not path.is_dir():
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not there, or is no folder")
+    if any((path / name).exists() for name in (COMMITTED, INDEX)):
         return [path]
     for pattern in ("step_*", "*/step_*"):
         if found := sorted(path.glob(pattern), key=_by_step):

@@ -32,6 +32,10 @@ def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
     if path is not None and not _exists(path):
         way_out = "`overland fetch model NAME` brings released weights"
         yield _missing(loaded, "checkpoint.initial_load_path", path, way_out)
+    if checkpoint.keep_best and not loaded.config.validation.enable:
+        key = "checkpoint.keep_best"
+        message = "which checkpoint is best shows in validation: set validation.enable = true"
+        yield Problem(message, loaded.where(key), key, checkpoint.keep_best)
     if checkpoint.resume not in ("auto", "none") and not _exists(checkpoint.resume):
         key = "checkpoint.resume"
         near = nearest_name(checkpoint.resume, ["auto", "none"])

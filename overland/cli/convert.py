@@ -77,7 +77,7 @@ def convert(
         print(f"logits differ by {summary.logits_difference:.2g} at most")
     print(
         f"peak memory {summary.peak_memory / 1e6:,.0f} MB above the start, "
-        f"of {summary.allowed_memory / 1e6:,.0f} MB allowed (2 x largest tensor + 268 MB)"
+        f"of {summary.allowed_memory / 1e6:,.0f} MB allowed (2 x largest tensor + 256 MiB)"
     )
 
 

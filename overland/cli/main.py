@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from overland.cli import check, config, convert, generate, init, prove, train
+from overland.cli import check, config, convert, data, generate, init, prove, train
 
 app = typer.Typer(
     name="overland",
@@ -23,6 +23,7 @@ app.command(context_settings=TAKES_SETTINGS)(check.check)
 app.command(context_settings=TAKES_SETTINGS)(train.train)
 app.command()(generate.generate)
 app.command()(convert.convert)
+app.add_typer(data.app, name="data")
 app.add_typer(prove.app, name="prove")
 app.add_typer(config.app, name="config")
 

@@ -144,7 +144,7 @@ def checkpoint(
     from overland.checkpoint.verify import find_checkpoints, total_bytes, verify
 
     damaged = 0
-    for one in find_checkpoints(path):
+    for one in find_checkpoints(path.expanduser()):
         size = total_bytes(one)
         with bytes_bar(one.name, size) as advance:
             problems = verify(one, advance)

@@ -12,6 +12,7 @@ import typer
 
 from overland.cli.errors import user_errors
 from overland.cli.settings import Settings, split_settings
+from overland.cluster.signals import STOPPED, end_at_signal
 
 if TYPE_CHECKING:
     from overland.cluster.world import World
@@ -35,6 +36,7 @@ def train(
     CONFIG is a TOML or YAML file or the name of a recipe (see `overland init`). Run it again to
     resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND, DRY_RUN=1.
     """
+    end_at_signal("stopped before the first step; nothing to save")
     from overland.checks import load_checked
     from overland.cli.check import report
     from overland.cluster.devices import num_local_ranks
@@ -91,10 +93,8 @@ def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
     from overland.training.folder import fresh_folder
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
-    from overland.training.stop import EXIT_CODE, stop_at_once
 
     config = loaded.config
-    stop_at_once(world.rank)
     with process_group(config.comm, world, device_type()) as device:
         if config.checkpoint.resume == "none":
             config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
@@ -103,6 +103,7 @@ def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
         if config.job.print_config and world.is_first:
             print(run.folder.config.read_text())
         finished = train_loop(run)
+        end_at_signal("stopped; all that was saved is safe")
         if run.store.last is not None and run.store.last.error:
             last = run.store.last
             raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
@@ -112,7 +113,7 @@ def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
         if world.is_first:
             print(closing_words(run, finished, is_new, sample))
     if not finished:
-        raise typer.Exit(EXIT_CODE)
+        raise typer.Exit(STOPPED)
 
 
 def sample_text(run: Run) -> str:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 
+from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, STOPPED
+
 GRACE_SECONDS = 10.0
 STOP_SECONDS = 60.0
-STOPPED = 75  # a rank that was asked to stop, and saved: no failure (training/stop.py)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 20
 
@@ -57,8 +58,10 @@ def launch_local(
                         preexec_fn=_end_with_launcher(),
                     )
                 )
-    with _interrupts_go_to(ranks):
+    with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
+    if passing.interrupts > 1:
+        return INTERRUPTED
     if failed is None:
         return max(rank.returncode for rank in ranks)
     code = ranks[failed].returncode
@@ -118,30 +121,33 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         rank.wait()
 
 
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-
 class _interrupts_go_to:
-    """First Ctrl-C: leave the ranks to finish. Second: end them. Other signals are passed on."""
+    """Passed on to the ranks, which finish their step and save; a second Ctrl-C ends them."""
 
     def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         self.ranks = ranks
-        self.interrupts = 0
+        self.interrupts, self.since = 0, 0.0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _interrupts_go_to:
         self.previous = {
             signal.SIGINT: signal.signal(signal.SIGINT, self._interrupt),
-            **{number: signal.signal(number, self._pass_on) for number in PASSED_ON},
+            **{number: signal.signal(number, self._pass_on) for number in SIGNALS[1:]},
         }
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupts += 1
+        now = time.monotonic()
+        if self.interrupts and now - self.since < SAME_PRESS_SECONDS:
+            return
+        self.interrupts, self.since = self.interrupts + 1, now
         if self.interrupts > 1:
             _end(self.ranks)
+        else:
+            self._pass_on(number, frame)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         for rank in self.ranks:

@@ -230,7 +230,8 @@ class Checkpoint(Section):
     skip_optimizer: bool = False
     """Resume the weights and the position in the data, with a new optimizer."""
     initial_load_path: str | None = None
-    """Hugging Face folder (safetensors) or checkpoint whose weights a new run starts from."""
+    """Weights that a new run starts from: a Hugging Face folder, a checkpoint, or any other format
+    that `overland convert` reads."""
     last_save_in_hf: bool = False
     """Also write the final weights as a Hugging Face folder, `hf/` below the run folder."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"

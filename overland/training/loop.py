@@ -64,7 +64,9 @@ def train(run: Run) -> bool:
                 if wish.stops and clock is not None:
                     clock.stop_file.unlink(missing_ok=True)  # it has done its work
                 if wish.stops and progress.step < steps:
-                    run.call("on_message", f"stopping after step {progress.step}: {wish.reason}")
+                    which = f" ({stop.signal.name})" if stop.signal else ""
+                    reason = f"{wish.reason}{which}"
+                    run.call("on_message", f"stopping after step {progress.step}: {reason}")
                     return False
         finally:
             data.close()

@@ -138,12 +138,16 @@ def changes(run: Run, facts: dict[str, Any]) -> list[str]:
         for key, value in after[section].items():
             old = before.get(section, after[section]).get(key)
             if old != value and (section, key) not in EXPECTED_CHANGES:
-                notes.append(f"{section}.{key} was {old} when this checkpoint was saved: {value}")
+                notes.append(f"{section}.{key} is {value}; when this was saved, it was {old}")
     return notes
 
 
 # Changing these is what resuming on other hardware, or for longer, is about.
-EXPECTED_CHANGES = {("training", "steps"), ("training", "local_batch_size")}
+EXPECTED_CHANGES = {
+    ("training", "steps"),
+    ("training", "local_batch_size"),
+    ("training", "global_batch_size"),  # answered by _find_place_in_data
+}
 
 
 def _find_place_in_data(run: Run, facts: dict[str, Any], path: Path) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from enum import IntEnum
@@ -21,10 +20,9 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, leave
 from overland.config.schema import Checkpoint as Settings
 
-EXIT_CODE = 75  # "temporary failure, try again", as sysexits.h has it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "STOP"
 LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow to ask
 
@@ -63,7 +61,8 @@ class Clock:
         self._margin = settings.walltime_margin_minutes * 60
         end = env.get("SLURM_JOB_END_TIME", "")
         self._job_end = float(end) if end.isdecimal() else float("inf")
-        self._started = self._saved = self._looked = time.monotonic()
+        self._started = self._saved = time.monotonic()
+        self._looked = -LOOK_EVERY_SECONDS  # a file that lies there already counts at once
         self._slowest_save = 0.0
 
     def wish(self) -> Wish:
@@ -86,21 +85,9 @@ class Clock:
         self._slowest_save = max(self._slowest_save, seconds)
 
 
-def stop_at_once(rank: int) -> None:
-    """Until the loop takes over there is nothing to save: a signal ends the process, as stopped."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if rank == 0:
-            print("stopped before the first step; nothing to save", file=sys.stderr, flush=True)
-        os._exit(EXIT_CODE)
-
-    for number in SIGNALS[1:]:
-        signal.signal(number, stop)
-
-
 class StopRequest:
     """Each step the ranks ask each other: `ask` before the computation, `agreed` after it. The
-    answer travels while the devices are busy. A second Ctrl-C acts as usual."""
+    answer travels while the devices are busy. A second Ctrl-C ends the process."""
 
     def __init__(self, clock: Clock | None) -> None:
         self.clock = clock
@@ -134,9 +121,11 @@ class StopRequest:
         return Wish(int(self._flag.item()))
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number), now
+        elif number == signal.SIGINT and now - self._since > SAME_PRESS_SECONDS:
+            leave(INTERRUPTED, "ended at once; the last checkpoint is kept")
 
 
 def _seconds(minutes: float | None) -> float:

@@ -68,7 +68,7 @@ def test_a_signal_saves_and_stops(
     code, output = interrupt(process, number)
     assert code == STOPPED, output
     stopped = max(losses(tmp_path / RUN / "metrics.jsonl"))
-    assert f"stopping after step {stopped}: a signal" in output
+    assert f"stopping after step {stopped}: a signal ({number.name})" in output
     assert newest(tmp_path).name == f"step_{stopped}.preempt"
     goes_on(tmp_path, unbroken, stopped)
 
@@ -86,11 +86,34 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 def test_a_signal_during_the_start_is_a_stop(tmp_path: Path) -> None:
-    process = start_overland(*WORDS, *steps(600), cwd=tmp_path, NGPU="1")
-    while not (tmp_path / RUN).exists():  # made when a run is being built
-        time.sleep(0.01)
-    code, output = interrupt(process, signal.SIGTERM)
-    assert code == STOPPED, output
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for seconds in (0.6, 2.0):
+            process = start_overland(*WORDS, *steps(100_000), cwd=tmp_path, NGPU="1")
+            time.sleep(seconds)
+            code, output = interrupt(process, number)
+            assert code == STOPPED, output
+
+
+def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(tmp_path: Path) -> None:
+    process = start_overland(*WORDS, *steps(100_000), cwd=tmp_path, NGPU="2")
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == STOPPED, output
+    assert newest(tmp_path).name.endswith(".preempt")
+
+
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_a_second_ctrl_c_ends_at_once_with_one_sentence(tmp_path: Path, num_ranks: str) -> None:
+    words = [*WORDS, *steps(100_000), "training.global_batch_size=4096"]  # seconds per step
+    process = start_overland(*words, cwd=tmp_path, NGPU=num_ranks)
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 1)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(1.5)
+    code, output = interrupt(process, signal.SIGINT)
+    assert code == 130, output
+    assert "Traceback" not in output
+    assert "ended at once; the last checkpoint is kept" in output
 
 
 def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path, unbroken: dict[int, float]) -> None:

@@ -218,6 +218,15 @@ def test_nothing_is_trained_when_every_checkpoint_is_damaged(
     assert "none of the 2 checkpoints" in ranks.run(1, refusal, job(tmp_path))[0]
 
 
+def test_a_copy_under_another_steps_name_is_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, story, job(tmp_path, steps=6))
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(folder / "step_3", folder / "step_30")
+    step, said = ranks.run(1, start, job(tmp_path))[0]
+    assert step == 6
+    assert any("step_30 holds step 3, whatever its name says" in line for line in said)
+
+
 def test_a_folder_that_was_never_committed_is_named(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, story, job(tmp_path, steps=6))
     (tmp_path / "checkpoint" / "step_6" / "COMMITTED").unlink()
@@ -290,7 +299,7 @@ def test_what_changed_since_the_save_is_told(ranks: RankPool, tmp_path: Path) ->
     ranks.run(1, story, job(tmp_path, steps=3))
     _, said = ranks.run(1, start, job(tmp_path, optimizer={"lr": 5e-3}, debug={"seed": 9}))[0]
     text = "\n".join(said)
-    assert "optimizer.lr was 0.01 when this checkpoint was saved: 0.005" in text
+    assert "optimizer.lr is 0.005; when this was saved, it was 0.01" in text
     assert "the training data is not what this checkpoint was trained on" in text
 
 

@@ -83,6 +83,8 @@ def convert(
         raise CheckpointError(f"--dtype {dtype} is not known{nearest(dtype, DTYPES)}")
     options, format_ = options or Options(), FORMATS[to]
     target = Path(target).expanduser()
+    if format_.is_file and target.suffix != ".safetensors":
+        raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
     memory = PeakMemory()
     given_config, companions = _given_config(config)
     opened = open_source(source, given_config)

@@ -27,6 +27,7 @@ from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE
 from overland.models.parameters import EMBEDDING, HEAD
 
+GENERATION = "generation_config.json"
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
@@ -72,6 +73,10 @@ def write_hf(source: Source, folder: Path, options: Options) -> None:
         config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     write_json(folder / "config.json", config)
     copy_files(source.companions, folder)
+    if not (folder / GENERATION).exists():
+        ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+        known = {key: config[key] for key in ends if config.get(key) is not None}
+        write_json(folder / GENERATION, {"_from_model_config": True, **known})
 
 
 def _weights(path: Path) -> dict[str, Lazy]:

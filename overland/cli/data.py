@@ -1,0 +1,135 @@
+"""`overland data`: a look at a corpus."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overland.cli.errors import user_errors
+
+if TYPE_CHECKING:
+    from overland.data.sources.source import Document
+    from overland.data.sources.summary import Summary
+
+BAR_WIDTH = 40
+SAMPLE_CHARACTERS = 160
+SAMPLE_TOKENS = 24
+
+app = typer.Typer(help="A look at a corpus.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def data() -> None:
+    """A look at a corpus."""
+
+
+@app.command()
+@user_errors
+def inspect(
+    path: Annotated[str, typer.Argument(help="A file or folder of any format, or stdlib.")],
+    column: Annotated[str | None, typer.Option(help="Column that holds the documents.")] = None,
+    subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split, such as train.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of token ids whose file does not say it, such as uint16.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Documents to show.", min=0)] = 3,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Skip and count documents that are not UTF-8 or JSON."),
+    ] = False,
+    hashes: Annotated[
+        bool, typer.Option("--hashes", help="Only the SHA-256 of every document, in order.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Read a corpus once and say what it holds."""
+    from overland.config.schema import Data
+    from overland.data import registry
+    from overland.data.sources import open_source
+    from overland.data.sources.summary import document_hash, summarise
+
+    found: list[str] = []
+    each: Callable[[Document], None] = lambda document: None
+    if hashes:
+        keep = found.append if as_json else print
+        each = lambda document: keep(document_hash(document))
+    if not Path(path).expanduser().exists() and path in registry.source_names():
+        source: Any = registry.open_source(path, None, Data())
+    else:
+        source = open_source(
+            path, column=column, subset=subset, split=split, dtype=dtype, skip_bad=skip_bad
+        )
+    with chunks_bar(visible=not hashes or as_json or not sys.stdout.isatty()) as progress:
+        summary = summarise(source, samples, each, progress)
+    if as_json:
+        print(
+            json.dumps({"path": path, **summary.to_json(), **({"hashes": found} if hashes else {})})
+        )
+    elif not hashes:
+        print(path)
+        print("\n".join(page(summary)))
+    elif summary.num_bad:
+        print(f"{summary.num_bad:,} bad documents skipped", file=sys.stderr)
+
+
+def page(summary: Summary) -> Iterator[str]:
+    """The summary as lines for a terminal."""
+    column = f", column {summary.column}" if summary.column else ""
+    yield f"  {'format':<12}{summary.format}"
+    yield f"  {'kind':<12}{summary.kind}{column}"
+    if summary.columns:
+        columns = ", ".join(f"{name} ({kind})" for name, kind in summary.columns.items())
+        yield f"  {'columns':<12}{columns}"
+    yield f"  {'files':<12}{summary.num_files:,}"
+    yield f"  {'chunks':<12}{summary.num_chunks:,}"
+    bad = f" ({summary.num_bad:,} bad ones skipped)" if summary.num_bad else ""
+    yield f"  {'documents':<12}{summary.num_documents:,}{bad}"
+    mean = summary.total / summary.num_documents
+    yield (
+        f"  {summary.unit:<12}{summary.total:,} "
+        f"(shortest {summary.shortest:,}, mean {mean:,.0f}, longest {summary.longest:,})"
+    )
+    yield ""
+    yield f"{summary.unit} per document"
+    most = max(summary.by_power.values())
+    for first, last, count in summary.histogram():
+        bar = "█" * -(-BAR_WIDTH * count // most)
+        yield f"  {first:>11,} to {last:>11,} {count:>11,} {bar}".rstrip()
+    if summary.samples:
+        yield ""
+        yield "samples"
+    for number, document in enumerate(summary.samples):
+        yield f"  {number}: {sample(document)}"
+
+
+def sample(document: Document) -> str:
+    """The beginning of a document, in one line."""
+    if isinstance(document, str):
+        rest = len(document) - SAMPLE_CHARACTERS
+        return repr(document[:SAMPLE_CHARACTERS]) + (f" and {rest:,} more" if rest > 0 else "")
+    rest = len(document) - SAMPLE_TOKENS
+    ids = " ".join(map(str, document[:SAMPLE_TOKENS].tolist()))
+    return ids + (f" and {rest:,} more" if rest > 0 else "")
+
+
+@contextmanager
+def chunks_bar(visible: bool) -> Iterator[Callable[[int, int], None]]:
+    """On stderr, and only if someone is looking."""
+    if not visible or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns: list[Any] = [TextColumn("chunks"), BarColumn(), MofNCompleteColumn(), Remaining()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("chunks", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

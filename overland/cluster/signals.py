@@ -1,0 +1,37 @@
+"""Signals that ask a run to stop, from the first moment of a process to its last.
+
+Before the loop there is nothing to save, and after it all is saved: a signal then ends the process
+at once. In between the loop answers them (training/stop.py). Nothing heavy is imported here, so
+that this stands before the imports that take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
+INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# A terminal sends Ctrl-C to every process of a run, and the launcher passes its own on: what comes
+# within this time is one key press.
+SAME_PRESS_SECONDS = 1.0
+
+
+def end_at_signal(words: str) -> None:
+    """From now on a signal ends this process, as stopped, with these words on rank 0."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        leave(STOPPED, words)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
+def leave(code: int, words: str) -> None:
+    """Ends the process here and now. Python's own way out would wait for threads and devices."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(sys.stderr.fileno(), f"{words}\n".encode())
+    os._exit(code)

@@ -1,0 +1,95 @@
+"""Arrow IPC: files, whose record batches are chunks, and streams, which are one chunk each.
+
+`datasets` keeps its tables as streams, in `save_to_disk` folders and in its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from overland.data.errors import DataError
+from overland.data.sources.arrow_values import (
+    check_column,
+    documents,
+    kinds_of,
+    reading_arrow,
+    types_of,
+)
+from overland.data.sources.columns import choose_column
+from overland.data.sources.compression import reading
+from overland.data.sources.needs import need
+from overland.data.sources.source import Document, FileSource, part_of, split_part
+
+FILE_MAGIC = b"ARROW1"
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+class Arrow(FileSource):
+    format = "arrow"
+
+    def __init__(
+        self, root: Path, files: list[str], column: str | None = None, skip_bad: bool = False
+    ) -> None:
+        super().__init__(root, files, skip_bad)
+        self._rows: dict[str, list[int] | None] = {}
+        for file in self.files:
+            with _open(root / file) as (reader, is_file):
+                schema = reader.schema
+                self._rows[file] = _rows_per_batch(reader) if is_file else None
+            if self.column is None:
+                self.columns, kinds = types_of(schema), kinds_of(schema)
+                self.column = choose_column(root / file, column, self.columns, kinds)
+                self.kind = kinds[self.column]
+            check_column(root / file, schema, self.column, self.kind)
+        if all(rows is not None and not sum(rows) for rows in self._rows.values()):
+            raise DataError(f"{root / files[0]} is empty: it has no rows")
+
+    def chunks(self) -> list[str]:
+        return [
+            chunk
+            for file, rows in self._rows.items()
+            for chunk in ([file] if rows is None else [part_of(file, i) for i in range(len(rows))])
+        ]
+
+    def num_documents(self, chunk: str) -> int | None:
+        file, group = split_part(chunk)
+        rows = self._rows[file]
+        return None if rows is None else rows[group or 0]
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        file, group = split_part(chunk)
+        path, rows = self.root / file, self._rows[file]
+        first = sum((rows or [])[: group or 0])
+        with _open(path) as (reader, is_file):
+            for batch in [reader.get_batch(group)] if is_file else _batches(reader, path):
+                column = batch.column(batch.schema.get_field_index(self.column))
+                yield from documents(column, self.kind, path, first, self.bad)
+                first += batch.num_rows
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[tuple[Any, bool]]:
+    """A reader, and whether it is of a file (that knows its batches) or of a stream."""
+    pa = need("pyarrow", f"{path}: arrow")
+    need("pyarrow.ipc", f"{path}: arrow")
+    with reading(path), path.open("rb") as file:
+        is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
+    with reading_arrow(path), pa.memory_map(str(path)) as data:
+        yield (pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)), is_file
+
+
+def _rows_per_batch(reader: Any) -> list[int]:
+    """Of a mapped file this touches the heads of the batches alone."""
+    return [reader.get_batch(group).num_rows for group in range(reader.num_record_batches)]
+
+
+def _batches(reader: Any, path: Path) -> Iterator[Any]:
+    yield from reader
+    # A stream that ends between two batches is read without complaint; its end mark tells.
+    with reading(path), path.open("rb") as file:
+        file.seek(-len(END_OF_STREAM), 2)
+        if file.read() != END_OF_STREAM:
+            raise DataError(f"{path} is cut short: an Arrow stream without its end mark")

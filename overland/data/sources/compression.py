@@ -1,0 +1,92 @@
+"""Files as bytes, whatever they are compressed with, and what goes wrong with them as sentences."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from overland.data.errors import DataError
+from overland.data.sources.needs import need
+
+SUFFIXES = (".gz", ".zst", ".zstd")
+READ_BYTES = 1 << 20
+
+
+def bare_suffix(path: Path) -> str:
+    """`.jsonl` of a.jsonl.gz."""
+    return (Path(path.stem) if path.suffix in SUFFIXES else path).suffix
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(path, "rb"), READ_BYTES)
+    if path.suffix in SUFFIXES:
+        return io.BufferedReader(_ZstdFile(path), READ_BYTES)
+    return path.open("rb")
+
+
+def decompress(data: bytes, method: str, path: Path) -> bytes:
+    if method == "zstd":
+        with io.BufferedReader(_ZstdFile(path, io.BytesIO(data))) as file:
+            return file.read()
+    if method in ("gz", "gzip"):
+        return gzip.decompress(data)
+    if method == "bz2":
+        return bz2.decompress(data)
+    raise DataError(f"{path} is compressed with {method}; zstd, gz and bz2 can be read")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A file that cannot be read is an error under every policy: it is no bad document."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a broken .gz
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"{path} cannot be read: {reason}") from None
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompresses frame after frame. The library's own reader takes the end of a file that was
+    cut short for the end of the data."""
+
+    def __init__(self, path: Path, file: IO[bytes] | None = None) -> None:
+        self._zstd: Any = need("zstandard", f"{path}: zstd")
+        self._file = file if file is not None else path.open("rb")
+        self._frame: Any = None
+        self._rest = b""  # compressed
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._rest or self._file.read(READ_BYTES)
+            self._rest = b""
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("it is cut short in the middle of a zstd frame")
+                return 0
+            if self._frame is None:
+                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(data))
+            except self._zstd.ZstdError as error:
+                raise EOFError(str(error)) from None
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

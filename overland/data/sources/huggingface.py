@@ -1,0 +1,188 @@
+"""Folders as `datasets` writes them and as datasets lie on the hub: which files are meant.
+
+A `save_to_disk` folder lists its files. A hub folder may say in its README.md which files belong to
+which subset (config) and split; otherwise the names of folders and files tell.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from overland.config.errors import nearest_name
+from overland.data.errors import DataError
+from overland.data.sources.source import inside
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+ALIASES = {word: split for split, words in SPLITS.items() for word in words}
+SPLIT_IN_NAME = re.compile(rf"(?:^|[-._ /\d])({'|'.join(ALIASES)})(?=[-._ /\d])")
+SPLIT_OF_SHARD = re.compile(r"(?:^|/)data/([\w.]+)-\d{5}-of-\d{5}")
+
+
+def choose(what: str, wanted: str | None, names: Collection[str], usual: str, where: object) -> str:
+    """The wanted name, the usual one, or the only one."""
+    if wanted is not None:
+        if wanted in names:
+            return wanted
+        near = nearest_name(wanted, names)
+        hint = f"; did you mean {near!r}?" if near else ""
+        has = f"it has {', '.join(names)}" if names else "it has none"
+        raise DataError(f"{where} has no {what} {wanted!r}{hint}; {has}")
+    if usual in names:
+        return usual
+    if len(names) == 1:
+        return next(iter(names))
+    raise DataError(f"{where} has several {what}s: choose one by --{what}: {', '.join(names)}")
+
+
+def saved_files(
+    folder: Path, subset: str | None, split: str | None
+) -> tuple[Path, list[str]] | None:
+    """The Arrow files of a `save_to_disk` folder and where they lie; None if it is none."""
+    if subset is not None and (folder / subset).is_dir():
+        folder, subset = folder / subset, None
+    is_dict = (folder / "dataset_dict.json").is_file()
+    if not is_dict and not (folder / "state.json").is_file():
+        return None
+    if subset is not None:
+        raise DataError(f"{folder} has no subset {subset!r}: it was saved from one dataset")
+    if is_dict:
+        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        chosen = choose("split", split, splits, "train", folder)
+        folder = inside(folder, chosen, folder / "dataset_dict.json")
+    state_path = folder / "state.json"
+    state = _json(state_path)
+    if not is_dict and split is not None:
+        choose("split", split, [state["_split"]] if state.get("_split") else [], "train", folder)
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise DataError(f"{folder} was saved with indices: call flatten_indices() and save again")
+    entries = state.get("_data_files")
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise DataError(f"{state_path} lists no data files: it is not of `save_to_disk`")
+    files = [entry.get("filename") for entry in entries]
+    for file in files:
+        inside(folder, file, state_path)
+    return folder, files
+
+
+def select_files(
+    root: Path, files: Sequence[str], subset: str | None, split: str | None
+) -> list[str]:
+    """Those of `files` (relative to `root`) that belong to the subset and the split."""
+    configs = _configs(root / "README.md")
+    if configs:
+        return _by_readme(root, files, configs, subset, split)
+    if subset is not None:
+        folders = sorted({file.partition("/")[0] for file in files if "/" in file})
+        folder = choose("subset", subset, folders, "default", root)
+        files = [file for file in files if file.startswith(f"{folder}/")]
+    return _by_split(root, files, split)
+
+
+def split_of(file: str) -> str | None:
+    """The split that a file's name speaks of, if it does; its own name before its folders'."""
+    shard = SPLIT_OF_SHARD.search(file)
+    if shard:
+        return shard[1]
+    for part in reversed(file.split("/")):
+        word = SPLIT_IN_NAME.search(part.lower() + "/")
+        if word:
+            return ALIASES[word[1]]
+    return None
+
+
+def _by_split(root: Path, files: Sequence[str], split: str | None) -> list[str]:
+    splits = {file: split_of(file) for file in files}
+    # Without being asked, only where every file says what it is: no text is left out by accident.
+    if split is None and None in splits.values():
+        return list(files)
+    names = sorted({name for name in splits.values() if name is not None})
+    wanted = split if split is None or split in names else ALIASES.get(split, split)
+    chosen = choose("split", wanted, names, "train", root)
+    return [file for file in files if splits[file] == chosen]
+
+
+def _by_readme(
+    root: Path,
+    files: Sequence[str],
+    configs: list[dict[str, Any]],
+    subset: str | None,
+    split: str | None,
+) -> list[str]:
+    by_name = {str(config.get("config_name", "default")): config for config in configs}
+    usual = [name for name, config in by_name.items() if config.get("default")]
+    name = choose("subset", subset, by_name, usual[0] if usual else "default", root)
+    config, page = by_name[name], root / "README.md"
+    below, start = list(files), ""
+    if config.get("data_dir"):
+        folder = inside(root, config["data_dir"], page).relative_to(root).as_posix()
+        start = "" if folder == "." else f"{folder}/"
+        below = [file for file in files if file.startswith(start)]
+    patterns = _patterns(config.get("data_files"))
+    if not patterns:
+        return _by_split(root, below, split)
+    chosen = choose("split", split, patterns, "train", f"{root}, subset {name},")
+    for pattern in patterns[chosen]:
+        inside(root, pattern, page)
+    matchers = [_glob(pattern.removeprefix("./")) for pattern in patterns[chosen]]
+    found = [
+        file for file in below if any(one.fullmatch(file.removeprefix(start)) for one in matchers)
+    ]
+    if not found:
+        raise DataError(f"{page}: no file here matches {', '.join(patterns[chosen])}")
+    return found
+
+
+def _configs(page: Path) -> list[dict[str, Any]]:
+    """`configs` of the YAML that a dataset's README.md begins with."""
+    if not page.is_file():
+        return []
+    head = re.match(r"---\s*\n(.*?)\n---", page.read_text(encoding="utf-8", errors="replace"), re.S)
+    try:
+        front = yaml.safe_load(head[1]) if head else None
+    except yaml.YAMLError:
+        return []
+    configs = front.get("configs") if isinstance(front, dict) else None
+    return [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
+
+
+def _patterns(data_files: Any) -> dict[str, list[str]]:
+    """Split -> patterns, from any of the forms that a README may use."""
+    if isinstance(data_files, dict):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    entries = data_files if isinstance(data_files, list) else [data_files] if data_files else []
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        is_pair = isinstance(entry, dict)
+        paths = (entry.get("path") or []) if is_pair else entry
+        split = str(entry.get("split", "train")) if is_pair else "train"
+        found.setdefault(split, []).extend([paths] if isinstance(paths, str) else map(str, paths))
+    return found
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    found = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    is_set = re.compile(r"\[[^\]]+\]").fullmatch
+    return re.compile(
+        "".join(one if is_set(one) else pieces.get(one, re.escape(one)) for one in found)
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} cannot be read: expected a JSON object")
+    return value

@@ -1,0 +1,118 @@
+"""The `index.json` of an MDS folder: its shards, with sizes and hashes, checked when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overland.data.errors import DataError
+from overland.data.sources.compression import decompress, reading
+from overland.data.sources.source import inside
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file as the index describes it."""
+
+    name: str
+    num_bytes: int
+    hashes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Shard:
+    raw: Part
+    zipped: Part | None
+    compression: str
+    num_samples: int
+    encodings: dict[str, str]
+    """By column, in the order of a sample's bytes."""
+    sizes: list[int | None]
+    """Of each column; None: every sample says its own."""
+
+    def stored(self, root: Path) -> Part:
+        """The shard as it lies there: decompressed already, or not."""
+        return self.raw if self.zipped is None or (root / self.raw.name).exists() else self.zipped
+
+
+def is_mds(folder: Path) -> bool:
+    try:
+        index = json.loads((folder / INDEX).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(index, dict) and isinstance(index.get("shards"), list)
+
+
+def read_index(root: Path) -> dict[str, Shard]:
+    """Shards by the name of their file before compression, in the index's order."""
+    path = root / INDEX
+    try:
+        with reading(path):
+            index = json.loads(path.read_bytes())
+        shards = [_shard(entry, path) for entry in index["shards"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is no index of MDS shards: {error!r}") from None
+    by_name = {shard.raw.name: shard for shard in shards}
+    if len(by_name) < len(shards):
+        raise DataError(f"{path} names a shard twice")
+    if not any(shard.num_samples for shard in shards):
+        raise DataError(f"{path} is empty: it lists no samples")
+    return by_name
+
+
+def read_shard(root: Path, shard: Shard) -> bytes:
+    """The bytes of a shard; what is stored and what comes out of it are both checked."""
+    part = shard.stored(root)
+    path = root / part.name
+    with reading(path):
+        data = path.read_bytes()
+        _check(data, part, path)
+        if part is not shard.raw:
+            data = decompress(data, shard.compression, path)
+            _check(data, shard.raw, path)
+    return data
+
+
+def _shard(entry: dict[str, Any], index: Path) -> Shard:
+    if entry["format"] != "mds" or entry["version"] != 2:
+        raise DataError(
+            f"{index}: shards of format {entry['format']}, version {entry['version']}; "
+            "mds, version 2, is read"
+        )
+    if len(set(entry["column_names"])) != len(entry["column_sizes"]):
+        raise ValueError("its lists of columns differ in length, or a column comes twice")
+    zipped = entry["zip_data"]
+    return Shard(
+        _part(entry["raw_data"], index),
+        None if zipped is None else _part(zipped, index),
+        str(entry["compression"]).partition(":")[0],  # zstd:7 is zstd
+        int(entry["samples"]),
+        dict(zip(entry["column_names"], entry["column_encodings"], strict=True)),
+        [None if size is None else int(size) for size in entry["column_sizes"]],
+    )
+
+
+def _part(entry: dict[str, Any], index: Path) -> Part:
+    inside(index.parent, entry["basename"], index)
+    return Part(entry["basename"], int(entry["bytes"]), dict(entry["hashes"]))
+
+
+def _check(data: bytes, part: Part, path: Path) -> None:
+    """Size and hashes, as far as Python has the algorithm (xxhash it has not)."""
+    if len(data) != part.num_bytes:
+        what = "is cut short" if len(data) < part.num_bytes else "is too long"
+        raise DataError(
+            f"{path} {what}: {len(data):,} bytes where the index says {part.num_bytes:,}"
+        )
+    for name, expected in part.hashes.items():
+        if name in hashlib.algorithms_available:
+            found = hashlib.new(name, data, usedforsecurity=False).hexdigest()
+            if found != expected:
+                raise DataError(
+                    f"{path} is damaged: its {name} is {found}, the index says {expected}"
+                )

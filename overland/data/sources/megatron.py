@@ -1,0 +1,126 @@
+"""Megatron's `.bin` of token ids and `.idx` of where sequences and documents begin."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.errors import DataError
+from overland.data.sources.compression import reading
+from overland.data.sources.source import FileSource, Kind, Tokens, part_of, split_part
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEAD = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+DOCUMENTS_PER_CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class Index:
+    dtype: str
+    lengths: npt.NDArray[np.int32]
+    """Of each sequence, in tokens."""
+    pointers: npt.NDArray[np.int64]
+    """Of each sequence, in bytes."""
+    documents: npt.NDArray[np.int64]
+    """The sequence that each document begins with, and the number of sequences."""
+
+
+class Megatron(FileSource):
+    """A chunk is a range of documents; a document is its sequences, one after another."""
+
+    format = "megatron"
+    kind: Kind = "tokens"
+
+    def __init__(self, root: Path, files: list[str], skip_bad: bool = False) -> None:
+        super().__init__(root, files, skip_bad)  # files: the .idx files
+        self._counts = {file: len(read_index(root / file).documents) - 1 for file in files}
+        if not any(self._counts.values()):
+            raise DataError(f"{root / files[0]} is empty: it lists no documents")
+
+    def chunks(self) -> list[str]:
+        return [
+            part_of(file, part)
+            for file, count in self._counts.items()
+            for part in range(-(-count // DOCUMENTS_PER_CHUNK))
+        ]
+
+    def num_documents(self, chunk: str) -> int:
+        file, part = split_part(chunk)
+        first = (part or 0) * DOCUMENTS_PER_CHUNK
+        return min(DOCUMENTS_PER_CHUNK, self._counts[file] - first)
+
+    def read(self, chunk: str) -> Iterator[Tokens]:
+        file, part = split_part(chunk)
+        index = read_index(self.root / file)
+        first = (part or 0) * DOCUMENTS_PER_CHUNK
+        path = (self.root / file).with_suffix(".bin")
+        with reading(path):
+            data = _bytes_of(path)
+        size = np.dtype(index.dtype).itemsize
+        for number in range(first, first + self.num_documents(chunk)):
+            start, stop = index.documents[number], index.documents[number + 1]
+            pieces = [
+                data[begin : begin + count].view(index.dtype)
+                for begin, count in zip(
+                    index.pointers[start:stop].tolist(),
+                    (index.lengths[start:stop].astype(np.int64) * size).tolist(),
+                    strict=True,
+                )
+            ]
+            ids = np.concatenate(pieces) if pieces else np.zeros(0)
+            yield ids.astype(np.int64)
+
+    def depends_on(self) -> list[str]:
+        pairs = [(file, str(Path(file).with_suffix(".bin"))) for file in self.files]
+        return [name for pair in pairs for name in pair]
+
+
+def read_index(path: Path) -> Index:
+    """Checked against itself and the size of the .bin, so that reading cannot go astray."""
+    tokens = path.with_suffix(".bin")
+    with reading(path):
+        data = _bytes_of(path)
+        size = len(data)
+    with reading(tokens):
+        num_bytes = tokens.stat().st_size
+    if size < HEAD.size or bytes(data[: len(MAGIC)]) != MAGIC:
+        raise DataError(f"{path} is no Megatron index: it does not begin with MMIDIDX")
+    _, version, code, num_sequences, num_borders = HEAD.unpack(bytes(data[: HEAD.size]))
+    if version != 1 or code not in DTYPES:
+        raise DataError(
+            f"{path}: version {version}, type code {code}; version 1 with integers is read"
+        )
+    ends = np.cumsum([HEAD.size, 4 * num_sequences, 8 * num_sequences, 8 * num_borders]).tolist()
+    if size not in (ends[-1], ends[-1] + num_sequences):  # the rest: one mode per sequence
+        raise DataError(f"{path} is cut short or damaged: {size:,} bytes where {ends[-1]:,} fit")
+    index = Index(
+        DTYPES[code],
+        data[ends[0] : ends[1]].view("<i4"),
+        data[ends[1] : ends[2]].view("<i8"),
+        data[ends[2] : ends[3]].view("<i8"),
+    )
+    borders = index.documents
+    if not num_borders or borders[0] != 0 or borders[-1] != num_sequences:
+        raise DataError(f"{path} is damaged: its documents do not cover its sequences")
+    if (np.diff(borders) < 0).any() or (index.lengths < 0).any() or (index.pointers < 0).any():
+        raise DataError(f"{path} is damaged: it has negative lengths or places")
+    reach = index.pointers + index.lengths.astype(np.int64) * np.dtype(index.dtype).itemsize
+    if num_sequences and reach.max() > num_bytes:
+        worst = int(reach.argmax())
+        raise DataError(
+            f"{tokens} is cut short: sequence {worst:,} ends at byte {int(reach[worst]):,} and the "
+            f"file has {num_bytes:,}"
+        )
+    return index
+
+
+def _bytes_of(path: Path) -> npt.NDArray[np.uint8]:
+    if not path.stat().st_size:  # which no system maps
+        return np.zeros(0, np.uint8)
+    return np.memmap(path, dtype=np.uint8, mode="r")

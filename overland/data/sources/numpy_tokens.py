@@ -1,0 +1,103 @@
+"""Token ids as bare arrays: `.npy`, or `.bin` whose type stands in its name or is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overland.data.errors import DataError
+from overland.data.sources.compression import reading
+from overland.data.sources.source import (
+    TOKEN_DTYPES,
+    FileSource,
+    Kind,
+    Tokens,
+    check_dtype,
+    part_of,
+    split_part,
+)
+
+# An array in one row has no borders of documents. It is read in pieces of this many tokens, each
+# of them a document: long enough for any block, short enough for memory.
+PIECE_TOKENS = 1 << 20
+ROWS_PER_CHUNK = 4096
+DTYPE_IN_NAME = re.compile(rf"(?:^|[-_.])({'|'.join(TOKEN_DTYPES)})(?=[-_.])")
+
+
+class NumpyTokens(FileSource):
+    """Rows of a two-dimensional array are documents; of an array in one row, pieces are."""
+
+    format = "numpy"
+    kind: Kind = "tokens"
+
+    def __init__(
+        self, root: Path, files: list[str], dtype: str | None = None, skip_bad: bool = False
+    ) -> None:
+        super().__init__(root, files, skip_bad)
+        self.dtype = check_dtype(dtype)
+        self._shapes = {file: self._open(file).shape for file in self.files}
+        if not any(np.prod(shape) for shape in self._shapes.values()):
+            raise DataError(f"{root / files[0]} is empty: it holds no tokens")
+
+    def chunks(self) -> list[str]:
+        return [
+            part_of(file, part)
+            for file, shape in self._shapes.items()
+            for part in range(-(-shape[0] // _chunk_length(shape)))
+        ]
+
+    def num_documents(self, chunk: str) -> int:
+        file, part = split_part(chunk)
+        shape = self._shapes[file]
+        if len(shape) == 1:
+            return 1
+        return min(ROWS_PER_CHUNK, shape[0] - (part or 0) * ROWS_PER_CHUNK)
+
+    def read(self, chunk: str) -> Iterator[Tokens]:
+        file, part = split_part(chunk)
+        length = _chunk_length(self._shapes[file])
+        start = (part or 0) * length
+        found = self._open(file)[start : start + length]
+        for row in [found] if found.ndim == 1 else found:
+            yield np.asarray(row).astype(np.int64)
+
+    def _open(self, file: str) -> Any:
+        path = self.root / file
+        with reading(path):
+            return _open_npy(path) if path.suffix == ".npy" else _open_bin(path, self.dtype)
+
+
+def _open_npy(path: Path) -> Any:
+    if not path.stat().st_size:
+        raise DataError(f"{path} is empty")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:  # no such format, a pickle, or cut short
+        raise DataError(f"{path} is no array or is cut short: {error}") from None
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise DataError(
+            f"{path}: expected one or two dimensions of integers, got {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    return array
+
+
+def _open_bin(path: Path, given: str | None) -> Any:
+    named = DTYPE_IN_NAME.search(path.name)
+    if given is None and named is None:
+        raise DataError(
+            f"{path}: say of what type its ids are, in its name (tokens.uint16.bin) or by --dtype"
+        )
+    dtype = np.dtype(given or (named[1] if named else "")).newbyteorder("<")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(f"{path} is cut short: {size:,} bytes are no whole number of {dtype.name}")
+    return np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
+
+
+def _chunk_length(shape: tuple[int, ...]) -> int:
+    return PIECE_TOKENS if len(shape) == 1 else ROWS_PER_CHUNK

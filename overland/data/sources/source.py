@@ -1,0 +1,138 @@
+"""What a source is.
+
+Anything that lists chunks and reads one front to back is a source (`Source`); a user's own needs no
+more. Those that read files know more (`FileSource`): the kind of their documents, their columns,
+how many documents a chunk holds where that can be told without reading it, and a mark per file by
+which a changed one is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.errors import DataError
+from overland.data.sources.marks import FileMark, changed_files, digest_of, mark_files
+
+Kind = Literal["text", "tokens"]
+Tokens: TypeAlias = npt.NDArray[np.int64]
+Document: TypeAlias = str | Tokens
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+Bad: TypeAlias = Callable[[str], None]
+"""Told of a document that cannot be used; raises, or counts and lets the reader go on."""
+
+
+class Source(Protocol):
+    def chunks(self) -> Sequence[str]:
+        """Names of the chunks, always in the same order."""
+
+    def read(self, chunk: str) -> Iterator[str]:
+        """The documents of one chunk, front to back."""
+
+
+class FileSource:
+    """Files of one format under one folder. Chunks are named relative to it, so that a corpus may
+    be moved; everything held is plain, so that a source can be sent to another process."""
+
+    format = ""
+    kind: Kind = "text"
+    column: str | None = None
+    """The column that documents are taken from, where the format has columns."""
+    dtype: str | None = None
+    """Of token ids, where the files do not say it."""
+
+    def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
+        self.root = root
+        self.files = list(files)
+        self.columns: dict[str, str] = {}
+        self.skip_bad = skip_bad
+        self.num_bad = 0
+        if not self.files:
+            raise DataError(f"{root} is empty: it holds no {self.format} files")
+
+    def chunks(self) -> list[str]:
+        """Names of the chunks, always in the same order."""
+        return list(self.files)
+
+    def num_documents(self, chunk: str) -> int | None:
+        """How many documents the chunk holds, where the format says so beforehand."""
+        return None
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        """The documents of one chunk, front to back."""
+        raise NotImplementedError
+
+    def depends_on(self) -> list[str]:
+        """Every file that the documents depend on."""
+        return self.files
+
+    def marks(self) -> dict[str, FileMark]:
+        """A mark of each of these files, to be kept and given to `changes_since`."""
+        return mark_files(self.root, self.depends_on())
+
+    def changes_since(self, marks: Mapping[str, FileMark]) -> list[str]:
+        """A sentence for each file that is not as it was when marked, is gone, or is new."""
+        new = [file for file in self.depends_on() if file not in marks]
+        return [*changed_files(self.root, marks), *(f"{self.root / file} is new" for file in new)]
+
+    def fingerprint(self) -> str:
+        """Changes with what is read: the column, and any file's name, place, size or content."""
+        return digest_of([self.format, self.column, self.dtype, self.marks()])
+
+    def bad(self, message: str) -> None:
+        """Bad content, never a file that cannot be read: an error, or skipped and counted."""
+        if not self.skip_bad:
+            raise DataError(message)
+        self.num_bad += 1
+
+
+def check_dtype(dtype: str | None) -> str | None:
+    if dtype is not None and dtype not in TOKEN_DTYPES:
+        known = ", ".join(TOKEN_DTYPES)
+        raise DataError(f"dtype {dtype!r} is no type of token ids; known: {known}")
+    return dtype
+
+
+def part_of(file: str, number: int) -> str:
+    return f"{file}#{number}"
+
+
+def split_part(chunk: str) -> tuple[str, int | None]:
+    """`a.jsonl#3` is part 3 of a.jsonl; a name without a number is the whole file."""
+    file, mark, number = chunk.rpartition("#")
+    return (file, int(number)) if mark and number.isdecimal() else (chunk, None)
+
+
+def inside(folder: Path, name: object, index: Path) -> Path:
+    """The file that an index names, which must lie in the index's own folder.
+
+    By its name and not by where links lead: Hugging Face's cache is made of links.
+    """
+    path = Path(str(name))
+    if not isinstance(name, str) or not name or path.is_absolute() or ".." in path.parts:
+        raise DataError(f"{index} names {name!r}, which is outside its folder: refused")
+    return folder / path
+
+
+def decode(data: bytes, where: str, bad: Bad) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad(f"{where}: expected UTF-8 text, got {error.reason} at byte {error.start:,}")
+        return None
+
+
+def token_ids(values: object, where: str, bad: Bad) -> Tokens | None:
+    """One document's ids, of any integer type and any shape, as int64 in one row."""
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # rows of unequal lengths
+        ids = np.asarray(None)
+    if ids.size and ids.dtype.kind not in "iu":
+        bad(f"{where}: expected token ids, got values of type {ids.dtype}")
+        return None
+    return ids.reshape(-1).astype(np.int64)

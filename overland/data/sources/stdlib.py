@@ -1,0 +1,37 @@
+"""The built-in corpus: the source text of Python's own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from overland.data.sources.source import FileSource
+
+# Left out: third-party packages, generated tables and the test suite, whose long literals are half
+# of all text and teach little.
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+HELD_OUT_EVERY = 20
+
+
+class StandardLibrary(FileSource):
+    """On every machine, without a download. Every twentieth file is held out."""
+
+    format = "stdlib"
+
+    def __init__(self, held_out: bool = False) -> None:
+        self.held_out = held_out
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = sorted(
+            str(path.relative_to(root))
+            for path in root.rglob("*.py")
+            if not STDLIB_SKIPPED & set(path.relative_to(root).parts)
+        )
+        files = [path for i, path in enumerate(paths) if (i % HELD_OUT_EVERY == 0) == held_out]
+        super().__init__(root, files)
+
+    def num_documents(self, chunk: str) -> int | None:
+        return 1
+
+    def read(self, chunk: str) -> Iterator[str]:
+        yield (self.root / chunk).read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,114 @@
+"""What a source holds: everything is read once, and counted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from overland.data.errors import DataError
+from overland.data.sources.source import Document, FileSource, Source
+
+
+@dataclass
+class Summary:
+    """Lengths are in characters for text, in tokens for token ids."""
+
+    format: str
+    kind: str
+    column: str | None
+    columns: dict[str, str]
+    num_files: int
+    num_chunks: int
+    num_documents: int = 0
+    num_bad: int = 0
+    total: int = 0
+    shortest: int = 0
+    longest: int = 0
+    by_power: dict[int, int] = field(default_factory=dict)
+    """Number of documents by the number of bits of their length."""
+    samples: list[Document] = field(default_factory=list)
+
+    @property
+    def unit(self) -> str:
+        return "characters" if self.kind == "text" else "tokens"
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """(shortest, longest, documents) of each power of two, without gaps."""
+        powers = range(min(self.by_power), max(self.by_power) + 1)
+        return [(2**p // 2, max(2**p - 1, 0), self.by_power.get(p, 0)) for p in powers]
+
+    def add(self, document: Document) -> None:
+        length = len(document)
+        self.shortest = min(self.shortest, length) if self.num_documents else length
+        self.longest = max(self.longest, length)
+        self.num_documents += 1
+        self.total += length
+        power = length.bit_length()
+        self.by_power[power] = self.by_power.get(power, 0) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": self.format,
+            "kind": self.kind,
+            "column": self.column,
+            "columns": self.columns,
+            "files": self.num_files,
+            "chunks": self.num_chunks,
+            "documents": self.num_documents,
+            "bad": self.num_bad,
+            self.unit: self.total,
+            "shortest": self.shortest,
+            "longest": self.longest,
+            "histogram": [
+                {"from": first, "to": last, "documents": count}
+                for first, last, count in self.histogram()
+            ],
+            "samples": [one if isinstance(one, str) else one.tolist() for one in self.samples],
+        }
+
+
+def summarise(
+    source: Source | FileSource,
+    num_samples: int = 0,
+    each: Callable[[Document], None] = lambda document: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Summary:
+    """Reads all of it in order; `each` is given every document. A user's own source may know no
+    more than its chunks."""
+    chunks = source.chunks()
+    summary = Summary(
+        getattr(source, "format", type(source).__name__),
+        getattr(source, "kind", "text"),
+        getattr(source, "column", None),
+        getattr(source, "columns", {}),
+        len(getattr(source, "files", [])),
+        len(chunks),
+    )
+    for done, chunk in enumerate(chunks):
+        progress(done, len(chunks))
+        before = summary.num_documents + getattr(source, "num_bad", 0)
+        for document in source.read(chunk):
+            if summary.num_documents < num_samples:
+                summary.samples.append(document)
+            summary.add(document)
+            each(document)
+        found = summary.num_documents + getattr(source, "num_bad", 0) - before
+        expected = source.num_documents(chunk) if isinstance(source, FileSource) else None
+        if expected is not None and found != expected:
+            raise DataError(f"{chunk} holds {found:,} documents where {expected:,} were announced")
+    summary.num_bad = getattr(source, "num_bad", 0)
+    if not summary.num_documents:
+        root = getattr(source, "root", summary.format)
+        bad = f", {summary.num_bad:,} bad ones were skipped" if summary.num_bad else ""
+        raise DataError(f"{root} is empty: it holds no documents{bad}")
+    return summary
+
+
+def document_hash(document: Document) -> str:
+    """SHA-256 of a text's UTF-8 bytes, or of ids as little-endian int64."""
+    data = document.encode() if isinstance(document, str) else np.asarray(document, "<i8").tobytes()
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,152 @@
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from overland.data.errors import DataError
+from overland.data.sources import JsonLines, TextFolder, open_source
+from tests.data.sources.samples import read_all
+
+TEXTS = ["plain", "two\nlines", "naïve 日本 😀", "", "tab\there"]
+
+
+def lines(texts: list[str], column: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": 1, column: text}).encode() + b"\n" for text in texts)
+
+
+def test_a_text_file_is_a_document_byte_for_byte(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"second\r\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.md").write_bytes("ersté".encode())
+    (tmp_path / "photo.jpg").write_bytes(b"\xff")
+    source = open_source(tmp_path)
+    assert source.chunks() == ["a/x.md", "b.txt"]
+    assert read_all(source) == ["ersté", "second\r\n"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_json_lines_come_out_of_any_compression(tmp_path: Path, suffix: str) -> None:
+    data = lines(TEXTS)
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(data) + compress(lines(["more"])))
+    source = open_source(tmp_path)
+    assert source.format == "jsonl"
+    assert source.columns == {"id": "int", "text": "string"}
+    assert read_all(source) == [*TEXTS, "more"]
+
+
+@pytest.mark.parametrize("segment", [1, 7, 40, 41, 64, 10_000])
+def test_segments_of_a_large_file_hold_every_line_once(
+    tmp_path: Path, segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{i} " + "x" * (i % 50) for i in range(60)]
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    monkeypatch.setattr("overland.data.sources.jsonl.SEGMENT_BYTES", segment)
+    source = open_source(tmp_path)
+    assert read_all(source) == texts
+    assert (len(source.chunks()) > 1) == (segment < 10_000)
+
+
+def test_a_bad_line_in_a_later_segment_has_its_number_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(["x"] * 30) + b"{oops\n" + lines(["y"]))
+    monkeypatch.setattr("overland.data.sources.jsonl.SEGMENT_BYTES", 100)
+    with pytest.raises(DataError, match=r"a\.jsonl:31: not a JSON object"):
+        read_all(open_source(tmp_path))
+
+
+def test_token_ids_in_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": []}\n')
+    source = open_source(tmp_path)
+    assert source.kind == "tokens"
+    first, second = read_all(source)
+    assert isinstance(first, np.ndarray)
+    assert first.dtype == np.int64
+    assert first.tolist() == [1, 2, 3]
+    assert len(second) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{oops", r"a\.jsonl:2: not a JSON object"),
+        (b'{"text": "\xe9"}', r"a\.jsonl:2: expected UTF-8 text, got .* at byte 10"),
+        (b'{"txet": "x"}', r"a\.jsonl:2: expected an object with a \"text\".*mean 'txet'"),
+        (b'{"text": 5}', r"a\.jsonl:2: expected an object with a \"text\""),
+        (b"[1]", r"a\.jsonl:2: expected an object"),
+        (b'{"text": "\\ud800"}', r"a\.jsonl:2: text has half of a surrogate pair"),
+        (b'{"text": 1' + b"0" * 5000 + b"}", r"a\.jsonl:2: not a JSON object"),
+        (b"[" * 100_000, r"a\.jsonl:2: not a JSON object"),
+    ],
+)
+def test_bad_content_is_named_or_skipped_and_counted(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(["x"]) + line + b"\n" + lines(["y"]))
+    with pytest.raises(DataError, match=message):
+        read_all(open_source(tmp_path))
+    source = open_source(tmp_path, skip_bad=True)
+    assert read_all(source) == ["x", "y"]
+    assert source.num_bad == 1
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_file_cut_short_is_never_skipped(tmp_path: Path, suffix: str) -> None:
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    texts = [np.random.default_rng(i).bytes(400).hex() for i in range(50)]
+    data = compress(lines(texts))
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} cannot be read"):
+        read_all(open_source(tmp_path, skip_bad=True))
+
+
+def test_a_missing_column_brings_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(["x"], "body"))
+    assert read_all(open_source(tmp_path)) == ["x"]  # the only text there is
+    with pytest.raises(DataError, match=r"no column 'bodi'; did you mean 'body'\?"):
+        open_source(tmp_path, column="bodi")
+    with pytest.raises(DataError, match=r"column 'id' holds no text or token ids"):
+        open_source(tmp_path, column="id")
+
+
+def test_text_and_json_lines_may_lie_together(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.jsonl").write_bytes(lines(["line 1", "line 2"]))
+    source = open_source(tmp_path)
+    assert isinstance(source, TextFolder)
+    assert read_all(source) == ["text", "line 1", "line 2"]
+
+
+def test_no_text_is_taken_for_a_description_of_others(tmp_path: Path) -> None:
+    for name in ("README.md", "LICENSE.txt", "__init__.py"):
+        (tmp_path / name).write_text(name)
+    assert read_all(open_source(tmp_path)) == ["LICENSE.txt", "README.md", "__init__.py"]
+
+
+def test_a_readme_beside_json_lines_is_no_document(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "b.jsonl").write_bytes(lines(["line"]))
+    assert isinstance(open_source(tmp_path), JsonLines)
+
+
+def test_an_empty_folder_and_an_unknown_file_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is empty: it holds nothing that is read"):
+        open_source(tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        open_source(tmp_path / "nothing")
+    (tmp_path / "photo.jpg").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"photo\.jpg: its format is not known"):
+        open_source(tmp_path / "photo.jpg")
+
+
+def test_zstd_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(lines(["x"])))
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(DataError, match=r"needs zstandard: pip install 'overland\[data\]'"):
+        read_all(open_source(tmp_path))
