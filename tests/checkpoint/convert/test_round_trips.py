@@ -85,7 +85,9 @@ def test_a_run_folder_gives_its_newest_checkpoint_and_tokenizer(tmp_path: Path) 
     for step in (9, 10):
         folder = run / "kept" / f"step_{step}"
         folder.mkdir(parents=True)
-        FORMATS["overland"].write(tiny_source(config, seed=step), folder, Options())
+        source = tiny_source(config, seed=step)
+        source.extras = {**source.extras, "step": step}
+        FORMATS["overland"].write(source, folder, Options())
     for path, step in ((run, 10), (run / "kept" / "step_9", 9)):
         convert(path, tmp_path / f"hf{step}", "hf")
         assert (tmp_path / f"hf{step}" / "tokenizer.json").is_file()
