@@ -152,13 +152,12 @@ class Store:
         name = name_of(step, preempt)
         arguments = (self._plan, name, dict(run), about, started)
         if self.is_async:
+            waited = time.monotonic() - started
             self._writing = threading.Thread(
-                target=self._write, args=arguments, name="checkpoint-save", daemon=True
+                target=self._write, args=(*arguments, waited), name="checkpoint-save", daemon=True
             )
-            self._waited = time.monotonic() - started
             self._writing.start()
         else:
-            self._waited = -started
             self._write(*arguments)
 
     def wait_on_device(self) -> None:
@@ -187,8 +186,15 @@ class Store:
         return local_state(state, self._rank) if self.settings.type == "local" else state
 
     def _write(
-        self, plan: Plan, name: str, run: dict[str, Any], about: dict[str, Any], started: float
+        self,
+        plan: Plan,
+        name: str,
+        run: dict[str, Any],
+        about: dict[str, Any],
+        started: float,
+        waited: float | None = None,
     ) -> None:
+        """`waited`: what the loop has lost; without it, the loop waits for all of this."""
         beside, error, note = self.folder / f".{name}.tmp", "", ""
         written: list[Written] = []
         try:
@@ -202,9 +208,9 @@ class Store:
             error = errors[0] if errors else self._commit(plan, name, run, about, reports)
             note = self._tidy_up(name, error)
         error = broadcast(error, self.group)
-        now = time.monotonic()
-        waited = self._waited if self._waited >= 0 else now + self._waited
-        self.last = Outcome(self.folder / name, now - started, waited, plan.num_bytes, error, note)
+        seconds = time.monotonic() - started
+        waited = seconds if waited is None else waited
+        self.last = Outcome(self.folder / name, seconds, waited, plan.num_bytes, error, note)
         self._outcomes.put(self.last)
 
     def _commit(
