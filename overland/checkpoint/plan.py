@@ -95,9 +95,9 @@ def plan_save(state: State, group: dist.ProcessGroup | None) -> Plan:
     rank = dist.get_rank(group) if group else 0
     boxes = boxes_to_write(state)
     boxes_of_ranks = gather(boxes, group)
-    dropped = scatter(drop_copies(boxes_of_ranks), group)
-    kept = [box for i, box in enumerate(boxes) if i not in dropped]
-    kept_of_ranks = gather(kept, group)
+    dropped_of_ranks = drop_copies(boxes_of_ranks)
+    kept = without(boxes, scatter(dropped_of_ranks, group))
+    kept_of_ranks = list(map(without, boxes_of_ranks, dropped_of_ranks))
     check_whole(kept_of_ranks)
     return Plan(lay_out(kept, rank), [lay_out(some, r) for r, some in enumerate(kept_of_ranks)])
 
@@ -124,6 +124,10 @@ def drop_copies(boxes_of_ranks: Sequence[Sequence[Box]]) -> list[set[int]]:
         dropped.append({i for i, box in enumerate(boxes) if (box.name, box.start) in seen})
         seen.update((box.name, box.start) for box in boxes)
     return dropped
+
+
+def without(boxes: Sequence[Box], dropped: set[int]) -> list[Box]:
+    return [box for i, box in enumerate(boxes) if i not in dropped]
 
 
 def check_whole(boxes_of_ranks: Sequence[Sequence[Box]]) -> None:
