@@ -1,4 +1,4 @@
-"""`overland data`: a look at a corpus."""
+"""`overland data`: a look at a corpus, and tokens made of it beforehand."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overland.cli.data_build import build, find_source
 from overland.cli.errors import user_errors
+from overland.cli.preview import preview
 
 if TYPE_CHECKING:
     from overland.data.sources.source import Document
@@ -21,12 +22,15 @@ BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 160
 SAMPLE_TOKENS = 24
 
-app = typer.Typer(help="A look at a corpus.", no_args_is_help=True, rich_markup_mode=None)
+ABOUT = "A look at a corpus, and tokens made of it beforehand."
+
+app = typer.Typer(help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
+app.command()(build)
+app.command()(preview)
 
 
-@app.callback()
-def data() -> None:
-    """A look at a corpus."""
+@app.callback(help=ABOUT)
+def data() -> None: ...
 
 
 @app.command()
@@ -50,9 +54,6 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Read a corpus once and say what it holds."""
-    from overland.config.schema import Data
-    from overland.data import registry
-    from overland.data.sources import open_source
     from overland.data.sources.summary import document_hash, summarise
 
     found: list[str] = []
@@ -60,12 +61,7 @@ def inspect(
     if hashes:
         keep = found.append if as_json else print
         each = lambda document: keep(document_hash(document))
-    if not Path(path).expanduser().exists() and path in registry.source_names():
-        source: Any = registry.open_source(path, None, Data())
-    else:
-        source = open_source(
-            path, column=column, subset=subset, split=split, dtype=dtype, skip_bad=skip_bad
-        )
+    source = find_source(path, column, subset, split, dtype, skip_bad)
     with chunks_bar(visible=not hashes or as_json or not sys.stdout.isatty()) as progress:
         summary = summarise(source, samples, each, progress)
     if as_json:

@@ -13,7 +13,7 @@ import typer
 
 from overland.cli.errors import user_errors
 
-HELP = "Evidence: equal losses across layouts and resumes; checkpoints as they were committed."
+HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."
 
 app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 
@@ -157,6 +157,77 @@ def checkpoint(
             print(f"  {problem}")
     if damaged:
         raise typer.Exit(1)
+
+
+@app.command()
+@user_errors
+def data(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    first: Annotated[int | None, typer.Option("--from", help="First step.", min=1)] = None,
+    last: Annotated[int | None, typer.Option("--to", help="Last step.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Replay the plan of a run's data and compare it with what the model was really fed."""
+    from overland.proofs.data import prove_data
+
+    with steps_bar() as progress:
+        verdict = prove_data(run.expanduser(), first, last, progress)
+    if as_json:
+        print(json.dumps(verdict.to_json()))
+    else:
+        print("\n".join(verdict.page()))
+    if not verdict.holds:
+        raise typer.Exit(1)
+
+
+@app.command()
+@user_errors
+def sessions(
+    stories: Annotated[
+        str, typer.Option(help="short, all, or words that name some: 'streamed pack rows few'.")
+    ] = "short",
+    seed: Annotated[int, typer.Option(help="Decides where sessions are killed.")] = 0,
+    table: Annotated[
+        Path | None, typer.Option(help="Also write the table as Markdown, and skip what it holds.")
+    ] = None,
+) -> None:
+    """Kill ten sessions of readers on 1 to 8 ranks, and compare what they read with one run."""
+    import tempfile
+
+    from overland.config.errors import ConfigError, Problem
+    from overland.proofs.evidence import Evidence
+    from overland.proofs.sessions import HEAD, SHORT, STORIES, prove_sessions
+
+    words = set(stories.split())
+    chosen = STORIES if stories == "all" else SHORT if stories == "short" else []
+    chosen = chosen or [one for one in STORIES if words <= set(one.name.split())]
+    if not chosen:
+        raise ConfigError([Problem("no story has all these words", "command line", "--stories")])
+    evidence = Evidence(table, HEAD, keys=(0, 1, 2, 3))
+    wrong = 0
+    for story in chosen:
+        if evidence.holds(*story.name.split()):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = prove_sessions(story, Path(folder), seed)
+        wrong += bool(verdict.problems)
+        evidence.add(*verdict.cells())
+        print("  ".join(f"{cell:<9}" for cell in verdict.cells()), flush=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def steps_bar() -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), Remaining())
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        task = bar.add_task("steps", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager

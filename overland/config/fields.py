@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from overland.config.errors import any_of, nearest_name, show_value
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, Section
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,18 @@ class Key:
     def item_words(self) -> str:
         """The type of the values of a table such as `data.datasets`."""
         return in_words(get_args(strip(self.annotation))[1])
+
+    @property
+    def table(self) -> type[Section] | None:
+        """What the values of a table of tables are, such as `data.sources`."""
+        kind = strip(self.annotation)
+        value = get_args(kind)[1] if get_origin(kind) is dict else None
+        return value if isinstance(value, type) and issubclass(value, Section) else None
+
+    def inside(self, path: tuple[str, ...]) -> Key | None:
+        """The key of one of those tables: `data.sources.c4.weight`."""
+        fields = self.table.model_fields if self.table else {}
+        return Key(".".join(path[:3]), path[3], fields[path[3]]) if path[3] in fields else None
 
     @property
     def annotation(self) -> Any:
@@ -80,7 +92,7 @@ def find_key(path: tuple[str, ...]) -> Key | None:
     key = all_keys().get(".".join(path[:2]))
     if key is None or (len(path) > 2 and not key.accepts(dict)):
         return None
-    return key
+    return key.inside(path) if len(path) > 3 and key.table else key
 
 
 def nearest_key(dotted: str) -> str | None:
@@ -148,10 +160,13 @@ def _one_in_words(annotation: Any) -> str:
         return "a list of texts" if strip(item) is str else f"a list ({_one_in_words(item)} each)"
     if get_origin(plain) is dict:
         value = get_args(plain)[1]
-        return "a table of names and " + ("texts" if value is str else "values")
+        kinds = {str: "texts", Any: "values"}
+        return "a table of names and " + kinds.get(value, "tables")
     names = {str: "text in quotes", bool: "true or false", dict: "a table", list: "a list"}
     if plain in names:
         return names[plain]
+    if isinstance(plain, type) and issubclass(plain, Section):
+        return "a table"
     return _number_in_words("whole number" if plain is int else "number", _bounds(annotation))
 
 

@@ -85,6 +85,9 @@ class Training(Section):
     """Type of the forward and backward pass; float16 brings a gradient scaler."""
     mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type in which gradients are summed over devices."""
+    float8: Literal["off", "tensorwise"] = "off"
+    """tensorwise: matrix products of the blocks in 8 bits, one dynamic scale per tensor; head,
+    embeddings and attention stay as they are."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     gc_freq: PositiveInt = 50
@@ -279,17 +282,63 @@ class Validation(Section):
     """Tokens per sequence; default: training.seq_len."""
 
 
+class DataSource(Section):
+    """One source of a mixture; its name is the table's: [data.sources.NAME]."""
+
+    path: str | None = None
+    """File or folder of any format, or a built corpus; default: the dataset of that name."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the mixture, beside the weights of the others; 0: nothing is read from it."""
+    column: str | None = None
+    """Column that holds the documents; default: text, tokens, input_ids or content."""
+    subset: str | None = None
+    """Subset (config) of a dataset folder."""
+    split: str | None = None
+    """Split of a dataset folder; default: train."""
+    dtype: str | None = None
+    """Of token ids whose file does not say it, such as uint16."""
+    max_epochs: PositiveInt | None = None
+    """Read it at most this often; training stops with an error where it would be read again."""
+
+
 class Data(Section):
     """Where text and tokens lie and how they become batches."""
 
     folder: str = "./data"
-    """Where named datasets are looked for and built token shards are kept."""
+    """Where named datasets are looked for, and tokenizers and token shards are kept."""
     datasets: dict[str, str] = {}
     """Names for folders, e.g. {c4 = "/scratch/c4"}."""
+    sources: dict[str, DataSource] = {}
+    """A mixture, in place of training.dataset: a table per source, with its path and weight."""
+    mixture: Literal["tokens", "rows"] = "tokens"
+    """What weights count. tokens: sequences, each from one source; rows: documents, which are then
+    packed together."""
+    packing: Literal["pack", "overflow", "trunc", "best_fit"] = "pack"
+    """pack: documents one after another, cut into sequences; overflow: each begins a sequence and
+    goes on in further ones; trunc: each is one sequence, the rest is left out; best_fit: only
+    documents longer than a sequence are cut, and what is left shares sequences."""
+    last_block: Literal["pad", "drop"] = "pad"
+    """With pack: what is left at the end of a window is padded, or dropped."""
+    document_mask: bool = False
+    """Attention and positions start anew at each document, and no loss is taken across a border."""
+    window_documents: PositiveInt = 100_000
+    """Documents, about, that are shuffled together; held ready as tokens, on disk."""
+    add_bos: bool = False
+    """Begin each document with the tokenizer's BOS token."""
+    add_eos: bool = True
+    """End each document with the tokenizer's EOS token."""
     vocab_size: PositiveInt = 4096
     """Size of the tokenizer trained on the text when no model.hf_assets_path is given."""
-    document_mask: bool = False
-    """Attention and positions start anew at each document."""
+    bad_documents: Literal["error", "skip"] = "error"
+    """Documents that are empty, no UTF-8 or no JSON: stop and name the first, or skip and count
+    them. A file that cannot be read always stops."""
+    cache_folder: str | None = None
+    """Where text is tokenised ahead of training: a shared folder, or one on each node (such as
+    /tmp/overland); default: data.folder."""
+    cache_gb: PositiveFloat = 100.0
+    """Size of what was tokenised ahead and may be made again; built corpora do not count."""
+    tokenise_processes: NonNegativeInt | None = None
+    """Background processes per node that tokenise ahead; default: half of its cores, 16 at most."""
     read_ahead: PositiveInt = 4
     """Batches prepared ahead of the step that takes them."""
 

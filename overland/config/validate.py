@@ -24,7 +24,7 @@ def validate(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
         where = next(iter(inside.values())).where
         below = {other[len(path) :]: entry for other, entry in inside.items()}
         value = inside[path].value if path in inside else nest(below)
-        words = key.type_words if len(path) == 2 else key.item_words
+        words = key.item_words if len(path) == 3 else key.type_words
         near = _nearest_choice(value, key.choices)
         near = show_value(near) if near else None
         problems.append(Problem(f"expected {words}", where, ".".join(path), value, near))
@@ -56,7 +56,7 @@ def _unknown_keys(entries: Entries) -> tuple[list[Problem], set[KeyPath]]:
             problems.setdefault((section,), problem)
         else:
             dotted = ".".join(path)
-            near = nearest_key(".".join(path[:2]))
+            near = _nearest_inside(path) or nearest_key(".".join(path[:2]))
             problem = Problem("unknown key", entry.where, dotted, entry.value, near)
             problems[path] = problem
     return list(problems.values()), unknown
@@ -73,6 +73,13 @@ def _bad_paths(known: Entries) -> list[KeyPath]:
             found[deeper[0] if deeper else location[:2]] = None
         return list(found)
     return []
+
+
+def _nearest_inside(path: KeyPath) -> str | None:
+    """A key of the same table of `data.sources` or its like."""
+    key = find_key(path[:3]) if len(path) > 3 else None
+    near = nearest_name(path[3], key.table.model_fields) if key and key.table else None
+    return ".".join((*path[:3], near)) if near else None
 
 
 def _nearest_choice(value: Any, choices: list[str]) -> str | None:

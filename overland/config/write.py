@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.fields import Key, all_keys, sections
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, Section
 
 
 def write_config(config: JobConfig, path: Path, full: bool = False, heading: str = "") -> None:
@@ -30,9 +30,13 @@ def to_toml(config: JobConfig, full: bool = False, comments: bool = True, headin
     for section in sections():
         keys = [key for key in all_keys().values() if key.section == section]
         chosen = [key for key in keys if full or _value(config, key) != key.default]
-        if chosen:
-            lines = [line for key in chosen for line in _lines(key, _value(config, key), comments)]
+        plain = [key for key in chosen if not (key.table and _value(config, key))]
+        if plain:
+            lines = [line for key in plain for line in _lines(key, _value(config, key), comments)]
             blocks.append("\n".join([f"[{section}]", *lines]))
+        for key in chosen:
+            if key not in plain:
+                blocks += _tables(key, _value(config, key))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -61,6 +65,16 @@ def _lines(key: Key, value: Any, comments: bool) -> list[str]:
         f"# {key.name} is not set" if value is None else f"{key.name} = {toml_value(value)}"
     )
     return lines
+
+
+def _tables(key: Key, tables: dict[str, Section]) -> list[str]:
+    """One TOML table each, with what is set in it."""
+    blocks = []
+    for name, table in tables.items():
+        values = table.model_dump(exclude_defaults=True)
+        lines = [f"{inner} = {toml_value(value)}" for inner, value in values.items()]
+        blocks.append("\n".join([f"[{key.dotted}.{_toml_key(name)}]", *lines]))
+    return blocks
 
 
 def _comment(text: str) -> str:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-IGNORED = -100  # label that no loss is taken on
+from overland.data.blocks import Rows
+from overland.data.fields import IGNORED, tokens_and_labels, with_borders
+
+__all__ = ["IGNORED", "Batch", "make_batch"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,11 @@ class Batch:
     def split(self, rows: int) -> Iterator[Batch]:
         for start in range(0, len(self.tokens_BS), rows):
             yield self.map(lambda x, start=start: x[start : start + rows])  # type: ignore[misc]
+
+
+def make_batch(rows: Rows, document_mask: bool = False) -> Batch:
+    """With a document mask, the model is told where documents begin."""
+    if not document_mask:
+        return Batch(*map(torch.from_numpy, tokens_and_labels(rows)))
+    tokens, labels, positions, documents = map(torch.from_numpy, with_borders(rows))
+    return Batch(tokens, labels, positions, documents)

@@ -35,11 +35,11 @@ def _feistel(places: Indices, half_bits: int, round_keys: Indices) -> Indices:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = places >> shift, places & mask
     for key in round_keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << shift) | right
 
 
-def _mix(x: Indices) -> Indices:
+def mix(x: Indices) -> Indices:
     """The finaliser of splitmix64: every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

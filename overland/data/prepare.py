@@ -1,154 +1,323 @@
-"""From names in a config to blocks: finds or trains the tokenizer, finds or builds shards."""
+"""From a config to rows: finds or trains the tokenizer, opens the corpora, makes the plan."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from overland.config.schema import JobConfig
+from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
+from overland.data.corpus import Corpus, changes, lay_out, open_corpus
+from overland.data.documents import Reading
 from overland.data.errors import DataError
-from overland.data.loader import Blocks, RandomTokens, ShardBlocks
-from overland.data.shards import TokenShards, build_shards, fingerprint, wait_for_shards
+from overland.data.layout import is_corpus
+from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
+from overland.data.random_blocks import RandomBlocks
+from overland.data.rows import PlannedRows
 from overland.data.sources import Source
+from overland.data.sources.marks import digest_of
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
 TOKENIZER_DOCUMENTS = 20_000
+MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and the file system
+SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
+SHARD_DOCUMENTS = 4096
 
-Report = Callable[[str], None]
+T = TypeVar("T")
+Data = Corpus | RandomBlocks
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who prepares the data: one process alone, or a rank among others."""
+
+    once: Callable[[Callable[[], T]], T] = lambda make: make()
+    """Runs something on the first rank only; its result, or its error, is everybody's."""
+    tokenises: bool = True
+    """Whether background processes run here; on one rank per node."""
+    report: Callable[[str], None] = lambda message: None
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Blocks to train on, and the tokenizer that made them (none for random tokens)."""
+    """Rows to train on, and the tokenizer that made them (none for tokens that came as such)."""
 
     name: str
-    blocks: Blocks
+    rows: PlannedRows
     tokenizer: Tokenizer | None
-    num_tokens: int | None = None
-    fingerprint: str = ""
-    """Of everything that decides which row comes when; a checkpoint keeps it."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.rows.plan
+
+    @property
+    def num_skipped(self) -> int:
+        """Bad documents in what was read so far."""
+        return sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
+
+    def continued(self, saved: Mapping[str, Any], batch: int) -> Dataset:
+        """Goes on at a batch with the plan that a checkpoint has; what changed is a new segment."""
+        plan = Plan.from_json(saved)
+        missing = [name for name in plan.sources if name not in self.rows.corpora]
+        if missing and plan.mixture == "rows":  # a window that is under way has documents of it
+            raise DataError(
+                f"the data source {missing[0]} is part of this run: keep it in the config, with "
+                f"weight = 0 if nothing more is to be read from it"
+            )
+        try:
+            return self.with_plan(plan.continued(self.plan, batch))
+        except ChangedSource as error:
+            raise self._explained(error, plan) from None
+
+    def with_plan(self, plan: Plan) -> Dataset:
+        rows = self.rows
+        return replace(self, rows=PlannedRows(plan, rows.corpora, rows.reading, rows.pad_id))
+
+    def close(self) -> None:
+        for corpus in self.rows.corpora.values():
+            if isinstance(corpus, Corpus):
+                corpus.close()
+
+    def _explained(self, error: ChangedSource, plan: Plan) -> ChangedSource:
+        """Names the files that changed, if the corpus of before is still there to tell."""
+        corpus = self.rows.corpora[error.name]
+        if not isinstance(corpus, Corpus) or corpus.open_source is None:
+            return error
+        before = corpus.folder.with_name(
+            f"{corpus.folder.name.rpartition('-')[0]}-{plan.sources[error.name].fingerprint}"
+        )
+        if not is_corpus(before):
+            return error
+        return ChangedSource(error.name, tuple(changes(before, corpus.open_source())))
 
 
-def training_data(config: JobConfig, vocab_size: int, builds: bool, report: Report) -> Dataset:
-    """The training set. `builds`: this rank does the work that one rank per node does."""
-    training = config.training
-    return _dataset(
-        config, training.dataset, training.dataset_path, training.seq_len, vocab_size, True,
-        builds, report,
-    )  # fmt: skip
+def training_data(
+    config: JobConfig,
+    global_batch_size: int,
+    vocab_size: int | None,
+    place: Place,
+    memory: Path | None = None,
+    writes: bool = False,
+) -> Dataset:
+    """The training set. `memory` is where counts are kept, by the one process that `writes`."""
+    training, data, seed = config.training, config.data, config.debug.seed
+    wanted = sources_of(config)
+    tokenizer = tokenizer_for(config, wanted, place)
+    reading = Reading(seed, True, data.window_documents, memory, writes)
+    corpora = {
+        name: open_data(name, source, config, tokenizer, vocab_size, place)
+        for name, source in wanted.items()
+    }
+    segment = Segment(
+        first_batch=0,
+        global_batch_size=global_batch_size,
+        seq_len=training.seq_len,
+        weights={name: source.weight for name, source in wanted.items()},
+        packing=data.packing,
+        last_block=data.last_block,
+        document_mask=data.document_mask,
+    )
+    planned = {
+        name: PlannedSource(corpora[name].fingerprint, source.max_epochs)
+        for name, source in wanted.items()
+    }
+    # With one source there is nothing to mix.
+    mixture = data.mixture if len(wanted) > 1 else "tokens"
+    plan = Plan(seed, data.window_documents, mixture, planned, (segment,))
+    name = training.dataset if len(wanted) == 1 else "mixture"
+    rows = PlannedRows(plan, corpora, reading, _pad_id(corpora))
+    return Dataset(name, rows, tokenizer if _is_text(corpora) else None)
+
+
+def planned_data(config: JobConfig, vocab_size: int | None, folder: Path) -> Dataset:
+    """The training set of a run, by the plan that its folder keeps."""
+    path = folder / "plan.json"
+    try:
+        plan = Plan.from_json(json.loads(path.read_text())["plan"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path} holds no plan of a run's data: {error}") from None
+    last = plan.segments[-1]
+    dataset = training_data(config, last.global_batch_size, vocab_size, Place(), folder)
+    # Asks for nothing new, but finds out whether the sources are still what they were.
+    dataset.continued(plan.to_json(), last.first_batch)
+    return dataset.with_plan(plan)
 
 
 def validation_data(
-    config: JobConfig, vocab_size: int, builds: bool, report: Report
+    config: JobConfig, num_rows: int, vocab_size: int | None, place: Place
 ) -> list[Dataset]:
     """The held-out sets, in the order of their names; read in order, never shuffled."""
     validation = config.validation
     if not validation.enable:
         return []
     names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
-    seq_len = validation.seq_len or config.training.seq_len
-    return [
-        _dataset(config, name, validation.dataset_path, seq_len, vocab_size, False, builds, report)
-        for name in names
-    ]
-
-
-def find_tokenizer(config: JobConfig, builds: bool = True, report: Report = print) -> Tokenizer:
-    """The model's own tokenizer, or one trained on the training text and kept in `data.folder`."""
-    if config.model.hf_assets_path is not None:
-        return Tokenizer(Path(config.model.hf_assets_path).expanduser())
-    source = registry.open_source(
-        config.training.dataset, config.training.dataset_path, config.data
+    segment = Segment(
+        first_batch=0,
+        global_batch_size=num_rows,
+        seq_len=validation.seq_len or config.training.seq_len,
+        weights={},
+        document_mask=config.data.document_mask,
     )
-    label = _label(config.training.dataset, config.training.dataset_path)
-    size = config.data.vocab_size
-    path = Path(config.data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"
-    if not path.exists():
-        if builds:
-            report(f"training a tokenizer of {size:,} tokens on {label}")
-            _train(source, size, path)
-        else:
-            _wait_for(path)
-    return Tokenizer(path)
+    tokenizer = tokenizer_for(config, sources_of(config), place)
+    reading = Reading(config.debug.seed, False, config.data.window_documents)
+    datasets = []
+    for name in names:
+        wanted = DataSource(path=validation.dataset_path)
+        corpus = open_data(name, wanted, config, tokenizer, vocab_size, place)
+        plan = Plan(
+            config.debug.seed,
+            config.data.window_documents,
+            "tokens",
+            {name: PlannedSource(corpus.fingerprint)},
+            (replace(segment, weights={name: 1.0}),),
+        )
+        rows = PlannedRows(plan, {name: corpus}, reading, _pad_id({name: corpus}))
+        datasets.append(Dataset(name, rows, tokenizer))
+    return datasets
 
 
-def _dataset(
-    config: JobConfig,
+def sources_of(config: JobConfig) -> dict[str, DataSource]:
+    """The mixture, or the one dataset as a mixture of one."""
+    if config.data.sources:
+        return dict(config.data.sources)
+    training = config.training
+    name = Path(training.dataset_path).name if training.dataset_path else training.dataset
+    return {name: DataSource(path=training.dataset_path)}
+
+
+def open_data(
     name: str,
-    path: str | None,
-    seq_len: int,
-    vocab_size: int,
-    shuffle: bool,
-    builds: bool,
-    report: Report,
-) -> Dataset:
-    seed = config.debug.seed
-    if path is None and name == registry.RANDOM:
-        mask = config.data.document_mask
-        tokens = RandomTokens(vocab_size, seq_len, seed, document_mask=mask)
-        return Dataset(name, tokens, None, fingerprint=f"random-{vocab_size}-{seq_len}-{seed}")
-    folder = Path(path).expanduser() if path else registry.find_folder(name, config.data)
-    if folder is not None and (folder / "shards.json").exists():
-        shards, tokenizer = TokenShards(folder), None
+    wanted: DataSource,
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    place: Place,
+) -> Data:
+    """A corpus that is built, or one that is made while it is read."""
+    data = config.data
+    folder = registry.find_folder(name, wanted, data)
+    if folder is None and name == registry.RANDOM:
+        return RandomBlocks(vocab_size or data.vocab_size, config.debug.seed)
+    if folder is not None and is_corpus(folder):
+        corpus = open_corpus(folder)
+        if not corpus.is_complete:
+            raise DataError(f"{folder} is not complete: `overland data build` finishes it")
     else:
-        source = registry.open_source(name, path, config.data)
-        tokenizer = find_tokenizer(config, builds, report)
-        shards = _find_or_build(config, source, tokenizer, _label(name, path), builds, report)
-    if shards.info.vocab_size > vocab_size:
+        source = partial(registry.open_source, name, wanted, data)
+        corpus = _stream(name, source, config, tokenizer, vocab_size, place)
+    if vocab_size is not None and (corpus.vocab_size or 0) > vocab_size:
         raise DataError(
-            f"{name} has a vocabulary of {shards.info.vocab_size:,} tokens, the model only "
+            f"{name} has a vocabulary of {corpus.vocab_size:,} tokens, the model only "
             f"{vocab_size:,}: set model.overrides.vocab_size or use the model's own tokenizer"
         )
-    blocks = ShardBlocks(
-        shards, seq_len, seed, shuffle=shuffle, document_mask=config.data.document_mask
-    )
-    mark = f"{shards.info.fingerprint}-{seq_len}-{seed}"
-    return Dataset(name, blocks, tokenizer, shards.info.num_tokens, mark)
+    return corpus
 
 
-def _find_or_build(
+def _stream(
+    name: str,
+    open_source: Callable[[], Source],
     config: JobConfig,
-    source: Source,
-    tokenizer: Tokenizer,
-    label: str,
-    builds: bool,
-    report: Report,
-) -> TokenShards:
-    root = Path(config.data.folder).expanduser()
-    folder = root / f"{label}-{fingerprint(source, tokenizer)}"
-    if not (folder / "shards.json").exists():
-        if builds:
-            report(f"tokenising {label} into {folder}")
-            build_shards(source, tokenizer, folder)
-        else:
-            wait_for_shards(folder)
-    return TokenShards(folder)
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    place: Place,
+) -> Corpus:
+    data = config.data
+    root = Path(data.cache_folder or data.folder).expanduser()
+
+    def prepare() -> str:
+        return lay_out(
+            name,
+            open_source(),
+            tokenizer,
+            root,
+            shard_documents=max(
+                1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW)
+            ),
+            skip_bad=data.bad_documents == "skip",
+            vocab_size=vocab_size,
+            report=place.report,
+        ).name
+
+    folder = root / place.once(prepare)
+    if place.tokenises and not is_corpus(folder):  # the folder is this node's own
+        prepare()
+    while not is_corpus(folder):  # another rank of this node is at it
+        time.sleep(0.1)
+    corpus_is_made = (folder / "sizes.npy").exists()
+    if not corpus_is_made:
+        place.report(f"{name} is tokenised ahead of training, into {folder}")
+    cores = os.cpu_count() or 1
+    processes = data.tokenise_processes
+    if processes is None:
+        processes = min(MAX_PROCESSES, max(1, cores // 2))
+    return open_corpus(
+        folder,
+        open_source,
+        (lambda: tokenizer) if tokenizer is not None else None,
+        processes=processes if place.tokenises else 0,
+        cache_bytes=int(data.cache_gb * 1e9),
+    )
 
 
-def _train(source: Source, vocab_size: int, path: Path) -> None:
-    texts = (text for chunk in source.chunks() for text in source.read(chunk))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    train_tokenizer(itertools.islice(texts, TOKENIZER_DOCUMENTS), vocab_size, beside)
-    beside.rename(path)
+def tokenizer_for(
+    config: JobConfig, wanted: Mapping[str, DataSource], place: Place
+) -> Tokenizer | None:
+    """The model's own tokenizer, or one trained on the training text and kept in `data.folder`."""
+    data = config.data
+    policy = {"add_bos": data.add_bos, "add_eos": data.add_eos}
+    if config.model.hf_assets_path is not None:
+        return Tokenizer(Path(config.model.hf_assets_path).expanduser(), **policy)
+    path = place.once(partial(_trained, config, wanted, place.report))
+    return Tokenizer(Path(path), **policy) if path else None
 
 
-def _wait_for(path: Path) -> None:
-    import time
+def _trained(
+    config: JobConfig, wanted: Mapping[str, DataSource], report: Callable[[str], None]
+) -> str | None:
+    """The path of a tokenizer for the text among the sources; none if there is no text."""
+    data = config.data
+    texts: list[Source] = []
+    for name, one in wanted.items():
+        folder = registry.find_folder(name, one, data)
+        if (folder is None and name == registry.RANDOM) or (folder and is_corpus(folder)):
+            continue
+        source = registry.open_source(name, one, data)
+        if getattr(source, "kind", "text") == "text":
+            texts.append(source)
+    if not texts:
+        return None
+    names = list(wanted)
+    places = [str(registry.find_folder(name, wanted[name], data)) for name in names]
+    label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of([names, places])[:8]}"
+    folder = Path(data.folder).expanduser() / f"tokenizer-{label}-{data.vocab_size}"
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        report(f"training a tokenizer of {data.vocab_size:,} tokens on {', '.join(names)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        train_tokenizer(_documents(texts), data.vocab_size, beside)
+        beside.rename(path)
+    return str(path)
 
-    while not path.exists():
-        time.sleep(0.2)
+
+def _documents(sources: list[Source]) -> Iterator[str]:
+    for source in sources:
+        texts = (str(text) for chunk in source.chunks() for text in source.read(chunk))
+        yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
 
 
-def _label(name: str, path: str | None) -> str:
-    """What is made from a dataset is called after it; two folders of one name stay apart."""
-    if path is None:
-        return name
-    place = Path(path).expanduser().resolve()
-    return f"{place.name}-{hashlib.blake2b(bytes(place), digest_size=4).hexdigest()}"
+def _pad_id(corpora: Mapping[str, Data]) -> int:
+    ends = (getattr(corpus, "eos_id", None) for corpus in corpora.values())
+    return next((end for end in ends if end is not None), 0)
+
+
+def _is_text(corpora: Mapping[str, Data]) -> bool:
+    return any(getattr(corpus, "kind", "") == "text" for corpus in corpora.values())

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from overland.config.schema import Data
+from overland.config.schema import Data, DataSource
 from overland.data.errors import DataError
-from overland.data.sources import Source, StandardLibrary, TextFolder
+from overland.data.sources import Source, StandardLibrary
+from overland.data.sources import open_source as open_path
 
-RANDOM = "random"  # tokens without text: see `loader.RandomTokens`
+RANDOM = "random"  # tokens without text: see random_blocks.py
 
 _sources: dict[str, Callable[[], Source]] = {
     "stdlib": lambda: StandardLibrary(),
@@ -28,24 +29,33 @@ def source_names() -> list[str]:
     return [*_sources, RANDOM]
 
 
-def find_folder(name: str, data: Data) -> Path | None:
-    """The folder that a dataset name stands for, if there is one."""
+def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
+    """Where a source lies: at its path, or at what its name stands for, if that is a place."""
+    if wanted.path is not None:
+        return Path(wanted.path).expanduser()
+    if name in _sources or name == RANDOM:
+        return None
     if name in data.datasets:
         return Path(data.datasets[name]).expanduser()
     folder = Path(data.folder).expanduser() / name
     return folder if folder.exists() else None
 
 
-def open_source(name: str, path: str | None, data: Data) -> Source:
-    """The source that `dataset` (a name) and `dataset_path` (which wins) ask for."""
-    if path is not None:
-        return TextFolder(Path(path).expanduser())
+def open_source(name: str, wanted: DataSource, data: Data) -> Source:
+    """The source of that name; a path wins over the names that are known."""
+    folder = find_folder(name, wanted, data)
+    if folder is not None:
+        return open_path(
+            folder,
+            column=wanted.column,
+            subset=wanted.subset,
+            split=wanted.split,
+            dtype=wanted.dtype,
+            skip_bad=data.bad_documents == "skip",
+        )
     if name in _sources:
         return _sources[name]()
-    folder = find_folder(name, data)
-    if folder is None:
-        raise DataError(
-            f"there is no dataset {name!r}: `overland fetch dataset {name}` brings it to "
-            f"{data.folder}/{name}, or set data.datasets.{name} to its folder"
-        )
-    return TextFolder(folder)
+    raise DataError(
+        f"there is no dataset {name!r}: `overland fetch dataset {name}` brings it to "
+        f"{data.folder}/{name}, or set data.datasets.{name} to its folder"
+    )

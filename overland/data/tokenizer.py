@@ -1,89 +1,150 @@
-"""Text to tokens and back by a Hugging Face tokenizer.json, the model's own or one trained here."""
+"""Text to tokens and back, by the tokenizer that lies in a model's folder.
+
+Three kinds of files are read, each by its own library: `tokenizer.json` (Hugging Face), and
+`tokenizer.model` as either a sentencepiece model or tiktoken's ranks. Above that they are one:
+
+1. Text gives ordinary tokens only, whatever it says: a page about `<|endoftext|>` ends no document.
+2. A document is BOS if `add_bos`, its text, EOS if `add_eos`; nothing else adds special tokens.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from overland.data.errors import DataError
+import numpy as np
 
-END_OF_TEXT = "<|endoftext|>"
-# Names of the end-of-document token where no config next to the tokenizer says which it is.
-KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>")
+from overland.data.errors import DataError
+from overland.data.tokenizer_encoder import Encoder, Ids
+from overland.data.tokenizer_files import Beside, find_file, is_ranks, read_bytes
+from overland.data.tokenizer_train import train_tokenizer
+
+__all__ = ["Tokenizer", "train_tokenizer"]
+
+RULES = 1  # part of every fingerprint; counts up when the same files give other ids
 
 
 class Tokenizer:
-    """A tokenizer.json with the end-of-document token that goes with it."""
+    """A tokenizer from a folder or file, with the policy of what stands around a document."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path / "tokenizer.json" if path.is_dir() else path
-        if not self.path.is_file():
-            raise DataError(f"{path} holds no tokenizer.json")
-        text = self.path.read_text(encoding="utf-8")
-        library = _tokenizers()
-        try:
-            self._tokenizer = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"{self.path} is no tokenizer: {error}") from None
-        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        self.vocab_size = int(self._tokenizer.get_vocab_size())
-        self.end_id = self._find_end()
+    path: Path
+    """The tokenizer.json or tokenizer.model itself."""
+    vocab_size: int
+    """One more than the largest id, special and added tokens included: rows of an embedding."""
+    specials: dict[str, int]
+    """Tokens that no text gives, by name; chat templates put them in by id."""
+    bos_id: int | None
+    eos_id: int
+    fingerprint: str
+    """Of everything that decides which ids a document gets; not of where the files lie."""
 
-    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each text's ids, followed by the end-of-document id."""
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [[*one.ids, self.end_id] for one in encoded]
+    def __init__(self, path: Path, *, add_bos: bool = False, add_eos: bool = True) -> None:
+        self.path = find_file(path)
+        self.add_bos, self.add_eos = add_bos, add_eos
+        self._beside = Beside.of(self.path)
+        data = read_bytes(self.path)
+        self._encoder = _encoder(self.path, data, self._beside)
+        self.vocab_size = self._encoder.vocab_size
+        self.specials = self._encoder.specials
+        self.bos_id = self._encoder.bos_id
+        if self._encoder.eos_id is None:
+            raise DataError(
+                f"{self.path}: no end-of-document token; name it as eos_token in "
+                "tokenizer_config.json beside it"
+            )
+        self.eos_id = self._encoder.eos_id
+        self._before: list[int] = []
+        self._after = [self.eos_id] if add_eos else []
+        if add_bos and self.bos_id is not None:
+            self._before = [self.bos_id]
+        elif add_bos:
+            raise DataError(
+                f"{self.path}: no beginning-of-document token; leave add_bos off, or name one as "
+                "bos_token in tokenizer_config.json beside it"
+            )
+        self._hidden = set(self.specials.values())
+        self._pieces: dict[int, str] = {}
+        rules = json.dumps([RULES, self.vocab_size, self._before, self._after])
+        self.fingerprint = hashlib.blake2b(data, digest_size=8, key=rules.encode()).hexdigest()
+
+    @property
+    def end_id(self) -> int:
+        return self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """The ids of the text alone."""
+        ids: list[int] = self._encode_batch([text])[0].tolist()
+        return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
+        """Each text's ids with BOS and EOS as the policy says. All cores work, or one where
+        TOKENIZERS_PARALLELISM=false is set, as a pool of processes does."""
+        return [self._framed(ids) for ids in self._encode_batch(list(texts))]
 
-    def _find_end(self) -> int:
-        config = self.path.with_name("tokenizer_config.json")
-        names = list(KNOWN_ENDS)
-        if config.is_file():
-            named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-            named = named.get("content") if isinstance(named, dict) else named
-            names = [named, *names] if named else names
-        for name in names:
-            end_id = self._tokenizer.token_to_id(name)
-            if end_id is not None:
-                return int(end_id)
-        raise DataError(
-            f"{self.path}: no end-of-document token; name it as eos_token in tokenizer_config.json"
-        )
+    def decode(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """The text of the ids, without special tokens and ids beyond the vocabulary (rows that
+        only pad an embedding). `after`: ids before them, which decide about a space in between."""
+        if not after:
+            return self._encoder.decode(self._ordinary(ids))
+        before = self.decode(after)
+        return self.decode([*after, *ids]).removeprefix(before)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special ones by name; bytes that are only a part of a
+        character show as U+FFFD."""
+        new = {int(i) for i in ids} - self._pieces.keys()
+        known = sorted(i for i in new if 0 <= i < self.vocab_size)
+        self._pieces.update(zip(known, self._encoder.pieces(known), strict=True))
+        return [self._pieces.get(int(i), "\ufffd") for i in ids]
+
+    def files(self) -> list[Path]:
+        """What a copy needs; side by side in any folder they open as this tokenizer."""
+        return [self.path, *self._beside.files]
+
+    def _encode_batch(self, texts: list[str]) -> list[Ids]:
+        try:
+            return self._encoder.encode_batch(texts)
+        except (TypeError, UnicodeEncodeError):  # half a surrogate pair; JSON can hold one
+            return self._encoder.encode_batch([_valid(text) for text in texts])
+
+    def _framed(self, ids: Ids) -> Ids:
+        start, stop = len(self._before), len(self._before) + len(ids)
+        framed = np.empty(stop + len(self._after), dtype=np.int32)
+        framed[:start], framed[start:stop], framed[stop:] = self._before, ids, self._after
+        return framed
+
+    def _ordinary(self, ids: Sequence[int]) -> list[int]:
+        plain = map(int, ids)
+        return [i for i in plain if 0 <= i < self.vocab_size and i not in self._hidden]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By path: the libraries' own state is large, or cannot be sent at all.
+        return _reopen, (self.path.absolute(), self.add_bos, self.add_eos, self.fingerprint)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE tokenizer on the texts and writes it as tokenizer.json."""
-    _tokenizers()
-    from tokenizers import Tokenizer as HFTokenizer
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = HFTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
+def _reopen(path: Path, add_bos: bool, add_eos: bool, fingerprint: str) -> Tokenizer:
+    tokenizer = Tokenizer(path, add_bos=add_bos, add_eos=add_eos)
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(f"{path} was changed while it was in use: start again")
+    return tokenizer
 
 
-def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError:
-        raise DataError(
-            "text needs the tokenizers package: pip install 'overland[text]' (random tokens and "
-            "token shards do without)"
-        ) from None
-    return tokenizers
+def _encoder(path: Path, data: bytes, beside: Beside) -> Encoder:
+    if path.suffix == ".json" or data.lstrip()[:1] == b"{":
+        from overland.data.tokenizer_hf import HuggingFace
+
+        return HuggingFace(path, data, beside)
+    if is_ranks(data):
+        from overland.data.tokenizer_tiktoken import Tiktoken
+
+        return Tiktoken(path, data, beside)
+    from overland.data.tokenizer_sentencepiece import SentencePiece
+
+    return SentencePiece(path, data, beside)
+
+
+def _valid(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -52,6 +52,15 @@ class RunFolder:
         return self.root / "tokenizer"
 
     @property
+    def data(self) -> Path:
+        """The plan of the data, counts of what its windows hold, and the ledger."""
+        return self.root / "data"
+
+    @property
+    def ledger(self) -> Path:
+        return self.data / "ledger.bin"
+
+    @property
     def hf(self) -> Path:
         return self.root / "hf"
 

@@ -11,6 +11,7 @@ from overland.data.loader import batches, read_ahead
 from overland.parallel.comm import from_first_rank
 from overland.training.callbacks import Record
 from overland.training.errors import TrainingError
+from overland.training.fed import FedRows
 from overland.training.health import BadSteps
 from overland.training.metrics import Meter
 from overland.training.resume import resume_newest
@@ -30,6 +31,7 @@ def train(run: Run) -> bool:
     bad_steps = BadSteps(config.health.max_bad_steps)
     clock = Clock(config.checkpoint, run.folder.root) if run.world.is_first else None
     meter = Meter(run)
+    fed = FedRows(run)
     data = open_data(run)
 
     with StopRequest(clock) as stop:
@@ -39,6 +41,7 @@ def train(run: Run) -> bool:
                 stop.ask()
                 batch = next_batch(data, meter)
                 result = train_step(run, batch, run.guard)
+                fed.note(batch, progress.step + 1, progress.batch)
                 progress.step += 1
                 progress.batch += 1
                 progress.tokens += result.num_tokens
@@ -48,8 +51,9 @@ def train(run: Run) -> bool:
                 is_logged = is_due(progress.step, config.metrics.log_freq, steps, first=True)
                 if is_logged or bad_steps.is_due:
                     log(run, result, meter, bad_steps)
+                    fed.write()
                 if result.spiked:
-                    data = answer_spike(run, data, result)
+                    data = answer_spike(run, data, result, fed)
                 held_out = None
                 if run.validation_sets and is_due(progress.step, config.validation.freq, steps):
                     held_out = validate(run)
@@ -57,6 +61,7 @@ def train(run: Run) -> bool:
                     meter.restart(run)
                 wish = stop.agreed()
                 if config.checkpoint.enable and save_is_due(run, wish, held_out):
+                    fed.write()
                     run.save(wish.stops, held_out["validation_loss"] if held_out else None)
                     if clock is not None:
                         clock.saving()
@@ -64,12 +69,15 @@ def train(run: Run) -> bool:
                 if wish.stops and clock is not None:
                     clock.stop_file.unlink(missing_ok=True)  # it has done its work
                 if wish.stops and progress.step < steps:
+                    fed.write()
                     which = f" ({stop.signal.name})" if stop.signal else ""
                     reason = f"{wish.reason}{which}"
                     run.call("on_message", f"stopping after step {progress.step}: {reason}")
                     return False
         finally:
             data.close()
+            for dataset in (run.dataset, *run.validation_sets):
+                dataset.close()
             report_saves(run, run.store.finish(), clock)
             run.call("on_end")
             run.store.close()
@@ -102,13 +110,7 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
 
 def open_data(run: Run) -> Data:
     """This rank's share of every batch from `progress.batch` on, copied to the device ahead."""
-    shares = batches(
-        run.dataset.blocks,
-        run.progress.batch,
-        run.global_batch_size,
-        run.mesh.dp_rank,
-        run.mesh.dp_size,
-    )
+    shares = batches(run.dataset.rows, run.progress.batch, run.mesh.dp_rank, run.mesh.dp_size)
     return read_ahead((batch.to(run.device) for batch in shares), run.config.data.read_ahead)
 
 
@@ -134,13 +136,14 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         "tokens": run.progress.tokens,
         **meter.read(run),
         "skipped_steps": len(skipped),
+        "skipped_documents": run.dataset.num_skipped,
     }
     run.call("on_log", record)
     if skipped:
         run.call("on_message", f"not finite, so skipped: step {', '.join(map(str, skipped))}")
 
 
-def answer_spike(run: Run, data: Data, result: StepResult) -> Data:
+def answer_spike(run: Run, data: Data, result: StepResult, fed: FedRows) -> Data:
     """The update was skipped already; "rewind" also goes back, and on to batches not seen yet."""
     what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
     assert run.guard is not None
@@ -155,5 +158,6 @@ def answer_spike(run: Run, data: Data, result: StepResult) -> Data:
     run.guard.restore(remembered)  # what it has learned about the loss still holds
     back = f"back to step {run.progress.step}, going on with batch {next_unseen}"
     run.call("on_message", f"{what}: {back}")
+    fed.start_at(run.progress.step)
     data.close()
     return open_data(run)

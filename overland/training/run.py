@@ -6,9 +6,10 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from overland.checkpoint.store import Store
@@ -16,11 +17,13 @@ from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
-from overland.data.prepare import Dataset, training_data, validation_data
+from overland.data.corpus import Corpus
+from overland.data.errors import DataError
+from overland.data.prepare import Dataset, Place, training_data, validation_data
 from overland.models.init import init_weights
 from overland.models.registry import model_config
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
-from overland.parallel.comm import warm_up
+from overland.parallel.comm import from_first_rank, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.parts import local_part
 from overland.parallel.single import splits
@@ -39,6 +42,8 @@ from overland.training.resume import start_from
 from overland.training.seeds import set_seeds
 from overland.training.state import run_facts, saved_state
 from overland.training.timeouts import Timeouts
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,12 +65,6 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     saved_step: int = -1
     callbacks: list[Callback] = field(default_factory=list)
-
-    @property
-    def validation_rows(self) -> int:
-        """Rows per data-parallel rank in a validation pass; a pipeline's number is fixed."""
-        wanted = self.config.validation.local_batch_size
-        return self.model.rows_per_pass if self.mesh.degrees.pp > 1 or not wanted else wanted
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -105,7 +104,10 @@ def build_run(
             f"note: tensor parallelism over {degrees.tp} devices leaves a node's "
             f"{world.local_size}; every matrix product then waits for the network"
         )
-    builds = world.local_rank == 0
+    place = Place(once_for_all, tokenises=world.local_rank == 0, report=report)
+    # A pipeline's number of rows is fixed.
+    held_out_rows = 0 if degrees.pp > 1 else config.validation.local_batch_size
+    held_out_rows = (held_out_rows or model.rows_per_pass) * mesh.dp_size
     run = Run(
         config,
         world,
@@ -117,8 +119,10 @@ def build_run(
         rows,
         optimizer,
         LossScaler(config.training.mixed_precision_param == "float16", device),
-        training_data(config, architecture.vocab_size, builds, report),
-        validation_data(config, architecture.vocab_size, builds, report),
+        training_data(
+            config, rows, architecture.vocab_size, place, folder.data, writes=world.is_first
+        ),
+        validation_data(config, held_out_rows, architecture.vocab_size, place),
         Store(folder.checkpoints, config.checkpoint, device, world.local_size),
         SpikeGuard(config.health) if config.health.spike_guard != "off" else None,
     )
@@ -135,6 +139,20 @@ def build_run(
         describe_run(run)
     run.callbacks = build_callbacks(run, log_ranks)
     return run
+
+
+def once_for_all(make: Callable[[], T]) -> T:
+    """Done by rank 0 alone; the result, or what is wrong, is known to every rank."""
+    value, problem = None, ""
+    if dist.get_rank() == 0:
+        try:
+            value = make()
+        except DataError as error:
+            problem = str(error)
+    value, problem = from_first_rank((value, problem))
+    if problem:
+        raise DataError(problem)
+    return value  # type: ignore[return-value]
 
 
 def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
@@ -161,10 +179,21 @@ def describe_run(run: Run) -> None:
         (run.folder.root / "model_config.json").write_text(text + "\n")
     if run.dataset.tokenizer is not None:
         run.folder.tokenizer.mkdir(exist_ok=True)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            source = run.dataset.tokenizer.path.with_name(name)
-            if source.is_file():
-                shutil.copyfile(source, run.folder.tokenizer / name)
+        for file in run.dataset.tokenizer.files():
+            shutil.copyfile(file, run.folder.tokenizer / file.name)
+    write_plan(run)
+
+
+def write_plan(run: Run) -> None:
+    """The plan of the data, and where its corpora lie, for `overland prove data`."""
+    folder = run.folder.data
+    folder.mkdir(exist_ok=True)
+    corpora = run.dataset.rows.corpora.items()
+    places = {name: str(corpus.folder) for name, corpus in corpora if isinstance(corpus, Corpus)}
+    plan = {"fingerprint": run.dataset.plan.fingerprint, "plan": run.dataset.plan.to_json()}
+    beside = folder / ".plan.json"
+    beside.write_text(json.dumps({**plan, "corpora": places}, indent=1) + "\n")
+    beside.rename(folder / "plan.json")
 
 
 def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:

@@ -18,6 +18,7 @@ import overland
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.plan import Packed, State
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_checkpoint
+from overland.data.plan import differences
 from overland.kernels.split import join
 from overland.parallel.parts import named_parameters, tied_copies
 from overland.training.random_state import random_state, set_random_state
@@ -69,8 +70,8 @@ def run_facts(run: Run) -> dict[str, Any]:
         "learning_rate": learning_rate(max(0, run.progress.step - 1), run.config),
         "data": {
             "batch": run.progress.batch,
-            "global_batch_size": run.global_batch_size,
-            "fingerprint": run.dataset.fingerprint,
+            "fingerprint": run.dataset.plan.fingerprint,
+            "plan": run.dataset.plan.to_json(),
         },
         "loss_scaling": run.scaler.enabled,
         "spike_guard": run.guard.to_json() if run.guard is not None else None,
@@ -97,7 +98,7 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
         if run.guard is not None:
             run.guard.restore(facts.get("spike_guard") or [])
         _restore_random(run, checkpoint)
-        return [*_find_place_in_data(run, facts, path), *changes(run, facts)]
+        return [*_find_place_in_data(run, facts), *changes(run, facts)]
 
 
 def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None:
@@ -127,12 +128,6 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None
 def changes(run: Run, facts: dict[str, Any]) -> list[str]:
     """What is not as it was when the checkpoint was saved, and could surprise."""
     notes = []
-    saved, now = facts["data"].get("fingerprint"), run.dataset.fingerprint
-    if saved is not None and saved != now:
-        notes.append(
-            "the training data is not what this checkpoint was trained on: the position in it is "
-            "kept, but rows may come again or not at all"
-        )
     before, after = facts.get("config") or {}, run.config.model_dump(mode="json")
     for section in ("model", "training", "optimizer", "lr_scheduler"):
         for key, value in after[section].items():
@@ -142,28 +137,27 @@ def changes(run: Run, facts: dict[str, Any]) -> list[str]:
     return notes
 
 
-# Changing these is what resuming on other hardware, or for longer, is about.
+# Changing these is what resuming on other hardware, or for longer, is about. Batch size and length
+# are part of the plan of the data, which tells of them.
 EXPECTED_CHANGES = {
     ("training", "steps"),
     ("training", "local_batch_size"),
-    ("training", "global_batch_size"),  # answered by _find_place_in_data
+    ("training", "global_batch_size"),
+    ("training", "seq_len"),
 }
 
 
-def _find_place_in_data(run: Run, facts: dict[str, Any], path: Path) -> list[str]:
-    """Rows are counted, not batches: another batch size goes on with the row that comes next."""
-    before, now = facts["data"].get("global_batch_size"), run.global_batch_size
-    if before is None or before == now:
+def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
+    """Goes on with the batch that comes next; what the config changes begins there."""
+    before = facts["data"].get("plan")
+    if before is None:  # weights of a conversion, say
+        return ["this checkpoint does not say which data it has seen: the data starts anew there"]
+    run.dataset = run.dataset.continued(before, run.progress.batch)
+    segments = run.dataset.plan.segments
+    if len(segments) < 2 or segments[-1].first_batch != run.progress.batch:
         return []
-    rows = run.progress.batch * before
-    if rows % now:
-        raise CheckpointError(
-            f"{path} has seen {rows} rows in batches of {before}, which is no whole number of "
-            f"batches of {now}; set training.global_batch_size to {before} or to another divisor "
-            f"of {rows}"
-        )
-    run.progress.batch = rows // now
-    return [f"the global batch was {before} rows and is now {now}; the data goes on at row {rows}"]
+    what = ", ".join(differences(segments[-2], segments[-1]))
+    return [f"from batch {run.progress.batch} on the data is made differently: {what}"]
 
 
 def _restore_random(run: Run, checkpoint: Checkpoint) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from overland.data.batch import IGNORED
-from overland.data.loader import ShardBlocks, batches
+from overland.data.loader import batches
 from overland.data.prepare import Dataset
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
@@ -30,14 +30,11 @@ def validate(run: Run) -> Record:
 
 @torch.no_grad()
 def loss_on(run: Run, held_out: Dataset) -> float:
-    steps, mesh = run.config.validation.steps, run.mesh
-    rows = run.validation_rows * mesh.dp_size
-    if isinstance(held_out.blocks, ShardBlocks):  # a finite set is never read twice
-        whole = max(1, held_out.blocks.num_blocks // rows)
-        steps = whole if steps == -1 else min(steps, whole)
+    mesh = run.mesh
+    steps = held_out.rows.num_batches(run.config.validation.steps)
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     num_valid = torch.zeros((), dtype=torch.int64, device=run.device)
-    some = batches(held_out.blocks, 0, rows, mesh.dp_rank, mesh.dp_size)
+    some = batches(held_out.rows, 0, mesh.dp_rank, mesh.dp_size)
     for batch in itertools.islice(some, steps):
         share = share_of_rows(batch.to(run.device), mesh)
         loss += run.model.loss(share)

@@ -9,8 +9,8 @@ import pytest
 from overland.cli.errors import is_user_error, sentence
 from overland.cli.train import settle_folder
 from overland.config.load import load_config
+from overland.data.corpus import lay_out
 from overland.data.errors import DataError
-from overland.data.shards import fingerprint
 from overland.data.sources import TextFolder
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -25,10 +25,10 @@ def test_tokens_are_made_anew_when_a_file_changes(tmp_path: Path, tokenizer: Tok
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("first")
-    before = fingerprint(TextFolder(text), tokenizer)
-    assert fingerprint(TextFolder(text), tokenizer) == before
+    before = lay_out("text", TextFolder(text), tokenizer, tmp_path / "data")
+    assert lay_out("text", TextFolder(text), tokenizer, tmp_path / "data") == before
     (text / "a.txt").write_text("second")
-    assert fingerprint(TextFolder(text), tokenizer) != before
+    assert lay_out("text", TextFolder(text), tokenizer, tmp_path / "data") != before
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,13 @@ from overland.checkpoint.read import open_checkpoint
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
+from overland.data.errors import DataError
+from overland.data.loader import load
+from overland.data.random_blocks import RandomBlocks
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run
-from tests.jobs import Recorder, tiny_job
+from tests.jobs import TINY_MODEL, Recorder, tiny_job
 
 STEPS = 8
 
@@ -171,7 +174,7 @@ def test_a_local_checkpoint_wants_its_own_ranks(ranks: RankPool, tmp_path: Path)
 def refusal(world: World, config: JobConfig) -> str:
     try:
         build_run(config, world, torch.device("cpu"), log_ranks=())
-    except CheckpointError as error:
+    except (CheckpointError, DataError) as error:
         return str(error)
     return ""
 
@@ -265,19 +268,26 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(ranks: RankPool, tmp_path
         assert ranks.run(1, start, config)[0][0] == 5
 
 
-def test_another_batch_size_goes_on_with_the_next_row(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [4, 5])
+def test_another_batch_size_goes_on_with_the_next_row(
+    ranks: RankPool, tmp_path: Path, size: int
+) -> None:
     ranks.run(1, story, job(tmp_path, steps=3))  # 24 rows
-    smaller = job(tmp_path)
-    training = smaller.training.model_copy(update={"global_batch_size": 4, "local_batch_size": 4})
-    smaller = smaller.model_copy(update={"training": training})
-    assert ranks.run(1, next_batch_number, smaller) == [6]
-    odd = smaller.training.model_copy(update={"global_batch_size": 5, "local_batch_size": 5})
-    error = ranks.run(1, refusal, smaller.model_copy(update={"training": odd}))[0]
-    assert "none of the 1 checkpoints" in error
+    other = job(tmp_path)
+    sizes = {"global_batch_size": size, "local_batch_size": size}
+    other = other.model_copy(update={"training": other.training.model_copy(update=sizes)})
+    expected, rows = [], RandomBlocks(TINY_MODEL["vocab_size"], seq_len=other.training.seq_len)
+    for number in range(24, 24 + size):
+        row = np.empty((1, rows.seq_len + 1), np.int64)
+        rows.read(np.array([number]), np.array([0]), row)
+        expected.append(row[0, :-1].tolist())
+    assert ranks.run(1, next_rows, other) == [expected]
 
 
-def next_batch_number(world: World, config: JobConfig) -> int:
-    return build_run(config, world, torch.device("cpu"), log_ranks=()).progress.batch
+def next_rows(world: World, config: JobConfig) -> list[list[int]]:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    rows: list[list[int]] = load(run.dataset.rows, run.progress.batch).tokens_BS.tolist()
+    return rows
 
 
 def test_a_loss_scale_is_not_taken_from_a_run_without_one(ranks: RankPool, tmp_path: Path) -> None:
@@ -297,10 +307,19 @@ def loss_scale(world: World, config: JobConfig) -> float:
 
 def test_what_changed_since_the_save_is_told(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, story, job(tmp_path, steps=3))
-    _, said = ranks.run(1, start, job(tmp_path, optimizer={"lr": 5e-3}, debug={"seed": 9}))[0]
+    other = job(tmp_path, optimizer={"lr": 5e-3}, data={"document_mask": True})
+    _, said = ranks.run(1, start, other)[0]
     text = "\n".join(said)
     assert "optimizer.lr is 0.005; when this was saved, it was 0.01" in text
-    assert "the training data is not what this checkpoint was trained on" in text
+    assert "from batch 3 on the data is made differently: document_mask False → True" in text
+
+
+def test_another_seed_would_be_another_run(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, story, job(tmp_path, steps=3))
+    assert (
+        "debug.seed is 9, and this run began with 0"
+        in ranks.run(1, refusal, job(tmp_path, debug={"seed": 9}))[0]
+    )
 
 
 def test_the_spike_guard_remembers(ranks: RankPool, tmp_path: Path) -> None:

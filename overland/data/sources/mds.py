@@ -62,7 +62,10 @@ class MDS(FileSource):
                 self.bad(f"{self.root / chunk}: sample {number:,}: {error}")
 
     def depends_on(self) -> list[str]:
-        return [INDEX, *(shard.stored(self.root).name for shard in self._shards.values())]
+        return [INDEX, *(file for chunk in self._shards for file in self.files_of(chunk))]
+
+    def files_of(self, chunk: str) -> list[str]:
+        return [self._shards[chunk].stored(self.root).name]
 
     def _document(self, data: bytes, where: str) -> Document | None:
         assert self.column is not None

@@ -77,8 +77,14 @@ class Megatron(FileSource):
             yield ids.astype(np.int64)
 
     def depends_on(self) -> list[str]:
-        pairs = [(file, str(Path(file).with_suffix(".bin"))) for file in self.files]
-        return [name for pair in pairs for name in pair]
+        return [name for file in self.files for name in _pair(file)]
+
+    def files_of(self, chunk: str) -> list[str]:
+        return _pair(split_part(chunk)[0])
+
+
+def _pair(file: str) -> list[str]:
+    return [file, str(Path(file).with_suffix(".bin"))]
 
 
 def read_index(path: Path) -> Index:

@@ -66,6 +66,11 @@ def open_source(
         if subset or split:
             raise DataError(f"{path} is one file: it has no subsets and no splits")
         return _open(name, path.parent, [path.name], column, dtype, skip_bad)
+    if (path / "corpus.json").is_file():
+        # Late, because what a corpus is made of is itself described by means of sources.
+        from overland.data.sources.corpus import BuiltCorpus
+
+        return BuiltCorpus(path, skip_bad)
     mds = _mds_folder(path, subset, split)
     if mds is not None:
         return MDS(mds, column, dtype, skip_bad)

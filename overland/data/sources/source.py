@@ -30,7 +30,7 @@ class Source(Protocol):
     def chunks(self) -> Sequence[str]:
         """Names of the chunks, always in the same order."""
 
-    def read(self, chunk: str) -> Iterator[str]:
+    def read(self, chunk: str) -> Iterator[Document]:
         """The documents of one chunk, front to back."""
 
 
@@ -48,6 +48,7 @@ class FileSource:
     def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
         self.root = root
         self.files = list(files)
+        self._names = frozenset(self.files)
         self.columns: dict[str, str] = {}
         self.skip_bad = skip_bad
         self.num_bad = 0
@@ -70,6 +71,11 @@ class FileSource:
         """Every file that the documents depend on."""
         return self.files
 
+    def files_of(self, chunk: str) -> list[str]:
+        """Those among them that one chunk is read from."""
+        file, part = split_part(chunk)
+        return [chunk if part is None or chunk in self._names else file]
+
     def marks(self) -> dict[str, FileMark]:
         """A mark of each of these files, to be kept and given to `changes_since`."""
         return mark_files(self.root, self.depends_on())
@@ -79,9 +85,13 @@ class FileSource:
         new = [file for file in self.depends_on() if file not in marks]
         return [*changed_files(self.root, marks), *(f"{self.root / file} is new" for file in new)]
 
-    def fingerprint(self) -> str:
-        """Changes with what is read: the column, and any file's name, place, size or content."""
-        return digest_of([self.format, self.column, self.dtype, self.marks()])
+    def fingerprint(self, marks: Mapping[str, FileMark] | None = None) -> str:
+        """Changes with what is read: the column, and any file's name, place, size or content.
+
+        `marks` of the same moment save taking them again.
+        """
+        marks = self.marks() if marks is None else marks
+        return digest_of([self.format, self.column, self.dtype, dict(marks)])
 
     def bad(self, message: str) -> None:
         """Bad content, never a file that cannot be read: an error, or skipped and counted."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,11 +54,6 @@ class TextFolder(FileSource):
             return
         for document in read_lines(self.root / file, part, "text", "text", self.bad):
             yield str(document)
-
-    def versions(self) -> list[str]:
-        """Size and time of every file: what changes when a text does and its name does not."""
-        stats = [os.stat(self.root / file) for file in self.files]
-        return [f"{stat.st_size}/{stat.st_mtime_ns}" for stat in stats]
 
 
 def _is_lines(file: str) -> bool:

@@ -1,0 +1,233 @@
+"""`overland data build`: any corpus to token shards, in one go or in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overland.cli.errors import user_errors
+
+if TYPE_CHECKING:
+    from overland.data.build import Built, Progress
+    from overland.data.sources import Source
+
+LINE_SECONDS = 10.0  # between lines of progress where no terminal is
+
+
+@user_errors
+def build(
+    path: Annotated[str, typer.Argument(help="A file or folder of any format, or stdlib.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder with tokenizer.json or tokenizer.model; text needs it."),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Where the corpus gets its folder.", show_default="./data")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the corpus.", show_default="as PATH")] = None,
+    column: Annotated[str | None, typer.Option(help="Column that holds the documents.")] = None,
+    subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split, such as train.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of token ids whose file does not say it, such as uint16.")
+    ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Skip and count documents that are empty or unreadable."),
+    ] = False,
+    bos: Annotated[bool, typer.Option(help="Begin each document with the BOS token.")] = False,
+    eos: Annotated[bool, typer.Option(help="End each document with the EOS token.")] = True,
+    processes: Annotated[
+        int | None, typer.Option(help="That tokenise at once.", min=1, show_default="one per core")
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option(help="Only this part, such as 2/8; parts may run at once.")
+    ] = None,
+    array: Annotated[
+        bool, typer.Option("--array", help="The part of this task of a Slurm job array.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Make token shards of a corpus. The same command again goes on where it was stopped."""
+    from overland.config.schema import Data
+    from overland.data import build as builder
+    from overland.data.layout import lay_out, read_layout
+    from overland.data.tokenizer import Tokenizer
+
+    which = find_part(part, array, os.environ)
+    source: Any = find_source(path, column, subset, split, dtype, skip_bad)
+    opened = None
+    if tokenizer is not None:
+        opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)
+    started = time.monotonic()
+    folder = lay_out(
+        name or Path(path).expanduser().resolve().name,
+        source,
+        opened,
+        Path(out or Data().folder).expanduser(),
+        skip_bad=skip_bad,
+        vocab_size=opened.vocab_size if opened is not None else None,
+        report=say,
+    )
+    try:
+        with progress_on_stderr() as progress:
+            built = builder.build(
+                folder,
+                source,
+                opened,
+                processes=processes or num_cores(),
+                part=which,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        layout = read_layout(folder)
+        made = f"{len(layout.made()):,} of {layout.num_shards:,} shards are made"
+        say(f"stopped: {made}; the same command again makes the rest")
+        raise typer.Exit(130) from None
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps(to_json(built, seconds)))
+    else:
+        print("\n".join(page(built, seconds)))
+
+
+def find_source(
+    path: str,
+    column: str | None,
+    subset: str | None,
+    split: str | None,
+    dtype: str | None,
+    skip_bad: bool,
+) -> Source:
+    """What lies at a path, or else what is built in under that name."""
+    from overland.config.schema import Data, DataSource
+    from overland.data import registry
+    from overland.data.sources import open_source
+
+    if not Path(path).expanduser().exists() and path in registry.source_names():
+        return registry.open_source(path, DataSource(), Data())
+    return open_source(
+        path, column=column, subset=subset, split=split, dtype=dtype, skip_bad=skip_bad
+    )
+
+
+def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Counted from 0, and of how many; from `I/N`, or from Slurm."""
+    from overland.data.errors import DataError
+
+    if array:
+        keys = ("ID", "MIN", "COUNT")
+        values = [environment.get(f"SLURM_ARRAY_TASK_{key}", "") for key in keys]
+        if not all(value.isdecimal() for value in values):
+            raise DataError("--array is for tasks of `sbatch --array=1-N`; elsewhere give --part")
+        task, first, count = map(int, values)
+        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1") or 1)
+        number = (task - first) // step
+        what = f"task {task} of this job array, which has gaps"
+    elif part is not None:
+        words = part.split("/")
+        if len(words) != 2 or not all(word.isdecimal() for word in words):
+            raise DataError(f"--part {part}: expected the part and of how many, such as 2/8")
+        number, count = int(words[0]) - 1, int(words[1])
+        what = f"--part {part}"
+    else:
+        return 0, 1
+    if not 0 <= number < count:
+        raise DataError(f"{what}: expected a part from 1/{count} to {count}/{count}")
+    return number, count
+
+
+def num_cores() -> int:
+    """Those this process may use: Slurm gives a task some of a node's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def to_json(built: Built, seconds: float) -> dict[str, Any]:
+    return {
+        "folder": str(built.layout.folder),
+        "fingerprint": built.layout.fingerprint,
+        "complete": built.totals is not None,
+        "documents": built.documents,
+        "tokens": built.tokens,
+        "skipped": built.bad,
+        "shards": built.layout.num_shards,
+        "made": built.made.num_made,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(built.made.num_tokens / seconds),
+    }
+
+
+def page(built: Built, seconds: float) -> Iterator[str]:
+    shards = f"{built.layout.num_shards:,}"
+    if built.made.num_made < built.layout.num_shards:
+        shards += f" ({built.made.num_made:,} made now)"
+    yield f"{'documents':<12}{built.documents:,}"
+    yield f"{'tokens':<12}{built.tokens:,}"
+    yield f"{'skipped':<12}{built.bad:,}"
+    yield f"{'shards':<12}{shards}"
+    yield f"{'seconds':<12}{seconds:,.1f}"
+    if built.made.num_tokens:
+        yield f"{'tokens/s':<12}{built.made.num_tokens / seconds:,.0f}"
+    yield f"{'folder':<12}{built.layout.folder}"
+    yield ""
+    if built.totals is None:
+        made = len(built.layout.made())
+        yield f"not complete: {made:,} of them are made; build the other parts"
+        return
+    yield "[training]"
+    yield f"dataset_path = {json.dumps(str(built.layout.folder.resolve()))}"
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
+    """A bar if someone is looking, a line from time to time if not."""
+    started = last = time.monotonic()
+
+    def line(state: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= LINE_SECONDS:
+            last = now
+            say(f"{state.num_made:,} of {state.num_shards:,} shards, {about(state, now - started)}")
+
+    if not sys.stderr.isatty():
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    columns: list[Any] = [BarColumn(), TaskProgressColumn(), TextColumn("{task.description}")]
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def draw(state: Progress) -> None:
+            text = about(state, time.monotonic() - started)
+            bar.update(task, completed=state.share, description=text)
+
+        yield draw
+
+
+def about(state: Progress, seconds: float) -> str:
+    text = (
+        f"{state.num_documents:,} documents, {state.num_tokens / 1e6:,.1f} M tokens, "
+        f"{state.num_tokens / max(seconds, 1e-3) / 1e6:,.2f} M tokens/s"
+    )
+    if not 0 < state.share < 1:
+        return text
+    left = round(seconds * (1 - state.share) / state.share)
+    return f"{text}, {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr)

@@ -1,0 +1,129 @@
+"""`overland data preview`: what the model sees at a step, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overland.cli.errors import user_errors
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from overland.config.schema import JobConfig
+    from overland.data.prepare import Dataset
+
+COLOURS = ("cyan", "yellow", "green", "magenta", "blue")
+
+
+@user_errors
+def preview(
+    config: Annotated[str, typer.Argument(help="A config, a recipe, or a run folder.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", show_default=False)
+    ] = None,
+    step: Annotated[int, typer.Option(help="The step, from 1.", min=1)] = 1,
+    row: Annotated[int, typer.Option(help="First row of the global batch to show.", min=0)] = 0,
+    rows: Annotated[int, typer.Option(help="Rows to show.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
+) -> None:
+    """Show exactly what the model sees at a step: documents in colours, what has no loss dimmed."""
+    from rich.console import Console
+
+    loaded, batch = open_step(config, list(settings or []), step)
+    screen = Console(highlight=False, soft_wrap=True)
+    for page in pages(loaded, batch, row, rows):
+        if as_json:
+            print(json.dumps(page))
+        else:
+            screen.print(render(page, step))
+    loaded.close()
+
+
+def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int]:
+    """The data, and the batch that a step is given. A run has a plan of its own, and its ledger
+    knows of batches that were left out."""
+    from overland.config.load import load_config
+    from overland.config.schema import Job
+    from overland.data.ledger import read_ledger
+    from overland.data.prepare import Place, planned_data, training_data
+    from overland.models.registry import model_config
+    from overland.training.folder import RunFolder
+
+    run = Path(config).expanduser()
+    is_run = (run / "data" / "plan.json").is_file()
+    loaded = load_config(str(run / "config.toml") if is_run else config, settings).config
+    vocab_size = model_config(loaded.model).vocab_size
+    if not is_run:
+        rows = global_batch_size(loaded)
+        return training_data(loaded, rows, vocab_size, Place()), step - 1
+    folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
+    fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
+    ahead = step - max(fed, default=0)
+    batch = fed[step].batch if step in fed else step - 1
+    if fed and ahead > 0:
+        batch = fed[max(fed)].batch + ahead
+    return planned_data(loaded, vocab_size, folder.data), batch
+
+
+def global_batch_size(config: JobConfig) -> int:
+    """As the config says, or, where it leaves it to the number of devices, one device's."""
+    size = config.training.global_batch_size
+    return config.training.local_batch_size if size == -1 else size
+
+
+def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:
+    from overland.data.fields import IGNORED, tokens_and_labels, with_borders
+
+    segment = dataset.plan.segment(batch)
+    rows = dataset.rows.read(batch)
+    fields = with_borders(rows)
+    labels = fields.labels if segment.document_mask else tokens_and_labels(rows)[1]
+    names = list(dataset.plan.sources)
+    origins = dataset.rows.origins(batch)
+    for row in range(first, min(first + count, segment.global_batch_size)):
+        tokens = fields.tokens[row].tolist()
+        yield {
+            "row": row,
+            "rows": segment.global_batch_size,
+            "tokens": tokens,
+            "pieces": dataset.tokenizer.pieces(tokens) if dataset.tokenizer else None,
+            "has_loss": (labels[row] != IGNORED).tolist(),
+            "documents": fields.documents[row].tolist(),
+            "positions": fields.positions[row].tolist(),
+            "from": [
+                {"source": names[source], "document": number, "start": start, "tokens": length}
+                for part in origins
+                for source, number, start, length in zip(
+                    *(
+                        values[part.row == row].tolist()
+                        for values in (part.source, part.number, part.start, part.length)
+                    ),
+                    strict=True,
+                )
+            ],
+        }
+
+
+def render(page: dict[str, Any], step: int) -> Text:
+    """A row in colours: a colour per document, dim where no loss is taken."""
+    from rich.text import Text
+
+    text = Text(f"step {step}, row {page['row']} of {page['rows']}: ", style="bold")
+    sources = ", ".join(
+        f"{one['source']} {one['document'] >> 32}/{one['document'] & 0xFFFFFFFF}"
+        + (f" from token {one['start']:,}" if one["start"] else "")
+        for one in page["from"]
+    )
+    text.append(f"{sources}\n", style="not bold")
+    words = page["pieces"] or [f"{token} " for token in page["tokens"]]
+    for word, document, has_loss in zip(words, page["documents"], page["has_loss"], strict=True):
+        style = COLOURS[document % len(COLOURS)] + ("" if has_loss else " dim")
+        text.append(word, style=style)
+    without = len(page["has_loss"]) - sum(page["has_loss"])
+    text.append(f"\n{len(words):,} tokens, {without:,} without a loss\n", style="bold")
+    return text

@@ -1,0 +1,229 @@
+"""Blocks one after another: each window's documents packed, and the blocks permuted.
+
+A stream may begin with what another one has left over: when the length of sequences changes in the
+middle of a window, the blocks of it that nobody has read yet are cut anew, and nothing is read
+twice or left out.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.documents import Documents, Reading, Windows
+from overland.data.order import permute
+from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
+from overland.data.sources.marks import digest_of
+
+Array = npt.NDArray[np.int64]
+OPEN_WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks as rows of `seq_len + 1` tokens."""
+
+    tokens: Array
+    num_tokens: Array
+    """Of each row, how many of its tokens are real; the rest is padding."""
+    piece_row: Array
+    piece_begin: Array
+    """Where each piece of a document begins: the row, and the place in it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How documents become blocks."""
+
+    seq_len: int
+    packing: Packing = "pack"
+    last_block: LastBlock = "pad"
+    pad_id: int = 0
+
+
+@dataclass(frozen=True)
+class Origins:
+    """What rows are made of, piece by piece; each token counts where it is given to the model, so
+    the last of a row, which is only predicted, counts there only if it never comes again."""
+
+    row: Array
+    source: Array
+    number: Array
+    """Of the document in its source."""
+    start: Array
+    """Where in its document a piece begins."""
+    length: Array
+
+
+@dataclass(frozen=True)
+class Window:
+    documents: Documents
+    cut: Cut
+    order: Array
+    """The block at each place."""
+
+    def pieces(self, places: Array) -> Pieces:
+        return self.cut.pieces(self.order[places])
+
+    def own_pieces(self, places: Array) -> Pieces:
+        """Without last tokens that come again elsewhere: over a window, every token once."""
+        pieces = self.pieces(places)
+        is_last = np.append(pieces.row[1:] != pieces.row[:-1], True)
+        shared = self.cut.shares_last(self.order[places])[pieces.row]
+        stop = pieces.stop - (is_last & shared)
+        kept = stop > pieces.start
+        return Pieces(pieces.row[kept], pieces.document[kept], pieces.start[kept], stop[kept])
+
+
+class BlockStream:
+    """Blocks by number, without an end."""
+
+    def __init__(
+        self,
+        windows: Windows,
+        shape: Shape,
+        reading: Reading,
+        first: int = 0,
+        rest: Rest | None = None,
+    ) -> None:
+        """Starts with window `first`, after the `rest` of another stream."""
+        self.windows, self.shape, self.reading = windows, shape, reading
+        self.first, self.rest = first, rest
+        parts = [windows.key, shape.seq_len, shape.packing, shape.last_block, reading.seed]
+        self.key = digest_of([*parts, first, rest.key if rest else None])
+        self._opened: OrderedDict[int, Window] = OrderedDict()
+        self._lead = 1 if rest else 0
+        self._counts = reading.counts(
+            f"blocks-{self.key}", self._count, windows.per_epoch + self._lead
+        )
+
+    def read(self, numbers: Array, rows: Array, into: Array) -> tuple[Array, Array, Array]:
+        """Fills `rows` of `into` with blocks; returns how many tokens each has, and of every piece
+        the row and where it begins."""
+        num_tokens = np.zeros(len(numbers), np.int64)
+        piece_rows, piece_begins = [], []
+        for window, mine, places in self._find(numbers):
+            pieces = window.pieces(places)
+            begins = _copy(window.documents, pieces, rows[mine], into, self.shape.pad_id)
+            np.add.at(num_tokens, mine[pieces.row], pieces.stop - pieces.start)
+            piece_rows.append(rows[mine][pieces.row])
+            piece_begins.append(begins)
+        return num_tokens, np.concatenate(piece_rows), np.concatenate(piece_begins)
+
+    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
+        return [
+            _origins(window.documents, window.own_pieces(places), rows[mine])
+            for window, mine, places in self._find(numbers)
+        ]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The window that a block lies in, and its place there."""
+        windows, places = self._counts.find([number])
+        return int(windows[0]), int(places[0])
+
+    def num_blocks(self, windows: int) -> int:
+        """In the first so many windows."""
+        return self._counts.total(windows)
+
+    def open(self, window: int) -> Window:
+        if window not in self._opened:
+            rest = self.rest if window < self._lead else None
+            documents = rest.documents() if rest else self.windows.open(self.window_behind(window))
+            shape = self.shape
+            laid_out = cut(documents.length, shape.seq_len, shape.packing, shape.last_block)
+            self._opened[window] = Window(documents, laid_out, self._order(window, laid_out))
+            while len(self._opened) > OPEN_WINDOWS:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(window)
+        return self._opened[window]
+
+    def window_behind(self, window: int) -> int:
+        """Which window of documents a window of this stream is (none of them for the rest)."""
+        return window - self._lead + self.first
+
+    def _find(self, numbers: Array) -> Iterator[tuple[Window, Array, Array]]:
+        """Window by window: which of `numbers` lie in it, and at which places."""
+        windows, places = self._counts.find(numbers)
+        for window in np.unique(windows).tolist():
+            mine = np.flatnonzero(windows == window)
+            yield self.open(window), mine, places[mine]
+
+    def _order(self, window: int, laid_out: Cut) -> Array:
+        places = np.arange(laid_out.num_blocks)
+        if not self.reading.shuffle or not len(places):
+            return places
+        return permute(places, len(places), "blocks", self.reading.seed, self.key, window)
+
+    def _count(self, first: int) -> npt.ArrayLike:
+        if self.shape.packing == "pack" and first >= self._lead:
+            tokens = self.windows.num_tokens(self.window_behind(first))
+            if tokens is not None:
+                return num_packed(tokens, self.shape.seq_len, self.shape.last_block)
+        return [self.open(first).cut.num_blocks]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The blocks of one window that were not read, from a place on."""
+
+    stream: BlockStream
+    window: int
+    place: int
+
+    @property
+    def key(self) -> str:
+        return digest_of([self.stream.key, self.window, self.place])
+
+    def documents(self) -> Documents:
+        """Each piece as a document of its own."""
+        window = self.stream.open(self.window)
+        pieces = window.own_pieces(np.arange(self.place, window.cut.num_blocks))
+        picked = window.documents[pieces.document]
+        return Documents(
+            picked.files,
+            picked.file,
+            picked.start + pieces.start,
+            pieces.stop - pieces.start,
+            picked.source,
+            picked.number,
+            picked.offset + pieces.start,
+        )
+
+
+def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Array, pad_id: int) -> Array:
+    """Writes the pieces into their rows, and padding behind them; returns where each begins."""
+    sizes = pieces.stop - pieces.start
+    ends = np.cumsum(sizes)
+    is_first = np.append(True, pieces.row[1:] != pieces.row[:-1])
+    begins = ends - sizes - np.repeat((ends - sizes)[is_first], np.bincount(pieces.row))
+    flat, width = into.reshape(-1), into.shape[1]
+    places = begins + rows[pieces.row] * width
+    files, which = documents.files, pieces.document
+    for file, first, place, size in zip(
+        documents.file[which].tolist(),
+        (documents.start[which] + pieces.start).tolist(),
+        places.tolist(),
+        sizes.tolist(),
+        strict=True,
+    ):
+        flat[place : place + size] = files[file][first : first + size]
+    is_last = np.append(is_first[1:], True)
+    for row, end in zip(rows.tolist(), (begins + sizes)[is_last].tolist(), strict=True):
+        if end < width:
+            into[row, end:] = pad_id
+    return begins
+
+
+def _origins(documents: Documents, pieces: Pieces, rows: Array) -> Origins:
+    which = pieces.document
+    return Origins(
+        rows[pieces.row],
+        documents.source[which],
+        documents.number[which],
+        documents.offset[which] + pieces.start,
+        pieces.stop - pieces.start,
+    )

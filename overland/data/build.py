@@ -1,0 +1,228 @@
+"""All shards of a corpus, made beforehand: by several processes, in parts if wanted, over as many
+sessions as it takes. What is made stays; whoever makes the last shard marks the corpus complete."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overland.data.cache import sweep
+from overland.data.errors import DataError
+from overland.data.layout import Layout, durable, read_layout
+from overland.data.make import Maker
+from overland.data.shard import read_counts, sync_folder
+from overland.data.sources.source import Source
+from overland.data.tokenizer import Tokenizer
+from overland.data.workers import CannotStart, Workers
+
+FEW_SHARDS = 2  # are made here, by the tokenizer's own threads, before a process has started
+HEADS_AT_ONCE = 16  # read in parallel: a shared file system takes a millisecond for each
+LOOK_SECONDS = 0.25
+
+
+@dataclass
+class Progress:
+    """How far a build is; what was made before it began does not count."""
+
+    num_shards: int
+    """To be made."""
+    documents_per_shard: float
+    num_made: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_bad: int = 0
+
+    @property
+    def share(self) -> float:
+        """About which part is done, shards under way included."""
+        begun = self.num_documents / max(self.documents_per_shard, 1)
+        return min(max(self.num_made, min(begun, self.num_made + 1)) / max(self.num_shards, 1), 1.0)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a complete corpus holds."""
+
+    num_documents: int
+    num_tokens: int
+    num_bad: int
+
+
+@dataclass(frozen=True)
+class Built:
+    layout: Layout
+    made: Progress
+    """In this session."""
+    totals: Totals | None
+    """None while other parts are missing."""
+
+    @property
+    def documents(self) -> int:
+        return self.totals.num_documents if self.totals is not None else self.made.num_documents
+
+    @property
+    def tokens(self) -> int:
+        return self.totals.num_tokens if self.totals is not None else self.made.num_tokens
+
+    @property
+    def bad(self) -> int:
+        return self.totals.num_bad if self.totals is not None else self.made.num_bad
+
+
+def build(
+    folder: Path,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    *,
+    processes: int,
+    part: tuple[int, int] = (0, 1),
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> Built:
+    """Makes the shards of one part (number, of how many) that are missing."""
+    layout = read_layout(folder)
+    totals = _read_totals(layout)
+    if totals is not None:
+        return Built(layout, Progress(0, layout.documents_per_shard), totals)
+    layout.keep_path.touch()
+    number, count = part
+    mine = range(layout.num_shards * number // count, layout.num_shards * (number + 1) // count)
+    missing = _missing(layout, mine)
+    state = Progress(len(missing), layout.documents_per_shard)
+    progress(state)
+    while missing:
+        before = len(missing)
+        if len(missing) <= FEW_SHARDS and processes > 1:
+            _make_here(layout, source, tokenizer, missing, state, progress)
+        else:
+            _make_in_processes(layout, source, tokenizer, missing, processes, state, progress)
+        missing = _missing(layout, mine)
+        if len(missing) >= before:
+            raise DataError(f"{layout.shard_path(missing[0])} was made and is gone again")
+    return Built(layout, state, finish(layout))
+
+
+def finish(layout: Layout) -> Totals | None:
+    """Marks the corpus complete if every shard is there.
+
+    Each builder publishes its shards before it looks, so the last one sees them all. If two come
+    here at once, they write the same.
+    """
+    if len(layout.made()) < layout.num_shards:
+        return None
+    paths = map(layout.shard_path, range(layout.num_shards))
+    with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
+        counts = np.asarray(list(pool.map(read_counts, paths)), np.int64)
+    totals = Totals(*counts.sum(axis=0).tolist())
+    if not totals.num_documents:
+        bad = f", {totals.num_bad:,} bad ones were skipped" if totals.num_bad else ""
+        raise DataError(f"{layout.source} is empty: it holds no documents{bad}")
+    about = {"documents": totals.num_documents, "tokens": totals.num_tokens, "bad": totals.num_bad}
+    _publish(layout.folder / "totals.json", lambda file: file.write(json.dumps(about).encode()))
+    _publish(layout.sizes_path, lambda file: np.save(file, counts[:, :2]))
+    sweep(layout)
+    return totals
+
+
+def _read_totals(layout: Layout) -> Totals | None:
+    if not layout.sizes_path.exists():
+        return None
+    about = json.loads((layout.folder / "totals.json").read_bytes())
+    return Totals(about["documents"], about["tokens"], about["bad"])
+
+
+def _missing(layout: Layout, numbers: Sequence[int]) -> list[int]:
+    made = layout.made()
+    return [number for number in numbers if number not in made]
+
+
+def _make_here(
+    layout: Layout,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    numbers: Sequence[int],
+    state: Progress,
+    progress: Callable[[Progress], None],
+) -> None:
+    maker = Maker(layout, source, tokenizer)
+
+    def tick(documents: int, tokens: int) -> None:
+        state.num_documents += documents
+        state.num_tokens += tokens
+        progress(state)
+
+    for number in numbers:
+        while (info := maker.make(number, tick)) is None:
+            if layout.shard_path(number).exists():
+                break
+            time.sleep(LOOK_SECONDS)  # another builder is at work on it
+        else:
+            state.num_made += 1
+            state.num_bad += info.num_bad
+        progress(state)
+
+
+def _make_in_processes(
+    layout: Layout,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    numbers: Sequence[int],
+    processes: int,
+    state: Progress,
+    progress: Callable[[Progress], None],
+) -> None:
+    count = min(processes, len(numbers))
+    try:
+        workers = Workers(
+            layout, source, tokenizer, count,
+            threads=processes // count, numbers=numbers, reports=True,
+        )  # fmt: skip
+    except CannotStart:  # a source that only this process can read
+        return _make_here(layout, source, tokenizer, numbers, state, progress)
+    try:
+        _follow(workers, state, progress)
+    finally:
+        workers.close()
+
+
+def _follow(workers: Workers, state: Progress, progress: Callable[[Progress], None]) -> None:
+    """Until every process has come to the end of its list."""
+    idle: set[int] = set()
+    while not workers.pids or not idle.issuperset(workers.pids):
+        for pid, message in workers.messages(LOOK_SECONDS):
+            match message:
+                case ["progress", documents, tokens]:
+                    state.num_documents += documents
+                    state.num_tokens += tokens
+                case ["made", num_bad]:
+                    state.num_made += 1
+                    state.num_bad += num_bad
+                case ["bad", _, text]:
+                    raise DataError(text)
+                case ["failed", number, trace]:
+                    raise RuntimeError(f"shard {number} could not be made\n{trace}")
+                case ["idle"]:
+                    idle.add(pid)
+        codes = workers.replace_dead()
+        if codes and not workers.num_alive:
+            raise DataError(
+                f"the processes that tokenise ended again and again (exit codes "
+                f"{', '.join(map(str, codes))}; -9: killed, often for memory): try fewer "
+                "--processes"
+            )
+        progress(state)
+
+
+def _publish(path: Path, write: Callable[[Any], Any]) -> None:
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with durable(beside) as file:
+        write(file)
+    beside.rename(path)
+    sync_folder(path.parent)

@@ -1,0 +1,238 @@
+"""A corpus: token shards by number, made beforehand or just in time; readers see no difference.
+
+`shard(number)` opens a shard. Where it is missing, somebody is making it (a background process of
+this rank, of another rank or of another node) or, after a moment in which nobody is, this process
+makes it. So a dead process or a lock that was left behind costs time and never stops a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.cache import Cache
+from overland.data.claims import Claims
+from overland.data.errors import DataError
+from overland.data.layout import Layout, changes, lay_out, read_layout
+from overland.data.make import Maker
+from overland.data.shard import Shard, open_shard
+from overland.data.sources.source import Kind, Source
+from overland.data.tokenizer import Tokenizer
+from overland.data.workers import CannotStart, Workers
+
+__all__ = ["Corpus", "changes", "lay_out", "open_corpus"]
+
+OPEN_SHARDS = 64  # each keeps a file open, and a process may often open 1,024
+GRACE_SECONDS = 1.5  # a background process starts within a second
+PATIENCE_SECONDS = 60.0  # where this process cannot make a shard itself
+POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.25  # between looks at a claim, which take a few file operations
+# Fewer shards than this are made here, by the tokenizer's own threads: they would be done before
+# background processes have started.
+FEW_SHARDS = 2
+FEW_DOCUMENTS = 8192
+
+
+def open_corpus(
+    folder: Path,
+    open_source: Callable[[], Source] | None = None,
+    open_tokenizer: Callable[[], Tokenizer] | None = None,
+    *,
+    processes: int = 0,
+    cache_bytes: int | None = None,
+    wait: bool = True,
+) -> Corpus:
+    """Opens a corpus that was laid out; every rank does.
+
+    With `open_source` (and `open_tokenizer`, for text) shards that are missing can be made. On one
+    rank per node `processes` background processes make what is expected, and shards that are not
+    are deleted while all together are larger than `cache_bytes`. Without `wait`, a missing shard
+    that nobody is making is made here at once, with no grace for others to begin.
+    """
+    return Corpus(read_layout(folder), open_source, open_tokenizer, processes, cache_bytes, wait)
+
+
+class Corpus:
+    def __init__(
+        self,
+        layout: Layout,
+        open_source: Callable[[], Source] | None,
+        open_tokenizer: Callable[[], Tokenizer] | None,
+        processes: int,
+        cache_bytes: int | None,
+        wait: bool,
+    ) -> None:
+        self.layout = layout
+        self.name, self.folder, self.fingerprint = layout.name, layout.folder, layout.fingerprint
+        self.num_shards = layout.num_shards
+        self.documents_per_shard = layout.documents_per_shard
+        self.vocab_size, self.eos_id, self.bos_id = layout.vocab_size, layout.eos_id, layout.bos_id
+        self.kind: Kind = layout.kind
+        self.dtype = layout.dtype
+        self.open_source, self._open_tokenizer = open_source, open_tokenizer
+        self._processes = processes
+        self._is_little = self.num_shards <= FEW_SHARDS and (
+            self.documents_per_shard <= FEW_DOCUMENTS
+        )
+        self._is_alone = not wait or (processes > 0 and self._is_little)
+        """Nobody else was seen to make shards, so there is nobody to wait for."""
+        self._claims = Claims(layout.folder)
+        self._cache = Cache(layout, cache_bytes) if processes and cache_bytes is not None else None
+        self._maker: Maker | None = None
+        self.workers: Workers | None = None
+        """The background processes of this rank, once they were needed."""
+        self._opened: OrderedDict[int, Shard] = OrderedDict()
+        self._bad: dict[int, int] = {}
+        self._empty: set[int] = set()
+        self._expected: list[int] = []
+        self._is_closed = False
+        self._lock, self._making = threading.RLock(), threading.Lock()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it was built."""
+        return self.layout.sizes_path.exists()
+
+    @property
+    def num_bad(self) -> int:
+        """Documents that were skipped in the shards opened so far."""
+        return sum(self._bad.values())
+
+    def sizes(self) -> npt.NDArray[np.int64] | None:
+        """Documents and tokens of every shard, where all are built; mapped, not read."""
+        try:
+            return np.load(self.layout.sizes_path, mmap_mode="r")
+        except FileNotFoundError:
+            return None
+
+    def shard(self, number: int) -> Shard:
+        """Opens a shard, when it is there."""
+        if not 0 <= number < self.num_shards:
+            raise IndexError(f"{self.folder} has {self.num_shards:,} shards, no number {number:,}")
+        with self._lock:
+            shard = self._opened.pop(number, None)
+            if shard is not None:
+                self._opened[number] = shard
+                return shard
+        shard = self._await(number)
+        with self._lock:
+            self._opened[number] = shard
+            if len(self._opened) > OPEN_SHARDS:
+                self._opened.popitem(last=False)
+            self._count(number, shard)
+        return shard
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """These are needed next, in this order: background processes make those that are missing.
+        Others may be evicted."""
+        numbers = list(numbers)
+        with self._lock:
+            if not self._processes or numbers == self._expected or self.is_complete:
+                return
+            self._expected = numbers
+            missing = [n for n in numbers if not self.layout.shard_path(n).exists()]
+            if self._cache is not None:
+                self._cache.expect(numbers, len(missing))
+            if self.workers is None and missing:
+                self._start_workers()
+            if self.workers is not None:
+                self.workers.expect(missing)
+
+    def close(self) -> None:
+        """Ends the background processes, and whoever waits for a shard. Shards that are open stay
+        readable."""
+        self._is_closed = True
+        with self._lock:
+            if self.workers is not None:
+                self.workers.close()
+            self.workers, self._processes = None, 0
+            self._opened.clear()
+
+    def _await(self, number: int) -> Shard:
+        path, claim = self.layout.shard_path(number), self.layout.claim_path(number)
+        alone_since = next_look = time.monotonic()
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return open_shard(path)
+            self._check_open()
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + LOOK_SECONDS
+                self._look_after_workers(number)
+                if self._claims.is_live(claim):
+                    alone_since, self._is_alone = now, False
+                elif self.open_source is None:
+                    self._lose_patience(path, now - alone_since)
+                elif self._is_alone or now - alone_since >= GRACE_SECONDS:
+                    self._is_alone = self.workers is None
+                    self._make(number)
+                    continue
+            time.sleep(POLL_SECONDS)
+
+    def _look_after_workers(self, number: int) -> None:
+        """Replaces those that were killed, and raises what they found wrong with this shard."""
+        with self._lock:
+            if self.workers is None:
+                return
+            self.workers.replace_dead()
+            if not self.workers.num_alive:  # killed again and again: shards are made here then
+                self.workers.close()
+                self.workers, self._processes, self._is_alone = None, 0, True
+            elif (error := self.workers.error(number)) is not None:
+                raise error
+
+    def _make(self, number: int) -> None:
+        with self._making:
+            if self._maker is None:
+                source, tokenizer = self.parts()
+                self._maker = Maker(self.layout, source, tokenizer)
+            self._maker.make(number, lambda documents, tokens: self._check_open())
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise DataError(f"{self.folder} was closed while a shard was waited for")
+
+    def _lose_patience(self, path: Path, seconds: float) -> None:
+        if self.is_complete:
+            raise DataError(f"{path} is missing from a corpus that was complete: build it again")
+        if seconds >= PATIENCE_SECONDS:
+            raise DataError(
+                f"{path} is missing and nobody is making it: `overland data build` makes all of "
+                f"{self.layout.source}"
+            )
+
+    def _start_workers(self) -> None:
+        if self.num_shards <= FEW_SHARDS and self.documents_per_shard <= FEW_DOCUMENTS:
+            self._is_alone = True
+        elif self.open_source is not None:
+            source, tokenizer = self.parts()
+            try:
+                self.workers = Workers(self.layout, source, tokenizer, self._processes)
+                self._is_alone = False
+            except CannotStart:  # a source that only this process can read
+                self._processes, self._is_alone = 0, True
+
+    def parts(self) -> tuple[Source, Tokenizer | None]:
+        assert self.open_source is not None
+        if self.kind == "tokens" or self._open_tokenizer is None:
+            return self.open_source(), None
+        return self.open_source(), self._open_tokenizer()
+
+    def _count(self, number: int, shard: Shard) -> None:
+        if not shard.info.num_documents:
+            self._empty.add(number)
+            if len(self._empty) == self.num_shards:
+                bad = sum(self._bad.values()) + shard.info.num_bad
+                raise DataError(
+                    f"{self.layout.source} is empty: it holds no documents"
+                    + (f", {bad:,} bad ones were skipped" if bad else "")
+                )
+        if shard.info.num_bad:
+            self._bad[number] = shard.info.num_bad

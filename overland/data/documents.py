@@ -1,0 +1,248 @@
+"""Which documents come when, window by window.
+
+Per epoch a corpus's shards are permuted, and some that follow each other form a *window*: as much
+as is worth mixing and small enough to hold ready. Inside it documents are permuted again. A mixture
+by rows takes its documents from several such streams in turn.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.corpus import Corpus
+from overland.data.counts import Counts
+from overland.data.errors import DataError
+from overland.data.order import permute
+from overland.data.ranges import spread
+from overland.data.schedule import Schedule
+from overland.data.sources.marks import digest_of
+
+Array = npt.NDArray[np.int64]
+LOOK_AHEAD = 2  # windows that are made ready beyond the one that is read
+OPEN_WINDOWS = 3  # a batch that spans windows comes back to each of them
+COUNTED_AT_ONCE = 4096  # windows, where counting needs no look at the tokens
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in the order in which they are taken, and where the tokens of each lie."""
+
+    files: list[npt.NDArray[np.generic]]
+    file: Array
+    start: Array
+    length: Array
+    source: Array
+    """Number of the source, in the order of the plan."""
+    number: Array
+    """Its place in its source: shard × 2³² + place in the shard."""
+    offset: Array
+    """Tokens of it that are not here but come before: none, unless it is a rest."""
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def __getitem__(self, which: Array | slice) -> Documents:
+        columns = (self.file, self.start, self.length, self.source, self.number, self.offset)
+        return Documents(self.files, *(values[which] for values in columns))
+
+
+class Windows(Protocol):
+    """Windows of documents, numbered from 0, without an end."""
+
+    key: str
+    """Of everything that decides what a window holds."""
+    per_epoch: int
+
+    def open(self, window: int) -> Documents: ...
+
+    def num_tokens(self, first: int) -> Array | None:
+        """Of windows `first`, `first + 1`, …, where that is known without opening them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How corpora are read, whatever is made of them."""
+
+    seed: int = 0
+    shuffle: bool = True
+    window_documents: int = 100_000
+    memory: Path | None = None
+    """Folder for counts of what windows hold."""
+    writes: bool = False
+    """Whether this process adds to them; one does."""
+
+    def counts(self, name: str, count: Callable[[int], npt.ArrayLike], per_epoch: int) -> Counts:
+        path = self.memory / f"{name}.counts" if self.memory is not None else None
+        return Counts(count, per_epoch, path, self.writes)
+
+
+class SourceWindows:
+    """Windows of one corpus, epoch after epoch, up to `max_epochs`."""
+
+    def __init__(
+        self, corpus: Corpus, source: int, reading: Reading, max_epochs: int | None = None
+    ) -> None:
+        self.corpus, self.source, self.reading, self.max_epochs = (
+            corpus, source, reading, max_epochs
+        )  # fmt: skip
+        announced = corpus.num_shards * corpus.documents_per_shard
+        self.per_epoch = int(
+            min(max(announced // reading.window_documents, 1), max(corpus.num_shards, 1))
+        )
+        parts = [corpus.name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
+        self.key = digest_of(parts)
+        self._opened: OrderedDict[int, Documents] = OrderedDict()
+        self._documents = reading.counts(f"documents-{self.key}", self._count, self.per_epoch)
+
+    def open(self, window: int) -> Documents:
+        if window not in self._opened:
+            self._check_epoch(window)
+            self.corpus.expect(self._shards(self._until(window, 1 + LOOK_AHEAD)).tolist())
+            self._opened[window] = self._open(window)
+            while len(self._opened) > OPEN_WINDOWS:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(window)
+        return self._opened[window]
+
+    def take(self, first: int, last: int) -> list[Documents]:
+        """Documents [first, last) of the stream, in parts."""
+        if first == last:
+            return []
+        (window, end), (place, _) = self._documents.find([first, last - 1])
+        parts, left = [], last - first
+        for number in range(window, end + 1):
+            part = self.open(number)[place : place + left]
+            parts.append(part)
+            left, place = left - len(part), 0
+        return parts
+
+    def num_tokens(self, first: int) -> Array | None:
+        return self._sums(first, 1)
+
+    def _count(self, first: int) -> npt.ArrayLike:
+        known = self._sums(first, 0)
+        return [len(self.open(first))] if known is None else known
+
+    def _sums(self, first: int, column: int) -> Array | None:
+        """Documents or tokens per window, from the sizes of a corpus that is built."""
+        sizes = self.corpus.sizes()
+        if sizes is None:
+            return None
+        self._check_epoch(first)
+        end_of_epoch = (first // self.per_epoch + 1) * self.per_epoch
+        windows = np.arange(first, min(first + COUNTED_AT_ONCE, end_of_epoch))
+        widths = np.diff(self._places(windows), axis=0)[0]
+        starts = np.cumsum(widths) - widths
+        return np.add.reduceat(np.asarray(sizes[self._shards(windows), column]), starts)
+
+    def _until(self, first: int, count: int) -> Array:
+        """So many windows from `first` on, or as many as there will be."""
+        last = first + count
+        if self.max_epochs is not None:
+            last = min(last, self.max_epochs * self.per_epoch)
+        return np.arange(first, last)
+
+    def _places(self, windows: Array) -> tuple[Array, Array]:
+        """Windows of an epoch share its shards out evenly."""
+        window, total = windows % self.per_epoch, self.corpus.num_shards
+        return window * total // self.per_epoch, (window + 1) * total // self.per_epoch
+
+    def _shards(self, windows: Array) -> Array:
+        """The shards of some windows in a row, one window after the other."""
+        first, last = self._places(windows)
+        which, places = spread(first, last - first)
+        if not self.reading.shuffle:
+            return places
+        epochs = (windows // self.per_epoch)[which]
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            places[now] = self._permute(places[now], self.corpus.num_shards, "shards", epoch)
+        return places
+
+    def _open(self, window: int) -> Documents:
+        numbers = self._shards(np.array([window]))
+        shards = [self.corpus.shard(number) for number in numbers.tolist()]
+        counts = np.array([shard.info.num_documents for shard in shards])
+        total = int(counts.sum())
+        file, place = spread(np.zeros_like(counts), counts)
+        all_ = Documents(
+            [shard.tokens for shard in shards],
+            file,
+            np.concatenate([shard.offsets[:-1] for shard in shards]).astype(np.int64),
+            np.concatenate([np.diff(shard.offsets) for shard in shards]).astype(np.int64),
+            np.full(total, self.source, np.int64),
+            (numbers[file] << 32) + place,
+            np.zeros(total, np.int64),
+        )
+        if not self.reading.shuffle or not total:
+            return all_
+        return all_[self._permute(np.arange(total), total, "documents", window)]
+
+    def _permute(self, places: Array, size: int, what: str, number: int) -> Array:
+        return permute(places, size, what, self.reading.seed, self.corpus.name, number)
+
+    def _check_epoch(self, window: int) -> None:
+        if self.max_epochs is not None and window // self.per_epoch >= self.max_epochs:
+            raise DataError(
+                f"{self.corpus.name} has been read {self.max_epochs} times, as often as its "
+                f"max_epochs allows: raise that, lower its weight, or train for fewer steps"
+            )
+
+
+class MixedWindows:
+    """A mixture by rows: documents of several sources in turn, `window_documents` at a time."""
+
+    def __init__(
+        self,
+        sources: Sequence[SourceWindows],
+        schedule: Schedule,
+        reading: Reading,
+        starts: Sequence[int],
+    ) -> None:
+        """`starts`: documents that each source has given before."""
+        self.sources, self.schedule, self.starts = sources, schedule, list(starts)
+        self.size = reading.window_documents
+        self.per_epoch = max(source.per_epoch for source in sources)
+        # A source without turns does not enter: one that joins later changes nothing before.
+        parts = zip(sources, schedule.shares, self.starts, strict=True)
+        used = [[source.key, share, start] for source, share, start in parts if share]
+        self.key = digest_of([self.size, used])
+
+    def open(self, window: int) -> Documents:
+        turns = np.arange(window * self.size, (window + 1) * self.size)
+        whose = self.schedule.whose(turns)
+        parts, places = [], []
+        for number, (source, first, last) in enumerate(
+            zip(self.sources, self.taken(window), self.taken(window + 1), strict=True)
+        ):
+            parts += source.take(first, last)
+            places.append(np.flatnonzero(whose == number))
+        return _joined(parts)[np.argsort(np.concatenate(places), kind="stable")]
+
+    def taken(self, window: int) -> list[int]:
+        """How many documents each source has given before this window."""
+        given = self.schedule.before(window * self.size).tolist()
+        return [start + count for start, count in zip(self.starts, given, strict=True)]
+
+    def num_tokens(self, first: int) -> Array | None:
+        return None
+
+
+def _joined(parts: Sequence[Documents]) -> Documents:
+    shifts = np.cumsum([0, *(len(part.files) for part in parts)]).tolist()
+    return Documents(
+        [file for part in parts for file in part.files],
+        np.concatenate([part.file + shift for part, shift in zip(parts, shifts, strict=False)]),
+        np.concatenate([part.start for part in parts]),
+        np.concatenate([part.length for part in parts]),
+        np.concatenate([part.source for part in parts]),
+        np.concatenate([part.number for part in parts]),
+        np.concatenate([part.offset for part in parts]),
+    )

@@ -1,0 +1,348 @@
+"""What a corpus is made of: which chunks form which shard, and how they become tokens.
+
+    <root>/<name>-<fingerprint>/
+      corpus.json     counts, types and policy; small whatever the size of the corpus
+      chunks.jsonl    a line per shard: its chunks, and marks of the files they are read from; a
+                      last line with the files that every chunk depends on
+      lines.npy       where each line begins, and the end
+      shards/0012/0012345.shard
+      sizes.npy       documents and tokens per shard, once all are made
+
+Consecutive chunks form a shard: as many as come nearest to `shard_documents` documents or 64 MiB,
+whichever is less. It depends on the source's list alone, so that a corpus made beforehand and one
+made just in time have the same shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data import shard
+from overland.data.errors import DataError
+from overland.data.sources.compression import SUFFIXES
+from overland.data.sources.marks import FileMark, digest_of
+from overland.data.sources.source import FileSource, Kind, Source
+from overland.data.tokenizer import Tokenizer
+
+FORMAT = 1
+SHARD_DOCUMENTS = 4096
+SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which one core makes in about ten seconds
+SHARDS_PER_FOLDER = 1000
+DOCUMENT_BYTES = 4096  # a web page; where nothing says how many documents a file holds
+COMPRESSION = 3  # by how much text shrinks under gzip and zstd
+CHUNK_DOCUMENTS = 1000  # of a source that says nothing
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    fingerprint: str
+    """Of everything that decides the tokens: files, tokenizer, policy, grouping."""
+    request: str
+    """Of what was asked for, without a look into the files."""
+    source: str
+    """What it was made from, for people."""
+    kind: Kind
+    dtype: str
+    vocab_size: int | None
+    bos_id: int | None
+    eos_id: int | None
+    add_bos: bool
+    add_eos: bool
+    """Whether the tokenizer ended each document with the EOS token."""
+    skip_bad: bool
+    num_shards: int
+    documents_per_shard: float
+    """About how many, from what the source says of itself."""
+    folder: Path
+
+    def shard_path(self, number: int) -> Path:
+        part = f"{number // SHARDS_PER_FOLDER:04d}"
+        return self.folder / "shards" / part / f"{number:07d}.shard"
+
+    def claim_path(self, number: int) -> Path:
+        return self.shard_path(number).with_suffix(".claim")
+
+    @property
+    def sizes_path(self) -> Path:
+        return self.folder / "sizes.npy"
+
+    @property
+    def keep_path(self) -> Path:
+        """There once a build was begun: nothing is evicted any more."""
+        return self.folder / "keep"
+
+    def chunks_of(self, number: int) -> tuple[list[str], dict[str, FileMark]]:
+        """The chunks of a shard, and marks of the files they are read from."""
+        start, stop = self._lines[number], self._lines[number + 1]
+        with (self.folder / "chunks.jsonl").open("rb") as file:
+            file.seek(start)
+            chunks, marks = json.loads(file.read(stop - start))
+        return chunks, {name: FileMark(*mark) for name, mark in marks.items()}
+
+    def all_chunks(self) -> tuple[list[str], dict[str, FileMark]]:
+        chunks, marks = [], {}
+        with (self.folder / "chunks.jsonl").open("rb") as file:
+            for line in file:
+                names, found = json.loads(line)
+                chunks += names
+                marks.update({name: FileMark(*mark) for name, mark in found.items()})
+        return chunks, marks
+
+    def made(self) -> dict[int, int]:
+        """Bytes of each shard that is there. Lists folders: not for 10⁶ shards in a hurry."""
+        found = {}
+        for folder in sorted((self.folder / "shards").glob("*")):
+            for entry in os.scandir(folder):
+                if entry.name.endswith(".shard"):
+                    with contextlib.suppress(FileNotFoundError):  # being evicted
+                        found[int(entry.name.removesuffix(".shard"))] = entry.stat().st_size
+        return found
+
+    @cached_property
+    def _lines(self) -> npt.NDArray[np.int64]:
+        return np.load(self.folder / "lines.npy", mmap_mode="r")
+
+
+def lay_out(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    root: Path,
+    *,
+    shard_documents: int = SHARD_DOCUMENTS,
+    skip_bad: bool = False,
+    vocab_size: int | None = None,
+    report: Report = lambda message: None,
+) -> Path:
+    """The folder of the corpus that these make, found under `root` or made there.
+
+    One under any name is found if the same was asked for and no file changed since, which takes a
+    look at the files' sizes and times only. Two processes may do it at once.
+    """
+    policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
+    chunks = list(source.chunks())
+    about = [FORMAT, shard.FORMAT, shard_documents, SHARD_BYTES, policy]
+    about.append(None if policy["kind"] == "tokens" else getattr(tokenizer, "fingerprint", ""))
+    described = [
+        type(source).__name__, getattr(source, "format", None), getattr(source, "column", None),
+        getattr(source, "dtype", None),
+        "" if isinstance(source, FileSource) else _fingerprint(name, source),
+    ]  # fmt: skip
+    request = digest_of([about, described, _digest(chunks)])
+    found = _find(name, source, root, request, report)
+    if found is not None:
+        return found
+    if not chunks:
+        raise DataError(f"{_place(source)} is empty: it lists no chunks")
+    marks: dict[str, FileMark] = source.marks() if isinstance(source, FileSource) else {}
+    weights = _weigh(source, chunks, marks)
+    groups = _group(chunks, weights, shard_documents)
+    content = source.fingerprint(marks) if isinstance(source, FileSource) else ""
+    fingerprint = digest_of([request, content, [len(group) for group in groups]])[:16]
+    layout = Layout(
+        name=name,
+        fingerprint=fingerprint,
+        request=request,
+        source=str(_place(source)),
+        **policy,
+        num_shards=len(groups),
+        documents_per_shard=sum(documents for documents, _ in weights) / len(groups),
+        folder=root / f"{name.replace('/', '-')}-{fingerprint}",
+    )
+    _write(layout, _lines(source, groups, marks))
+    return layout.folder
+
+
+def read_layout(folder: Path) -> Layout:
+    path = folder / "corpus.json"
+    try:
+        about = json.loads(path.read_bytes())
+        version = about.pop("format")
+        layout = Layout(**about, folder=folder) if version == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder} holds no corpus of token shards: {error}") from None
+    if layout is None:
+        raise DataError(f"{path}: format {version}, this version reads {FORMAT}: build it again")
+    return layout
+
+
+def is_corpus(folder: Path) -> bool:
+    return (folder / "corpus.json").is_file() and (folder / "lines.npy").is_file()
+
+
+def changes(folder: Path, source: Source) -> list[str]:
+    """A sentence for each file that is not as it was when the corpus was laid out."""
+    chunks, marks = read_layout(folder).all_chunks()
+    if marks and isinstance(source, FileSource):
+        return source.changes_since(marks)
+    if list(source.chunks()) != chunks:
+        return [f"{_place(source)} lists other chunks than when {folder} was laid out"]
+    return []
+
+
+def _policy(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    skip_bad: bool,
+    vocab_size: int | None,
+) -> dict[str, Any]:
+    """How documents become tokens; those of a token source stay as they are."""
+    kind: Kind = getattr(source, "kind", "text")
+    if kind == "tokens":
+        tokenizer = None
+    elif tokenizer is None:
+        raise DataError(
+            f"{name} is text: say which tokenizer makes tokens of it, by --tokenizer or "
+            "model.hf_assets_path"
+        )
+    else:
+        vocab_size = tokenizer.vocab_size
+    is_short = vocab_size is not None and vocab_size <= 1 << 16
+    return {
+        "kind": kind,
+        "dtype": "<u2" if is_short else "<u4",
+        "vocab_size": vocab_size,
+        "bos_id": tokenizer.bos_id if tokenizer is not None else None,
+        "eos_id": tokenizer.eos_id if tokenizer is not None else None,
+        "add_bos": tokenizer is not None and tokenizer.add_bos,
+        "add_eos": tokenizer is not None and tokenizer.add_eos,
+        "skip_bad": skip_bad,
+    }
+
+
+def _find(name: str, source: Source, root: Path, request: str, report: Report) -> Path | None:
+    """A corpus under `root` of which the same was asked, and whose files have not changed."""
+    folders = [path.parent for path in sorted(root.glob("*/corpus.json"))]
+    for folder in sorted(folders, key=lambda folder: not folder.name.startswith(f"{name}-")):
+        with contextlib.suppress(DataError):  # of another version, or just being deleted
+            layout = read_layout(folder)
+            if layout.request != request:
+                continue
+            changed = changes(folder, source)
+            if not changed:
+                return folder
+            more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
+            report(f"{changed[0]}{more}: {name} is made anew")
+    return None
+
+
+def _weigh(
+    source: Source, chunks: Sequence[str], marks: Mapping[str, FileMark]
+) -> list[tuple[float, float]]:
+    """About how many documents and bytes each chunk holds."""
+    num_documents = getattr(source, "num_documents", lambda chunk: None)
+    if not isinstance(source, FileSource):
+        return [(num_documents(chunk) or CHUNK_DOCUMENTS, 0) for chunk in chunks]
+    files = [source.files_of(chunk) for chunk in chunks]
+    sharers = Counter(file for names in files for file in names)
+    sizes = {
+        file: marks[file].size * (COMPRESSION if file.endswith(SUFFIXES) else 1) / count
+        for file, count in sharers.items()
+    }
+    weights = []
+    for chunk, names in zip(chunks, files, strict=True):
+        size = sum(sizes[file] for file in names)
+        documents = num_documents(chunk)
+        weights.append((max(1, size / DOCUMENT_BYTES) if documents is None else documents, size))
+    return weights
+
+
+def _group(
+    chunks: Sequence[str], weights: Sequence[tuple[float, float]], shard_documents: int
+) -> list[list[str]]:
+    """Runs of chunks, each ending where it comes nearest to being full."""
+    groups: list[list[str]] = [[]]
+    filled = 0.0
+    for chunk, (documents, size) in zip(chunks, weights, strict=True):
+        share = max(documents / shard_documents, size / SHARD_BYTES)
+        if groups[-1] and filled + share - 1 > 1 - filled:
+            groups.append([])
+            filled = 0.0
+        groups[-1].append(chunk)
+        filled += share
+    return groups
+
+
+def _lines(
+    source: Source, groups: Sequence[Sequence[str]], marks: Mapping[str, FileMark]
+) -> Iterator[bytes]:
+    files_of: Callable[[str], list[str]] = getattr(source, "files_of", lambda chunk: [])
+    rest = dict(marks)
+    for group in groups:
+        files = dict.fromkeys(file for chunk in group for file in files_of(chunk))
+        yield json.dumps([group, {file: marks[file] for file in files}]).encode() + b"\n"
+        for file in files:
+            rest.pop(file, None)
+    yield json.dumps([[], rest]).encode() + b"\n"
+
+
+def _write(layout: Layout, lines: Iterator[bytes]) -> None:
+    """The folder appears complete or not at all."""
+    root = layout.folder.parent
+    root.mkdir(parents=True, exist_ok=True)
+    beside = root / f".{layout.folder.name}.{uuid.uuid4().hex}"
+    beside.mkdir()
+    try:
+        borders = [0]
+        with durable(beside / "chunks.jsonl") as file:
+            for line in lines:
+                borders.append(borders[-1] + file.write(line))
+        with durable(beside / "lines.npy") as file:
+            np.save(file, np.asarray(borders, np.int64))
+        about = {"format": FORMAT, **asdict(layout)}
+        del about["folder"]
+        with durable(beside / "corpus.json") as file:
+            file.write((json.dumps(about, indent=1) + "\n").encode())
+        try:
+            beside.rename(layout.folder)
+        except OSError:
+            if not is_corpus(layout.folder):  # otherwise another process was first
+                raise
+        shard.sync_folder(root)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def durable(path: Path) -> Iterator[Any]:
+    """A file that is on the disk when this ends."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fingerprint(name: str, source: Source) -> str:
+    """Of a source of somebody's own. Where it gives none, its name and its list must do."""
+    if hasattr(source, "fingerprint"):
+        return str(source.fingerprint())
+    return digest_of([name, type(source).__qualname__])
+
+
+def _digest(names: Sequence[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in names:
+        digest.update(f"{len(name)}:{name}".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _place(source: Source) -> str:
+    return str(getattr(source, "root", type(source).__name__))

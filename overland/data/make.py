@@ -1,0 +1,177 @@
+"""One shard from its chunks: read, encode, check, write. A pure function of source, tokenizer,
+policy and number, whoever runs it: a background process, a build, or a reader in need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.claims import Claims
+from overland.data.errors import DataError
+from overland.data.layout import Layout
+from overland.data.shard import ShardInfo, write_shard
+from overland.data.sources.marks import FileMark, changed_files
+from overland.data.sources.source import FileSource, Source
+from overland.data.tokenizer import Tokenizer
+
+# Handed to the tokenizer at once: a third of a second for one core, and enough documents to spread
+# over the library's threads where it uses any.
+BATCH_CHARACTERS = 1 << 20
+BATCH_DOCUMENTS = 1024
+
+Ids: TypeAlias = npt.NDArray[Any]
+Tick: TypeAlias = Callable[[int, int], None]
+"""Told after every batch how many documents and tokens it held; raises to give up."""
+
+
+class Record(NamedTuple):
+    """A document as the source gave it, and where it was."""
+
+    chunk: str
+    number: int
+    document: Any
+
+
+class Maker:
+    """Makes shards of one corpus."""
+
+    def __init__(self, layout: Layout, source: Source, tokenizer: Tokenizer | None) -> None:
+        self.layout, self.source, self.tokenizer = layout, source, tokenizer
+        self.claims = Claims(layout.folder)
+        self._num_bad = 0
+        if hasattr(source, "skip_bad"):
+            source.skip_bad = layout.skip_bad
+
+    def make(self, number: int, tick: Tick = lambda documents, tokens: None) -> ShardInfo | None:
+        """Makes a shard; None if it is there, or if somebody else is at work on it."""
+        path = self.layout.shard_path(number)
+        if path.exists():
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        claim = self.claims.take(self.layout.claim_path(number))
+        if claim is None:
+            return None
+
+        def touch_and_tick(documents: int, tokens: int) -> None:
+            claim.touch()
+            tick(documents, tokens)
+
+        try:
+            if path.exists():  # published between the look and the claim
+                return None
+            chunks, marks = self.layout.chunks_of(number)
+            before = self._num_bad_so_far()
+            return write_shard(
+                path,
+                self._documents(chunks, marks, touch_and_tick),
+                self.layout.dtype,
+                (chunks[0], chunks[-1]),
+                lambda: self._num_bad_so_far() - before,
+                claim.part,
+            )
+        finally:
+            claim.release()
+
+    def _documents(
+        self, chunks: Sequence[str], marks: dict[str, FileMark], tick: Tick
+    ) -> Iterator[Ids]:
+        prepare = self._encode if self.layout.kind == "text" else self._check
+        for batch in _batches(self._records(chunks)):
+            documents = prepare(batch)
+            tick(len(documents), sum(map(len, documents)))
+            yield from documents
+        # Before it is published, so that no shard is made from other files than the rest.
+        if isinstance(self.source, FileSource):
+            for change in changed_files(self.source.root, marks):
+                raise DataError(f"{change}, since {self.layout.folder} was laid out: build it anew")
+
+    def _records(self, chunks: Sequence[str]) -> Iterator[Record]:
+        announced = getattr(self.source, "num_documents", lambda chunk: None)
+        for chunk in chunks:
+            bad_before, found = getattr(self.source, "num_bad", 0), 0
+            for number, document in enumerate(self.source.read(chunk)):
+                yield Record(chunk, number, document)
+                found += 1
+            found += getattr(self.source, "num_bad", 0) - bad_before
+            expected = announced(chunk)
+            if expected is not None and found != expected:
+                raise DataError(
+                    f"{self._place(chunk)} holds {found:,} documents where {expected:,} were "
+                    "announced"
+                )
+
+    def _encode(self, batch: list[Record]) -> list[Ids]:
+        assert self.tokenizer is not None
+        batch = [record for record in batch if self._is_text(record)]
+        if not batch:
+            return []
+        encoded = self.tokenizer.encode_documents([record.document for record in batch])
+        num_added = self.layout.add_bos + self.layout.add_eos
+        documents = []
+        for record, ids in zip(batch, encoded, strict=True):
+            if len(ids) > num_added:
+                documents.append(ids)
+            else:
+                self._bad(record, "tokenises to nothing")
+        return documents
+
+    def _is_text(self, record: Record) -> bool:
+        """Files are checked by their sources; a source of somebody's own gives what it likes."""
+        if not isinstance(record.document, str):
+            self._bad(record, f"is {type(record.document).__name__}, where text was expected")
+            return False
+        if not record.document.isascii():
+            try:
+                record.document.encode()
+            except UnicodeEncodeError:
+                self._bad(record, "has half of a surrogate pair, no UTF-8 text")
+                return False
+        return True
+
+    def _check(self, batch: list[Record]) -> list[Ids]:
+        """Ids as they are stored, if they are ids."""
+        limit = self.layout.vocab_size or 1 << 32
+        documents = []
+        for record in batch:
+            ids = np.asarray(record.document)
+            if not ids.size:
+                self._bad(record, "holds no tokens")
+            elif ids.dtype.kind not in "iu" or ids.ndim != 1:
+                self._bad(record, f"is {ids.dtype} of shape {ids.shape}, where ids were expected")
+            elif ids.min() < 0 or ids.max() >= limit:
+                wrong = ids[(ids < 0) | (ids >= limit)][0]
+                self._bad(record, f"has the id {wrong:,}, outside a vocabulary of {limit:,}")
+            else:
+                documents.append(ids)
+        return documents
+
+    def _bad(self, record: Record, what: str) -> None:
+        if not self.layout.skip_bad:
+            raise DataError(
+                f"{self._place(record.chunk)}: document {record.number:,} {what}; --skip-bad, or "
+                'data.bad_documents = "skip", passes over it'
+            )
+        self._num_bad += 1
+
+    def _num_bad_so_far(self) -> int:
+        return self._num_bad + int(getattr(self.source, "num_bad", 0))
+
+    def _place(self, chunk: str) -> str:
+        root = getattr(self.source, "root", None)
+        return chunk if root is None else str(root / chunk)
+
+
+def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    length = 0
+    for record in records:
+        batch.append(record)
+        length += len(record.document) if isinstance(record.document, Sized) else 1
+        if length >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch

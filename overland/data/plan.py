@@ -1,0 +1,115 @@
+"""The plan of a run's data: sources, seed, and segments.
+
+A segment says how batches are made from some batch on: global batch size, sequence length, packing,
+weights. Changing one of these in the middle of a run appends a segment; what was read stays read.
+A plan is small, is kept in every checkpoint, and with the number of a batch says exactly which
+tokens it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from overland.data.errors import DataError
+from overland.data.pack import LastBlock, Packing
+from overland.data.sources.marks import digest_of
+
+Mixture = Literal["rows", "tokens"]
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Holds from `first_batch` on, until the next one does."""
+
+    first_batch: int
+    global_batch_size: int
+    seq_len: int
+    weights: Mapping[str, float]
+    packing: Packing = "pack"
+    last_block: LastBlock = "pad"
+    document_mask: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    fingerprint: str
+    max_epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    seed: int
+    window_documents: int
+    mixture: Mixture
+    sources: Mapping[str, PlannedSource]
+    segments: tuple[Segment, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        return digest_of(self.to_json())
+
+    def segment(self, batch: int) -> Segment:
+        return next(one for one in reversed(self.segments) if one.first_batch <= batch)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            **asdict(self),
+            "segments": [asdict(one) for one in self.segments],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        values = dict(data)
+        if values.pop("format", None) != FORMAT:
+            raise DataError("the plan of the data was written by another version of Overland")
+        sources = {name: PlannedSource(**one) for name, one in values.pop("sources").items()}
+        segments = tuple(Segment(**one) for one in values.pop("segments"))
+        return cls(sources=sources, segments=segments, **values)
+
+    def continued(self, wanted: Plan, batch: int) -> Plan:
+        """This plan up to `batch`, and from there on as `wanted` says, which has one segment."""
+        for what, ours, theirs in (
+            ("debug.seed", self.seed, wanted.seed),
+            ("data.window_documents", self.window_documents, wanted.window_documents),
+            ("data.mixture", self.mixture, wanted.mixture),
+        ):
+            if ours != theirs:
+                raise DataError(
+                    f"{what} is {theirs}, and this run began with {ours}: it decides the order of "
+                    f"all data, so it cannot change in the middle of a run; set it back"
+                )
+        for name, source in wanted.sources.items():
+            if name in self.sources and self.sources[name].fingerprint != source.fingerprint:
+                raise ChangedSource(name)
+        kept = tuple(one for one in self.segments if one.first_batch <= batch)
+        new = replace(wanted.segments[-1], first_batch=batch)
+        if replace(kept[-1], first_batch=batch) != new:
+            kept = (*(one for one in kept if one.first_batch < batch), new)
+        sources = {**self.sources, **wanted.sources}
+        return replace(self, sources=sources, segments=kept)
+
+
+class ChangedSource(DataError):
+    """A source that is not what the run was trained on."""
+
+    def __init__(self, name: str, changes: tuple[str, ...] = ()) -> None:
+        self.name = name
+        what = "; ".join(changes) or "another corpus, column, tokenizer or policy stands behind it"
+        super().__init__(
+            f"the data source {name} is not what this run was trained on: {what}. Bring it back, "
+            f"add the new data as another source, or start a new run with --resume none"
+        )
+
+
+def differences(before: Segment, after: Segment) -> list[str]:
+    """What a new segment changes, for the user."""
+    old, new = asdict(before), asdict(after)
+    return [
+        f"{key} {old[key]} → {new[key]}"
+        for key in new
+        if key != "first_batch" and old[key] != new[key]
+    ]

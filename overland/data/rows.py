@@ -1,0 +1,188 @@
+"""Rows by the plan: which blocks the batch t holds, for the whole world or one rank's share of it.
+
+A mixture by tokens has a lane of blocks per source, and rows are taken from the lanes in turn. A
+mixture by rows has one lane, whose windows hold the documents of all sources in turn. Where a new
+segment begins, each lane goes on behind the last block that was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.blocks import BlockStream, Origins, Rest, Rows, Shape
+from overland.data.corpus import Corpus
+from overland.data.documents import MixedWindows, Reading, SourceWindows
+from overland.data.errors import DataError
+from overland.data.plan import Plan, Segment
+from overland.data.random_blocks import RandomBlocks
+from overland.data.schedule import Schedule
+
+Array = npt.NDArray[np.int64]
+
+
+# None: a source of an earlier segment that is not at hand any more, and that nothing is read from.
+Lane = BlockStream | RandomBlocks | None
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of a segment, how many blocks of each were read before it, and whose turn it is."""
+
+    segment: Segment
+    lanes: list[Lane]
+    read_before: Array
+    schedule: Schedule
+
+    def read_until(self, batch: int) -> Array:
+        """How many blocks of each lane are read before a batch of this segment."""
+        rows = (batch - self.segment.first_batch) * self.segment.global_batch_size
+        return self.read_before + self.schedule.before(rows)
+
+
+class PlannedRows:
+    """The rows of every batch, by the plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        corpora: Mapping[str, Corpus | RandomBlocks],
+        reading: Reading,
+        pad_id: int = 0,
+    ) -> None:
+        self.plan, self.reading, self.pad_id = plan, reading, pad_id
+        self.names = list(plan.sources)
+        self.corpora = corpora
+        self.windows = {
+            name: SourceWindows(corpus, number, reading, plan.sources[name].max_epochs)
+            for number, name in enumerate(self.names)
+            if isinstance(corpus := corpora.get(name), Corpus)
+        }
+        self._lanes: list[Lanes] = []
+
+    def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
+        """A share of a batch's rows."""
+        lanes, whose, places = self._turns(batch, part, num_parts)
+        tokens = np.empty((len(whose), lanes.segment.seq_len + 1), np.int64)
+        num_tokens = np.zeros(len(whose), np.int64)
+        rows, begins = [], []
+        for number in np.unique(whose).tolist():
+            mine = np.flatnonzero(whose == number)
+            lane = self._at_hand(lanes, number)
+            num_tokens[mine], row, begin = lane.read(places[mine], mine, tokens)
+            rows.append(row)
+            begins.append(begin)
+        return Rows(tokens, num_tokens, np.concatenate(rows), np.concatenate(begins))
+
+    def num_batches(self, at_most: int = -1) -> int:
+        """Of the first epoch, whole ones, and at least one; without an end for random tokens."""
+        lanes = self.lanes(0)
+        (lane,) = lanes.lanes
+        if not isinstance(lane, BlockStream):
+            return max(at_most, 1)
+        size = lanes.segment.global_batch_size
+        found = 0
+        for window in range(lane.windows.per_epoch):
+            found = lane.num_blocks(window + 1) // size
+            if 0 <= at_most <= found:
+                return at_most
+        return max(found, 1)
+
+    def origins(self, batch: int) -> list[Origins]:
+        """Where the rows of a batch come from, in parts."""
+        lanes, whose, places = self._turns(batch, 0, 1)
+        mine = {number: np.flatnonzero(whose == number) for number in np.unique(whose).tolist()}
+        return [
+            origins
+            for number, rows in mine.items()
+            for origins in self._at_hand(lanes, number).origins(places[rows], rows)
+        ]
+
+    def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
+        lane = lanes.lanes[number]
+        if lane is None:
+            raise DataError(f"the data source {self.names[number]} is not in the config any more")
+        return lane
+
+    def _turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
+        lanes = self.lanes(batch)
+        segment = lanes.segment
+        share = segment.global_batch_size // num_parts
+        first = (batch - segment.first_batch) * segment.global_batch_size + part * share
+        turns = np.arange(first, first + share)
+        whose = lanes.schedule.whose(turns)
+        return lanes, whose, lanes.read_before[whose] + lanes.schedule.places(turns)
+
+    def lanes(self, batch: int) -> Lanes:
+        """Those of the segment that a batch lies in, after those of all segments before."""
+        number = self.plan.segments.index(self.plan.segment(batch))
+        while len(self._lanes) <= number:
+            segment = self.plan.segments[len(self._lanes)]
+            self._lanes.append(self._next(segment) if self._lanes else self._first(segment))
+        return self._lanes[number]
+
+    def _first(self, segment: Segment) -> Lanes:
+        lanes: list[Lane]
+        if self.plan.mixture == "rows":
+            lanes = [self._mixed(segment, [0] * len(self.names))]
+        else:
+            lanes = [self._lane(name, segment) for name in self.names]
+        return Lanes(segment, lanes, np.zeros(len(lanes), np.int64), self._schedule(segment))
+
+    def _next(self, segment: Segment) -> Lanes:
+        before = self._lanes[-1]
+        read = before.read_until(segment.first_batch)
+        lanes: list[Lane] = []
+        same_shape = self._shape(segment) == self._shape(before.segment)
+        same_weights = segment.weights == before.segment.weights
+        for number, old in enumerate(before.lanes):
+            if old is None:
+                lanes.append(None)
+            elif isinstance(old, RandomBlocks):
+                lanes.append(old.with_seq_len(segment.seq_len))
+            elif same_shape and (self.plan.mixture == "tokens" or same_weights):
+                lanes.append(old)
+            else:
+                lanes.append(self._after(old, int(read[number]), segment))
+                read[number] = 0
+        return Lanes(segment, lanes, read, self._schedule(segment))
+
+    def _after(self, old: BlockStream, read: int, segment: Segment) -> BlockStream:
+        """A lane that goes on where another one, of which so many blocks were read, stops."""
+        if read == 0:
+            rest, first = old.rest, old.first
+        else:
+            window, place = old.place(read)
+            first = old.window_behind(window)
+            rest = Rest(old, window, place) if place or first < old.first else None
+            first += 1 if rest else 0
+        shape = self._shape(segment)
+        if not isinstance(old.windows, MixedWindows):
+            return BlockStream(old.windows, shape, self.reading, first, rest)
+        return self._mixed(segment, old.windows.taken(first), rest)
+
+    def _lane(self, name: str, segment: Segment) -> Lane:
+        corpus = self.corpora.get(name)
+        if corpus is None:
+            return None
+        if isinstance(corpus, RandomBlocks):
+            return corpus.with_seq_len(segment.seq_len)
+        return BlockStream(self.windows[name], self._shape(segment), self.reading)
+
+    def _mixed(self, segment: Segment, starts: list[int], rest: Rest | None = None) -> BlockStream:
+        schedule = Schedule(self._weights(segment))
+        sources = [self.windows[name] for name in self.names]
+        windows = MixedWindows(sources, schedule, self.reading, starts)
+        return BlockStream(windows, self._shape(segment), self.reading, rest=rest)
+
+    def _schedule(self, segment: Segment) -> Schedule:
+        return Schedule([1] if self.plan.mixture == "rows" else self._weights(segment))
+
+    def _weights(self, segment: Segment) -> list[float]:
+        return [segment.weights.get(name, 0) for name in self.names]
+
+    def _shape(self, segment: Segment) -> Shape:
+        return Shape(segment.seq_len, segment.packing, segment.last_block, self.pad_id)

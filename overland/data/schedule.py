@@ -1,0 +1,88 @@
+"""Whose turn it is: sources interleaved by weight, with the right counts at every moment.
+
+A source with the share w of all turns has its j-th turn due in [j/w, (j+1)/w). Turns are given to
+whoever of those that are due has the earliest deadline, which always works out: after n turns every
+source has had n·w of them, rounded down or up. (Rounding n·w by largest remainder for each n by
+itself would not do: from one n to the next a source can lose a turn that it has had.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_PERIOD = 100_000  # shares are exact if they have a common denominator up to this, else rounded
+
+Counts = npt.NDArray[np.int64]
+
+
+class Schedule:
+    """Turns of `len(weights)` sources, which repeat after `period`. Weights need not add up to
+    anything; a source whose weight is 0 gets no turn."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.shares = shares_of(weights)
+        self.period = sum(self.shares)
+        self._turns = _turns(self.shares)
+        is_turn = self._turns[None] == np.arange(len(self.shares))[:, None]
+        self._before = np.zeros((len(self.shares), self.period + 1), np.int64)
+        np.cumsum(is_turn, axis=1, out=self._before[:, 1:])
+
+    def whose(self, turns: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The source that each of `turns` belongs to."""
+        return self._turns[np.asarray(turns) % self.period].astype(np.int64)
+
+    def before(self, turn: int) -> Counts:
+        """How many of the first `turn` turns each source has had."""
+        rounds, rest = divmod(turn, self.period)
+        return rounds * np.asarray(self.shares) + self._before[:, rest]
+
+    def places(self, turns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """For each of `turns`, how many the source that it belongs to has had before."""
+        rounds, rests = np.divmod(turns, self.period)
+        whose = self.whose(turns)
+        return rounds * np.asarray(self.shares)[whose] + self._before[whose, rests]
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in the proportion of the weights, the smallest that are exact."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    if not exact or min(exact) < 0 or total == 0:
+        raise ValueError(f"weights must not be negative, nor all 0: {list(weights)}")
+    parts = [weight / total for weight in exact]
+    period = lcm(*(part.denominator for part in parts))
+    if period > MAX_PERIOD:
+        return _rounded(parts, MAX_PERIOD)
+    return tuple(int(part * period) for part in parts)
+
+
+def _rounded(parts: list[Fraction], period: int) -> tuple[int, ...]:
+    """By largest remainder, but a source that has a weight keeps at least one turn."""
+    shares = [max(int(part * period), int(part > 0)) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: shares[i] - parts[i] * period)
+    for i in by_remainder[: max(0, period - sum(shares))]:
+        shares[i] += 1
+    return tuple(shares)
+
+
+@lru_cache(maxsize=32)
+def _turns(shares: tuple[int, ...]) -> npt.NDArray[np.int16]:
+    period = sum(shares)
+    active = [(source, share) for source, share in enumerate(shares) if share]
+    due = {source: (0, -(-period // share)) for source, share in active}  # release, deadline
+    had = dict.fromkeys(due, 0)
+    turns = np.empty(period, np.int16)
+    for turn in range(period):
+        ready = (source for source in due if due[source][0] <= turn)
+        source = min(ready, key=lambda one: (due[one][1], one))
+        had[source] = j = had[source] + 1
+        share = shares[source]
+        due[source] = (j * period // share, -(-(j + 1) * period // share))
+        turns[turn] = source
+    return turns

@@ -1,0 +1,119 @@
+"""The files of a tokenizer: which one it is, and what those beside it say about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overland.data.errors import DataError
+
+# Meta keeps its own format in a folder below the one with Hugging Face's.
+PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+
+CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+# The template decides nothing here, but chats are written by it.
+BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja")
+
+RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
+
+
+def find_file(path: Path) -> Path:
+    """The tokenizer in a folder, or the file itself."""
+    for file in [path, *(path / place for place in PLACES)]:
+        if file.is_file():
+            return file
+    raise DataError(f"{path} holds no tokenizer.json and no tokenizer.model, here or in original/")
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if data.startswith(b"version https://git-lfs"):
+        raise DataError(
+            f"{path} is only a pointer to the file, since it was cloned without Git LFS: run "
+            "'git lfs pull' in its folder"
+        )
+    return data
+
+
+def is_ranks(data: bytes) -> bool:
+    """Whether a tokenizer.model is tiktoken's: lines of a token in base64 and its rank."""
+    return RANK_LINE.match(data) is not None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the files beside a tokenizer say about it."""
+
+    files: list[Path] = field(default_factory=list)
+    names: dict[str, str | None] = field(default_factory=dict)
+    """bos_token and eos_token, where they are said; None where it is said that there is none."""
+    added: dict[str, int] = field(default_factory=dict)
+    """Tokens that a tokenizer.model does not hold itself."""
+
+    @classmethod
+    def of(cls, tokenizer: Path) -> Beside:
+        folders = [tokenizer.parent]
+        if tokenizer.parent.name == "original":
+            folders.append(tokenizer.parent.parent)
+        found = (folder / name for name in BESIDE for folder in folders)
+        by_name: dict[str, Path] = {}
+        for file in found:
+            if file.is_file():
+                by_name.setdefault(file.name, file)
+        config, names, added = (_read_json(by_name.get(name)) for name in (CONFIG, NAMES, ADDED))
+        return cls(list(by_name.values()), _names(config, names), _added(config, added))
+
+    def find(
+        self, role: str, token_id: Callable[[str], int | None], otherwise: int | None
+    ) -> int | None:
+        """The id of `bos_token` or `eos_token`: the one that is named here, or the tokenizer's."""
+        name = self.names.get(role)
+        if name is not None:
+            found = token_id(name)
+            if found is None and role == "eos_token":
+                raise DataError(
+                    f"{self.files[0].parent} names {name!r} as eos_token, but its tokenizer has no "
+                    f"such token; correct {CONFIG} there"
+                )
+            return found
+        # Every document has an end, but a family without a beginning says so by null.
+        return None if role in self.names and role == "bos_token" else otherwise
+
+
+def _names(*said: dict[str, Any]) -> dict[str, str | None]:
+    names: dict[str, str | None] = {}
+    for role in ("bos_token", "eos_token"):
+        values = [_content(words[role]) for words in said if role in words]
+        if values:
+            names[role] = next((value for value in values if value), None)
+    return names
+
+
+def _added(config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
+    decoder = config.get("added_tokens_decoder") or {}
+    ids = {name: int(i) for name, i in added.items()}
+    return ids | {str(_content(token)): int(i) for i, token in decoder.items()}
+
+
+def _content(token: Any) -> str | None:
+    """A token is written as its text, or as an object with its `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_json(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        value = json.loads(read_bytes(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is no JSON object: fetch it again")
+    return value

@@ -1,0 +1,148 @@
+"""The loader by itself, for training scripts of one's own.
+
+loader = build_train_loader(mds_root="fineweb-edu", strategy="pack", tokenizer_name="llama",
+                            seq_len=2048, micro_blocks=64, local_cache="/tmp/mds_cache")
+for batch in loader:                       # never ends
+    model(batch["input_ids"], …)
+torch.save(loader.state_dict(), …)         # a number, and the plan it counts in
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from overland.config.schema import Data, Debug, JobConfig, Model, Training
+from overland.data.errors import DataError
+from overland.data.fields import with_borders
+from overland.data.loader import read_ahead
+from overland.data.prepare import Dataset, Place, training_data
+
+
+def build_train_loader(
+    mds_root: str | Path,
+    strategy: Literal["pack", "overflow", "trunc", "best_fit"] = "pack",
+    tokenizer_name: str | None = None,
+    seq_len: int = 2048,
+    micro_blocks: int = 8,
+    local_cache: str | Path | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    seed: int = 0,
+    document_mask: bool = False,
+    skip_bad: bool = False,
+) -> TrainLoader:
+    """Batches of `micro_blocks` sequences for this rank, from a corpus of any format.
+
+    Args:
+        mds_root: A folder of MDS shards, or any other that `overland data inspect` reads.
+        strategy: How documents become sequences; see `data.packing`.
+        tokenizer_name: A folder with a tokenizer, or a name whose files are in the Hugging Face
+            cache; not needed for token ids.
+        seq_len: Tokens per sequence.
+        micro_blocks: Sequences that each rank is given at once.
+        local_cache: Folder for token shards, shared by all ranks that see it; default: `./data`.
+        rank: This process among `world_size`; default: as torchrun or Slurm says.
+        world_size: Ranks that share the data.
+        seed: Of the order.
+        document_mask: Take no loss across documents.
+        skip_bad: Skip and count bad documents.
+    """
+    rank = _from_environment("RANK", "SLURM_PROCID", 0) if rank is None else rank
+    if world_size is None:
+        world_size = _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)
+    cache = Path(local_cache or "data").expanduser()
+    tokenizer = None if tokenizer_name is None else str(_find_tokenizer(tokenizer_name))
+    config = JobConfig(
+        model=Model(hf_assets_path=tokenizer),
+        training=Training(dataset_path=str(mds_root), seq_len=seq_len),
+        data=Data(
+            folder=str(cache),
+            packing=strategy,
+            document_mask=document_mask,
+            bad_documents="skip" if skip_bad else "error",
+        ),
+        debug=Debug(seed=seed),
+    )
+    local_rank = _from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)
+    place = Place(tokenises=local_rank == 0)
+    dataset = training_data(config, micro_blocks * world_size, None, place)
+    return TrainLoader(dataset, rank, world_size)
+
+
+class TrainLoader:
+    """Goes on for ever, epoch after epoch. After `load_state_dict` the next batch is the one that
+    would have come, on any number of ranks."""
+
+    def __init__(self, dataset: Dataset, rank: int, world_size: int) -> None:
+        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.step = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        ahead = read_ahead(self._batches(self.step), depth=2)
+        try:
+            for batch in ahead:
+                self.step += 1
+                yield batch
+        finally:
+            ahead.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        plan = self.dataset.plan
+        return {"step": self.step, "fingerprint": plan.fingerprint, "plan": plan.to_json()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A changed corpus is an error; another number of ranks is not."""
+        self.dataset = self.dataset.continued(state["plan"], state["step"])
+        self.step = state["step"]
+
+    def close(self) -> None:
+        self.dataset.close()
+
+    def _batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            mask = self.dataset.plan.segment(step).document_mask
+            rows = self.dataset.rows.read(step, self.rank, self.world_size)
+            yield _as_tensors(rows, mask)
+            step += 1
+
+
+def _as_tensors(rows: Any, mask: bool) -> dict[str, torch.Tensor]:
+    from overland.data.fields import tokens_and_labels
+
+    fields = with_borders(rows)
+    labels = fields.labels if mask else tokens_and_labels(rows)[1]
+    return {
+        "input_ids": torch.from_numpy(fields.tokens),
+        "labels": torch.from_numpy(labels),
+        "position_ids": torch.from_numpy(fields.positions),
+        "document_ids": torch.from_numpy(fields.documents),
+    }
+
+
+def _from_environment(name: str, slurm: str, default: int) -> int:
+    return int(os.environ.get(name) or os.environ.get(slurm) or default)
+
+
+def _find_tokenizer(name: str) -> Path:
+    """A folder, or the snapshot of a model in the Hugging Face cache; nothing is downloaded."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    repository = hub / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text().strip()
+        if snapshot.is_dir():
+            return snapshot
+    raise DataError(
+        f"there is no tokenizer {name!r}, neither as a folder nor in {hub}: `overland fetch "
+        f"tokenizer {name}` brings it"
+    )

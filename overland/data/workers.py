@@ -1,0 +1,305 @@
+"""Background processes that make shards: plain ones, one thread each, which never import torch.
+
+The parent tells which shards it expects; each process walks down that list and makes the first
+that is missing and not claimed. Claims are the only thing they share, so that processes of one
+node and of many nodes divide the work in the same way.
+
+A process that is killed leaves a stale claim behind; the others, or a reader, take it over. If the
+parent is killed, the pipe to it closes, and the process ends after the batch at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overland.data.errors import DataError
+from overland.data.layout import Layout, read_layout
+from overland.data.make import Maker
+from overland.data.sources.source import Source
+from overland.data.tokenizer import Tokenizer
+
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from overland.data.workers import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+MAX_EXPECTED = 1000  # int32 numbers that go through a pipe at once, without ever blocking: 4,096 B
+MAX_TEXT = 3000
+RESTARTS = 3  # per process, over its life
+LOOK_SECONDS = 0.25  # between looks at shards that others have claimed
+REPORT_SECONDS = 0.25
+CLOSE_SECONDS = 3.0  # a batch takes less
+# A terminal and Slurm signal all processes of a job; the parent alone decides what they mean.
+PARENTS_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+)  # fmt: skip
+
+Message = list[Any]
+
+
+class CannotStart(Exception):
+    """A source that cannot be sent to another process."""
+
+
+class Workers:
+    """The parent's side. All of it returns at once; nothing waits for a process."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        source: Source,
+        tokenizer: Tokenizer | None,
+        count: int,
+        *,
+        threads: int = 1,
+        numbers: Sequence[int] = (),
+        reports: bool = False,
+    ) -> None:
+        """`numbers` are expected from the beginning, however many. With `reports` the processes
+        tell what they make, and somebody must read it (`messages`)."""
+        self._threads = threads
+        self._payload = _payload(
+            str(layout.folder), source, tokenizer, np.asarray(numbers, np.int64), reports
+        )
+        self._restarts = RESTARTS * count
+        self._expected: Sequence[int] = ()
+        self._errors: dict[int, DataError] = {}
+        self._processes: list[_Process] = []
+        for _ in range(count):
+            self._start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.popen.pid for process in self._processes]
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Replaces what was expected before."""
+        self._expected = numbers
+        self.replace_dead()
+        for process in self._processes:
+            process.send(numbers)
+
+    def error(self, number: int) -> DataError | None:
+        """What is wrong with the content of a shard, if a process found out."""
+        for _ in self.messages(0):
+            pass
+        return self._errors.get(number)
+
+    def messages(self, seconds: float) -> Iterator[tuple[int, Message]]:
+        """What each process has told, after at most `seconds` without a word."""
+        by_pipe = {process.pipe: process for process in self._processes if not process.ended}
+        for pipe in wait(list(by_pipe), seconds):
+            process = by_pipe[pipe]  # type: ignore[index]
+            try:
+                while process.pipe.poll():
+                    message = json.loads(process.pipe.recv_bytes())
+                    if message[0] == "bad":
+                        self._errors[message[1]] = DataError(message[2])
+                    yield process.popen.pid, message
+            except (EOFError, OSError):
+                process.ended = True
+
+    def replace_dead(self) -> list[int]:
+        """Starts a new process for each that ended; the exit codes of those that ended."""
+        dead = [process for process in self._processes if process.popen.poll() is not None]
+        for process in dead:
+            process.pipe.close()
+            self._processes.remove(process)
+            if self._restarts:
+                self._restarts -= 1
+                self._start()
+        return [process.popen.returncode for process in dead]
+
+    @property
+    def num_alive(self) -> int:
+        return sum(process.popen.poll() is None for process in self._processes)
+
+    def close(self) -> None:
+        """Closing the pipe is the word to end; one that does not hear it is killed."""
+        for process in self._processes:
+            process.pipe.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for process in self._processes:
+            try:
+                process.popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+        self._processes.clear()
+        self._payload.close()
+
+    def _start(self) -> None:
+        process = _Process(self._payload.fileno(), self._threads)
+        self._processes.append(process)
+        if len(self._expected):
+            process.send(self._expected)
+
+
+class _Process:
+    def __init__(self, payload: int, threads: int) -> None:
+        self.pipe, theirs = Pipe()
+        self.ended = False
+        one = str(threads)
+        environment = {
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+            **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), one),
+        }
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        # Not multiprocessing's own start: that imports the user's main module again, and with it
+        # torch, which costs seconds and a gigabyte in every process.
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", START, str(theirs.fileno()), str(payload), path],
+            pass_fds=[theirs.fileno(), payload],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def send(self, numbers: Sequence[int]) -> None:
+        """One that does not read what it was sent before is left alone, not waited for."""
+        look = select.poll()  # unlike select, for any number of open files
+        look.register(self.pipe, select.POLLOUT)
+        if look.poll(0):
+            with contextlib.suppress(OSError):
+                self.pipe.send_bytes(np.asarray(numbers[:MAX_EXPECTED], "<i4").tobytes())
+
+
+def _payload(*parts: Any) -> Any:
+    """What every process is given, in a file that all of them read: it may be megabytes, and a
+    pipe would make us wait until each has started."""
+    file = tempfile.TemporaryFile(prefix="overland-")  # noqa: SIM115
+    try:
+        if any(type(part).__module__ == "__main__" for part in parts):
+            raise CannotStart("its class is defined in the main module, which is not imported")
+        pickle.dump(parts, file)
+    except Exception as error:  # pickle raises nothing narrower
+        file.close()
+        raise CannotStart(str(error)) from None
+    file.flush()
+    return file
+
+
+def main(pipe: int, payload: int) -> None:
+    """The process's side."""
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    parent = _Parent(Connection(pipe))
+    with contextlib.suppress(_Gone):
+        data = os.pread(payload, os.fstat(payload).st_size, 0)
+        os.close(payload)
+        folder, source, tokenizer, numbers, reports = pickle.loads(data)
+        maker = Maker(read_layout(Path(folder)), source, tokenizer)
+        _serve(parent, maker, numbers.tolist(), reports)
+
+
+class _Gone(Exception):
+    """The parent has ended or wants no more."""
+
+
+class _Parent:
+    """What the parent expects, and whether it lives."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._process = pipe, os.getppid()
+        self._told = 0.0
+        self.numbers: list[int] | None = None
+        """Expected since the last look."""
+
+    def listen(self, seconds: float = 0.0) -> None:
+        """Hears what is there, or waits for it. Raises when the parent is gone."""
+        try:
+            while self._pipe.poll(seconds):
+                self.numbers = np.frombuffer(self._pipe.recv_bytes(), "<i4").tolist()
+                seconds = 0.0
+        except (EOFError, OSError):
+            raise _Gone from None
+        if os.getppid() != self._process:  # a fork of the parent may hold the pipe open
+            raise _Gone
+
+    def tell(self, *message: Any) -> None:
+        try:
+            self._pipe.send_bytes(json.dumps(message).encode())
+        except OSError:
+            raise _Gone from None
+
+
+class _Progress:
+    """Counts batches, and tells the parent from time to time."""
+
+    def __init__(self, parent: _Parent, reports: bool) -> None:
+        self.parent, self.reports = parent, reports
+        self.documents = self.tokens = 0
+        self.told = time.monotonic()
+
+    def tick(self, documents: int, tokens: int) -> None:
+        self.parent.listen()
+        self.documents += documents
+        self.tokens += tokens
+        if self.reports and time.monotonic() - self.told >= REPORT_SECONDS:
+            self.tell()
+
+    def tell(self) -> None:
+        self.parent.tell("progress", self.documents, self.tokens)
+        self.documents = self.tokens = 0
+        self.told = time.monotonic()
+
+
+def _serve(parent: _Parent, maker: Maker, todo: list[int], reports: bool) -> None:
+    progress = _Progress(parent, reports)
+    failed: set[int] = set()
+    claimed: list[int] = []
+    """By others; looked at again when all the rest is done."""
+    place = 0
+    is_told = not todo
+    while True:
+        parent.listen()
+        if parent.numbers is not None:
+            todo, place, claimed, is_told = parent.numbers, 0, [], False
+            parent.numbers = None
+        if place == len(todo):
+            if claimed:
+                parent.listen(LOOK_SECONDS)
+                todo, place, claimed = claimed, 0, []
+                continue
+            if reports and not is_told:
+                parent.tell("idle")
+            is_told = True
+            parent.listen(1.0)
+            continue
+        number = todo[place]
+        place += 1
+        if number in failed:
+            continue
+        try:
+            info = maker.make(number, progress.tick)
+        except _Gone:
+            raise
+        except DataError as error:
+            failed.add(number)
+            parent.tell("bad", number, str(error)[:MAX_TEXT])
+        except Exception:
+            failed.add(number)
+            parent.tell("failed", number, traceback.format_exc()[-MAX_TEXT:])
+        else:
+            if info is None and not maker.layout.shard_path(number).exists():
+                claimed.append(number)
+            elif info is not None and reports:
+                progress.tell()
+                parent.tell("made", info.num_bad)

@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overland.cli.data_build import find_part
+from overland.data.corpus import open_corpus
+from overland.data.errors import DataError
+from overland.data.layout import read_layout
+from tests.cli.processes import interrupt, overland, start_overland
+from tests.data.making import bytes_of, tokenizer_in, wait_until, write_lines
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    tokenizer_in(tmp_path / "words")
+    write_lines(tmp_path / "lines", 3)
+    return tmp_path
+
+
+def many_shards(path: Path, count: int) -> None:
+    """Token ids, of which 4,096 rows are a shard."""
+    np.save(path, np.arange(4096 * count * 2, dtype=np.uint32).reshape(-1, 2))
+
+
+BUILD = ["data", "build", "lines", "--tokenizer", "words"]
+
+
+def test_build_ends_with_a_table_and_the_line_for_a_config(here: Path) -> None:
+    page = overland(*BUILD, cwd=here).stdout
+    rows = dict(line.split(maxsplit=1) for line in page.splitlines()[:7])
+    assert rows["documents"] == "60"
+    assert rows["skipped"] == "0"
+    assert rows["shards"] == "1"
+    folder = here / rows["folder"]
+    assert folder.parent == here / "data"
+    assert folder.name.startswith("lines-")
+    assert page.endswith(f'[training]\ndataset_path = "{folder}"\n')
+    corpus = open_corpus(folder)
+    assert corpus.is_complete
+    found = json.loads(overland("data", "inspect", str(folder), "--json", cwd=here).stdout)
+    assert (found["format"], found["documents"]) == ("corpus", 60)
+    assert rows["tokens"] == f"{found['tokens']:,}"
+
+
+def test_build_as_json_says_all_it_did(here: Path) -> None:
+    words = [*BUILD, "--json", "--out", "corpora", "--name", "words", "--bos", "--no-eos"]
+    done = overland(*words, cwd=here, code=2)
+    assert "no beginning-of-document token" in done.stderr
+    words.remove("--bos")
+    found = json.loads(overland(*words, cwd=here).stdout)
+    assert found["complete"]
+    assert (found["documents"], found["skipped"], found["shards"], found["made"]) == (60, 0, 1, 1)
+    corpus = open_corpus(here / found["folder"])
+    assert corpus.name == "words"
+    assert corpus.shard(0).tokens[-1] != corpus.eos_id
+    again = json.loads(overland(*words, cwd=here).stdout)
+    assert (again["made"], again["folder"]) == (0, found["folder"])
+
+
+def test_parts_of_a_job_array_make_the_whole(here: Path) -> None:
+    many_shards(here / "tokens.npy", 5)
+    build = ["data", "build", "tokens.npy", "--json"]
+    whole = json.loads(overland(*build, "--out", "whole", cwd=here).stdout)
+    assert (whole["shards"], whole["documents"]) == (5, 5 * 4096)
+    tasks = {"SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_COUNT": "2"}
+    words = [*build, "--array"]
+    first = json.loads(overland(*words, cwd=here, SLURM_ARRAY_TASK_ID="5", **tasks).stdout)
+    assert not first["complete"]
+    second = json.loads(overland(*words, cwd=here, SLURM_ARRAY_TASK_ID="4", **tasks).stdout)
+    assert second["complete"]
+    assert first["made"] + second["made"] == whole["shards"]
+    assert (second["documents"], second["tokens"]) == (whole["documents"], whole["tokens"])
+    assert bytes_of(here / second["folder"]) == bytes_of(here / whole["folder"])
+
+
+def test_a_part_is_counted_from_one_or_given_by_slurm() -> None:
+    slurm = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_COUNT": "5"}
+    assert find_part(None, False, slurm) == (0, 1)
+    assert find_part("1/8", False, {}) == (0, 8)
+    assert find_part("8/8", False, {}) == (7, 8)
+    assert find_part(None, True, slurm) == (4, 5)
+    assert find_part(None, True, {**slurm, "SLURM_ARRAY_TASK_STEP": "2"}) == (2, 5)
+    for wrong in ("0/8", "9/8", "1", "a/b", "1/0"):
+        with pytest.raises(DataError, match="expected"):
+            find_part(wrong, False, {})
+    with pytest.raises(DataError, match="which has gaps"):
+        find_part(None, True, {**slurm, "SLURM_ARRAY_TASK_COUNT": "2"})
+    with pytest.raises(DataError, match="--array is for tasks"):
+        find_part(None, True, {})
+
+
+def test_what_is_wrong_is_one_sentence(here: Path) -> None:
+    done = overland("data", "build", "lines", cwd=here, code=2)
+    assert done.stderr.startswith("lines is text: say which tokenizer makes tokens of it, by")
+    assert done.stderr.count("\n") == 1
+    path = here / "lines" / "001.jsonl"
+    path.write_text(path.read_text() + '{"text": ""}\noops\n')
+    done = overland(*BUILD, cwd=here, code=2)
+    assert "001.jsonl:22: not a JSON object" in done.stderr
+    page = overland(*BUILD, "--skip-bad", cwd=here).stdout
+    assert "skipped     2\n" in page
+    assert "documents   60\n" in page
+
+
+def test_an_interrupted_build_says_how_to_go_on_and_does(here: Path) -> None:
+    many_shards(here / "tokens.npy", 1000)
+    process = start_overland("data", "build", "tokens.npy", "--processes", "2", cwd=here)
+    wait_until(lambda: list(here.glob("data/*/shards/*/*.shard")), "a shard")
+    code, output = interrupt(process)
+    assert code == 130
+    assert "shards are made; the same command again makes the rest" in output
+    assert "Traceback" not in output
+    (folder,) = (here / "data").iterdir()
+    layout = read_layout(folder)
+    assert 0 < len(layout.made()) < layout.num_shards

@@ -1,0 +1,128 @@
+"""Small corpora and a small tokenizer for the tests of shards, and processes to kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from overland.data.build import build
+from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.layout import read_layout
+from overland.data.sources import Document, JsonLines
+from overland.data.tokenizer import Tokenizer, train_tokenizer
+
+WORDS = ["the", "a", "train", "went", "over", "land", "and", "sea", "with", "tokens"]
+LIMIT_SECONDS = 60.0
+
+
+def tokenizer_in(folder: Path) -> Tokenizer:
+    folder.mkdir(exist_ok=True)
+    train_tokenizer([" ".join(WORDS)], 300, folder / "tokenizer.json")
+    return Tokenizer(folder)
+
+
+def write_lines(folder: Path, num_files: int, documents_per_file: int = 20) -> Path:
+    """JSON lines whose documents all differ."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(num_files)
+    for number in range(num_files):
+        texts = [
+            f"{number} {place} " + " ".join(draw.choices(WORDS, k=draw.randrange(1, 40)))
+            for place in range(documents_per_file)
+        ]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{number:03d}.jsonl").write_text(lines)
+    return folder
+
+
+def lines_of(folder: Path) -> JsonLines:
+    return JsonLines(folder, sorted(path.name for path in folder.iterdir()))
+
+
+class SlowLines(JsonLines):
+    """Takes its time over every chunk, for tests of what happens meanwhile."""
+
+    seconds = 0.1
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        for number, document in enumerate(super().read(chunk)):
+            if number % 10 == 0:
+                time.sleep(self.seconds)
+            yield document
+
+
+class FatalLines(JsonLines):
+    """Ends the process that reads it, as too little memory does."""
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        os._exit(9)
+
+
+def slow_lines_of(folder: Path, seconds: float = 0.1) -> SlowLines:
+    source = SlowLines(folder, sorted(path.name for path in folder.iterdir()))
+    source.seconds = seconds
+    return source
+
+
+def streamed(folder: Path, tokenizer: Tokenizer, root: Path, **options: object) -> Corpus:
+    """A corpus of which each file is a shard, nothing made yet."""
+    corpus = lay_out("lines", lines_of(folder), tokenizer, root, shard_documents=1)
+    return open_corpus(corpus, lambda: lines_of(folder), lambda: tokenizer, **options)  # type: ignore[arg-type]
+
+
+def built(folder: Path, tokenizer: Tokenizer, root: Path, processes: int = 2) -> Path:
+    corpus = lay_out("lines", lines_of(folder), tokenizer, root, shard_documents=1)
+    build(corpus, lines_of(folder), tokenizer, processes=processes)
+    return corpus
+
+
+def bytes_of(folder: Path) -> list[bytes]:
+    """Of all shards, in order; every one must be there."""
+    layout = read_layout(folder)
+    return [layout.shard_path(number).read_bytes() for number in range(layout.num_shards)]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in (folder / "shards").glob("*/*") if path.suffix != ".shard"]
+
+
+def documents_of(corpus: Corpus) -> list[list[int]]:
+    shards = [corpus.shard(number) for number in range(corpus.num_shards)]
+    return [
+        np.asarray(shard.document(number)).tolist()
+        for shard in shards
+        for number in range(shard.info.num_documents)
+    ]
+
+
+def wait_until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS:.0f} s for {what}"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Zombies have ended, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid and fields[0] not in "ZX":
+            found.append(int(stat.parent.name))
+    return found

@@ -1,0 +1,221 @@
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overland.data import corpus as corpus_module
+from overland.data.build import build
+from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.errors import DataError
+from overland.data.sources import Document, RandomTokens, Source, open_source
+from overland.data.tokenizer import Tokenizer
+from tests.data.making import built, bytes_of, documents_of, leftovers, streamed, write_lines
+
+
+def opened(source: Source, tokenizer: Tokenizer | None, root: Path, **policy: object) -> Corpus:
+    folder = lay_out("a", source, tokenizer, root, **policy)  # type: ignore[arg-type]
+    return open_corpus(folder, lambda: source, lambda: tokenizer, wait=False)  # type: ignore[arg-type,return-value]
+
+
+def test_shards_hold_every_document_in_the_order_of_the_source(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    lines = write_lines(tmp_path / "lines", 5)
+    corpus = streamed(lines, tokenizer, tmp_path, wait=False)
+    assert corpus.num_shards == 5
+    texts = [
+        json.loads(line)["text"]
+        for path in sorted(lines.iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    assert documents_of(corpus) == [ids.tolist() for ids in tokenizer.encode_documents(texts)]
+    assert corpus.eos_id == tokenizer.eos_id
+    assert leftovers(corpus.folder) == []
+
+
+def test_ids_take_two_bytes_where_the_vocabulary_allows(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    assert streamed(write_lines(tmp_path / "l", 1), tokenizer, tmp_path).dtype == "<u2"
+    source = RandomTokens(100, 3, 4)
+    for size, dtype in ((65_536, "<u2"), (65_537, "<u4"), (None, "<u4")):
+        corpus = opened(source, None, tmp_path, vocab_size=size)
+        assert corpus.dtype == dtype
+        assert corpus.shard(0).tokens.dtype == dtype
+        assert documents_of(corpus) == [ids.tolist() for ids in source.read("0")]  # nothing added
+
+
+def test_a_built_corpus_needs_neither_source_nor_tokenizer(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    lines = write_lines(tmp_path / "lines", 3)
+    before = streamed(lines, tokenizer, tmp_path)
+    assert before.sizes() is None
+    folder = built(lines, tokenizer, tmp_path)
+    for path in lines.iterdir():
+        path.unlink()
+    corpus = open_corpus(folder)
+    assert corpus.is_complete
+    sizes = corpus.sizes()
+    assert sizes is not None
+    shards = [corpus.shard(number) for number in range(3)]
+    assert sizes.tolist() == [[s.info.num_documents, s.info.num_tokens] for s in shards]
+    corpus.layout.shard_path(1).unlink()
+    with pytest.raises(DataError, match=r"0000001\.shard is missing from a corpus that was"):
+        open_corpus(folder).shard(1)
+
+
+def test_a_shard_that_nobody_makes_is_an_error_in_the_end(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "PATIENCE_SECONDS", 0.1)
+    folder = streamed(write_lines(tmp_path / "lines", 3), tokenizer, tmp_path).folder
+    with pytest.raises(DataError, match="missing and nobody is making it: `overland data build`"):
+        open_corpus(folder).shard(1)
+
+
+def test_the_stale_claim_of_another_node_costs_no_more_than_a_moment(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    corpus = streamed(write_lines(tmp_path / "lines", 2), tokenizer, tmp_path)
+    claim = corpus.layout.claim_path(0)
+    claim.parent.mkdir(parents=True)
+    claim.write_text(json.dumps({"host": "elsewhere", "process": 1, "start": "1"}))
+    past = time.time() - 100
+    os.utime(claim, (past, past))
+    assert corpus.shard(0).info.num_documents == 20
+    assert not claim.exists()
+
+
+BAD = {
+    "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n', r"a\.jsonl:2: .*UTF-8"),
+    "not JSON": (b'{"text": "a"}\noops\n{"text": "b"}\n', r"a\.jsonl:2: not a JSON object"),
+    "no column": (b'{"text": "a"}\n{"word": 1}\n{"text": "b"}\n', r"a\.jsonl:2: expected"),
+    "empty": (b'{"text": "a"}\n{"text": ""}\n{"text": "b"}\n', r"a\.jsonl: document 1 .*nothing"),
+    "id": (
+        b'{"tokens": [1]}\n{"tokens": [1, 300]}\n{"tokens": [299]}\n',
+        r"a\.jsonl: document 1 has the id 300, outside a vocabulary of 300",
+    ),
+    "negative": (b'{"tokens": [1]}\n{"tokens": [-1]}\n{"tokens": [2]}\n', "has the id -1"),
+    "no ids": (b'{"tokens": [1]}\n{"tokens": []}\n{"tokens": [2]}\n', "holds no tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_content_is_named_or_skipped_and_counted(
+    tmp_path: Path, tokenizer: Tokenizer, kind: str
+) -> None:
+    data, message = BAD[kind]
+    (tmp_path / "a.jsonl").write_bytes(data)
+    corpus = opened(open_source(tmp_path / "a.jsonl"), tokenizer, tmp_path, vocab_size=300)
+    with pytest.raises(DataError, match=message):
+        corpus.shard(0)
+    assert leftovers(corpus.folder) == []
+    source = open_source(tmp_path / "a.jsonl", skip_bad=True)
+    corpus = opened(source, tokenizer, tmp_path, vocab_size=300, skip_bad=True)
+    shard = corpus.shard(0)
+    assert (shard.info.num_documents, shard.info.num_bad) == (2, 1)
+    corpus.shard(0)
+    assert corpus.num_bad == 1
+    built = build(corpus.folder, source, tokenizer, processes=2)
+    assert (built.documents, built.bad) == (2, 1)
+
+
+def test_a_file_that_is_cut_short_is_an_error_under_every_policy(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    texts = (os.urandom(1000).hex() for _ in range(2000))
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines, 1)[:-1000])
+    source = open_source(tmp_path / "a.jsonl.gz", skip_bad=True)
+    corpus = opened(source, tokenizer, tmp_path, skip_bad=True)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
+        corpus.shard(0)
+
+
+class Odd:
+    """A source of somebody's own that gives what is no text."""
+
+    skip_bad = False
+
+    def chunks(self) -> list[str]:
+        return ["one"]
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        yield "good"
+        yield "half of a pair: \ud83d"
+        yield 7  # type: ignore[misc]
+
+
+def test_what_is_no_text_is_bad_content_too(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="one: document 1 has half of a surrogate pair"):
+        opened(Odd(), tokenizer, tmp_path).shard(0)  # type: ignore[arg-type]
+    shard = opened(Odd(), tokenizer, tmp_path, skip_bad=True).shard(0)  # type: ignore[arg-type]
+    assert (shard.info.num_documents, shard.info.num_bad) == (1, 2)
+
+
+def test_a_corpus_without_a_document_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": ""}\n')
+    source = open_source(tmp_path, skip_bad=True)
+    corpus = opened(source, tokenizer, tmp_path / "out", skip_bad=True, shard_documents=1)
+    assert corpus.shard(0).info.num_documents == 0
+    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones were skipped"):
+        corpus.shard(1)
+    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones were skipped"):
+        build(corpus.folder, source, tokenizer, processes=2)
+
+
+def test_no_shard_is_made_from_a_file_that_changed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    lines = write_lines(tmp_path / "lines", 3)
+    corpus = streamed(lines, tokenizer, tmp_path, wait=False)
+    text = (lines / "001.jsonl").read_text()
+    (lines / "001.jsonl").write_text(text.replace("tokens", "snekot"))
+    corpus.shard(0)
+    with pytest.raises(DataError, match=r"001\.jsonl changed: .*was laid out"):
+        corpus.shard(1)
+    assert not corpus.layout.shard_path(1).exists()
+
+
+def test_few_shards_are_kept_open_and_any_can_be_had_again(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "OPEN_SHARDS", 2)
+    corpus = streamed(write_lines(tmp_path / "lines", 4), tokenizer, tmp_path, wait=False)
+    first = corpus.shard(0)
+    assert corpus.shard(0) is first
+    for number in (1, 2, 3):
+        corpus.shard(number)
+    again = corpus.shard(0)
+    assert again is not first
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+    with pytest.raises(IndexError):
+        corpus.shard(4)
+
+
+def test_a_corpus_can_be_read_and_built_as_a_source(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = built(write_lines(tmp_path / "lines", 3), tokenizer, tmp_path)
+    source = open_source(folder)
+    assert (source.format, source.kind, len(source.chunks())) == ("corpus", "tokens", 3)
+    copy = opened(source, None, tmp_path / "copy", vocab_size=300)
+    assert documents_of(copy) == documents_of(open_corpus(folder))
+    path = open_corpus(folder).layout.shard_path(2)
+    data = path.read_bytes()
+    path.write_bytes(data[:100] + b"!!" + data[102:])
+    with pytest.raises(DataError, match=r"0000002\.shard is damaged"):
+        list(source.read(source.chunks()[2]))
+    assert bytes_of(folder)[0] == open_corpus(folder).layout.shard_path(0).read_bytes()
+
+
+def test_a_corpus_that_is_not_complete_is_no_source_yet(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    corpus = streamed(write_lines(tmp_path / "lines", 3), tokenizer, tmp_path, wait=False)
+    corpus.shard(1)
+    with pytest.raises(DataError, match="has 1 of its 3 shards"):
+        open_source(corpus.folder)

@@ -1,0 +1,43 @@
+import numpy as np
+
+from overland.data.blocks import Rows
+from overland.data.fields import IGNORED, tokens_and_labels, with_borders
+
+# Two documents and padding; one document alone; three, the last of which is only a label.
+ROWS = Rows(
+    np.array([[1, 1, 2, 2, 2, 0, 0], [3, 3, 3, 3, 3, 3, 3], [4, 5, 5, 5, 5, 5, 6]]),
+    np.array([5, 7, 7]),
+    np.array([2, 0, 1, 0, 2, 2]),  # in no order: lanes come one after another
+    np.array([0, 0, 0, 2, 1, 6]),
+)
+
+
+def test_labels_are_the_next_tokens_and_padding_has_none() -> None:
+    tokens, labels = tokens_and_labels(ROWS)
+    assert tokens.tolist() == ROWS.tokens[:, :-1].tolist()
+    assert labels.tolist() == [
+        [1, 2, 2, 2, IGNORED, IGNORED],
+        [3, 3, 3, 3, 3, 3],
+        [5, 5, 5, 5, 5, 6],
+    ]
+
+
+def test_borders_take_no_loss_and_reset_positions() -> None:
+    fields = with_borders(ROWS)
+    assert fields.labels.tolist() == [
+        [1, IGNORED, 2, 2, IGNORED, IGNORED],
+        [3, 3, 3, 3, 3, 3],
+        [IGNORED, 5, 5, 5, 5, IGNORED],
+    ]
+    assert fields.positions.tolist() == [
+        [0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4]
+    ]  # fmt: skip
+    assert fields.documents.tolist() == [
+        [0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]
+    ]  # fmt: skip
+
+
+def test_a_row_of_one_token_has_no_loss() -> None:
+    row = Rows(np.array([[7, 0, 0]]), np.array([1]), np.array([0]), np.array([0]))
+    for labels in (tokens_and_labels(row)[1], with_borders(row).labels):
+        assert labels.tolist() == [[IGNORED, IGNORED]]

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from overland.data.batch import Batch
+from overland.data.digest import digests
+from overland.data.errors import DataError
+from overland.data.ledger import Ledger, read_ledger
+
+
+def batch(seed: int = 0) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    tokens, labels, positions, documents = (
+        torch.randint(100, (4, 16), generator=draw) for _ in range(4)
+    )
+    return Batch(tokens, labels, positions, documents)
+
+
+@pytest.mark.parametrize("field", ["tokens_BS", "labels_BS", "positions_BS", "documents_BS"])
+def test_every_change_of_a_row_shows_in_its_digest_alone(field: str) -> None:
+    whole = digests(batch())
+    changed = batch()
+    getattr(changed, field)[2, 7] += 1
+    assert (digests(changed) != whole).tolist() == [False, False, True, False]
+
+
+def test_two_tokens_in_each_others_place_show() -> None:
+    swapped = batch()
+    row = swapped.tokens_BS[1]
+    assert row[3] != row[4]
+    row[3], row[4] = row[4].clone(), row[3].clone()
+    assert (digests(swapped) != digests(batch())).tolist() == [False, True, False, False]
+
+
+def test_digests_of_a_share_are_those_of_the_whole() -> None:
+    parts = list(batch().split(1))
+    assert torch.equal(torch.cat([digests(part) for part in parts]), digests(batch()))
+
+
+def rows(step: int, count: int) -> np.ndarray:
+    return np.arange(count * 3).reshape(count, 3) + 100 * step
+
+
+def test_what_a_later_session_did_again_replaces_what_was_lost(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "ledger.bin"
+    first = Ledger(path)
+    first.mark(0)
+    first.add(1, 0, rows(1, 5))
+    second = Ledger(path)
+    second.mark(3)  # resumed from the checkpoint of step 3
+    second.add(4, 3, rows(70, 1))
+    history = read_ledger(path)
+    assert history.start == 0
+    assert list(history.fed) == [1, 2, 3, 4]
+    assert history.fed[4].digests.tolist() == rows(70, 1)[0].tolist()
+    assert [fed.batch for fed in history.fed.values()] == [0, 1, 2, 3]
+
+
+def test_a_record_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.bin"
+    ledger = Ledger(path)
+    ledger.mark(0)
+    ledger.add(1, 0, rows(1, 4))
+    whole = path.stat().st_size
+    ledger.add(5, 4, rows(5, 4))
+    path.write_bytes(path.read_bytes()[:-5])
+    assert list(read_ledger(path).fed) == [1, 2, 3, 4]
+    Ledger(path).add(5, 4, rows(9, 1))
+    assert list(read_ledger(path).fed) == [1, 2, 3, 4, 5]
+    assert path.stat().st_size < whole + 200
+
+
+def test_a_run_without_a_ledger_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"ledger\.bin does not exist"):
+        read_ledger(tmp_path / "ledger.bin")

@@ -1,0 +1,259 @@
+"""The order of the data: everything once per epoch, the same whatever the ranks and sessions."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overland.data.corpus import Corpus
+from overland.data.documents import Reading
+from overland.data.errors import DataError
+from overland.data.plan import Plan
+from overland.data.random_blocks import RandomBlocks
+from overland.data.rows import PlannedRows
+from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
+
+SOURCES = {"a": Numbered(1000, 97), "b": Numbered(5000, 31), "c": Numbered(9000, 5, 200)}
+WEIGHTS = {"a": 5.0, "b": 2.0, "c": 1.0}
+PACKINGS = ["pack", "overflow", "trunc", "best_fit"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
+    root = tmp_path_factory.mktemp("built")
+    return {name: make_corpus(name, one, root, built=True) for name, one in SOURCES.items()}
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
+    root = tmp_path_factory.mktemp("streamed")
+    return {name: make_corpus(name, one, root) for name, one in SOURCES.items()}
+
+
+def documents_begun(rows: PlannedRows, batches: range) -> Iterator[tuple[int, int]]:
+    """(source, document) in the order in which they begin."""
+    for batch in batches:
+        for part in rows.origins(batch):
+            begun = part.start == 0
+            yield from zip(part.source[begun].tolist(), part.number[begun].tolist(), strict=True)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+def test_built_and_streamed_corpora_give_the_same_rows(
+    built: dict[str, Corpus], streamed: dict[str, Corpus], packing: str, mixture: str
+) -> None:
+    plan = one_segment(built, WEIGHTS, mixture, packing=packing)
+    assert plan == one_segment(streamed, WEIGHTS, mixture, packing=packing)
+    one, two = rows_of(plan, built), rows_of(plan, streamed)
+    for batch in range(60):
+        a, b = one.read(batch), two.read(batch)
+        assert (a.tokens == b.tokens).all()
+        assert (a.num_tokens == b.num_tokens).all()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_an_epoch_holds_every_document_once_and_the_next_in_another_order(
+    streamed: dict[str, Corpus], packing: str, name: str
+) -> None:
+    corpora = {name: streamed[name]}
+    rows = rows_of(one_segment(corpora, {name: 1.0}, packing=packing, global_batch_size=1), corpora)
+    lane = rows.lanes(0).lanes[0]
+    assert not isinstance(lane, RandomBlocks)
+    per_epoch = lane.windows.per_epoch
+    ends = [lane.num_blocks(epoch * per_epoch) for epoch in range(4)]
+    orders = [
+        list(documents_begun(rows, range(first, last))) for first, last in itertools.pairwise(ends)
+    ]
+    for order in orders:
+        assert len(order) == len(set(order)) == SOURCES[name].count
+    assert orders[0] != orders[1] != orders[2]
+
+
+def pieces_of(rows: PlannedRows, batches: range) -> Counter[tuple[int, int, int]]:
+    """How often each token of each document of each source was given."""
+    fed: Counter[tuple[int, int, int]] = Counter()
+    for batch in batches:
+        for part in rows.origins(batch):
+            for source, number, start, length in zip(
+                part.source, part.number, part.start, part.length, strict=True
+            ):
+                places = range(int(start), int(start + length))
+                fed.update((int(source), int(number), i) for i in places)
+    return fed
+
+
+@pytest.mark.parametrize("packing", ["pack", "overflow", "best_fit"])
+def test_an_epoch_feeds_every_token_once(streamed: dict[str, Corpus], packing: str) -> None:
+    corpora = {"a": streamed["a"]}
+    rows = rows_of(one_segment(corpora, {"a": 1.0}, packing=packing, global_batch_size=1), corpora)
+    lane = rows.lanes(0).lanes[0]
+    assert not isinstance(lane, RandomBlocks)
+    fed = pieces_of(rows, range(lane.num_blocks(lane.windows.per_epoch)))
+    assert set(fed.values()) == {1}
+    assert len(fed) == SOURCES["a"].lengths.sum()
+
+
+@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 6, 12])
+def test_ranks_share_a_batch_and_change_nothing(
+    streamed: dict[str, Corpus], mixture: str, num_parts: int
+) -> None:
+    plan = one_segment(streamed, WEIGHTS, mixture, global_batch_size=12)
+    whole = rows_of(plan, streamed)
+    ranks = [rows_of(plan, streamed) for _ in range(num_parts)]
+    for batch in (0, 1, 17, 5):  # a rank may also go back
+        parts = [rank.read(batch, i, num_parts).tokens for i, rank in enumerate(ranks)]
+        assert (np.concatenate(parts) == whole.read(batch).tokens).all()
+
+
+@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+def test_mixture_counts_are_exact_at_every_step(streamed: dict[str, Corpus], mixture: str) -> None:
+    plan = one_segment(streamed, WEIGHTS, mixture, packing="trunc", global_batch_size=3)
+    rows = rows_of(plan, streamed)
+    shares = np.array(list(WEIGHTS.values())) / 8
+    had = np.zeros(3)
+    for batch in range(80):
+        for part in rows.origins(batch):
+            np.add.at(had, part.source, 1)
+        turns = 3 * (batch + 1)
+        if mixture == "tokens":
+            assert (np.abs(had - turns * shares) < 1).all()
+    # By rows it is documents that are counted; within a window blocks are shuffled.
+    assert (np.abs(had - had.sum() * shares) < (1 if mixture == "tokens" else 24)).all()
+
+
+def test_a_mixture_by_rows_draws_documents_in_exact_shares(streamed: dict[str, Corpus]) -> None:
+    plan = one_segment(streamed, WEIGHTS, "rows")
+    lane = rows_of(plan, streamed).lanes(0).lanes[0]
+    assert not isinstance(lane, RandomBlocks)
+    drawn = np.zeros(3)
+    for window in range(30):
+        for number, source in enumerate(lane.windows.open(window).source.tolist()):
+            drawn[source] += 1
+            turns = window * 24 + number + 1
+            assert (np.abs(drawn - turns * np.array([5, 2, 1]) / 8) < 1).all()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize(
+    "change",
+    [{"seq_len": 24}, {"seq_len": 9}, {"weights": {"a": 1.0, "b": 2.0, "c": 0.0}},
+     {"global_batch_size": 7}, {"packing": "best_fit", "seq_len": 40}],
+    ids=["longer", "shorter", "weights", "batch", "packing"],
+)  # fmt: skip
+def test_a_new_segment_repeats_nothing_and_leaves_nothing_out(
+    streamed: dict[str, Corpus], packing: str, mixture: str, change: dict[str, object]
+) -> None:
+    before = one_segment(streamed, WEIGHTS, mixture, packing=packing)
+    wanted = replace(before, segments=(replace(before.segments[0], **change),))  # type: ignore[arg-type]
+    plan = before.continued(wanted, 5).continued(wanted, 9)
+    assert [one.first_batch for one in plan.segments] == [0, 5]
+    rows, old = rows_of(plan, streamed), rows_of(before, streamed)
+    for batch in range(5):
+        assert (rows.read(batch).tokens == old.read(batch).tokens).all()
+    fed = pieces_of(rows, range(60))
+    for source, name in enumerate(SOURCES):
+        times = Counter({key: count for key, count in fed.items() if key[0] == source})
+        num_tokens = int(SOURCES[name].lengths.sum())
+        if packing == "trunc" or plan.segments[1].packing != packing:  # what it leaves out
+            times = Counter({key: count for key, count in times.items() if key[2] == 0})
+            num_tokens = SOURCES[name].count
+        # Epoch after epoch: nothing comes again before everything has come. (A window of a mixture
+        # by rows may hold the end of one epoch and the beginning of the next, shuffled.)
+        fewest = min(times.values()) if len(times) == num_tokens else 0
+        assert max(times.values()) <= fewest + (1 if mixture == "tokens" else 2)
+
+
+def test_segments_of_segments_go_on_from_the_rest_of_a_rest(streamed: dict[str, Corpus]) -> None:
+    plan = one_segment(streamed, {"a": 1.0, "b": 0.0, "c": 0.0})
+    for batch, seq_len in ((2, 8), (3, 32), (4, 5), (7, 16)):
+        segment = replace(plan.segments[-1], seq_len=seq_len)
+        plan = plan.continued(replace(plan, segments=(segment,)), batch)
+    fed = pieces_of(rows_of(plan, streamed), range(14))
+    assert set(fed.values()) == {1}
+    assert len(fed) > 500
+
+
+def test_a_source_that_joins_later_changes_nothing_before(streamed: dict[str, Corpus]) -> None:
+    for mixture in ("tokens", "rows"):
+        two = {name: streamed[name] for name in ("a", "b")}
+        before = one_segment(two, {"a": 2.0, "b": 1.0}, mixture)
+        plan = before.continued(one_segment(streamed, WEIGHTS, mixture), 6)
+        old, new = rows_of(before, two), rows_of(plan, streamed)
+        for batch in range(6):
+            assert (old.read(batch).tokens == new.read(batch).tokens).all()
+        assert 2 in {source for source, _ in documents_begun(new, range(6, 30))}
+
+
+def test_a_source_is_read_as_often_as_it_may_and_then_named(streamed: dict[str, Corpus]) -> None:
+    plan = one_segment(streamed, WEIGHTS)
+    limited = {**plan.sources, "c": replace(plan.sources["c"], max_epochs=2)}
+    rows = rows_of(replace(plan, sources=limited), streamed)
+    begun: Counter[int] = Counter()
+
+    def read_all() -> None:
+        for batch in itertools.count():
+            found = documents_begun(rows, range(batch, batch + 1))
+            begun.update(number for source, number in found if source == 2)
+
+    with pytest.raises(DataError, match="c has been read 2 times, as often as its max_epochs"):
+        read_all()
+    assert len(begun) == 5
+    assert set(begun.values()) == {2}
+
+
+@pytest.mark.parametrize("what", ["seed", "window_documents", "mixture"])
+def test_what_decides_the_whole_order_cannot_change(streamed: dict[str, Corpus], what: str) -> None:
+    plan = one_segment(streamed, WEIGHTS)
+    wanted = replace(plan, **{what: {"seed": 1, "window_documents": 7, "mixture": "rows"}[what]})  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="cannot change in the middle of a run"):
+        plan.continued(wanted, 3)
+
+
+def test_a_plan_survives_json(streamed: dict[str, Corpus]) -> None:
+    import json
+
+    plan = one_segment(streamed, WEIGHTS, "rows", packing="best_fit")
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert again.fingerprint == plan.fingerprint
+
+
+def test_counts_in_the_run_folder_spare_a_resume_all_windows_before(
+    streamed: dict[str, Corpus], tmp_path: Path
+) -> None:
+    plan = one_segment(streamed, WEIGHTS, "rows", packing="best_fit")
+    expected = rows_of(plan, streamed, tmp_path).read(70).tokens
+    resumed = rows_of(plan, streamed, tmp_path)
+    lane = resumed.lanes(70).lanes[0]
+    assert not isinstance(lane, RandomBlocks)
+    opened: list[int] = []
+    open_window = lane.windows.open
+    lane.windows.open = lambda window: opened.append(window) or open_window(window)  # type: ignore[func-returns-value, method-assign]
+    assert (resumed.read(70).tokens == expected).all()
+    assert len(opened) <= 2
+    assert min(opened) > 5
+
+
+def test_held_out_data_is_read_in_order(streamed: dict[str, Corpus]) -> None:
+    plan = one_segment({"b": streamed["b"]}, {"b": 1.0}, packing="trunc", global_batch_size=31)
+    rows = PlannedRows(plan, {"b": streamed["b"]}, Reading(0, False, 24))
+    assert rows.read(0).tokens[:, 0].tolist() == list(range(5000, 5031))
+    assert rows.num_batches() == 1
+
+
+def test_random_tokens_depend_on_seed_and_row_alone() -> None:
+    one, two = (
+        rows_of(one_segment({"random": data}, {"random": 1.0}), {"random": data})
+        for data in (RandomBlocks(100, seed=1), RandomBlocks(100, seed=2))
+    )
+    assert (one.read(7).tokens == one.read(7).tokens).all()
+    assert not (one.read(7).tokens == two.read(7).tokens).all()
+    assert not (one.read(7).tokens == one.read(8).tokens).all()

@@ -1,0 +1,96 @@
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from overland.data.errors import DataError
+from overland.data.shard import Shard, open_shard, read_counts, write_shard
+
+DOCUMENTS = [np.arange(5), np.asarray([7]), np.arange(100, 400)]
+
+
+def write(path: Path, dtype: str = "<u2") -> Path:
+    write_shard(path, iter(DOCUMENTS), dtype, ("a#0", "b#3"), lambda: 2)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_a_shard_gives_back_its_documents(tmp_path: Path, dtype: str) -> None:
+    shard = open_shard(write(tmp_path / "a.shard", dtype))
+    assert shard.tokens.dtype == dtype
+    assert shard.info.num_documents == 3
+    assert shard.info.num_tokens == 306
+    assert (shard.info.num_bad, shard.info.max_token) == (2, 399)
+    assert shard.info.chunks == ("a#0", "b#3")
+    for number, document in enumerate(DOCUMENTS):
+        np.testing.assert_array_equal(shard.document(number), document)
+    shard.verify()
+    assert read_counts(shard.path) == (3, 306, 2)
+
+
+def test_the_same_documents_make_the_same_bytes(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b")
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_a_shard_without_documents_can_be_read(tmp_path: Path) -> None:
+    info = write_shard(tmp_path / "a", [], "<u2")
+    shard = open_shard(tmp_path / "a")
+    assert (info.num_documents, info.max_token, len(shard.tokens)) == (0, -1, 0)
+    shard.verify()
+
+
+@pytest.mark.parametrize("size", [0, 10, 64, 200, -1])
+def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, size: int) -> None:
+    path = write(tmp_path / "a.shard")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DataError, match=r"a\.shard is .*cut short"):
+        open_shard(path)
+
+
+def test_a_foreign_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"hello" * 100)
+    with pytest.raises(DataError, match="x is no token shard"):
+        open_shard(tmp_path / "x")
+
+
+def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.shard")
+    good = path.read_bytes()
+    for place in range(0, len(good), 7):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 16]) + good[place + 1 :])
+        with pytest.raises(DataError, match=r"a\.shard"):
+            open_shard(path).verify()
+
+
+def test_a_shard_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    def documents() -> Iterator[npt.NDArray[np.int64]]:
+        yield np.arange(10)
+        raise DataError("bad")
+
+    with pytest.raises(DataError):
+        write_shard(tmp_path / "a", documents(), "<u2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_open_shard_outlives_its_file(tmp_path: Path) -> None:
+    shard = open_shard(write(tmp_path / "a"))
+    shard.path.unlink()
+    np.testing.assert_array_equal(shard.document(2), DOCUMENTS[2])
+
+
+def test_a_large_shard_is_written_in_little_memory(tmp_path: Path) -> None:
+    def documents() -> Iterator[npt.NDArray[np.int32]]:
+        for start in range(100):
+            yield np.arange(start, start + 100_000, dtype=np.int32)
+
+    tracemalloc.start()
+    write_shard(tmp_path / "a", documents(), "<u4")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    shard: Shard = open_shard(tmp_path / "a")
+    assert shard.info.num_tokens == 10_000_000
+    assert peak < 10_000_000

@@ -1,0 +1,160 @@
+"""`overland prove data`: the ledger against the plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.schema import JobConfig
+from overland.data.errors import DataError
+from overland.data.plan import ChangedSource
+from overland.proofs.data import prove_data
+from overland.proofs.sessions import SHORT, prove_sessions
+from overland.training import loop
+from overland.training.loop import train
+from overland.training.run import build_run
+from tests.jobs import tiny_job
+
+WEIGHTS = {"code": 3.0, "news": 1.0}
+
+
+def job(folder: Path, num_ranks: int = 1, **sections: Any) -> JobConfig:
+    return tiny_job(
+        folder / "run",
+        training={
+            "steps": sections.pop("steps", 6),
+            "seq_len": sections.pop("seq_len", 32),
+            "local_batch_size": 8 // num_ranks,
+        },
+        lr_scheduler={"total_steps": 20},
+        checkpoint={"enable": True, "interval": 2, **sections.pop("checkpoint", {})},
+        data={
+            "folder": str(folder / "data"),
+            "vocab_size": 400,
+            "sources": {
+                name: {"path": str(folder / name), "weight": weight}
+                for name, weight in WEIGHTS.items()
+            },
+            **sections.pop("data", {}),
+        },
+        **sections,
+    )
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    for name in WEIGHTS:
+        (tmp_path / name).mkdir()
+        for i in range(30):
+            (tmp_path / name / f"{i:02}.txt").write_text(f"{name} {i} " + "words again " * (i % 9))
+    return tmp_path
+
+
+def run(world: World, config: JobConfig) -> int:
+    built = build_run(config, world, torch.device("cpu"), log_ranks=())
+    train(built)
+    return built.progress.step
+
+
+def run_with_a_wrong_row(world: World, config: JobConfig) -> int:
+    """One row of one batch is not what was planned, on the last rank."""
+    built = build_run(config, world, torch.device("cpu"), log_ranks=())
+    original, numbers = loop.next_batch, iter(range(100))
+
+    def corrupted(data: Any, meter: Any) -> Any:
+        batch = original(data, meter)
+        if next(numbers) == 3 and world.rank == world.size - 1:
+            tokens = batch.tokens_BS.clone()
+            tokens[-1, 5] = (tokens[-1, 5] + 1) % 400
+            return replace(batch, tokens_BS=tokens)
+        return batch
+
+    loop.next_batch = corrupted  # type: ignore[assignment]
+    try:
+        train(built)
+    finally:
+        loop.next_batch = original
+    return built.progress.step
+
+
+@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+def test_sessions_on_other_ranks_are_proven_together(
+    ranks: RankPool, texts: Path, mixture: str
+) -> None:
+    for steps, num_ranks in ((3, 1), (7, 4), (8, 2)):
+        config = job(texts, num_ranks, steps=steps, data={"mixture": mixture})
+        ranks.run(num_ranks, run, config)
+    verdict = prove_data(texts / "run")
+    assert verdict.holds
+    assert (verdict.first_step, verdict.last_step, verdict.rows) == (1, 8, 64)
+    for count in verdict.sources.values():
+        assert count.planned == count.consumed > 0
+        assert count.repeated == count.skipped == 0
+    if mixture == "tokens":
+        code, news = (count.planned for count in verdict.sources.values())
+        assert 2.8 < code / news < 3.2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_one_wrong_row_of_one_batch_is_caught(ranks: RankPool, texts: Path, num_ranks: int) -> None:
+    ranks.run(num_ranks, run_with_a_wrong_row, job(texts, num_ranks))
+    verdict = prove_data(texts / "run")
+    assert not verdict.holds
+    assert verdict.wrong_rows == 1
+    assert verdict.first_wrong == "step 4, row 7: not what batch 3 of the plan holds"
+    assert sum(count.skipped for count in verdict.sources.values()) > 0
+
+
+def test_steps_that_were_lost_and_done_again_count_once(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=6))
+    older = str(texts / "run" / "checkpoint" / "step_2")
+    ranks.run(1, run, job(texts, steps=5, checkpoint={"resume": older}))
+    verdict = prove_data(texts / "run")
+    assert verdict.holds
+    assert (verdict.last_step, verdict.rows) == (5, 40)
+
+
+def test_another_length_in_the_middle_is_proven_too(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=3))
+    ranks.run(1, run, job(texts, steps=6, seq_len=16, data={"packing": "best_fit"}))
+    assert prove_data(texts / "run").holds
+    plan = json.loads((texts / "run" / "data" / "plan.json").read_text())["plan"]
+    assert [one["first_batch"] for one in plan["segments"]] == [0, 3]
+
+
+def test_a_step_that_is_not_in_the_ledger_is_missed(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=6))
+    ledger = texts / "run" / "data" / "ledger.bin"
+    ledger.write_bytes(ledger.read_bytes()[:-10])
+    verdict = prove_data(texts / "run")
+    assert not verdict.holds
+    assert verdict.missing_steps == [6]
+
+
+def test_a_changed_corpus_is_named(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=3))
+    (texts / "news" / "07.txt").write_text("something else")
+    with pytest.raises(ChangedSource, match=r"source news is not what.*news/07\.txt changed"):
+        prove_data(texts / "run")
+    with pytest.raises(AssertionError, match=r"source news is not what.*news/07\.txt changed"):
+        ranks.run(1, run, job(texts, steps=6))
+
+
+def test_a_folder_without_a_run_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(DataError, match=r"ledger\.bin does not exist"):
+        prove_data(tmp_path)
+
+
+@pytest.mark.parametrize("story", SHORT, ids=lambda story: story.name.replace(" ", "-"))
+def test_killed_sessions_read_what_one_run_reads(story: Any, tmp_path: Path) -> None:
+    verdict = prove_sessions(story, tmp_path, seed=1, world_sizes=(1, 3, 2, 1))
+    assert verdict.problems == []
+    assert min(verdict.epochs) >= 2
