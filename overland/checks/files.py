@@ -45,8 +45,20 @@ def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
 
 def check_training_data(loaded: Loaded) -> Iterator[Problem]:
     training = loaded.config.training
+    sources = loaded.config.data.sources
+    for name, source in sources.items():
+        if source.path is not None and not _exists(source.path):
+            yield _missing(loaded, f"data.sources.{name}.path", source.path)
+        elif source.path is None:
+            key = f"data.sources.{name}"
+            yield from _dataset(loaded, key, source.dataset or name, f"{key}.path")
+    if sources:
+        if not any(source.weight for source in sources.values()):
+            message = "no source has a weight: nothing would be read"
+            yield Problem(message, loaded.where("data.sources"), "data.sources")
+        return
     if training.dataset_path is None:
-        yield from _dataset(loaded, "training", training.dataset)
+        yield from _dataset(loaded, "training.dataset", training.dataset)
     elif not _exists(training.dataset_path):
         yield _missing(loaded, "training.dataset_path", training.dataset_path)
 
@@ -61,17 +73,16 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         return
     names = validation.dataset
     for name in [names] if isinstance(names, str) else names:
-        yield from _dataset(loaded, "validation", name)
+        yield from _dataset(loaded, "validation.dataset", name)
 
 
-def _dataset(loaded: Loaded, section: str, name: str) -> Iterator[Problem]:
-    from overland.data.registry import source_names
+def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -> Iterator[Problem]:
+    from overland.data.registry import is_built_in, source_names
 
     data = loaded.config.data
     built_in = source_names()
-    if name in built_in or name in data.datasets or _exists(f"{data.folder}/{name}"):
+    if is_built_in(name) or name in data.datasets or _exists(f"{data.folder}/{name}"):
         return
-    key = f"{section}.dataset"
     where = loaded.where(key)
     near = nearest_name(name, [*built_in, *data.datasets], cutoff=0.8)
     if near:
@@ -81,7 +92,7 @@ def _dataset(loaded: Loaded, section: str, name: str) -> Iterator[Problem]:
     torchtitan = " (a name of torchtitan's for public text)" if name in C4_NAMES else ""
     message = (
         f"not on this machine{torchtitan}: `overland fetch dataset {name}` brings it, or set "
-        f"data.datasets.{name} or {section}.dataset_path to a folder"
+        f"data.datasets.{name} or {path_key or key + '_path'} to a folder"
     )
     yield Problem(message, where, key, name, kind="missing")
 

@@ -60,14 +60,15 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     vocab_size = model_config(loaded.model).vocab_size
     if not is_run:
         rows = global_batch_size(loaded)
-        return training_data(loaded, rows, vocab_size, Place()), step - 1
+        memory = RunFolder.of(loaded).data
+        return training_data(loaded, rows, vocab_size, Place(), memory), step - 1
     folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
     fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
     ahead = step - max(fed, default=0)
     batch = fed[step].batch if step in fed else step - 1
     if fed and ahead > 0:
         batch = fed[max(fed)].batch + ahead
-    return planned_data(loaded, vocab_size, folder.data), batch
+    return planned_data(loaded, vocab_size, run), batch
 
 
 def global_batch_size(config: JobConfig) -> int:

@@ -64,10 +64,10 @@ class Training(Section):
     """The batch, the length and the number formats."""
 
     dataset: str = "stdlib"
-    """Data source by name: stdlib (Python's own source text), random, or a name under
-    `data.folder`."""
+    """Data source by name: stdlib (Python's own source text; stdlib:2/6 is a part of it), random,
+    or a name under `data.folder`."""
     dataset_path: str | None = None
-    """Folder or file of text, JSONL or token shards to train on, in place of a name."""
+    """File or folder of any format to train on, in place of a name."""
     local_batch_size: PositiveInt = 8
     """Sequences that one device takes in one forward pass."""
     global_batch_size: BatchSize = -1
@@ -286,7 +286,9 @@ class DataSource(Section):
     """One source of a mixture; its name is the table's: [data.sources.NAME]."""
 
     path: str | None = None
-    """File or folder of any format, or a built corpus; default: the dataset of that name."""
+    """File or folder of any format, or a corpus that `overland data build` made."""
+    dataset: str | None = None
+    """Without a path: a dataset by name, as in training.dataset; default: the source's name."""
     weight: NonNegativeFloat = 1.0
     """Share of the mixture, beside the weights of the others; 0: nothing is read from it."""
     column: str | None = None

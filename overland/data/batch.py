@@ -34,7 +34,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         if device.type != "cuda":
-            return self
+            return self.map(torch.Tensor.contiguous)
         return self.map(lambda x: x.pin_memory().to(device, non_blocking=True))
 
     def split(self, rows: int) -> Iterator[Batch]:

@@ -28,6 +28,7 @@ Array = npt.NDArray[np.int64]
 LOOK_AHEAD = 2  # windows that are made ready beyond the one that is read
 OPEN_WINDOWS = 3  # a batch that spans windows comes back to each of them
 COUNTED_AT_ONCE = 4096  # windows, where counting needs no look at the tokens
+EPOCHS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,12 @@ class SourceWindows:
         parts = [corpus.name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
         self.key = digest_of(parts)
         self._opened: OrderedDict[int, Documents] = OrderedDict()
+        self._sums_of: OrderedDict[int, Array] = OrderedDict()
+        # Documents and tokens per shard, as far as they are known: all of a corpus that is built,
+        # and after an epoch of any other.
+        self._sizes = np.full((corpus.num_shards, 2), -1, np.int64)
         self._documents = reading.counts(f"documents-{self.key}", self._count, self.per_epoch)
+        self._tokens = reading.counts(f"tokens-{self.key}", self._count_tokens, self.per_epoch)
 
     def open(self, window: int) -> Documents:
         if window not in self._opened:
@@ -126,21 +132,40 @@ class SourceWindows:
     def num_tokens(self, first: int) -> Array | None:
         return self._sums(first, 1)
 
+    def tokens_before(self, document: int) -> int:
+        """In the first so many documents of the stream."""
+        if document == 0:
+            return 0
+        (window,), (place,) = self._documents.find([document - 1])
+        if window not in self._sums_of:
+            self._sums_of[window] = np.cumsum(self.open(int(window)).length)
+            if len(self._sums_of) > OPEN_WINDOWS:
+                self._sums_of.popitem(last=False)
+        return self._tokens.total(int(window)) + int(self._sums_of[window][place])
+
     def _count(self, first: int) -> npt.ArrayLike:
         known = self._sums(first, 0)
         return [len(self.open(first))] if known is None else known
 
+    def _count_tokens(self, first: int) -> npt.ArrayLike:
+        known = self._sums(first, 1)
+        return [self.open(first).length.sum()] if known is None else known
+
     def _sums(self, first: int, column: int) -> Array | None:
-        """Documents or tokens per window, from the sizes of a corpus that is built."""
-        sizes = self.corpus.sizes()
-        if sizes is None:
-            return None
+        """Documents or tokens per window, from the sizes of shards, where all are known."""
         self._check_epoch(first)
+        if self._sizes[-1, 0] < 0 and (built := self.corpus.sizes()) is not None:
+            self._sizes = built
+        if self.per_epoch == 1:  # whatever the order, it is all of it
+            total = int(self._sizes[:, column].sum())
+            is_known = bool((self._sizes[:, 0] >= 0).all())
+            return np.full(len(self._until(first, EPOCHS_AT_ONCE)), total) if is_known else None
         end_of_epoch = (first // self.per_epoch + 1) * self.per_epoch
         windows = np.arange(first, min(first + COUNTED_AT_ONCE, end_of_epoch))
         widths = np.diff(self._places(windows), axis=0)[0]
         starts = np.cumsum(widths) - widths
-        return np.add.reduceat(np.asarray(sizes[self._shards(windows), column]), starts)
+        sizes = np.asarray(self._sizes[self._shards(windows), column])
+        return np.add.reduceat(sizes, starts) if sizes.min() >= 0 else None
 
     def _until(self, first: int, count: int) -> Array:
         """So many windows from `first` on, or as many as there will be."""
@@ -170,6 +195,9 @@ class SourceWindows:
         numbers = self._shards(np.array([window]))
         shards = [self.corpus.shard(number) for number in numbers.tolist()]
         counts = np.array([shard.info.num_documents for shard in shards])
+        if self._sizes.flags.writeable:
+            tokens = np.array([shard.info.num_tokens for shard in shards])
+            self._sizes[numbers] = np.stack([counts, tokens], axis=1)
         total = int(counts.sum())
         file, place = spread(np.zeros_like(counts), counts)
         all_ = Documents(
@@ -232,7 +260,14 @@ class MixedWindows:
         return [start + count for start, count in zip(self.starts, given, strict=True)]
 
     def num_tokens(self, first: int) -> Array | None:
-        return None
+        """Without putting the documents together."""
+        spans = zip(self.sources, self.taken(first), self.taken(first + 1), strict=True)
+        parts = (
+            source.tokens_before(end) - source.tokens_before(begin)
+            for source, begin, end in spans
+            if end > begin
+        )
+        return np.array([sum(parts)])
 
 
 def _joined(parts: Sequence[Documents]) -> Documents:

@@ -22,17 +22,22 @@ class Fields(NamedTuple):
 
 
 def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
-    """Rows without their last token, and without their first; no loss is taken on padding."""
-    labels = rows.tokens[:, 1:].copy()
-    for row in _padded(rows).tolist():
+    """Rows without their last token, and without their first; no loss is taken on padding. Both
+    are views of the same memory where that is possible: pinning it copies it anyway."""
+    labels = rows.tokens[:, 1:]
+    padded = _padded(rows).tolist()
+    if padded:
+        labels = labels.copy()
+    for row in padded:
         labels[row, max(rows.num_tokens[row] - 1, 0) :] = IGNORED
-    return np.ascontiguousarray(rows.tokens[:, :-1]), labels
+    return rows.tokens[:, :-1], labels
 
 
 def with_borders(rows: Rows) -> Fields:
     """No loss is taken across a border, and each document counts its positions from 0. Padding is
     a document of its own."""
     tokens, labels = tokens_and_labels(rows)
+    labels = labels if labels.base is None else labels.copy()
     width = rows.tokens.shape[1]
     padded = _padded(rows)
     begins = np.append(rows.piece_begin, rows.num_tokens[padded])

@@ -22,6 +22,8 @@ def permute(indices: npt.ArrayLike, size: int, *key: object) -> npt.NDArray[np.i
     places = np.array(indices, dtype=np.uint64, ndmin=1)
     if size <= 0 or (places >= size).any():
         raise IndexError(f"indices must lie in [0, {size})")
+    if size == 1:
+        return places.astype(np.int64)
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     round_keys = _round_keys(key)
     todo = np.ones(places.shape, dtype=bool)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.corpus import Corpus, changes, lay_out, open_corpus
@@ -137,18 +138,29 @@ def training_data(
     return Dataset(name, rows, tokenizer if _is_text(corpora) else None)
 
 
-def planned_data(config: JobConfig, vocab_size: int | None, folder: Path) -> Dataset:
-    """The training set of a run, by the plan that its folder keeps."""
-    path = folder / "plan.json"
+def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
+    """The training set of a run, from what its folder keeps: plan, corpora and tokenizer."""
+    path = run / "data" / "plan.json"
     try:
-        plan = Plan.from_json(json.loads(path.read_text())["plan"])
+        kept = json.loads(path.read_text())
+        plan, folders = Plan.from_json(kept["plan"]), kept["corpora"]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} holds no plan of a run's data: {error}") from None
-    last = plan.segments[-1]
-    dataset = training_data(config, last.global_batch_size, vocab_size, Place(), folder)
-    # Asks for nothing new, but finds out whether the sources are still what they were.
-    dataset.continued(plan.to_json(), last.first_batch)
-    return dataset.with_plan(plan)
+    policy = {"add_bos": config.data.add_bos, "add_eos": config.data.add_eos}
+    tokenizer = Tokenizer(run / "tokenizer", **policy) if (run / "tokenizer").is_dir() else None
+    wanted = sources_of(config)
+    corpora: dict[str, Data] = {}
+    for name in plan.sources:
+        if name in folders and is_corpus(Path(folders[name])):
+            source = partial(
+                registry.open_source, name, wanted.get(name, DataSource()), config.data
+            )
+            corpora[name] = _open(Path(folders[name]), source, tokenizer, config, processes=0)
+        elif name in wanted:
+            corpora[name] = open_data(name, wanted[name], config, tokenizer, vocab_size, Place())
+    reading = Reading(plan.seed, True, plan.window_documents, run / "data")
+    rows = PlannedRows(plan, corpora, reading, _pad_id(corpora))
+    return Dataset(config.training.dataset, rows, tokenizer)
 
 
 def validation_data(
@@ -204,7 +216,7 @@ def open_data(
     """A corpus that is built, or one that is made while it is read."""
     data = config.data
     folder = registry.find_folder(name, wanted, data)
-    if folder is None and name == registry.RANDOM:
+    if registry.is_random(name, wanted):
         return RandomBlocks(vocab_size or data.vocab_size, config.debug.seed)
     if folder is not None and is_corpus(folder):
         corpus = open_corpus(folder)
@@ -258,12 +270,22 @@ def _stream(
     processes = data.tokenise_processes
     if processes is None:
         processes = min(MAX_PROCESSES, max(1, cores // 2))
+    return _open(folder, open_source, tokenizer, config, processes if place.tokenises else 0)
+
+
+def _open(
+    folder: Path,
+    open_source: Callable[[], Source],
+    tokenizer: Tokenizer | None,
+    config: JobConfig,
+    processes: int,
+) -> Corpus:
     return open_corpus(
         folder,
         open_source,
         (lambda: tokenizer) if tokenizer is not None else None,
-        processes=processes if place.tokenises else 0,
-        cache_bytes=int(data.cache_gb * 1e9),
+        processes=processes,
+        cache_bytes=int(config.data.cache_gb * 1e9),
     )
 
 
@@ -284,28 +306,34 @@ def _trained(
 ) -> str | None:
     """The path of a tokenizer for the text among the sources; none if there is no text."""
     data = config.data
-    texts: list[Source] = []
-    for name, one in wanted.items():
-        folder = registry.find_folder(name, one, data)
-        if (folder is None and name == registry.RANDOM) or (folder and is_corpus(folder)):
-            continue
-        source = registry.open_source(name, one, data)
-        if getattr(source, "kind", "text") == "text":
-            texts.append(source)
-    if not texts:
-        return None
     names = list(wanted)
-    places = [str(registry.find_folder(name, wanted[name], data)) for name in names]
+    places = [
+        str(registry.find_folder(name, wanted[name], data) or wanted[name].dataset)
+        for name in names
+    ]
     label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of([names, places])[:8]}"
     folder = Path(data.folder).expanduser() / f"tokenizer-{label}-{data.vocab_size}"
     path = folder / "tokenizer.json"
-    if not path.exists():
-        report(f"training a tokenizer of {data.vocab_size:,} tokens on {', '.join(names)}")
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        train_tokenizer(_documents(texts), data.vocab_size, beside)
-        beside.rename(path)
+    if path.exists():
+        return str(path)
+    texts = [source for name, one in wanted.items() if (source := _text(name, one, data))]
+    if not texts:
+        return None
+    report(f"training a tokenizer of {data.vocab_size:,} tokens on {', '.join(names)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    train_tokenizer(_documents(texts), data.vocab_size, beside)
+    beside.rename(path)
     return str(path)
+
+
+def _text(name: str, wanted: DataSource, data: Settings) -> Source | None:
+    """The source, if it is text that has yet to become tokens."""
+    folder = registry.find_folder(name, wanted, data)
+    if registry.is_random(name, wanted) or (folder is not None and is_corpus(folder)):
+        return None
+    source = registry.open_source(name, wanted, data)
+    return source if getattr(source, "kind", "text") == "text" else None
 
 
 def _documents(sources: list[Source]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from overland.data.sources import Source, StandardLibrary
 from overland.data.sources import open_source as open_path
 
 RANDOM = "random"  # tokens without text: see random_blocks.py
+PART = re.compile(r"stdlib:(\d+)/(\d+)")  # one of so many parts, from 0: stand-ins for a mixture
 
 _sources: dict[str, Callable[[], Source]] = {
     "stdlib": lambda: StandardLibrary(),
@@ -29,11 +31,20 @@ def source_names() -> list[str]:
     return [*_sources, RANDOM]
 
 
+def is_built_in(name: str) -> bool:
+    return name in _sources or name == RANDOM or PART.fullmatch(name) is not None
+
+
+def is_random(name: str, wanted: DataSource) -> bool:
+    return wanted.path is None and (wanted.dataset or name) == RANDOM
+
+
 def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
     """Where a source lies: at its path, or at what its name stands for, if that is a place."""
     if wanted.path is not None:
         return Path(wanted.path).expanduser()
-    if name in _sources or name == RANDOM:
+    name = wanted.dataset or name
+    if is_built_in(name):
         return None
     if name in data.datasets:
         return Path(data.datasets[name]).expanduser()
@@ -53,8 +64,11 @@ def open_source(name: str, wanted: DataSource, data: Data) -> Source:
             dtype=wanted.dtype,
             skip_bad=data.bad_documents == "skip",
         )
+    name = wanted.dataset or name
     if name in _sources:
         return _sources[name]()
+    if part := PART.fullmatch(name):
+        return StandardLibrary(part=(int(part[1]), int(part[2])))
     raise DataError(
         f"there is no dataset {name!r}: `overland fetch dataset {name}` brings it to "
         f"{data.folder}/{name}, or set data.datasets.{name} to its folder"

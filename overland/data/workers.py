@@ -161,16 +161,21 @@ class _Process:
             **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), one),
         }
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        # Not multiprocessing's own start: that imports the user's main module again, and with it
-        # torch, which costs seconds and a gigabyte in every process.
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", START, str(theirs.fileno()), str(payload), path],
-            pass_fds=[theirs.fileno(), payload],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        theirs.close()
+        # Blocked signals are inherited: none ends the process before it can ignore them itself.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+        try:
+            # Not multiprocessing's own start: that imports the user's main module again, and with
+            # it torch, which costs seconds and a gigabyte in every process.
+            self.popen = subprocess.Popen(
+                [sys.executable, "-c", START, str(theirs.fileno()), str(payload), path],
+                pass_fds=[theirs.fileno(), payload],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
 
     def send(self, numbers: Sequence[int]) -> None:
         """One that does not read what it was sent before is left alone, not waited for."""
@@ -200,11 +205,15 @@ def main(pipe: int, payload: int) -> None:
     """The process's side."""
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
     parent = _Parent(Connection(pipe))
     with contextlib.suppress(_Gone):
         data = os.pread(payload, os.fstat(payload).st_size, 0)
         os.close(payload)
-        folder, source, tokenizer, numbers, reports = pickle.loads(data)
+        try:
+            folder, source, tokenizer, numbers, reports = pickle.loads(data)
+        except DataError as error:  # the tokenizer's files changed; the parent will find out, too
+            sys.exit(str(error))
         maker = Maker(read_layout(Path(folder)), source, tokenizer)
         _serve(parent, maker, numbers.tolist(), reports)
 

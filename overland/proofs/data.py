@@ -16,10 +16,12 @@ import numpy as np
 from overland.checkpoint.folder import committed, step_of
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.data.corpus import Corpus, changes
 from overland.data.digest import digests
 from overland.data.errors import DataError
 from overland.data.ledger import Fed, read_ledger
 from overland.data.loader import load
+from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, planned_data
 from overland.models.registry import model_config
 from overland.training.folder import RunFolder
@@ -95,7 +97,8 @@ def prove_data(
     config = load_config(str(run / "config.toml"), env={}).config
     folder = RunFolder.of(config.model_copy(update={"job": _here(config, run)}))
     history = read_ledger(folder.ledger)
-    dataset = planned_data(config, model_config(config.model).vocab_size, folder.data)
+    dataset = planned_data(config, model_config(config.model).vocab_size, run)
+    check_sources(dataset)
     first = history.start + 1 if first_step is None else first_step
     last = max(history.last, _last_saved(folder)) if last_step is None else last_step
     verdict = Verdict(dataset.plan.fingerprint, first, last)
@@ -114,6 +117,16 @@ def prove_data(
     progress(len(steps), len(steps))
     dataset.close()
     return verdict
+
+
+def check_sources(dataset: Dataset) -> None:
+    """That the corpora are still those of the run; one that is built needs its source no more."""
+    for name, corpus in dataset.rows.corpora.items():
+        if corpus.fingerprint != dataset.plan.sources[name].fingerprint:
+            raise ChangedSource(name)
+        if isinstance(corpus, Corpus) and not corpus.is_complete and corpus.open_source:
+            if changed := changes(corpus.folder, corpus.open_source()):
+                raise ChangedSource(name, tuple(changed))
 
 
 def _last_saved(folder: RunFolder) -> int:

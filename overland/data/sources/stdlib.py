@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from overland.data.errors import DataError
 from overland.data.sources.source import FileSource
 
 # Left out: third-party packages, generated tables and the test suite, whose long literals are half
@@ -15,12 +16,16 @@ HELD_OUT_EVERY = 20
 
 
 class StandardLibrary(FileSource):
-    """On every machine, without a download. Every twentieth file is held out."""
+    """On every machine, without a download. Every twentieth file is held out. `part` k of n takes
+    every n-th of the others, from the k-th on: small corpora that stand for large ones."""
 
     format = "stdlib"
 
-    def __init__(self, held_out: bool = False) -> None:
+    def __init__(self, held_out: bool = False, part: tuple[int, int] = (0, 1)) -> None:
         self.held_out = held_out
+        which, of = part
+        if not 0 <= which < of:
+            raise DataError(f"stdlib:{which}/{of}: parts are counted from 0 to {of - 1}")
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = sorted(
             str(path.relative_to(root))
@@ -29,7 +34,8 @@ class StandardLibrary(FileSource):
         )
         files = [path for i, path in enumerate(paths) if (i % HELD_OUT_EVERY == 0) == held_out]
         # Some __init__.py are empty, and a document without a token is an error.
-        super().__init__(root, [file for file in files if (root / file).stat().st_size])
+        files = [file for file in files if (root / file).stat().st_size]
+        super().__init__(root, files[which::of])
 
     def num_documents(self, chunk: str) -> int | None:
         return 1
