@@ -1,6 +1,6 @@
 # make train   set up, then run the main job: a small Llama on this machine
 # make test    set up, then lint and run all tests
-# make prove-all   the long proofs: all layouts, all resumes; writes docs/evidence/, goes on where it stopped
+# make prove-all   the long proofs: all layouts, all resumes, all killed sessions; writes docs/evidence/, goes on where it stopped
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
 SHELL := /bin/bash
@@ -52,6 +52,7 @@ prove-all: setup
 	$(BIN)/overland prove layout --layouts short --dtype bfloat16 --table docs/evidence/layouts.md
 	$(BIN)/overland prove layout --layouts five --table docs/evidence/layouts.md
 	$(BIN)/overland prove resume --layouts dozen --table docs/evidence/resume.md
+	$(BIN)/overland prove sessions --stories all --table docs/evidence/sessions.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -291,13 +291,43 @@ def peers(args: argparse.Namespace, device: torch.device) -> None:
     loop.close()
 
 
+def checksums(args: argparse.Namespace, device: torch.device) -> None:
+    """Saves with checksums and without, in turn, while nothing trains."""
+    folder = args.folder / "ours"
+    loop = Loop(job(args.peer_flavor, args.rows, args.folder / "run"), device)
+    for moments in loop.run.optimizer.moments.values():  # a disk may know how to write zeros
+        moments.exp_avg.normal_()
+        moments.exp_avg_sq.normal_()
+    prepare(loop, folder, "disabled")
+    seconds: dict[str, list[float]] = {"first": [], "with": [], "without": []}
+    for kind in ["first", *["with", "without"] * args.pairs]:
+        with without_checksums() if kind == "without" else nullcontext():
+            seconds[kind].append(save(loop).seconds)
+        say(f"{kind}: {seconds[kind][-1]:.2f} s")
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    say(f"medians {medians}: checksums cost {medians['with'] / medians['without'] - 1:.1%}")
+    loop.close()
+
+
+def save(loop: Loop) -> Outcome:
+    run, store = loop.run, loop.run.store
+    for earlier in list_checkpoints(store.folder):
+        delete(earlier.path, store.disk)
+    run.progress.step += 1
+    store.save(run.progress.step, saved_state(run), run_facts(run))
+    (outcome,) = store.finish()
+    assert not outcome.error, outcome.error
+    return outcome
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--flavor", default="3B")
     parser.add_argument("--peer-flavor", default="1B")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("checkpoint-benchmark"))
-    parser.add_argument("--only", default="disk,stall,peers")
+    parser.add_argument("--only", default="disk,stall,peers,checksums")
+    parser.add_argument("--pairs", type=int, default=3)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     say(f"torch {torch.__version__}, {os.cpu_count()} cores, {shutil.disk_usage(args.folder)}")
@@ -316,6 +346,8 @@ def main() -> None:
             stalls(args, device)
         if "peers" in args.only:
             peers(args, device)
+        if "checksums" in args.only:
+            checksums(args, device)
     shutil.rmtree(args.folder, ignore_errors=True)
 
 

@@ -1,13 +1,13 @@
 """Us and our peers on the same work, one after the other on the same GPU:
 
-    python benchmarks/gpu/compare.py 1B 3B 8B --store results.json [--peers FOLDER] [--profile]
+    python benchmarks/gpu/compare.py 1B 8B-fp8 --store results.json [--peers FOLDER] [--profile]
 
 Each trainer runs in a process of its own and ours and the peer's rows of a shape are always taken
 back to back. Rows are kept in the store, so that a table can be filled over several short runs;
 `--print` shows what is there and runs nothing. FOLDER holds the peers:
 
     pip install --no-deps --target FOLDER torchtitan==0.2.2 torchdata==0.11.0 tyro typeguard \
-        docstring-parser shtab
+        docstring-parser shtab torchao==0.17.0
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ Rows = dict[str, dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("shapes", nargs="*", default=["1B", "3B", "8B"])
+    parser.add_argument(
+        "shapes", nargs="*", default=["1B", "3B", "8B", "1B-fp8", "3B-fp8", "8B-fp8"]
+    )
     parser.add_argument("--store", type=Path, default=Path("outputs/compare.json"))
     parser.add_argument("--peers", type=Path, default=Path("vendor/peers"))
     parser.add_argument("--profile", action="store_true", help="also our time by kind of kernel")
@@ -82,7 +84,7 @@ def table(rows: Rows, names: list[str]) -> str:
     for name in names:
         shape = SHAPES[name]
         ours = rows.get(f"{name} overland", {})
-        for trainer in ("overland", "torchtitan"):
+        for trainer in ("overland", "torchtitan", "transformers"):  # the last by hand, for now
             row = rows.get(f"{name} {trainer}")
             if row is not None:
                 lines.append(line(shape, trainer, row, ours))
@@ -96,13 +98,14 @@ def line(shape: Shape, trainer: str, row: dict[str, Any], ours: dict[str, Any]) 
     rate = row["tokens_per_second"]
     mfu = rate * shape.flops_per_token() / PEAK_FLOPS
     ratio = goal = ""
-    if trainer == "overland":
+    share = f"{rate / shape.limit:.1%}" if shape.limit else ""
+    if trainer == "overland" and shape.goal:
         goal = f"{rate / shape.goal:.1%} of {shape.goal:,}"
-    elif "tokens_per_second" in ours:
+    if trainer != "overland" and "tokens_per_second" in ours:
         ratio = f"{ours['tokens_per_second'] / rate:.3f}"
     return (
         f"| {work} | {trainer} | {rate:,.0f} | {mfu:.1%} | {row['memory_gib']:.1f} | {ratio} "
-        f"| {rate / shape.limit:.1%} | {goal} |"
+        f"| {share} | {goal} |"
     )
 
 

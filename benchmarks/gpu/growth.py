@@ -4,7 +4,7 @@
 
 Each point is a few steps of the real loop; the sequence grows at 16,384 tokens per step, and beyond
 that one row is a step. The prediction is a sum of what the parts cost at the rates that were
-measured at 8192 tokens: no fit. Writes gpu_growth.json, .md and two .svg into the folder.
+measured at 8192 tokens: no fit. Writes gpu_growth.json and two .svg into the folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rates(Callback):
 
 
 def job(folder: str, seq_len: int, layers: int) -> JobConfig:
-    steps = 8 if seq_len <= TOKENS else 4
+    steps = 8 if seq_len <= TOKENS else 4 if seq_len < 131072 else 2
     recompute = "full" if seq_len * layers > 65536 * 16 else "none"
     settings: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": folder},

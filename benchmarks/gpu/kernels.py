@@ -1,5 +1,5 @@
 """Every kernel of overland/kernels on a GPU: against float64, beside its plain twin, and how much
-of the memory's speed it reaches: `python benchmarks/gpu/kernels.py`."""
+of the memory's speed it reaches: `python benchmarks/gpu/kernels.py [loss] [optimizer] [float8]`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from overland.kernels import adamw_triton, cross_entropy_triton
+from overland.kernels import adamw_triton, cross_entropy_triton, float8, float8_triton
 from overland.kernels.adamw import Rates, SplitState, update_split, update_split_plain
 from overland.kernels.cross_entropy import cross_entropy_, cross_entropy_plain_
+from overland.kernels.float8 import E4M3, E5M2, cast_both, cast_plain, product, scale_for
 from overland.kernels.norm import sum_of_squares, sum_of_squares_plain
 from overland.kernels.scale import scaled, scaled_plain
 from overland.kernels.split import join, split
@@ -133,9 +134,66 @@ def check_norm_and_scale() -> None:
         print(f"scaled {name}: equal {equal}, {took:.2f} ms")
 
 
+def check_float8() -> None:
+    for shape in ((8192, 4096), (1000, 336)):
+        for dtype in (E4M3, E5M2):
+            x = torch.randn(shape, device=GPU, dtype=torch.bfloat16) * 3
+            scale = scale_for(x, dtype)
+            twin = cast_plain(x, scale, dtype, True, True)
+            equal = [
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+                for a, b in zip(cast_both(x, scale, dtype), twin, strict=True)
+            ]
+            print(f"float8 cast {shape} {dtype}: equal {equal}")
+    x = torch.randn(8192, 14336, device=GPU, dtype=torch.bfloat16)
+    scale = scale_for(x, E4M3)
+    for block, warps in ((64, 4), (128, 4), (128, 8), (128, 16)):
+        float8_triton.BLOCK, float8_triton.WARPS = block, warps
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            cast = torch.ops.overland.float8_cast
+            took = milliseconds(lambda: cast(x, scale, E4M3, rows, columns))  # noqa: B023
+            moved = (2 + rows + columns) * x.numel()
+            print(f"float8 cast block {block}, {warps} warps, rows {rows}, columns {columns}: "
+                  f"{took:.3f} ms, {moved / took / 1e9:.2f} TB/s")  # fmt: skip
+
+
+def check_float8_product() -> None:
+    """The three products of an 8B model's layers, by kind of number and of sum."""
+    tokens, wide = 8192, 14336
+    for m, n, k in ((tokens, wide, 4096), (tokens, 4096, wide), (wide, 4096, tokens),
+                    (tokens, 4096, 4096), (tokens, 1024, 4096)):  # fmt: skip
+        a = torch.randn(m, k, device=GPU, dtype=torch.bfloat16)
+        b = torch.randn(n, k, device=GPU, dtype=torch.bfloat16)
+        exact = a[:512].double() @ b.double().t()
+        took = milliseconds(lambda: a @ b.t(), 40)  # noqa: B023
+        row = [f"bf16 {2 * m * n * k / took / 1e9:.0f} ({error((a @ b.t())[:512], exact):.1e})"]
+        for dtype in (E4M3, E5M2):
+            scales = scale_for(a, dtype), scale_for(b, E4M3)
+            a8 = cast_both(a, scales[0], dtype)[0]
+            b8 = cast_both(b, scales[1], E4M3)[0]
+            summed = a8[:512].double() @ b8.double().t() / (scales[0] * scales[1])
+            for fast in (True, False):
+                float8.FAST_SUMS = fast
+                multiply = lambda: product(a8, b8, *scales, torch.bfloat16)  # noqa: B023
+                took = milliseconds(multiply, 40)
+                row.append(
+                    f"{str(dtype)[13:17]} {'fast' if fast else 'exact'} "
+                    f"{2 * m * n * k / took / 1e9:.0f} ({error(multiply()[:512], exact):.1e}, "
+                    f"of its sums {error(multiply()[:512], summed):.1e})"
+                )
+        print(f"product {m} × {n} × {k}, TFLOP/s (error): " + ", ".join(row))
+
+
+CHECKS = {
+    "loss": (check_cross_entropy, check_loss),
+    "optimizer": (check_adamw, check_norm_and_scale),
+    "float8": (check_float8, check_float8_product),
+}
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     print(torch.__version__, torch.cuda.get_device_name())
-    for check in (check_cross_entropy, check_loss, check_adamw, check_norm_and_scale):
-        check()
-        torch.cuda.empty_cache()
+    for name in sys.argv[1:] or CHECKS:
+        for check in CHECKS[name]:
+            check()
+            torch.cuda.empty_cache()

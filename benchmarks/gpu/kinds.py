@@ -16,7 +16,8 @@ import torch
 KINDS = {
     "communication": r"nccl",
     "elementwise": r"^triton_",
-    "loss": r"_cross_entropy|softmax|nll_loss|^_scaled",
+    "cast": r"^_cast",
+    "loss": r"_cross_entropy|softmax|nll_loss|^_scaled$",
     "optimizer": r"^_update|^_sum_of_squares|adam|lpnorm|LpNorm|multi_tensor_apply",
     "attention": r"sdpa|flash|fmha|cudnn::fusion",
     "matmul": r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce",

@@ -48,12 +48,13 @@ class Recorder(Callback):
 def job(shape: Shape, folder: str, changes: list[str]) -> JobConfig:
     settings: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": folder},
-        "model": {"name": "llama3", "flavor": shape.name, "overrides": dict(shape.overrides)},
+        "model": {"name": "llama3", "flavor": shape.flavor, "overrides": dict(shape.overrides)},
         "training": {
             "dataset": "random",
             "seq_len": shape.seq_len,
             "local_batch_size": shape.rows,
             "steps": 2 * STEPS,
+            "float8": shape.float8,
         },
         "optimizer": {"lr": 1e-4},
         "lr_scheduler": {"warmup_steps": 2},

@@ -1,5 +1,6 @@
 """One row of the comparison, torchtitan's, by its own trainer:
-`python benchmarks/gpu/peer_torchtitan.py 1B`, with torchtitan 0.2.2 on the Python path.
+`python benchmarks/gpu/peer_torchtitan.py 1B`, with torchtitan 0.2.2 (and torchao 0.17, for fp8) on
+the Python path.
 
 Only the data is ours (random tokens, as on our side); model, compilation, precision, optimizer and
 step are torchtitan's, with its defaults. Prints one line of JSON.
@@ -44,6 +45,12 @@ llama3.llama3_args["1B"] = Args(
 llama3.llama3_args["3B"] = Args(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, rope_theta=500000)
 llama3.llama3_args["debug"] = llama3.llama3_args["debugmodel"]
 
+# Tensorwise is its default recipe; its guide leaves the head in bfloat16, as we do.
+FLOAT8 = [
+    "--model.converters=quantize.linear.float8",
+    "--quantize.linear.float8.filter_fqns=output",
+]
+
 
 class RandomTokens(BaseDataLoader):
     def __init__(self, shape: Shape, vocab_size: int) -> None:
@@ -65,7 +72,7 @@ class RandomTokens(BaseDataLoader):
 
 def measure(shape: Shape, options: list[str]) -> dict[str, Any]:
     started = time.perf_counter()
-    vocab_size = llama3.llama3_args[shape.name].vocab_size
+    vocab_size = llama3.llama3_args[shape.flavor].vocab_size
     spec = llama3.get_train_spec()
     spec.build_tokenizer_fn = None
     spec.build_dataloader_fn = lambda **_: RandomTokens(shape, vocab_size)
@@ -74,7 +81,7 @@ def measure(shape: Shape, options: list[str]) -> dict[str, Any]:
     config = ConfigManager().parse_args(
         [
             "--model.name=llama3_random",
-            f"--model.flavor={shape.name}",
+            f"--model.flavor={shape.flavor}",
             f"--training.seq_len={shape.seq_len}",
             f"--training.local_batch_size={shape.rows}",
             "--training.steps=1000",
@@ -84,6 +91,7 @@ def measure(shape: Shape, options: list[str]) -> dict[str, Any]:
             "--activation_checkpoint.selective_ac_option=op",
             "--metrics.log_freq=1000",
             f"--job.dump_folder={tempfile.mkdtemp()}",
+            *(FLOAT8 if shape.float8 != "off" else []),
             *options,
         ]
     )

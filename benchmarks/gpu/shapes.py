@@ -12,11 +12,16 @@ class Shape:
     name: str
     rows: int
     limit: int  # tokens/s if every part ran at the machine's own measured rate, see performance.md
-    goal: int
+    goal: int  # 0: there is none, nor a limit
     peer_recompute: str  # the least that fits for the peer
     seq_len: int = 8192
+    float8: str = "off"
     # The peer knows no tied embeddings, so ours are untied too: the same matrices on both sides.
     overrides: tuple[tuple[str, object], ...] = (("tie_word_embeddings", False),)
+
+    @property
+    def flavor(self) -> str:
+        return self.name.removesuffix("-fp8")
 
     @property
     def tokens(self) -> int:
@@ -27,7 +32,7 @@ class Shape:
         from overland.models.flops import flops_per_token
         from overland.models.registry import model_config
 
-        model = Model(name="llama3", flavor=self.name, overrides=dict(self.overrides))
+        model = Model(name="llama3", flavor=self.flavor, overrides=dict(self.overrides))
         return flops_per_token(model_config(model), self.seq_len)
 
 
@@ -35,6 +40,10 @@ SHAPES = {
     "1B": Shape("1B", rows=2, limit=63_000, goal=60_000, peer_recompute="none"),
     "3B": Shape("3B", rows=2, limit=25_600, goal=24_500, peer_recompute="none"),
     "8B": Shape("8B", rows=1, limit=11_900, goal=11_300, peer_recompute="selective"),
-    "debug": Shape("debug", 2, 1, 1, "none", seq_len=512, overrides=()),
+    "1B-fp8": Shape("1B-fp8", 2, 0, 0, peer_recompute="none", float8="tensorwise"),
+    "3B-fp8": Shape("3B-fp8", 2, 0, 0, peer_recompute="none", float8="tensorwise"),
+    "8B-fp8": Shape("8B-fp8", 1, 15_900, 13_800, peer_recompute="selective", float8="tensorwise"),
+    "debug": Shape("debug", 2, 0, 0, "none", seq_len=512, overrides=()),
+    "debug-fp8": Shape("debug-fp8", 2, 0, 0, "none", 512, "tensorwise", overrides=()),
 }
 STEPS = 10  # that warm up, and as many that are timed

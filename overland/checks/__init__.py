@@ -35,6 +35,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (files.check_validation_data, ("validation", "data")),
     (machine.check_backend, ("comm.backend",)),
     (machine.check_schedule, ("parallelism",)),
+    (machine.check_float8, ("training.float8",)),
     (machine.check_packages, ("metrics.enable_wandb",)),
 ]
 SIZED_CHECKS: list[tuple[SizedCheck, tuple[str, ...]]] = [

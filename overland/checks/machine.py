@@ -46,6 +46,25 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, schedule, kind="machine")
 
 
+def check_float8(loaded: Loaded) -> Iterator[Problem]:
+    """GPUs that multiply 8-bit numbers. On a CPU products are emulated, for tests."""
+    key, wanted = "training.float8", loaded.config.training.float8
+    if wanted == "off":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    way_out = 'training.float8 = "off" trains in training.mixed_precision_param'
+    if torch.version.hip:
+        message = f"has not been tried on AMD GPUs; {way_out}"
+        yield Problem(message, loaded.where(key), key, wanted, kind="machine")
+    elif torch.cuda.get_device_capability() < (8, 9):
+        name = torch.cuda.get_device_name()
+        message = f"needs an NVIDIA GPU of the kind Ada, Hopper or newer, not {name}; {way_out}"
+        yield Problem(message, loaded.where(key), key, wanted, kind="machine")
+
+
 def _lack_of(backend: str) -> str:
     import torch
     import torch.distributed as dist

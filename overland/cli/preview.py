@@ -47,6 +47,8 @@ def preview(
 def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int]:
     """The data, and the batch that a step is given. A run has a plan of its own, and its ledger
     knows of batches that were left out."""
+    from overland.checks.model import check_custom_import
+    from overland.config.errors import ConfigError
     from overland.config.load import load_config
     from overland.config.schema import Job
     from overland.data.ledger import read_ledger
@@ -56,7 +58,10 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
 
     run = Path(config).expanduser()
     is_run = (run / "data" / "plan.json").is_file()
-    loaded = load_config(str(run / "config.toml") if is_run else config, settings).config
+    found = load_config(str(run / "config.toml") if is_run else config, settings)
+    if problems := list(check_custom_import(found)):  # a source may be one of the user's own
+        raise ConfigError(problems)
+    loaded = found.config
     vocab_size = model_config(loaded.model).vocab_size
     if not is_run:
         rows = global_batch_size(loaded)
@@ -81,31 +86,30 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
     from overland.data.fields import IGNORED, tokens_and_labels, with_borders
 
     segment = dataset.plan.segment(batch)
-    rows = dataset.rows.read(batch)
-    fields = with_borders(rows)
-    labels = fields.labels if segment.document_mask else tokens_and_labels(rows)[1]
-    names = list(dataset.plan.sources)
-    origins = dataset.rows.origins(batch)
-    for row in range(first, min(first + count, segment.global_batch_size)):
-        tokens = fields.tokens[row].tolist()
+    size, names = segment.global_batch_size, list(dataset.plan.sources)
+    for row in range(first, min(first + count, size)):
+        rows = dataset.rows.read(batch, row, size)
+        fields = with_borders(rows)
+        labels = fields.labels if segment.document_mask else tokens_and_labels(rows)[1]
+        tokens = fields.tokens[0].tolist()
+        (origins,) = dataset.rows.origins(batch, row, size)
+        pieces = zip(origins.source, origins.number, origins.start, origins.length, strict=True)
         yield {
             "row": row,
-            "rows": segment.global_batch_size,
+            "rows": size,
             "tokens": tokens,
             "pieces": dataset.tokenizer.pieces(tokens) if dataset.tokenizer else None,
-            "has_loss": (labels[row] != IGNORED).tolist(),
-            "documents": fields.documents[row].tolist(),
-            "positions": fields.positions[row].tolist(),
+            "has_loss": (labels[0] != IGNORED).tolist(),
+            "documents": fields.documents[0].tolist(),
+            "positions": fields.positions[0].tolist(),
             "from": [
-                {"source": names[source], "document": number, "start": start, "tokens": length}
-                for part in origins
-                for source, number, start, length in zip(
-                    *(
-                        values[part.row == row].tolist()
-                        for values in (part.source, part.number, part.start, part.length)
-                    ),
-                    strict=True,
-                )
+                {
+                    "source": names[source],
+                    "document": int(number),
+                    "start": int(start),
+                    "tokens": int(length),
+                }
+                for source, number, start, length in pieces
             ],
         }
 

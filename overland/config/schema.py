@@ -274,7 +274,7 @@ class Validation(Section):
     """Folder or file to validate on, in place of a name."""
     freq: PositiveInt = 100
     """Steps between two validations."""
-    steps: Annotated[int, Field(ge=-1)] = 10
+    steps: Literal[-1] | PositiveInt = 10
     """Batches per validation and set; -1: the whole set."""
     local_batch_size: PositiveInt | None = None
     """Sequences per device and batch; default: training.local_batch_size."""
@@ -340,7 +340,8 @@ class Data(Section):
     cache_gb: PositiveFloat = 100.0
     """Size of what was tokenised ahead and may be made again; built corpora do not count."""
     tokenise_processes: NonNegativeInt | None = None
-    """Background processes per node that tokenise ahead; default: half of its cores, 16 at most."""
+    """Background processes per node that tokenise ahead, shared by the sources, each of which has
+    at least one; default: half of the cores, 16 at most; 0: ranks make what they need."""
     read_ahead: PositiveInt = 4
     """Batches prepared ahead of the step that takes them."""
 

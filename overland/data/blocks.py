@@ -120,10 +120,9 @@ class BlockStream:
             for window, mine, places in self._find(numbers)
         ]
 
-    def place(self, number: int) -> tuple[int, int]:
-        """The window that a block lies in, and its place there."""
-        windows, places = self._counts.find([number])
-        return int(windows[0]), int(places[0])
+    def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
+        """The window that each block lies in, and its place there."""
+        return self._counts.find(numbers)
 
     def num_blocks(self, windows: int) -> int:
         """In the first so many windows."""
@@ -135,6 +134,7 @@ class BlockStream:
             documents = rest.documents() if rest else self.windows.open(self.window_behind(window))
             shape = self.shape
             laid_out = cut(documents.length, shape.seq_len, shape.packing, shape.last_block)
+            self._counts.check(window, laid_out.num_blocks)
             self._opened[window] = Window(documents, laid_out, self._order(window, laid_out))
             while len(self._opened) > OPEN_WINDOWS:
                 self._opened.popitem(last=False)
@@ -183,6 +183,8 @@ class Rest:
         window = self.stream.open(self.window)
         pieces = window.own_pieces(np.arange(self.place, window.cut.num_blocks))
         picked = window.documents[pieces.document]
+        if self.stream.shape.packing == "trunc":  # what was not read yet need not stay cut
+            return picked
         return Documents(
             picked.files,
             picked.file,

@@ -32,7 +32,7 @@ class Counts:
         writes: bool = False,
     ) -> None:
         self._count, self._per_epoch = count, per_epoch
-        self._path = path if writes else None
+        self._path, self._where = (path if writes else None), path
         known = _read(path) if path is not None else np.zeros(0, np.int64)
         self._num_stored = len(known)
         self._known = len(known)
@@ -45,6 +45,14 @@ class Counts:
             self._extend()
         windows = np.searchsorted(self._ends[: self._known], items, side="right")
         return windows, items - np.where(windows > 0, self._ends[windows - 1], 0)
+
+    def check(self, window: int, count: int) -> None:
+        """What a window really holds is what was counted."""
+        if window < self._known and self.total(window + 1) - self.total(window) != count:
+            raise DataError(
+                f"window {window} holds {count}, where {self._where} says otherwise: delete that "
+                f"file, it is made again"
+            )
 
     def total(self, windows: int) -> int:
         """Items in the first `windows` windows."""

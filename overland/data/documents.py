@@ -25,10 +25,17 @@ from overland.data.schedule import Schedule
 from overland.data.sources.marks import digest_of
 
 Array = npt.NDArray[np.int64]
+FORMAT = 1  # part of every key; counts up when the same plan comes to mean another order
+MAX_SHARDS = 128  # in a window, where documents are large: each keeps a file open
 LOOK_AHEAD = 2  # windows that are made ready beyond the one that is read
 OPEN_WINDOWS = 3  # a batch that spans windows comes back to each of them
 COUNTED_AT_ONCE = 4096  # windows, where counting needs no look at the tokens
 EPOCHS_AT_ONCE = 64
+LEAST_MIXED = 1000  # documents in a window of a mixture by rows, if `window_documents` allows
+
+
+class Exhausted(DataError):
+    """A source that may not be read once more."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +95,20 @@ class SourceWindows:
     """Windows of one corpus, epoch after epoch, up to `max_epochs`."""
 
     def __init__(
-        self, corpus: Corpus, source: int, reading: Reading, max_epochs: int | None = None
+        self,
+        name: str,
+        source: int,
+        corpus: Corpus,
+        reading: Reading,
+        max_epochs: int | None = None,
     ) -> None:
-        self.corpus, self.source, self.reading, self.max_epochs = (
-            corpus, source, reading, max_epochs
-        )  # fmt: skip
-        announced = corpus.num_shards * corpus.documents_per_shard
-        self.per_epoch = int(
-            min(max(announced // reading.window_documents, 1), max(corpus.num_shards, 1))
-        )
-        parts = [corpus.name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
+        """`name` and number as the plan has them: a corpus may be found under another name."""
+        self.name, self.source, self.corpus = name, source, corpus
+        self.reading, self.max_epochs = reading, max_epochs
+        self.announced = corpus.num_shards * corpus.documents_per_shard
+        wanted = max(self.announced // reading.window_documents, corpus.num_shards // MAX_SHARDS, 1)
+        self.per_epoch = int(min(wanted, max(corpus.num_shards, 1)))
+        parts = [FORMAT, name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
         self.key = digest_of(parts)
         self._opened: OrderedDict[int, Documents] = OrderedDict()
         self._sums_of: OrderedDict[int, Array] = OrderedDict()
@@ -109,7 +120,7 @@ class SourceWindows:
 
     def open(self, window: int) -> Documents:
         if window not in self._opened:
-            self._check_epoch(window)
+            self.check_epoch(window)
             self.corpus.expect(self._shards(self._until(window, 1 + LOOK_AHEAD)).tolist())
             self._opened[window] = self._open(window)
             while len(self._opened) > OPEN_WINDOWS:
@@ -128,6 +139,19 @@ class SourceWindows:
             parts.append(part)
             left, place = left - len(part), 0
         return parts
+
+    def holds(self, count: int) -> bool:
+        """Whether the stream has so many documents."""
+        try:
+            self._documents.find([max(count - 1, 0)])
+        except Exhausted:
+            return False
+        return True
+
+    def num_documents(self) -> int:
+        """Of a stream that is exhausted."""
+        assert self.max_epochs is not None
+        return self._documents.total(self.max_epochs * self.per_epoch)
 
     def num_tokens(self, first: int) -> Array | None:
         return self._sums(first, 1)
@@ -153,7 +177,7 @@ class SourceWindows:
 
     def _sums(self, first: int, column: int) -> Array | None:
         """Documents or tokens per window, from the sizes of shards, where all are known."""
-        self._check_epoch(first)
+        self.check_epoch(first)
         if self._sizes[-1, 0] < 0 and (built := self.corpus.sizes()) is not None:
             self._sizes = built
         if self.per_epoch == 1:  # whatever the order, it is all of it
@@ -214,18 +238,22 @@ class SourceWindows:
         return all_[self._permute(np.arange(total), total, "documents", window)]
 
     def _permute(self, places: Array, size: int, what: str, number: int) -> Array:
-        return permute(places, size, what, self.reading.seed, self.corpus.name, number)
+        return permute(places, size, what, self.reading.seed, self.name, number)
 
-    def _check_epoch(self, window: int) -> None:
+    def check_epoch(self, window: int) -> None:
         if self.max_epochs is not None and window // self.per_epoch >= self.max_epochs:
-            raise DataError(
-                f"{self.corpus.name} has been read {self.max_epochs} times, as often as its "
+            raise Exhausted(
+                f"{self.name} has been read {self.max_epochs} times, as often as its "
                 f"max_epochs allows: raise that, lower its weight, or train for fewer steps"
             )
 
 
 class MixedWindows:
-    """A mixture by rows: documents of several sources in turn, `window_documents` at a time."""
+    """A mixture by rows: documents of several sources in turn, some at a time.
+
+    A window is at most as long as it takes until a source begins anew, so that its epochs do not
+    run into each other there; but a tiny source with a large weight must not make windows tiny.
+    """
 
     def __init__(
         self,
@@ -236,38 +264,52 @@ class MixedWindows:
     ) -> None:
         """`starts`: documents that each source has given before."""
         self.sources, self.schedule, self.starts = sources, schedule, list(starts)
-        self.size = reading.window_documents
-        self.per_epoch = max(source.per_epoch for source in sources)
         # A source without turns does not enter: one that joins later changes nothing before.
         parts = zip(sources, schedule.shares, self.starts, strict=True)
-        used = [[source.key, share, start] for source, share, start in parts if share]
-        self.key = digest_of([self.size, used])
+        used = [(source, share, start) for source, share, start in parts if share]
+        epoch = min(int(source.announced * schedule.period / share) for source, share, _ in used)
+        self.size = min(reading.window_documents, max(epoch, LEAST_MIXED))
+        self.per_epoch = max(source.per_epoch for source, _, _ in used)
+        self.key = digest_of([self.size, [[one.key, share, start] for one, share, start in used]])
 
     def open(self, window: int) -> Documents:
-        turns = np.arange(window * self.size, (window + 1) * self.size)
-        whose = self.schedule.whose(turns)
+        first, last = self._turns(window)
+        whose = self.schedule.whose(np.arange(first, last))
         parts, places = [], []
-        for number, (source, first, last) in enumerate(
-            zip(self.sources, self.taken(window), self.taken(window + 1), strict=True)
-        ):
-            parts += source.take(first, last)
+        for number, source in enumerate(self.sources):
+            parts += source.take(self._given(first)[number], self._given(last)[number])
             places.append(np.flatnonzero(whose == number))
         return _joined(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
     def taken(self, window: int) -> list[int]:
         """How many documents each source has given before this window."""
-        given = self.schedule.before(window * self.size).tolist()
-        return [start + count for start, count in zip(self.starts, given, strict=True)]
+        return self._given(window * self.size)
 
     def num_tokens(self, first: int) -> Array | None:
         """Without putting the documents together."""
-        spans = zip(self.sources, self.taken(first), self.taken(first + 1), strict=True)
+        begin, end = (self._given(turn) for turn in self._turns(first))
         parts = (
-            source.tokens_before(end) - source.tokens_before(begin)
-            for source, begin, end in spans
-            if end > begin
+            source.tokens_before(last) - source.tokens_before(first)
+            for source, first, last in zip(self.sources, begin, end, strict=True)
+            if last > first
         )
         return np.array([sum(parts)])
+
+    def _given(self, turns: int) -> list[int]:
+        given = self.schedule.before(turns).tolist()
+        return [start + count for start, count in zip(self.starts, given, strict=True)]
+
+    def _turns(self, window: int) -> tuple[int, int]:
+        """Those of a window; the last one ends where a source has no more to give."""
+        first = last = window * self.size
+        last += self.size
+        for number, source in enumerate(self.sources):
+            if source.max_epochs is not None and not source.holds(self._given(last)[number]):
+                left = source.num_documents() - self.starts[number]
+                last = min(last, self.schedule.until(number, left))
+                if last <= first:
+                    source.check_epoch(source.max_epochs * source.per_epoch)
+        return first, last
 
 
 def _joined(parts: Sequence[Documents]) -> Documents:

@@ -1,6 +1,7 @@
 """What a corpus is made of: which chunks form which shard, and how they become tokens.
 
     <root>/<name>-<fingerprint>/
+      tokenizer/      a copy of the tokenizer, for text
       corpus.json     counts, types and policy; small whatever the size of the corpus
       chunks.jsonl    a line per shard: its chunks, and marks of the files they are read from; a
                       last line with the files that every chunk depends on
@@ -66,6 +67,8 @@ class Layout:
     add_bos: bool
     add_eos: bool
     """Whether the tokenizer ended each document with the EOS token."""
+    tokenizer: str | None
+    """Its fingerprint; none for token ids that came as such."""
     skip_bad: bool
     num_shards: int
     documents_per_shard: float
@@ -78,6 +81,12 @@ class Layout:
 
     def claim_path(self, number: int) -> Path:
         return self.shard_path(number).with_suffix(".claim")
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """A copy of the tokenizer that made it, so that its tokens can be read."""
+        folder = self.folder / "tokenizer"
+        return folder if folder.is_dir() else None
 
     @property
     def sizes_path(self) -> Path:
@@ -139,7 +148,6 @@ def lay_out(
     policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
     chunks = list(source.chunks())
     about = [FORMAT, shard.FORMAT, shard_documents, SHARD_BYTES, policy]
-    about.append(None if policy["kind"] == "tokens" else getattr(tokenizer, "fingerprint", ""))
     described = [
         type(source).__name__, getattr(source, "format", None), getattr(source, "column", None),
         getattr(source, "dtype", None),
@@ -166,7 +174,8 @@ def lay_out(
         documents_per_shard=sum(documents for documents, _ in weights) / len(groups),
         folder=root / f"{name.replace('/', '-')}-{fingerprint}",
     )
-    _write(layout, _lines(source, groups, marks))
+    files = tokenizer.files() if tokenizer is not None and layout.kind == "text" else []
+    _write(layout, _lines(source, groups, marks), files)
     return layout.folder
 
 
@@ -224,13 +233,16 @@ def _policy(
         "eos_id": tokenizer.eos_id if tokenizer is not None else None,
         "add_bos": tokenizer is not None and tokenizer.add_bos,
         "add_eos": tokenizer is not None and tokenizer.add_eos,
+        "tokenizer": tokenizer.fingerprint if tokenizer is not None else None,
         "skip_bad": skip_bad,
     }
 
 
 def _find(name: str, source: Source, root: Path, request: str, report: Report) -> Path | None:
     """A corpus under `root` of which the same was asked, and whose files have not changed."""
-    folders = [path.parent for path in sorted(root.glob("*/corpus.json"))]
+    # Hidden ones are being written.
+    found = (path.parent for path in sorted(root.glob("*/corpus.json")))
+    folders = [folder for folder in found if not folder.name.startswith(".")]
     for folder in sorted(folders, key=lambda folder: not folder.name.startswith(f"{name}-")):
         with contextlib.suppress(DataError):  # of another version, or just being deleted
             layout = read_layout(folder)
@@ -294,13 +306,16 @@ def _lines(
     yield json.dumps([[], rest]).encode() + b"\n"
 
 
-def _write(layout: Layout, lines: Iterator[bytes]) -> None:
+def _write(layout: Layout, lines: Iterator[bytes], tokenizer: Sequence[Path]) -> None:
     """The folder appears complete or not at all."""
     root = layout.folder.parent
     root.mkdir(parents=True, exist_ok=True)
     beside = root / f".{layout.folder.name}.{uuid.uuid4().hex}"
     beside.mkdir()
     try:
+        for original in tokenizer:
+            with durable(_inside(beside / "tokenizer") / original.name) as file:
+                file.write(original.read_bytes())
         borders = [0]
         with durable(beside / "chunks.jsonl") as file:
             for line in lines:
@@ -319,6 +334,11 @@ def _write(layout: Layout, lines: Iterator[bytes]) -> None:
         shard.sync_folder(root)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _inside(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @contextlib.contextmanager

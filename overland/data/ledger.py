@@ -4,12 +4,17 @@ A digest is taken of the very tensors that the model is given, on the device the
 gather theirs every few steps, and rank 0 appends them. Where a session starts, a mark says from
 which step on: what an earlier session fed after that step did not become part of the model.
 
-    mark    step from which everything after is void
+    mark    a step, after which everything so far is void; the batch that comes next; and whether
+            batches before that one were left out on purpose
     record  steps that follow each other, the batch of each, a digest per row
+
+Records are found by their checksums, so that one that was torn by a kill costs itself alone.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -22,7 +27,10 @@ import numpy.typing as npt
 from overland.data.errors import DataError
 
 HEAD = struct.Struct("<4sIqqqq")  # magic, checksum of what follows, step, batch, steps, rows
+PLACE = struct.Struct("<qqqq")
 MAGIC = b"OVLL"
+
+Digests = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -31,34 +39,15 @@ class Fed:
 
     step: int
     batch: int
-    digests: npt.NDArray[np.int64]
+    digests: Digests
 
 
-class Ledger:
-    """Appends to the file; one process does."""
+@dataclass(frozen=True)
+class Mark:
+    """Where a session began: the batch that came next, and whether others were left out."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = whole_bytes(path)
-        if path.exists() and path.stat().st_size > whole:  # torn by a kill
-            with path.open("r+b") as file:
-                file.truncate(whole)
-
-    def mark(self, step: int) -> None:
-        """The model is that of `step`: what was fed after it is void."""
-        self._append(step, 0, np.zeros((0, 0), np.int64))
-
-    def add(self, step: int, batch: int, rows: npt.NDArray[np.int64]) -> None:
-        """Steps `step`, `step + 1`, … were given batches `batch`, `batch + 1`, …."""
-        self._append(step, batch, rows)
-
-    def _append(self, step: int, batch: int, rows: npt.NDArray[np.int64]) -> None:
-        body = rows.astype("<i8").tobytes()
-        place = struct.pack("<qqqq", step, batch, *rows.shape)
-        head = HEAD.pack(MAGIC, zlib.crc32(place + body), step, batch, *rows.shape)
-        with self.path.open("ab") as file:
-            file.write(head + body)
+    batch: int
+    leaves_out: bool
 
 
 @dataclass(frozen=True)
@@ -67,39 +56,75 @@ class History:
 
     start: int
     fed: dict[int, Fed]
+    marks: dict[int, Mark]
 
     @property
     def last(self) -> int:
         return max(self.fed, default=self.start)
 
 
+class Ledger:
+    """Appends to the file; one process does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def is_new(self) -> bool:
+        return not self.path.exists()
+
+    def mark(self, step: int, batch: int, leaves_out: bool = False) -> None:
+        """The model is that of `step`: what was fed after it is void; `batch` comes next."""
+        self._append(step, batch, np.zeros((0, int(leaves_out)), np.int64))
+
+    def add(self, step: int, batch: int, rows: Digests) -> None:
+        """Steps `step`, `step + 1`, … were given batches `batch`, `batch + 1`, …."""
+        self._append(step, batch, rows)
+
+    def sync(self) -> None:
+        """What was written survives a power cut."""
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _append(self, step: int, batch: int, rows: Digests) -> None:
+        body = rows.astype("<i8").tobytes()
+        check = zlib.crc32(PLACE.pack(step, batch, *rows.shape) + body)
+        with self.path.open("ab") as file:
+            file.write(HEAD.pack(MAGIC, check, step, batch, *rows.shape) + body)
+
+
 def read_ledger(path: Path) -> History:
     if not path.is_file():
         raise DataError(f"{path} does not exist: the run has recorded nothing")
     fed: dict[int, Fed] = {}
+    marks: dict[int, Mark] = {}
     start: int | None = None
     for step, batch, rows in _records(path):
         if not len(rows):
             start = step if start is None else min(start, step)
-            for later in [known for known in fed if known > step]:
-                del fed[later]
+            fed = {known: one for known, one in fed.items() if known <= step}
+            marks = {known: one for known, one in marks.items() if known <= step}
+            marks[step] = Mark(batch, bool(rows.shape[1]))
         for i, row in enumerate(rows):
             fed[step + i] = Fed(step + i, batch + i, row)
-    return History(start or 0, dict(sorted(fed.items())))
+    return History(start or 0, dict(sorted(fed.items())), marks)
 
 
-def whole_bytes(path: Path) -> int:
-    """Up to where the file consists of whole records."""
-    if not path.exists():
-        return 0
-    return sum(HEAD.size + rows.nbytes for _, _, rows in _records(path))
-
-
-def _records(path: Path) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
-    with path.open("rb") as file:
-        while len(head := file.read(HEAD.size)) == HEAD.size:
-            magic, check, step, batch, count, width = HEAD.unpack(head)
-            body = file.read(8 * count * width) if magic == MAGIC else b""
-            if magic != MAGIC or zlib.crc32(head[8:] + body) != check:
-                return
-            yield step, batch, np.frombuffer(body, "<i8").reshape(count, width)
+def _records(path: Path) -> Iterator[tuple[int, int, Digests]]:
+    """Those that are whole; after one that is not, the next that is."""
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(MAGIC)
+        while 0 <= at <= len(data) - HEAD.size:
+            _, check, step, batch, count, width = HEAD.unpack_from(data, at)
+            body = at + HEAD.size
+            end = body + 8 * count * width
+            fits = 0 <= count < 1 << 40 and 0 <= width < 1 << 40 and end <= len(data)
+            if fits and zlib.crc32(data[at + 8 : end]) == check:
+                rows = np.frombuffer(data[body:end], "<i8").reshape(count, width)
+                yield step, batch, rows
+                at = data.find(MAGIC, end)
+            else:
+                at = data.find(MAGIC, at + 1)

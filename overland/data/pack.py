@@ -86,7 +86,7 @@ class Concatenated:
         return Pieces(row, document, start, np.minimum(ends, last[row]) - begins)
 
     def shares_last(self, blocks: Array) -> npt.NDArray[np.bool_]:
-        return (blocks + 1) * self.seq_len + 1 < self.num_tokens
+        return blocks + 1 < self.num_blocks
 
 
 class Overflowing:
@@ -159,7 +159,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[Array, int]:
     """The block that each size goes to; sizes from the longest on.
 
     Bit c of `open_rooms` says that some block has room for c tokens: the fullest one that fits is
-    found by a shift (100,000 documents take a third of a second).
+    found by a shift. 100,000 documents take 0.3 s; with blocks of a million tokens, 6 s.
     """
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     open_rooms = 0

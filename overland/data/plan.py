@@ -31,6 +31,7 @@ class Segment:
     packing: Packing = "pack"
     last_block: LastBlock = "pad"
     document_mask: bool = False
+    pad_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ class Plan:
         for name, source in wanted.sources.items():
             if name in self.sources and self.sources[name].fingerprint != source.fingerprint:
                 raise ChangedSource(name)
-        kept = tuple(one for one in self.segments if one.first_batch <= batch)
+        kept = tuple(one for one in self.segments if one.first_batch < batch)
         new = replace(wanted.segments[-1], first_batch=batch)
-        if replace(kept[-1], first_batch=batch) != new:
-            kept = (*(one for one in kept if one.first_batch < batch), new)
+        if not kept or replace(kept[-1], first_batch=batch) != new:
+            kept = (*kept, new)
         sources = {**self.sources, **wanted.sources}
         return replace(self, sources=sources, segments=kept)
 

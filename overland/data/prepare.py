@@ -31,6 +31,7 @@ TOKENIZER_DOCUMENTS = 20_000
 MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and the file system
 SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
 SHARD_DOCUMENTS = 4096
+LAYOUT_SECONDS = 600.0  # marks of a hundred thousand files on a slow file system
 
 T = TypeVar("T")
 Data = Corpus | RandomBlocks
@@ -45,6 +46,8 @@ class Place:
     tokenises: bool = True
     """Whether background processes run here; on one rank per node."""
     report: Callable[[str], None] = lambda message: None
+    tokenizer: Path | None = None
+    """Folder of the tokenizer that a run has trained before."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Dataset:
 
     def with_plan(self, plan: Plan) -> Dataset:
         rows = self.rows
-        return replace(self, rows=PlannedRows(plan, rows.corpora, rows.reading, rows.pad_id))
+        return replace(self, rows=PlannedRows(plan, rows.corpora, rows.reading))
 
     def close(self) -> None:
         for corpus in self.rows.corpora.values():
@@ -92,10 +95,8 @@ class Dataset:
         corpus = self.rows.corpora[error.name]
         if not isinstance(corpus, Corpus) or corpus.open_source is None:
             return error
-        before = corpus.folder.with_name(
-            f"{corpus.folder.name.rpartition('-')[0]}-{plan.sources[error.name].fingerprint}"
-        )
-        if not is_corpus(before):
+        before = _find(corpus.folder.parent, plan.sources[error.name].fingerprint)
+        if before is None:
             return error
         return ChangedSource(error.name, tuple(changes(before, corpus.open_source())))
 
@@ -117,6 +118,7 @@ def training_data(
         name: open_data(name, source, config, tokenizer, vocab_size, place)
         for name, source in wanted.items()
     }
+    tokenizer = _one_tokenizer(tokenizer, corpora)
     segment = Segment(
         first_batch=0,
         global_batch_size=global_batch_size,
@@ -125,17 +127,16 @@ def training_data(
         packing=data.packing,
         last_block=data.last_block,
         document_mask=data.document_mask,
+        pad_id=_pad_id(corpora),
     )
     planned = {
         name: PlannedSource(corpora[name].fingerprint, source.max_epochs)
         for name, source in wanted.items()
     }
-    # With one source there is nothing to mix.
-    mixture = data.mixture if len(wanted) > 1 else "tokens"
-    plan = Plan(seed, data.window_documents, mixture, planned, (segment,))
+    plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
-    rows = PlannedRows(plan, corpora, reading, _pad_id(corpora))
-    return Dataset(name, rows, tokenizer if _is_text(corpora) else None)
+    rows = PlannedRows(plan, corpora, reading)
+    return Dataset(name, rows, tokenizer)
 
 
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
@@ -152,14 +153,17 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
     corpora: dict[str, Data] = {}
     for name in plan.sources:
         if name in folders and is_corpus(Path(folders[name])):
-            source = partial(
-                registry.open_source, name, wanted.get(name, DataSource()), config.data
+            # One that has left the config since can be read as far as its shards are there.
+            source = (
+                partial(registry.open_source, name, wanted[name], config.data)
+                if name in wanted
+                else None
             )
             corpora[name] = _open(Path(folders[name]), source, tokenizer, config, processes=0)
         elif name in wanted:
             corpora[name] = open_data(name, wanted[name], config, tokenizer, vocab_size, Place())
     reading = Reading(plan.seed, True, plan.window_documents, run / "data")
-    rows = PlannedRows(plan, corpora, reading, _pad_id(corpora))
+    rows = PlannedRows(plan, corpora, reading)
     return Dataset(config.training.dataset, rows, tokenizer)
 
 
@@ -189,9 +193,9 @@ def validation_data(
             config.data.window_documents,
             "tokens",
             {name: PlannedSource(corpus.fingerprint)},
-            (replace(segment, weights={name: 1.0}),),
+            (replace(segment, weights={name: 1.0}, pad_id=_pad_id({name: corpus})),),
         )
-        rows = PlannedRows(plan, {name: corpus}, reading, _pad_id({name: corpus}))
+        rows = PlannedRows(plan, {name: corpus}, reading)
         datasets.append(Dataset(name, rows, tokenizer))
     return datasets
 
@@ -256,26 +260,42 @@ def _stream(
             skip_bad=data.bad_documents == "skip",
             vocab_size=vocab_size,
             report=place.report,
-        ).name
+        ).name.rpartition("-")[2]
 
-    folder = root / place.once(prepare)
-    if place.tokenises and not is_corpus(folder):  # the folder is this node's own
+    fingerprint = place.once(prepare)
+    if place.tokenises and _find(root, fingerprint) is None:  # the folder is this node's own
         prepare()
-    while not is_corpus(folder):  # another rank of this node is at it
-        time.sleep(0.1)
-    corpus_is_made = (folder / "sizes.npy").exists()
-    if not corpus_is_made:
+    folder = _wait_for(root, fingerprint, name)
+    if not (folder / "sizes.npy").exists():
         place.report(f"{name} is tokenised ahead of training, into {folder}")
-    cores = os.cpu_count() or 1
     processes = data.tokenise_processes
     if processes is None:
-        processes = min(MAX_PROCESSES, max(1, cores // 2))
-    return _open(folder, open_source, tokenizer, config, processes if place.tokenises else 0)
+        processes = min(MAX_PROCESSES, (os.cpu_count() or 1) // 2)
+    share = max(1, processes // max(len(data.sources), 1)) if processes else 0
+    return _open(folder, open_source, tokenizer, config, share if place.tokenises else 0)
+
+
+def _find(root: Path, fingerprint: str) -> Path | None:
+    """A corpus by its fingerprint; its name may be that of another run's source."""
+    return next((one for one in sorted(root.glob(f"*-{fingerprint}")) if is_corpus(one)), None)
+
+
+def _wait_for(root: Path, fingerprint: str, name: str) -> Path:
+    """Another rank of this node may be laying it out."""
+    deadline = time.monotonic() + LAYOUT_SECONDS
+    while (folder := _find(root, fingerprint)) is None:
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"{root} does not hold {name} ({fingerprint}), which rank 0 has found: do all "
+                f"nodes see the same files?"
+            )
+        time.sleep(0.1)
+    return folder
 
 
 def _open(
     folder: Path,
-    open_source: Callable[[], Source],
+    open_source: Callable[[], Source] | None,
     tokenizer: Tokenizer | None,
     config: JobConfig,
     processes: int,
@@ -297,6 +317,8 @@ def tokenizer_for(
     policy = {"add_bos": data.add_bos, "add_eos": data.add_eos}
     if config.model.hf_assets_path is not None:
         return Tokenizer(Path(config.model.hf_assets_path).expanduser(), **policy)
+    if place.tokenizer is not None and place.tokenizer.is_dir():
+        return Tokenizer(place.tokenizer, **policy)  # a source that joins does not change it
     path = place.once(partial(_trained, config, wanted, place.report))
     return Tokenizer(Path(path), **policy) if path else None
 
@@ -347,5 +369,23 @@ def _pad_id(corpora: Mapping[str, Data]) -> int:
     return next((end for end in ends if end is not None), 0)
 
 
-def _is_text(corpora: Mapping[str, Data]) -> bool:
-    return any(getattr(corpus, "kind", "") == "text" for corpus in corpora.values())
+def _one_tokenizer(given: Tokenizer | None, corpora: Mapping[str, Data]) -> Tokenizer | None:
+    """The tokenizer that made all of them; a corpus that is built brings its own."""
+    made_by = {
+        name: corpus.layout
+        for name, corpus in corpora.items()
+        if isinstance(corpus, Corpus) and corpus.layout.tokenizer is not None
+    }
+    first = next(iter(made_by), None)
+    for name, layout in made_by.items():
+        other = given.fingerprint if given is not None else made_by[first or name].tokenizer
+        if layout.tokenizer != other:
+            whose = "the model's" if given is not None else f"that of {first}"
+            raise DataError(
+                f"{name} was made by another tokenizer than {whose}, or with another BOS and EOS "
+                f"policy: build it again with the same one"
+            )
+    if given is None and first is not None and (path := made_by[first].tokenizer_path):
+        layout = made_by[first]
+        return Tokenizer(path, add_bos=layout.add_bos, add_eos=layout.add_eos)
+    return given if made_by else None

@@ -19,14 +19,16 @@ class RandomBlocks:
 
     vocab_size: int
     seed: int = 0
+    source: int = 0
+    """Its number in the plan."""
     seq_len: int = 0
 
     @property
     def fingerprint(self) -> str:
         return f"random-{self.vocab_size}"
 
-    def with_seq_len(self, seq_len: int) -> RandomBlocks:
-        return replace(self, seq_len=seq_len)
+    def as_lane(self, source: int, seq_len: int) -> RandomBlocks:
+        return replace(self, source=source, seq_len=seq_len)
 
     def read(self, numbers: Array, rows: Array, into: Array) -> tuple[Array, Array, Array]:
         begins = [
@@ -38,7 +40,7 @@ class RandomBlocks:
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         none = np.zeros_like(rows)
-        return [Origins(rows, none, numbers, none, none + self.seq_len + 1)]
+        return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
 
     def _read(self, number: int, row: Array) -> Array:
         draw = np.random.default_rng((self.seed, number))

@@ -51,13 +51,16 @@ class PlannedRows:
         plan: Plan,
         corpora: Mapping[str, Corpus | RandomBlocks],
         reading: Reading,
-        pad_id: int = 0,
     ) -> None:
-        self.plan, self.reading, self.pad_id = plan, reading, pad_id
+        self.plan, self.reading = plan, reading
         self.names = list(plan.sources)
+        if plan.mixture == "rows" and any(
+            isinstance(one, RandomBlocks) for one in corpora.values()
+        ):
+            raise DataError("random tokens are no documents: mix them by tokens (data.mixture)")
         self.corpora = corpora
         self.windows = {
-            name: SourceWindows(corpus, number, reading, plan.sources[name].max_epochs)
+            name: SourceWindows(name, number, corpus, reading, plan.sources[name].max_epochs)
             for number, name in enumerate(self.names)
             if isinstance(corpus := corpora.get(name), Corpus)
         }
@@ -78,7 +81,7 @@ class PlannedRows:
         return Rows(tokens, num_tokens, np.concatenate(rows), np.concatenate(begins))
 
     def num_batches(self, at_most: int = -1) -> int:
-        """Of the first epoch, whole ones, and at least one; without an end for random tokens."""
+        """Of the first epoch; the last may go beyond it. Without an end for random tokens."""
         lanes = self.lanes(0)
         (lane,) = lanes.lanes
         if not isinstance(lane, BlockStream):
@@ -86,14 +89,26 @@ class PlannedRows:
         size = lanes.segment.global_batch_size
         found = 0
         for window in range(lane.windows.per_epoch):
-            found = lane.num_blocks(window + 1) // size
-            if 0 <= at_most <= found:
+            found = -(-lane.num_blocks(window + 1) // size)
+            if 0 < at_most < found:
                 return at_most
-        return max(found, 1)
+        return found
 
-    def origins(self, batch: int) -> list[Origins]:
-        """Where the rows of a batch come from, in parts."""
-        lanes, whose, places = self._turns(batch, 0, 1)
+    def num_rows(self, batch: int) -> int:
+        """Rows of a batch that belong to the first epoch."""
+        lanes = self.lanes(batch)
+        (lane,) = lanes.lanes
+        size = lanes.segment.global_batch_size
+        if not isinstance(lane, BlockStream):
+            return size
+        (window,), _ = lane.places([batch * size + size - 1])
+        if window < lane.windows.per_epoch:
+            return size
+        return max(0, lane.num_blocks(lane.windows.per_epoch) - batch * size)
+
+    def origins(self, batch: int, part: int = 0, num_parts: int = 1) -> list[Origins]:
+        """Where a share of a batch's rows comes from, in pieces."""
+        lanes, whose, places = self._turns(batch, part, num_parts)
         mine = {number: np.flatnonzero(whose == number) for number in np.unique(whose).tolist()}
         return [
             origins
@@ -110,7 +125,8 @@ class PlannedRows:
     def _turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
         lanes = self.lanes(batch)
         segment = lanes.segment
-        share = segment.global_batch_size // num_parts
+        share, rest = divmod(segment.global_batch_size, num_parts)
+        assert not rest, f"{segment.global_batch_size} rows are not shared evenly by {num_parts}"
         first = (batch - segment.first_batch) * segment.global_batch_size + part * share
         turns = np.arange(first, first + share)
         whose = lanes.schedule.whose(turns)
@@ -142,7 +158,7 @@ class PlannedRows:
             if old is None:
                 lanes.append(None)
             elif isinstance(old, RandomBlocks):
-                lanes.append(old.with_seq_len(segment.seq_len))
+                lanes.append(old.as_lane(number, segment.seq_len))
             elif same_shape and (self.plan.mixture == "tokens" or same_weights):
                 lanes.append(old)
             else:
@@ -155,7 +171,7 @@ class PlannedRows:
         if read == 0:
             rest, first = old.rest, old.first
         else:
-            window, place = old.place(read)
+            window, place = (int(one[0]) for one in old.places([read]))
             first = old.window_behind(window)
             rest = Rest(old, window, place) if place or first < old.first else None
             first += 1 if rest else 0
@@ -169,7 +185,7 @@ class PlannedRows:
         if corpus is None:
             return None
         if isinstance(corpus, RandomBlocks):
-            return corpus.with_seq_len(segment.seq_len)
+            return corpus.as_lane(self.names.index(name), segment.seq_len)
         return BlockStream(self.windows[name], self._shape(segment), self.reading)
 
     def _mixed(self, segment: Segment, starts: list[int], rest: Rest | None = None) -> BlockStream:
@@ -185,4 +201,4 @@ class PlannedRows:
         return [segment.weights.get(name, 0) for name in self.names]
 
     def _shape(self, segment: Segment) -> Shape:
-        return Shape(segment.seq_len, segment.packing, segment.last_block, self.pad_id)
+        return Shape(segment.seq_len, segment.packing, segment.last_block, segment.pad_id)

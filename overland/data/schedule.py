@@ -16,9 +16,11 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
+from overland.data.errors import DataError
+
 MAX_PERIOD = 100_000  # shares are exact if they have a common denominator up to this, else rounded
 
-Counts = npt.NDArray[np.int64]
+Array = npt.NDArray[np.int64]
 
 
 class Schedule:
@@ -33,16 +35,21 @@ class Schedule:
         self._before = np.zeros((len(self.shares), self.period + 1), np.int64)
         np.cumsum(is_turn, axis=1, out=self._before[:, 1:])
 
-    def whose(self, turns: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def whose(self, turns: npt.ArrayLike) -> Array:
         """The source that each of `turns` belongs to."""
         return self._turns[np.asarray(turns) % self.period].astype(np.int64)
 
-    def before(self, turn: int) -> Counts:
+    def before(self, turn: int) -> Array:
         """How many of the first `turn` turns each source has had."""
         rounds, rest = divmod(turn, self.period)
         return rounds * np.asarray(self.shares) + self._before[:, rest]
 
-    def places(self, turns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def until(self, source: int, count: int) -> int:
+        """How many turns there are until a source would have its turn number `count`, from 0."""
+        rounds, rest = divmod(count, self.shares[source])
+        return rounds * self.period + int(np.searchsorted(self._before[source], rest, "right")) - 1
+
+    def places(self, turns: Array) -> Array:
         """For each of `turns`, how many the source that it belongs to has had before."""
         rounds, rests = np.divmod(turns, self.period)
         whose = self.whose(turns)
@@ -54,7 +61,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     if not exact or min(exact) < 0 or total == 0:
-        raise ValueError(f"weights must not be negative, nor all 0: {list(weights)}")
+        raise DataError(f"weights must not be negative, nor all 0: {list(weights)}")
     parts = [weight / total for weight in exact]
     period = lcm(*(part.denominator for part in parts))
     if period > MAX_PERIOD:

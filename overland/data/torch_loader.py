@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
+from overland.data.blocks import Rows
 from overland.data.errors import DataError
-from overland.data.fields import with_borders
+from overland.data.fields import Fields, tokens_and_labels, with_borders
 from overland.data.loader import read_ahead
 from overland.data.prepare import Dataset, Place, training_data
 
@@ -35,7 +37,7 @@ def build_train_loader(
     world_size: int | None = None,
     seed: int = 0,
     document_mask: bool = False,
-    skip_bad: bool = False,
+    skip_bad: bool = True,
 ) -> TrainLoader:
     """Batches of `micro_blocks` sequences for this rank, from a corpus of any format.
 
@@ -50,8 +52,8 @@ def build_train_loader(
         rank: This process among `world_size`; default: as torchrun or Slurm says.
         world_size: Ranks that share the data.
         seed: Of the order.
-        document_mask: Take no loss across documents.
-        skip_bad: Skip and count bad documents.
+        document_mask: Take no loss across documents, and count positions from their beginnings.
+        skip_bad: Pass over documents that are empty or no UTF-8, and count them (`num_skipped`).
     """
     rank = _from_environment("RANK", "SLURM_PROCID", 0) if rank is None else rank
     if world_size is None:
@@ -76,8 +78,8 @@ def build_train_loader(
 
 
 class TrainLoader:
-    """Goes on for ever, epoch after epoch. After `load_state_dict` the next batch is the one that
-    would have come, on any number of ranks."""
+    """Goes on for ever, epoch after epoch. After `load_state_dict` it goes on behind the last row
+    that any rank was given, on any number of ranks."""
 
     def __init__(self, dataset: Dataset, rank: int, world_size: int) -> None:
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
@@ -91,6 +93,10 @@ class TrainLoader:
                 yield batch
         finally:
             ahead.close()
+
+    @property
+    def num_skipped(self) -> int:
+        return self.dataset.num_skipped
 
     def state_dict(self) -> dict[str, Any]:
         plan = self.dataset.plan
@@ -106,23 +112,20 @@ class TrainLoader:
 
     def _batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
         while True:
-            mask = self.dataset.plan.segment(step).document_mask
             rows = self.dataset.rows.read(step, self.rank, self.world_size)
-            yield _as_tensors(rows, mask)
+            yield _as_tensors(rows, self.dataset.plan.segment(step).document_mask)
             step += 1
 
 
-def _as_tensors(rows: Any, mask: bool) -> dict[str, torch.Tensor]:
-    from overland.data.fields import tokens_and_labels
-
+def _as_tensors(rows: Rows, mask: bool) -> dict[str, torch.Tensor]:
     fields = with_borders(rows)
-    labels = fields.labels if mask else tokens_and_labels(rows)[1]
-    return {
-        "input_ids": torch.from_numpy(fields.tokens),
-        "labels": torch.from_numpy(labels),
-        "position_ids": torch.from_numpy(fields.positions),
-        "document_ids": torch.from_numpy(fields.documents),
-    }
+    if not mask:
+        tokens, labels = tokens_and_labels(rows)
+        places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        fields = Fields(tokens, labels, places, fields.documents)
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    values = (torch.from_numpy(np.array(field)) for field in fields)
+    return dict(zip(names, values, strict=True))
 
 
 def _from_environment(name: str, slurm: str, default: int) -> int:

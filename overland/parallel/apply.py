@@ -1,7 +1,8 @@
 """The order in which a model is made parallel. Each line changes the model in place.
 
-The context split changes attention's core, which works on a tensor rank's own heads. Recompute
-wraps blocks, and compile sees the recomputation. Sharding comes last: its hooks run outside of
+Linear layers change what they compute before anything else looks at them. The context split
+changes attention's core, which works on a tensor rank's own heads. Recompute wraps blocks, and
+compile sees the recomputation. Sharding comes last: its hooks run outside of
 compiled code.
 """
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from overland.config.schema import JobConfig
 from overland.models.decoder import Decoder
+from overland.models.float8 import narrow_products
 from overland.models.registry import build_model
 from overland.parallel.compile import compile_blocks
 from overland.parallel.context import split_context
@@ -32,6 +34,7 @@ ParallelModel = Whole | Pipeline
 def parallelize_decoder(model: Decoder, mesh: Mesh, config: JobConfig) -> None:
     """A decoder, or one pipeline stage of it, on the meta device."""
     layers = model.model.layers
+    narrow_products(layers, config.training.float8)
     split_tensors(model, mesh.parameters["tp"], config.parallelism.enable_async_tensor_parallel)
     split_context(model, mesh.axis("cp"))
     recompute(layers, config.activation_checkpoint)

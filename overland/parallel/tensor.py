@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from overland.models.decoder import Decoder, Head
+from overland.models.float8 import Float8Linear, linear8
 from overland.models.loss import CHUNK_TOKENS, IGNORED
 from overland.parallel.comm import gather, sum_and_scatter
 
@@ -53,6 +54,9 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool = False) -> None
         embedding.register_forward_hook(lambda module, args, out: out.clone())
     for layer in model.model.layers.values():
         parallelize_module(layer, tp, block_plan(model.config.qk_norm))
+        for module in layer.modules():
+            if isinstance(module, Float8Linear):
+                module.__class__ = SplitFloat8Linear
     if model.model.norm is not None:
         parallelize_module(model.model.norm, tp, SequenceParallel(use_local_output=True))
     if head is not None:
@@ -94,6 +98,21 @@ def block_plan(qk_norm: bool) -> dict[str, Any]:
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(output_layouts=ROWS),
     }
+
+
+class SplitFloat8Linear(Float8Linear):
+    """A rank's part of a product in 8 bits. Each rank finds the scales of what it holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(x, DTensor)
+        assert isinstance(self.weight, DTensor)
+        by_columns = self.weight.placements[0].is_shard(0)
+        # By columns every rank has all of x, and its gradient is a sum over the ranks.
+        x_here = x.to_local(grad_placements=[Partial()] if by_columns else None)
+        out_here = linear8(x_here, self.weight.to_local())
+        placement = Shard(out_here.ndim - 1) if by_columns else Partial()
+        out = DTensor.from_local(out_here, x.device_mesh, [placement], run_check=False)
+        return out if self.bias is None else out + self.bias
 
 
 def split_head(head: Head, tied_weight: Tensor | None, tp: DeviceMesh) -> None:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from overland.checkpoint.folder import committed, step_of
+from overland.checks.model import check_custom_import
+from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.corpus import Corpus, changes
 from overland.data.digest import digests
 from overland.data.errors import DataError
-from overland.data.ledger import Fed, read_ledger
+from overland.data.ledger import Fed, History, read_ledger
 from overland.data.loader import load
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, planned_data
@@ -27,6 +30,8 @@ from overland.models.registry import model_config
 from overland.training.folder import RunFolder
 
 Progress = Callable[[int, int], None]
+Array = npt.NDArray[np.int64]
+Matches = npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -57,7 +62,7 @@ class Verdict:
     def holds(self) -> bool:
         counts = self.sources.values()
         amiss = any(count.repeated or count.skipped for count in counts)
-        return self.rows > 0 and not (self.wrong_rows or self.missing_steps or amiss)
+        return self.rows > 0 and not (self.first_wrong or self.missing_steps or amiss)
 
     def to_json(self) -> dict[str, Any]:
         return {"holds": self.holds, **asdict(self)}
@@ -94,29 +99,124 @@ def prove_data(
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
     """Replays the steps of a run, or some of them."""
-    config = load_config(str(run / "config.toml"), env={}).config
+    loaded = load_config(str(run / "config.toml"), env={})
+    if problems := list(check_custom_import(loaded)):  # a source may be one of the user's own
+        raise ConfigError(problems)
+    config = loaded.config
     folder = RunFolder.of(config.model_copy(update={"job": _here(config, run)}))
     history = read_ledger(folder.ledger)
     dataset = planned_data(config, model_config(config.model).vocab_size, run)
     check_sources(dataset)
     first = history.start + 1 if first_step is None else first_step
     last = max(history.last, _last_saved(folder)) if last_step is None else last_step
-    verdict = Verdict(dataset.plan.fingerprint, first, last)
-    verdict.sources = {name: SourceCount() for name in dataset.plan.sources}
-    steps = [history.fed[step] for step in range(first, last + 1) if step in history.fed]
-    verdict.missing_steps = [step for step in range(first, last + 1) if step not in history.fed]
-    if not steps:
-        raise DataError(f"{folder.ledger} has no record of steps {first} to {last}")
-    seen: set[int] = set()
-    for done, step in enumerate(steps):
-        progress(done, len(steps))
-        good = _compare(dataset, step, verdict)
-        _count(dataset, step.batch, good, step.batch in seen, verdict)
-        seen.add(step.batch)
-    verdict.left_out = max(seen) - min(seen) + 1 - len(seen)
-    progress(len(steps), len(steps))
-    dataset.close()
-    return verdict
+    replay = Replay(dataset, history, Verdict(dataset.plan.fingerprint, first, last))
+    try:
+        return replay.run(progress)
+    finally:
+        dataset.close()
+
+
+class Replay:
+    """Goes through the steps once, and counts."""
+
+    def __init__(self, dataset: Dataset, history: History, verdict: Verdict) -> None:
+        self.dataset, self.history, self.verdict = dataset, history, verdict
+        self.names = list(dataset.plan.sources)
+        verdict.sources = {name: SourceCount() for name in self.names}
+        self.seen: set[int] = set()
+        self.begun: list[Array] = []
+        """Documents that began, as source × 2⁵⁶ + number."""
+
+    def run(self, progress: Progress) -> Verdict:
+        verdict, fed = self.verdict, self.history.fed
+        wanted = range(verdict.first_step, verdict.last_step + 1)
+        verdict.missing_steps = [step for step in wanted if step not in fed]
+        steps = [fed[step] for step in wanted if step in fed]
+        if not steps:
+            raise DataError(
+                f"the ledger has no record of steps {verdict.first_step} to {verdict.last_step}"
+            )
+        for done, step in enumerate(steps):
+            progress(done, len(steps))
+            self._check_place(step)
+            self._count(step.batch, self._compare(step))
+            self.seen.add(step.batch)
+        self._check_epochs()
+        progress(len(steps), len(steps))
+        return verdict
+
+    def _check_place(self, step: Fed) -> None:
+        """A step is given the batch after that of the step before, but for what the spike guard
+        left out."""
+        before = self.history.fed.get(step.step - 1)
+        mark = self.history.marks.get(step.step - 1)
+        if before is not None:
+            expected = before.batch + 1
+        elif step.step - 1 == self.history.start and mark is not None:
+            expected = mark.batch
+        else:
+            return  # the step before is missing, which is told
+        if step.batch > expected and mark is not None and mark.leaves_out:
+            self.verdict.left_out += step.batch - expected
+        elif step.batch != expected:
+            what = f"step {step.step} was given batch {step.batch}, where {expected} was due"
+            self._wrong(what, 0)
+            for batch in range(expected, step.batch):
+                self._count(batch, np.zeros(self._size(batch), bool))
+
+    def _compare(self, step: Fed) -> Matches:
+        """Which rows of a step were as planned."""
+        planned = digests(load(self.dataset.rows, step.batch)).numpy()
+        self.verdict.rows += len(planned)
+        if len(planned) != len(step.digests):
+            what = f"step {step.step}: {len(step.digests)} rows were fed, {len(planned)} planned"
+            self._wrong(what, len(planned))
+            return np.zeros(len(planned), bool)
+        good: Matches = planned == step.digests
+        if not good.all():
+            row = int(np.argmin(good))
+            what = f"step {step.step}, row {row}: not what batch {step.batch} of the plan holds"
+            found = np.flatnonzero(planned == step.digests[row])
+            what += f", but its row {int(found[0])}" if len(found) else ""
+            self._wrong(what, int((~good).sum()))
+        return good
+
+    def _count(self, batch: int, good: Matches) -> None:
+        for origins in self.dataset.rows.origins(batch):
+            begins = origins.start == 0
+            if batch not in self.seen:
+                self.begun.append((origins.source[begins] << 56) + origins.number[begins])
+            for number in np.unique(origins.source).tolist():
+                mine = origins.source == number
+                tokens = int(origins.length[mine].sum())
+                consumed = int(origins.length[mine & good[origins.row]].sum())
+                count = self.verdict.sources[self.names[number]]
+                if batch in self.seen:
+                    count.repeated += consumed
+                    continue
+                count.planned += tokens
+                count.consumed += consumed
+                count.skipped += tokens - consumed
+                count.documents += int((begins & mine).sum())
+
+    def _check_epochs(self) -> None:
+        """That the plan itself gives every document as often as any other, or once more. (A window
+        of a mixture by rows may hold the end of an epoch and the beginning of the next.)"""
+        whole = self.verdict.first_step == 1 and not self.verdict.left_out
+        if self.dataset.plan.mixture != "tokens" or not whole:
+            return
+        documents, times = np.unique(np.concatenate(self.begun), return_counts=True)
+        for number, name in enumerate(self.names):
+            mine = times[documents >> 56 == number]
+            if len(mine) and mine.max() > mine.min() + 1:
+                self._wrong(f"documents of {name} come {mine.min()} to {mine.max()} times", 0)
+
+    def _wrong(self, what: str, rows: int) -> None:
+        self.verdict.first_wrong = self.verdict.first_wrong or what
+        self.verdict.wrong_rows += rows
+
+    def _size(self, batch: int) -> int:
+        return self.dataset.plan.segment(batch).global_batch_size
 
 
 def check_sources(dataset: Dataset) -> None:
@@ -124,9 +224,10 @@ def check_sources(dataset: Dataset) -> None:
     for name, corpus in dataset.rows.corpora.items():
         if corpus.fingerprint != dataset.plan.sources[name].fingerprint:
             raise ChangedSource(name)
-        if isinstance(corpus, Corpus) and not corpus.is_complete and corpus.open_source:
-            if changed := changes(corpus.folder, corpus.open_source()):
-                raise ChangedSource(name, tuple(changed))
+        if not isinstance(corpus, Corpus) or corpus.is_complete or corpus.open_source is None:
+            continue
+        if changed := changes(corpus.folder, corpus.open_source()):
+            raise ChangedSource(name, tuple(changed))
 
 
 def _last_saved(folder: RunFolder) -> int:
@@ -138,43 +239,3 @@ def _last_saved(folder: RunFolder) -> int:
 def _here(config: JobConfig, run: Path) -> Any:
     """A run folder may have been moved since."""
     return config.job.model_copy(update={"dump_folder": str(run)})
-
-
-def _compare(dataset: Dataset, step: Fed, verdict: Verdict) -> np.ndarray[Any, Any]:
-    """Which rows of a step were as planned."""
-    planned = digests(load(dataset.rows, step.batch)).numpy()
-    verdict.rows += len(planned)
-    if len(planned) != len(step.digests):
-        what = f"step {step.step}: {len(step.digests)} rows were fed, {len(planned)} planned"
-        verdict.first_wrong = verdict.first_wrong or what
-        verdict.wrong_rows += len(planned)
-        return np.zeros(len(planned), bool)
-    good = planned == step.digests
-    if not good.all():
-        row = int(np.argmin(good))
-        what = f"step {step.step}, row {row}: not what batch {step.batch} of the plan holds"
-        found = np.flatnonzero(planned == step.digests[row])
-        if len(found):
-            what += f", but its row {int(found[0])}"
-        verdict.first_wrong = verdict.first_wrong or what
-        verdict.wrong_rows += int((~good).sum())
-    return good
-
-
-def _count(
-    dataset: Dataset, batch: int, good: np.ndarray[Any, Any], again: bool, verdict: Verdict
-) -> None:
-    names = list(dataset.plan.sources)
-    for origins in dataset.rows.origins(batch):
-        for number in np.unique(origins.source).tolist():
-            mine = origins.source == number
-            tokens = int(origins.length[mine].sum())
-            consumed = int(origins.length[mine & good[origins.row]].sum())
-            count = verdict.sources[names[number]]
-            if again:
-                count.repeated += consumed
-                continue
-            count.planned += tokens
-            count.consumed += consumed
-            count.skipped += tokens - consumed
-            count.documents += int((origins.start[mine] == 0).sum())

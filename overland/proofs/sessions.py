@@ -30,6 +30,7 @@ from overland.config.schema import JobConfig
 from overland.data.blocks import BlockStream
 from overland.data.build import build
 from overland.data.corpus import Corpus
+from overland.data.fields import with_borders
 from overland.data.prepare import Dataset, Place, training_data
 from overland.data.rows import PlannedRows
 from overland.data.schedule import Schedule
@@ -231,10 +232,11 @@ def rank() -> None:
 
 
 def digests_of(rows: PlannedRows, batch: int, part: int = 0, num_parts: int = 1) -> list[str]:
-    found = rows.read(batch, part, num_parts)
+    """Of everything that the model would be given, row by row."""
+    fields = with_borders(rows.read(batch, part, num_parts))
     return [
-        hashlib.blake2b(tokens[:count].tobytes(), digest_size=8).hexdigest()
-        for tokens, count in zip(found.tokens, found.num_tokens.tolist(), strict=True)
+        hashlib.blake2b(b"".join(map(bytes, row)), digest_size=8).hexdigest()
+        for row in zip(*fields, strict=True)
     ]
 
 
@@ -272,7 +274,7 @@ def check_mixture(story: Story, rows: PlannedRows) -> Iterator[str]:
         return
     (lane,) = rows.lanes(0).lanes
     assert isinstance(lane, BlockStream)
-    last, _ = lane.place(NUM_BATCHES * BATCH_SIZE - 1)
+    (last,), _ = lane.places([NUM_BATCHES * BATCH_SIZE - 1])
     windows = [lane.windows.open(window) for window in range(last + 1)]
     drawn = np.concatenate([window.source for window in windows])
     numbers = np.concatenate([window.number for window in windows])

@@ -1,7 +1,9 @@
 """What the model was fed, written down: a digest per row, from all ranks into one file.
 
 Digests are taken on the device and read when the loop waits for it anyway, at a log or a save. A
-checkpoint is never newer than the ledger: what it was trained on is written before it is saved.
+checkpoint is never newer than the ledger: what it was trained on is on the disk before it is saved.
+Ranks that should have been given the same rows, since they share a model's layers, matrices or
+sequences, compare theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from overland.data.batch import Batch
 from overland.data.digest import digests
 from overland.data.ledger import Ledger
+from overland.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -21,16 +24,19 @@ if TYPE_CHECKING:
 
 class FedRows:
     def __init__(self, run: Run) -> None:
-        self._group = run.mesh.axis("dp").get_group()
+        self._mesh = run.mesh
         self._ledger = Ledger(run.folder.ledger) if run.world.is_first else None
         self._pending: list[torch.Tensor] = []
-        self.start_at(run.progress.step)
+        if self._ledger is not None:
+            if self._ledger.is_new and run.resumed_own:  # it was lost, and must not seem whole
+                self._ledger.mark(0, 0)
+            self._ledger.mark(run.progress.step, run.progress.batch)
 
-    def start_at(self, step: int) -> None:
-        """The model is that of `step`: what was fed after it is not part of it."""
+    def start_again(self, step: int, batch: int) -> None:
+        """The run went back to a step, and leaves out the batches before `batch`."""
         self.write()
         if self._ledger is not None:
-            self._ledger.mark(step)
+            self._ledger.mark(step, batch, leaves_out=True)
 
     def note(self, batch: Batch, step: int, number: int) -> None:
         """This rank's rows of a global batch, given to the model in a step."""
@@ -38,13 +44,33 @@ class FedRows:
             self._first = (step, number)
         self._pending.append(digests(batch))
 
-    def write(self) -> None:
+    def write(self, sync: bool = False) -> None:
         """All ranks together; waits for the device."""
-        if not self._pending:
+        if self._pending:
+            mine = torch.stack(self._pending)
+            self._pending = []
+            self._compare(mine)
+            group = self._mesh.axis("dp").get_group()
+            shares = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(shares, mine, group=group)
+            if self._ledger is not None:
+                self._ledger.add(*self._first, torch.cat(shares, dim=1).cpu().numpy())
+        if sync and self._ledger is not None:
+            self._ledger.sync()
+
+    def _compare(self, mine: torch.Tensor) -> None:
+        """Whether all ranks with this share of the batch were given the same."""
+        if self._mesh.dp_size == dist.get_world_size():
             return
-        mine = torch.stack(self._pending)
-        shares = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(shares, mine, group=self._group)
-        self._pending = []
-        if self._ledger is not None:
-            self._ledger.add(*self._first, torch.cat(shares, dim=1).cpu().numpy())
+        total = mine.sum()
+        lowest = torch.iinfo(torch.int64).min
+        seen = torch.full((2, self._mesh.dp_size), lowest, device=mine.device)
+        seen[:, self._mesh.dp_rank] = torch.stack([total, ~total])
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+        wrong = (seen[0] != ~seen[1]).nonzero().flatten().tolist()
+        if wrong:
+            first, last = self._first[0], self._first[0] + len(mine) - 1
+            raise TrainingError(
+                f"ranks that share the rows of data-parallel rank {wrong[0]} were given different "
+                f"ones in steps {first} to {last}: their copies of the data differ"
+            )

@@ -15,7 +15,7 @@ from overland.training.fed import FedRows
 from overland.training.health import BadSteps
 from overland.training.metrics import Meter
 from overland.training.resume import resume_newest
-from overland.training.run import Run
+from overland.training.run import Run, write_plan
 from overland.training.schedule import learning_rate
 from overland.training.step import StepResult, train_step
 from overland.training.stop import Clock, StopRequest, Wish
@@ -32,6 +32,8 @@ def train(run: Run) -> bool:
     clock = Clock(config.checkpoint, run.folder.root) if run.world.is_first else None
     meter = Meter(run)
     fed = FedRows(run)
+    if run.world.is_first:  # after the ledger's mark: what it replaces is void by now
+        write_plan(run)
     data = open_data(run)
 
     with StopRequest(clock) as stop:
@@ -61,7 +63,7 @@ def train(run: Run) -> bool:
                     meter.restart(run)
                 wish = stop.agreed()
                 if config.checkpoint.enable and save_is_due(run, wish, held_out):
-                    fed.write()
+                    fed.write(sync=True)
                     run.save(wish.stops, held_out["validation_loss"] if held_out else None)
                     if clock is not None:
                         clock.saving()
@@ -158,6 +160,8 @@ def answer_spike(run: Run, data: Data, result: StepResult, fed: FedRows) -> Data
     run.guard.restore(remembered)  # what it has learned about the loss still holds
     back = f"back to step {run.progress.step}, going on with batch {next_unseen}"
     run.call("on_message", f"{what}: {back}")
-    fed.start_at(run.progress.step)
+    fed.start_again(run.progress.step, run.progress.batch)
+    if run.world.is_first:
+        write_plan(run)
     data.close()
     return open_data(run)

@@ -97,6 +97,7 @@ def try_to_restore(run: Run, path: Path, report: Report) -> str:
         problem = f"{path} is not what a run saves: {type(error).__name__} {error}"
     problem = first_problem(problem)
     if not problem:
+        run.resumed_own = path.parent.resolve() == run.store.folder.resolve()
         fresh = ", with a new optimizer" if run.config.checkpoint.skip_optimizer else ""
         report(f"resumed {path} at step {run.progress.step}{fresh}")
         for note in notes:

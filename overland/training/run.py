@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Store
 from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
@@ -29,6 +30,7 @@ from overland.parallel.parts import local_part
 from overland.parallel.single import splits
 from overland.reporting.readme import write_readme
 from overland.training.callbacks import Callback, user_callbacks
+from overland.training.compiled import CompileCache
 from overland.training.console import Console
 from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
@@ -64,6 +66,8 @@ class Run:
     guard: SpikeGuard | None
     progress: Progress = field(default_factory=Progress)
     saved_step: int = -1
+    resumed_own: bool = False
+    """Whether this session goes on from a checkpoint of its own run folder."""
     callbacks: list[Callback] = field(default_factory=list)
 
     def call(self, hook: str, *args: Any) -> None:
@@ -104,7 +108,13 @@ def build_run(
             f"note: tensor parallelism over {degrees.tp} devices leaves a node's "
             f"{world.local_size}; every matrix product then waits for the network"
         )
-    place = Place(once_for_all, tokenises=world.local_rank == 0, report=report)
+    has_checkpoint = config.checkpoint.resume == "auto" and bool(committed(folder.checkpoints))
+    place = Place(
+        once_for_all,
+        tokenises=world.local_rank == 0,
+        report=report,
+        tokenizer=folder.tokenizer if has_checkpoint else None,
+    )
     # A pipeline's number of rows is fixed.
     held_out_rows = 0 if degrees.pp > 1 else config.validation.local_batch_size
     held_out_rows = (held_out_rows or model.rows_per_pass) * mesh.dp_size
@@ -143,15 +153,17 @@ def build_run(
 
 def once_for_all(make: Callable[[], T]) -> T:
     """Done by rank 0 alone; the result, or what is wrong, is known to every rank."""
-    value, problem = None, ""
+    value, problem = None, None
     if dist.get_rank() == 0:
         try:
             value = make()
-        except DataError as error:
-            problem = str(error)
-    value, problem = from_first_rank((value, problem))
-    if problem:
-        raise DataError(problem)
+        except Exception as error:
+            problem = error
+    value, words = from_first_rank((value, str(problem) if problem else ""))
+    if problem is not None:
+        raise problem
+    if words:
+        raise DataError(words)
     return value  # type: ignore[return-value]
 
 
@@ -180,20 +192,23 @@ def describe_run(run: Run) -> None:
     if run.dataset.tokenizer is not None:
         run.folder.tokenizer.mkdir(exist_ok=True)
         for file in run.dataset.tokenizer.files():
-            shutil.copyfile(file, run.folder.tokenizer / file.name)
-    write_plan(run)
+            if file.parent.resolve() != run.folder.tokenizer.resolve():  # a resume opens the copy
+                shutil.copyfile(file, run.folder.tokenizer / file.name)
 
 
 def write_plan(run: Run) -> None:
     """The plan of the data, and where its corpora lie, for `overland prove data`."""
     folder = run.folder.data
     folder.mkdir(exist_ok=True)
-    corpora = run.dataset.rows.corpora.items()
-    places = {name: str(corpus.folder) for name, corpus in corpora if isinstance(corpus, Corpus)}
+    path = folder / "plan.json"
+    places = json.loads(path.read_text())["corpora"] if path.exists() else {}
+    for name, corpus in run.dataset.rows.corpora.items():
+        if isinstance(corpus, Corpus):
+            places[name] = str(corpus.folder.absolute())
     plan = {"fingerprint": run.dataset.plan.fingerprint, "plan": run.dataset.plan.to_json()}
     beside = folder / ".plan.json"
     beside.write_text(json.dumps({**plan, "corpora": places}, indent=1) + "\n")
-    beside.rename(folder / "plan.json")
+    beside.rename(path)
 
 
 def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
@@ -201,6 +216,7 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
     wanted: list[tuple[bool, Callable[[Run], Callback]]] = [
         (True, GarbageCollection),
         (True, Timeouts),
+        (config.compile.enable, CompileCache),
         (run.world.rank in log_ranks, Console),
         (first, JsonLines),
         (first, LossPlot),

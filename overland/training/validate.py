@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from overland.data.batch import IGNORED
-from overland.data.loader import batches
+from overland.data.batch import IGNORED, Batch
+from overland.data.loader import load
 from overland.data.prepare import Dataset
+from overland.data.rows import PlannedRows
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.shard import reshard
@@ -34,10 +35,20 @@ def loss_on(run: Run, held_out: Dataset) -> float:
     steps = held_out.rows.num_batches(run.config.validation.steps)
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     num_valid = torch.zeros((), dtype=torch.int64, device=run.device)
-    some = batches(held_out.rows, 0, mesh.dp_rank, mesh.dp_size)
-    for batch in itertools.islice(some, steps):
+    for number in range(steps):
+        batch = whole_epoch(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
         share = share_of_rows(batch.to(run.device), mesh)
         loss += run.model.loss(share)
         num_valid += (share.labels_BS != IGNORED).sum()
     reshard(run.model.parts)
     return float(total_loss(loss, mesh) / sum_over(num_valid, mesh.token_group))
+
+
+def whole_epoch(rows: PlannedRows, number: int, part: int, num_parts: int) -> Batch:
+    """A share of a batch; what lies beyond the end of the set has no loss."""
+    batch = load(rows, number, part, num_parts)
+    first = part * len(batch.labels_BS)
+    inside = torch.arange(first, first + len(batch.labels_BS)) < rows.num_rows(number)
+    if inside.all():
+        return batch
+    return replace(batch, labels_BS=batch.labels_BS.where(inside[:, None], IGNORED))

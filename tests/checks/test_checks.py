@@ -194,3 +194,23 @@ def test_a_schedule_that_hangs_on_an_older_torch_is_refused(monkeypatch) -> None
     words += ["parallelism.pipeline_parallel_schedule=DualPipeV"]
     (problem,) = check_config(load_config("llama3_debug", words, {}), 2)
     assert "needs torch 2.13 or newer (here: 2.11.0+cu130)" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "says"),
+    [((8, 0), None, "Ada, Hopper or newer"), ((9, 4), "7.2", "AMD"), ((9, 0), None, "")],
+)
+def test_products_in_8_bits_need_a_gpu_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, says: str
+) -> None:
+    import torch
+
+    assert problems("training.float8=tensorwise") == []  # on a CPU they are emulated
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = problems("training.float8=tensorwise")
+    assert len(found) == bool(says)
+    assert not says or says in found[0]
+    assert problems("training.float8=off") == []

@@ -299,3 +299,34 @@ def test_saving_by_the_clock_keeps_its_meaning(tmp_path: Path) -> None:
     loaded = load(tmp_path, '[checkpoint]\ninterval_type = "seconds"\ninterval = 1800\n')
     assert loaded.config.checkpoint.interval_minutes == 30
     assert "interval in seconds is now checkpoint.interval_minutes" in loaded.notes[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[model]\nconverters = ["quantize.linear.float8"]\n',
+        '[model]\nconverters = "float8"\n',
+        "[float8]\nenable_float8_linear = true\n",
+        "[training]\nenable_fp8_linear = true\n",
+    ],
+)
+def test_products_in_8_bits_are_asked_for_in_one_key(tmp_path: Path, text: str) -> None:
+    loaded = load(tmp_path, text)
+    assert loaded.config.training.float8 == "tensorwise"
+    assert 'is now training.float8 = "tensorwise"' in loaded.notes[0]
+
+
+def test_what_other_recipes_of_8_bits_mean_here_is_told(tmp_path: Path) -> None:
+    text = """
+[model]
+converters = ["quantize.linear.mx"]
+[quantize.linear.float8]
+recipe_name = "rowwise"
+filter_fqns = ["output"]
+"""
+    loaded = load(tmp_path, text)
+    assert loaded.config.training.float8 == "off"
+    notes = "\n".join(loaded.notes)
+    assert '"quantize.linear.mx" in model.converters is ignored' in notes
+    assert "one scale per tensor, in training.float8" in notes
+    assert "filter_fqns" in notes

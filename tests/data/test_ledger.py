@@ -46,10 +46,10 @@ def rows(step: int, count: int) -> np.ndarray:
 def test_what_a_later_session_did_again_replaces_what_was_lost(tmp_path: Path) -> None:
     path = tmp_path / "run" / "ledger.bin"
     first = Ledger(path)
-    first.mark(0)
+    first.mark(0, 0)
     first.add(1, 0, rows(1, 5))
     second = Ledger(path)
-    second.mark(3)  # resumed from the checkpoint of step 3
+    second.mark(3, 3)  # resumed from the checkpoint of step 3
     second.add(4, 3, rows(70, 1))
     history = read_ledger(path)
     assert history.start == 0
@@ -58,18 +58,44 @@ def test_what_a_later_session_did_again_replaces_what_was_lost(tmp_path: Path) -
     assert [fed.batch for fed in history.fed.values()] == [0, 1, 2, 3]
 
 
-def test_a_record_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
+def test_a_record_torn_by_a_kill_costs_itself_alone(tmp_path: Path) -> None:
     path = tmp_path / "ledger.bin"
     ledger = Ledger(path)
-    ledger.mark(0)
+    ledger.mark(0, 0)
     ledger.add(1, 0, rows(1, 4))
-    whole = path.stat().st_size
     ledger.add(5, 4, rows(5, 4))
     path.write_bytes(path.read_bytes()[:-5])
     assert list(read_ledger(path).fed) == [1, 2, 3, 4]
     Ledger(path).add(5, 4, rows(9, 1))
     assert list(read_ledger(path).fed) == [1, 2, 3, 4, 5]
-    assert path.stat().st_size < whole + 200
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_flipped_bit_costs_one_record_at_most(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "ledger.bin"
+    ledger = Ledger(path)
+    ledger.mark(0, 0)
+    for step in range(1, 21, 2):
+        ledger.add(step, step - 1, rows(step, 2))
+    data = bytearray(path.read_bytes())
+    data[np.random.default_rng(seed).integers(40, len(data))] ^= 1 << (seed % 8)
+    path.write_bytes(data)
+    found = read_ledger(path).fed
+    assert len(found) == 18
+    assert all(fed.digests.tolist() == rows(step - (step + 1) % 2, 2)[(step + 1) % 2].tolist()
+               for step, fed in found.items())  # fmt: skip
+
+
+def test_what_the_spike_guard_leaves_out_is_marked(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.bin")
+    ledger.mark(0, 0)
+    ledger.add(1, 0, rows(1, 6))
+    ledger.mark(4, 6, leaves_out=True)
+    ledger.add(5, 6, rows(5, 1))
+    history = read_ledger(ledger.path)
+    assert history.marks[4].leaves_out
+    assert not history.marks[0].leaves_out
+    assert [fed.batch for fed in history.fed.values()] == [0, 1, 2, 3, 6]
 
 
 def test_a_run_without_a_ledger_is_named(tmp_path: Path) -> None:

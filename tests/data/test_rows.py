@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
 from overland.data.documents import Reading
 from overland.data.errors import DataError
@@ -215,6 +216,57 @@ def test_what_decides_the_whole_order_cannot_change(streamed: dict[str, Corpus],
     wanted = replace(plan, **{what: {"seed": 1, "window_documents": 7, "mixture": "rows"}[what]})  # type: ignore[arg-type]
     with pytest.raises(DataError, match="cannot change in the middle of a run"):
         plan.continued(wanted, 3)
+
+
+def test_the_name_under_which_a_corpus_is_found_does_not_matter(
+    streamed: dict[str, Corpus], tmp_path: Path
+) -> None:
+    other = make_corpus("another_name", SOURCES["a"], tmp_path)
+    plan = one_segment({"a": streamed["a"]}, {"a": 1.0})
+    renamed = replace(
+        plan, sources={"a": replace(plan.sources["a"], fingerprint=other.fingerprint)}
+    )
+    one, two = rows_of(plan, {"a": streamed["a"]}), rows_of(renamed, {"a": other})
+    for batch in range(10):
+        a, b = one.lanes(0).lanes[0], two.lanes(0).lanes[0]
+        assert isinstance(a, BlockStream)
+        assert isinstance(b, BlockStream)
+        assert a.windows.open(batch).number.tolist() == b.windows.open(batch).number.tolist()
+
+
+def test_a_mixture_by_rows_ends_where_a_source_may_not_be_read_again(
+    streamed: dict[str, Corpus],
+) -> None:
+    plan = one_segment(streamed, WEIGHTS, "rows", packing="trunc", global_batch_size=1)
+    limited = {**plan.sources, "b": replace(plan.sources["b"], max_epochs=1)}
+    rows = rows_of(replace(plan, sources=limited, window_documents=10_000), streamed)
+    begun: Counter[tuple[int, int]] = Counter()
+
+    def read_all() -> None:
+        for batch in itertools.count():
+            begun.update(documents_begun(rows, range(batch, batch + 1)))
+
+    with pytest.raises(DataError, match="b has been read 1 times"):
+        read_all()
+    counts = [count for (source, _), count in begun.items() if source == 1]
+    assert counts == [1] * 31
+
+
+def test_documents_that_trunc_has_not_reached_are_whole_again_after_it(
+    streamed: dict[str, Corpus],
+) -> None:
+    plan = one_segment({"a": streamed["a"]}, {"a": 1.0}, packing="trunc", seq_len=8)
+    segment = replace(plan.segments[0], packing="pack", seq_len=64)
+    plan = plan.continued(replace(plan, segments=(segment,)), 1)
+    rows = rows_of(plan, {"a": streamed["a"]})
+    fed = pieces_of(rows, range(1, 4))
+    assert max(place for _, _, place in fed) > 30
+
+
+def test_changing_and_changing_back_at_once_changes_nothing(streamed: dict[str, Corpus]) -> None:
+    plan = one_segment(streamed, WEIGHTS)
+    other = replace(plan, segments=(replace(plan.segments[0], seq_len=8),))
+    assert plan.continued(other, 5).continued(plan, 5) == plan
 
 
 def test_a_plan_survives_json(streamed: dict[str, Corpus]) -> None:

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from overland.data.errors import DataError
 from overland.data.schedule import MAX_PERIOD, Schedule, shares_of
 
 ZYDA = [40, 44, 3, 2, 10, 1]
@@ -29,6 +30,14 @@ def test_turns_and_counts_agree() -> None:
         had[whose[turn]] += 1
 
 
+def test_until_says_when_a_source_has_its_turn() -> None:
+    schedule = Schedule(ZYDA)
+    turns = np.arange(1000)
+    whose, places = schedule.whose(turns), schedule.places(turns)
+    for turn in turns.tolist():
+        assert schedule.until(int(whose[turn]), int(places[turn])) == turn
+
+
 def test_weights_are_taken_exactly() -> None:
     assert shares_of(ZYDA) == tuple(ZYDA)
     assert shares_of([0.1, 0.2, 0.7]) == (1, 2, 7)
@@ -48,5 +57,5 @@ def test_a_source_without_weight_gets_no_turn() -> None:
 
 @pytest.mark.parametrize("weights", [[], [0, 0], [1, -1]])
 def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match="weights must not be negative"):
+    with pytest.raises(DataError, match="weights must not be negative"):
         Schedule(weights)

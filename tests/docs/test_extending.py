@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from overland.data.shard import open_shard
 from tests.cli.processes import ROOT, environment, losses, overland
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -68,8 +69,8 @@ def test_the_model_is_the_one_that_was_trained_and_exported(folder: Path) -> Non
 
 
 def test_the_source_is_what_was_tokenised(folder: Path) -> None:
-    (shards,) = (folder / "data").glob("sums-*/shards.json")
-    assert json.loads(shards.read_text())["num_documents"] == 300
+    (shard,) = (folder / "data").glob("sums-*/shards/*/*.shard")
+    assert open_shard(shard).info.num_documents == 300
 
 
 def test_the_callback_saw_the_run_on_one_rank(folder: Path) -> None:

@@ -153,6 +153,116 @@ def test_a_folder_without_a_run_is_one_sentence(tmp_path: Path) -> None:
         prove_data(tmp_path)
 
 
+def run_and_skip_batches(world: World, config: JobConfig) -> int:
+    built = build_run(config, world, torch.device("cpu"), log_ranks=())
+    built.progress.batch += 2
+    train(built)
+    return built.progress.step
+
+
+def test_batches_that_were_skipped_are_caught(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=4))
+    ranks.run(1, run_and_skip_batches, job(texts, steps=6))
+    verdict = prove_data(texts / "run")
+    assert not verdict.holds
+    assert verdict.first_wrong == "step 5 was given batch 6, where 4 was due"
+    assert sum(count.skipped for count in verdict.sources.values()) > 400
+
+
+def test_a_ledger_that_was_lost_is_missed(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=4))
+    (texts / "run" / "data" / "ledger.bin").unlink()
+    ranks.run(1, run, job(texts, steps=6))
+    assert prove_data(texts / "run").missing_steps == [1, 2, 3, 4]
+
+
+def test_a_run_that_goes_on_from_another_one_begins_there(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=4))
+    (texts / "run").rename(texts / "before")
+    resume = {"resume": str(texts / "before" / "checkpoint" / "step_4")}
+    ranks.run(1, run, job(texts, steps=6, checkpoint=resume))
+    verdict = prove_data(texts / "run")
+    assert verdict.holds
+    assert (verdict.first_step, verdict.last_step) == (5, 6)
+
+
+def test_what_the_spike_guard_left_out_is_told_and_no_fault(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run_with_a_spike, job(texts, steps=8, health={"spike_guard": "rewind"}))
+    verdict = prove_data(texts / "run")
+    assert verdict.holds
+    assert verdict.left_out > 0
+
+
+def run_with_a_spike(world: World, config: JobConfig) -> int:
+    built = build_run(config, world, torch.device("cpu"), log_ranks=())
+    assert built.guard is not None
+    calls = iter(range(100))
+    built.guard.is_spike = lambda loss: next(calls) == 4  # type: ignore[method-assign]
+    train(built)
+    return built.progress.step
+
+
+def test_sources_come_and_go(ranks: RankPool, texts: Path) -> None:
+    """The tokenizer is the run's own, trained on the first source alone."""
+
+    def config(steps: int, *names: str) -> JobConfig:
+        sources = {name: {"path": str(texts / name), "weight": WEIGHTS[name]} for name in names}
+        return job(texts, steps=steps, data={"sources": sources})
+
+    ranks.run(1, run, config(2, "code"))
+    ranks.run(1, run, config(4, "code", "news"))
+    ranks.run(1, run, config(6, "news"))
+    verdict = prove_data(texts / "run")
+    assert verdict.holds
+    assert verdict.sources["news"].consumed > verdict.sources["code"].consumed / 2 > 0
+
+
+def test_random_tokens_are_counted_under_their_own_name(ranks: RankPool, texts: Path) -> None:
+    sources = {"code": {"path": str(texts / "code"), "weight": 3.0}, "random": {"weight": 1.0}}
+    ranks.run(1, run, job(texts, steps=4, data={"sources": sources}))
+    verdict = prove_data(texts / "run")
+    assert verdict.holds
+    assert verdict.sources["random"].planned == 8 * 33
+    assert (
+        "random tokens are no documents"
+        in ranks.run(1, refusal, job(texts / "b", data={"sources": sources, "mixture": "rows"}))[0]
+    )
+
+
+def refusal(world: World, config: JobConfig) -> str:
+    try:
+        build_run(config, world, torch.device("cpu"), log_ranks=())
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_share_rows_must_be_given_the_same(ranks: RankPool, texts: Path) -> None:
+    config = job(texts, parallelism={"tensor_parallel_degree": 2})
+    with pytest.raises(AssertionError, match="data-parallel rank 0 were given different ones"):
+        ranks.run(2, run_with_a_wrong_row, config)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_validation_sees_every_row_once_in_any_layout(
+    ranks: RankPool, texts: Path, num_ranks: int
+) -> None:
+    held_out = {"enable": True, "freq": 2, "steps": -1, "dataset": "news"}
+    config = job(texts, num_ranks, steps=2, validation=held_out)
+    config.data.datasets["news"] = str(texts / "news")
+    loss = ranks.run(num_ranks, validated, config)[0]
+    assert loss == pytest.approx(ranks.run(1, validated, config)[0], rel=1e-9)
+
+
+def validated(world: World, config: JobConfig) -> float:
+    """Of fresh weights; with the rows of a batch per rank."""
+    from overland.training.validate import loss_on
+
+    built = build_run(config, world, torch.device("cpu"), log_ranks=())
+    (held_out,) = built.validation_sets
+    return loss_on(built, held_out)
+
+
 @pytest.mark.parametrize("story", SHORT, ids=lambda story: story.name.replace(" ", "-"))
 def test_killed_sessions_read_what_one_run_reads(story: Any, tmp_path: Path) -> None:
     verdict = prove_sessions(story, tmp_path, seed=1, world_sizes=(1, 3, 2, 1))

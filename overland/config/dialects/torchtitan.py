@@ -11,13 +11,21 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from overland.config.dialects.draft import Draft
-from overland.config.dialects.torchtitan_keys import FP8, IGNORED, IGNORED_SECTIONS, RENAMED
+from overland.config.dialects.torchtitan_keys import (
+    EXPERTS,
+    IGNORED,
+    IGNORED_SECTIONS,
+    MX,
+    RENAMED,
+)
 from overland.config.source import Entries, Entry, KeyPath
 
 HARMLESS = "they have torchtitan's defaults, so nothing is lost"
 WEIGHTS_IN_HF = ("checkpoint", "initial_load_in_hf")
 INITIAL_WEIGHTS = ("checkpoint", "initial_load_path")
 ASSETS = ("model", "hf_assets_path")
+FLOAT8 = ("training", "float8")
+NO_CONVERTER = "there are no converters; training.float8 narrows products"
 
 
 def translate(entries: Entries, shown: str, below: Entries) -> tuple[Entries, list[str]]:
@@ -73,17 +81,31 @@ def _name(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    if _names(entry.value):
-        draft.note(entry, f"model.converters is ignored: {FP8}")
-    else:
+    names = _names(entry.value)
+    if not names:
         draft.without_meaning(path, entry, HARMLESS)
+    for name in names:
+        if name in ("quantize.linear.float8", "float8"):
+            _narrow(draft, f'"{name}" in model.converters', entry)
+        else:
+            reason = (
+                MX if name.endswith("mx") else EXPERTS if "grouped_mm" in name else NO_CONVERTER
+            )
+            draft.note(entry, f'"{name}" in model.converters is ignored: {reason}')
 
 
 def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
     if entry.value:
-        draft.note(entry, f"{'.'.join(path)} is ignored: {FP8}")
+        _narrow(draft, ".".join(path), entry)
     else:
         draft.without_meaning(path, entry, HARMLESS)
+
+
+def _narrow(draft: Draft, asked: str, entry: Entry) -> None:
+    if draft.put(FLOAT8, "tensorwise", entry):
+        draft.note(entry, f'{asked} is now training.float8 = "tensorwise"')
+    else:
+        draft.note(entry, f"{asked} is ignored, since training.float8 is given too")
 
 
 def _norm_type(draft: Draft, path: KeyPath, entry: Entry) -> None:

@@ -41,7 +41,9 @@ RENAMED: dict[str, str] = {
     "validation.batch_size": "validation.local_batch_size",
 }
 
-FP8 = "fp8 is not there yet, so training stays in training.mixed_precision_param"
+MX = "products in 8 bits have one scale per tensor (training.float8), not one per block of numbers"
+ONE_SCALE = "products in 8 bits have one scale per tensor, in training.float8"
+GATHERED = "weights are gathered in training.mixed_precision_param and scaled in every pass"
 EXPERTS = "the models here are dense, without experts"
 FUSED = "the fused implementation is the only one"
 STAGES = "Overland splits the layers over the stages by their cost itself"
@@ -141,11 +143,24 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "debug.moe_force_load_balance": (False, EXPERTS),
 }
 
+# Of products in 8 bits, under both names of the section.
+for _section in ("quantize.linear.float8", "float8"):
+    IGNORED |= {
+        f"{_section}.recipe_name": ("tensorwise", ONE_SCALE),
+        f"{_section}.enable_fsdp_float8_all_gather": (False, GATHERED),
+        f"{_section}.precompute_float8_dynamic_scale_for_fsdp": (False, GATHERED),
+        f"{_section}.force_recompute_fp8_weight_in_bwd": (False, GATHERED),
+        f"{_section}.filter_fqns": (ANY, "all products of the blocks are narrowed, no other"),
+        f"{_section}.emulate": (False, "on a CPU, and only there, products are emulated"),
+    }
+for _section in ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"):
+    IGNORED |= {f"{_section}.fqns": ([], EXPERTS), f"{_section}.recipe_name": (None, EXPERTS)}
+
 # Sections of which no (other) key means anything here.
 IGNORED_SECTIONS: dict[str, str] = {
-    "quantize": FP8,
-    "float8": FP8,
-    "mx": FP8,
+    "quantize": MX,
+    "float8": ONE_SCALE,
+    "mx": MX,
     "experimental": "nothing here corresponds to it",
     "fault_tolerance": FAULTS,
     "memory_estimation": ESTIMATE,

@@ -1,0 +1,77 @@
+"""How long until the first step is done, from the start of the process: cold, and warm.
+
+    python benchmarks/gpu/start.py 8B [key=value …]
+
+Three starts in one run folder, each a process of its own:
+cold:      nothing compiled yet, anywhere
+elsewhere: the run folder's `compiled.bin`, on a node that has nothing; Triton's cache is in the
+           user's home, which the nodes of a cluster share
+here:      the node's own cache too
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from shapes import SHAPES
+
+STARTS = ("cold", "elsewhere", "here")
+
+
+def main() -> None:
+    name, *changes = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        node = Path(folder) / "node"
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": str(node),
+            "TRITON_HOME": str(Path(folder) / "home"),
+        }
+        for start in STARTS:
+            if start != "here":
+                shutil.rmtree(node, ignore_errors=True)
+            words = [sys.executable, __file__, "--once", name, f"{folder}/run", *changes]
+            done = subprocess.run(
+                words, env={**os.environ, **caches}, capture_output=True, text=True
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            print(f"{start}: {lines[-1][7:] if lines else done.stderr[-2000:]}", flush=True)
+
+
+def once(name: str, folder: str, changes: list[str]) -> None:
+    from ours import job, process_seconds
+
+    from overland.cluster.devices import device_type
+    from overland.cluster.world import World
+    from overland.config.schema import JobConfig
+    from overland.parallel.comm import process_group
+    from overland.training.callbacks import Callback, Record
+    from overland.training.loop import train
+    from overland.training.run import Run, build_run
+
+    class FirstStep(Callback):
+        def on_log(self, run: Run, record: Record) -> None:
+            seconds.setdefault("first step", process_seconds())
+
+    seconds = {"imports": process_seconds()}
+    with process_group(JobConfig().comm, World(), device_type()) as device:
+        config = job(SHAPES[name], folder, [*changes, "training.steps=2"])
+        run = build_run(config, World(), device, log_ranks=())
+        seconds["model"] = process_seconds()
+        run.callbacks.append(FirstStep(run))
+        train(run)
+    print("RESULT " + json.dumps({part: round(value, 1) for part, value in seconds.items()}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--once":
+        once(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        main()

@@ -1,0 +1,64 @@
+"""`overland data preview`: what the model sees, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import TINY, environment, overland
+
+WORDS = [*TINY, "training.steps=3", "validation.enable=false", "metrics.sample_prompt="]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preview")
+    overland("train", "quickstart", *WORDS, cwd=folder, NGPU="1")
+    return folder
+
+
+def test_a_config_and_its_run_show_the_same(folder: Path) -> None:
+    words = ["--step", "2", "--row", "1", "--json"]
+    size = "training.global_batch_size=2"
+    planned = overland(
+        "data", "preview", "quickstart", *WORDS[: len(TINY)], size, *words, cwd=folder
+    )
+    run = overland("data", "preview", "runs/quickstart", *words, cwd=folder)
+    assert json.loads(planned.stdout) == json.loads(run.stdout)
+    page = json.loads(run.stdout)
+    assert (page["row"], len(page["tokens"])) == (1, 32)
+    assert page["from"][0]["source"] == "stdlib"
+    assert sum(piece["tokens"] for piece in page["from"]) in (32, 33)
+
+
+def test_the_text_is_that_of_the_document(folder: Path) -> None:
+    shown = overland("data", "preview", "runs/quickstart", "--step", "100000", cwd=folder).stdout
+    assert "step 100000, row 0 of 2: stdlib 0/" in shown
+    page = json.loads(
+        overland(
+            "data", "preview", "runs/quickstart", "--step", "100000", "--json", cwd=folder
+        ).stdout
+    )
+    assert "".join(page["pieces"]).strip().split()[0] in shown
+    assert "32 tokens, 0 without a loss" in shown
+
+
+def test_no_torch_is_imported(folder: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['overland', 'data', 'preview', 'runs/quickstart', '--step', '9']\n"
+        "from overland.cli.main import app\n"
+        "app(standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_config_that_is_nowhere_is_one_line(tmp_path: Path) -> None:
+    done = overland("data", "preview", "nowhere.toml", cwd=tmp_path, code=2)
+    assert "nowhere.toml" in done.stderr
+    assert done.stderr.count("\n") == 1
