@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -110,6 +112,7 @@ def training_data(
     writes: bool = False,
 ) -> Dataset:
     """The training set. `memory` is where counts are kept, by the one process that `writes`."""
+    _allow_open_files()
     training, data, seed = config.training, config.data, config.debug.seed
     wanted = sources_of(config)
     tokenizer = tokenizer_for(config, wanted, place)
@@ -362,6 +365,13 @@ def _documents(sources: list[Source]) -> Iterator[str]:
     for source in sources:
         texts = (str(text) for chunk in source.chunks() for text in source.read(chunk))
         yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
+
+
+def _allow_open_files() -> None:
+    """As many as this user may: a window maps up to 128 shards, and a mixture has many windows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _pad_id(corpora: Mapping[str, Data]) -> int:
