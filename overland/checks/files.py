@@ -47,12 +47,20 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
     training = loaded.config.training
     sources = loaded.config.data.sources
     for name, source in sources.items():
+        if source.path is not None and source.dataset is not None:
+            key = f"data.sources.{name}.dataset"
+            message = "a source has a path or is a dataset by name, not both"
+            yield Problem(message, loaded.where(key), key, source.dataset)
         if source.path is not None and not _exists(source.path):
             yield _missing(loaded, f"data.sources.{name}.path", source.path)
         elif source.path is None:
             key = f"data.sources.{name}"
             yield from _dataset(loaded, key, source.dataset or name, f"{key}.path")
     if sources:
+        if training.dataset_path is not None:
+            key = "training.dataset_path"
+            message = "stands beside [data.sources], which name all that is read: take one out"
+            yield Problem(message, loaded.where(key), key, training.dataset_path)
         if not any(source.weight for source in sources.values()):
             message = "no source has a weight: nothing would be read"
             yield Problem(message, loaded.where("data.sources"), "data.sources")
@@ -67,6 +75,10 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
     validation = loaded.config.validation
     if not validation.enable:
         return
+    if validation.steps == 0:
+        key = "validation.steps"
+        message = "expected -1 (the whole set) or a positive whole number"
+        yield Problem(message, loaded.where(key), key, validation.steps)
     if validation.dataset_path is not None:
         if not _exists(validation.dataset_path):
             yield _missing(loaded, "validation.dataset_path", validation.dataset_path)

@@ -33,4 +33,4 @@ def generate(
         end_id=tokenizer.end_id,
         device=next(model.parameters()).device,
     )
-    print(prompt + tokenizer.decode(list(ids)))
+    print(prompt + tokenizer.decode(list(ids), after=tokenizer.encode(prompt)))

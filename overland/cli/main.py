@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from overland.cli import check, config, convert, data, generate, init, prove, train
+from overland.cli import check, config, convert, data, env, generate, init, prove, submit, train
 
 app = typer.Typer(
     name="overland",
@@ -21,6 +21,8 @@ TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command()(init.init)
 app.command(context_settings=TAKES_SETTINGS)(check.check)
 app.command(context_settings=TAKES_SETTINGS)(train.train)
+app.command(cls=submit.Submit, context_settings=TAKES_SETTINGS)(submit.submit)
+app.command()(env.env)
 app.command()(generate.generate)
 app.command()(convert.convert)
 app.add_typer(data.app, name="data")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +36,12 @@ def preview(
     """Show exactly what the model sees at a step: documents in colours, what has no loss dimmed."""
     from rich.console import Console
 
+    from overland.data.errors import DataError
+
     loaded, batch = open_step(config, list(settings or []), step)
+    size = loaded.plan.segment(batch).global_batch_size
+    if row >= size:
+        raise DataError(f"there is no row {row}: the batch of step {step} has rows 0 to {size - 1}")
     screen = Console(highlight=False, soft_wrap=True)
     for page in pages(loaded, batch, row, rows):
         if as_json:
@@ -57,6 +64,8 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     from overland.training.folder import RunFolder
 
     run = Path(config).expanduser()
+    if run.name == "config.toml" and not settings:
+        run = run.parent
     is_run = (run / "data" / "plan.json").is_file()
     found = load_config(str(run / "config.toml") if is_run else config, settings)
     if problems := list(check_custom_import(found)):  # a source may be one of the user's own
@@ -77,9 +86,20 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
 
 
 def global_batch_size(config: JobConfig) -> int:
-    """As the config says, or, where it leaves it to the number of devices, one device's."""
+    """As the config says, or, where it leaves it to the number of devices, for NGPU of them."""
+    from overland.config.degrees import resolve_degrees
+    from overland.config.load import ngpu
+
     size = config.training.global_batch_size
-    return config.training.local_batch_size if size == -1 else size
+    if size != -1:
+        return size
+    num_devices = ngpu(os.environ) or 1
+    print(
+        f"note: training.global_batch_size follows the number of devices; shown for {num_devices} "
+        f"(NGPU=N changes that)",
+        file=sys.stderr,
+    )
+    return config.training.local_batch_size * resolve_degrees(config.parallelism, num_devices).dp
 
 
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:

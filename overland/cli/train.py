@@ -41,13 +41,16 @@ def train(
     from overland.cli.check import report
     from overland.cluster.devices import num_local_ranks
     from overland.cluster.launch import launch_local
-    from overland.cluster.world import World, find_world
+    from overland.cluster.launchers import find_world, tell
+    from overland.cluster.world import World
     from overland.config.load import dry_run, log_ranks, ngpu
 
     source, arguments = split_settings(settings)
     arguments += [f"checkpoint.resume={resume}"] if resume is not None else []
     arguments += ["checkpoint.skip_optimizer=true"] if skip_optimizer else []
     world = find_world()
+    if world is not None:
+        tell(world)
     if dry_run(os.environ):
         raise typer.Exit(report(source, arguments, ngpu(os.environ)))
     num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
@@ -136,7 +139,7 @@ def sample_text(run: Run) -> str:
         end_id=tokenizer.end_id,
         device=run.device,
     )
-    return prompt + tokenizer.decode(list(ids))
+    return prompt + tokenizer.decode(list(ids), after=tokenizer.encode(prompt))
 
 
 def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:

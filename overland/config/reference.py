@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from overland.config.fields import all_keys, sections
+from overland.config.fields import Key, all_keys, sections
 from overland.config.schema import JobConfig
 from overland.config.write import toml_value
 
@@ -15,16 +15,24 @@ if TYPE_CHECKING:
 
 def reference_rows() -> list[dict[str, Any]]:
     """One row per key: section, key, type, default, description."""
-    return [
-        {
-            "section": key.section,
-            "key": key.name,
-            "type": key.type_words,
-            "default": key.default,
-            "description": key.description,
-        }
-        for key in all_keys().values()
-    ]
+    rows = []
+    for key in all_keys().values():
+        rows.append(_row(key, key.section, key.name))
+        for name in key.table.model_fields if key.table else ():
+            inner = key.inside((key.section, key.name, "NAME", name))
+            assert inner is not None
+            rows.append(_row(inner, key.section, f"{key.name}.NAME.{name}"))
+    return rows
+
+
+def _row(key: Key, section: str, name: str) -> dict[str, Any]:
+    return {
+        "section": section,
+        "key": name,
+        "type": key.type_words,
+        "default": key.default,
+        "description": key.description,
+    }
 
 
 def reference_text(width: int = 100) -> str:

@@ -53,7 +53,7 @@ class Model(Section):
     overrides: dict[str, Any] = {}
     """Architecture values to change, by Hugging Face name, e.g. {num_hidden_layers = 4}."""
     hf_assets_path: str | None = None
-    """Folder with tokenizer.json (and, to start from released weights, the safetensors)."""
+    """Folder with a tokenizer: tokenizer.json, or tokenizer.model of sentencepiece or Llama 3."""
     freeze: list[str] = []
     """Parameters that are not trained, by name with wildcards, e.g. ["model.embed_tokens.*"]."""
     attention: Literal["auto", "cudnn", "flash", "flex", "sdpa"] = "auto"
@@ -274,7 +274,7 @@ class Validation(Section):
     """Folder or file to validate on, in place of a name."""
     freq: PositiveInt = 100
     """Steps between two validations."""
-    steps: Literal[-1] | PositiveInt = 10
+    steps: Annotated[int, Field(ge=-1)] = 10
     """Batches per validation and set; -1: the whole set."""
     local_batch_size: PositiveInt | None = None
     """Sequences per device and batch; default: training.local_batch_size."""

@@ -76,6 +76,8 @@ class Corpus:
         self.vocab_size, self.eos_id, self.bos_id = layout.vocab_size, layout.eos_id, layout.bos_id
         self.kind: Kind = layout.kind
         self.dtype = layout.dtype
+        self.verifies = False
+        """Whether a shard is read whole and compared with its checksum when it is opened."""
         self.open_source, self._open_tokenizer = open_source, open_tokenizer
         self._processes = processes
         self._is_little = self.num_shards <= FEW_SHARDS and (
@@ -122,6 +124,8 @@ class Corpus:
                 self._opened[number] = shard
                 return shard
         shard = self._await(number)
+        if self.verifies:
+            shard.verify()
         with self._lock:
             self._opened[number] = shard
             if len(self._opened) > OPEN_SHARDS:

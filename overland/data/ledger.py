@@ -100,7 +100,9 @@ def read_ledger(path: Path) -> History:
     fed: dict[int, Fed] = {}
     marks: dict[int, Mark] = {}
     start: int | None = None
-    for step, batch, rows in _records(path):
+    for place, step, batch, rows in _records(path):
+        if start is None and place > 0:  # what stood before it is damaged
+            start = 0
         if not len(rows):
             start = step if start is None else min(start, step)
             fed = {known: one for known, one in fed.items() if known <= step}
@@ -111,8 +113,8 @@ def read_ledger(path: Path) -> History:
     return History(start or 0, dict(sorted(fed.items())), marks)
 
 
-def _records(path: Path) -> Iterator[tuple[int, int, Digests]]:
-    """Those that are whole; after one that is not, the next that is."""
+def _records(path: Path) -> Iterator[tuple[int, int, int, Digests]]:
+    """Those that are whole, and where they are; after one that is not, the next that is."""
     if not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -124,7 +126,7 @@ def _records(path: Path) -> Iterator[tuple[int, int, Digests]]:
             fits = 0 <= count < 1 << 40 and 0 <= width < 1 << 40 and end <= len(data)
             if fits and zlib.crc32(data[at + 8 : end]) == check:
                 rows = np.frombuffer(data[body:end], "<i8").reshape(count, width)
-                yield step, batch, rows
+                yield at, step, batch, rows
                 at = data.find(MAGIC, end)
             else:
                 at = data.find(MAGIC, at + 1)

@@ -178,6 +178,8 @@ def validation_data(
     if not validation.enable:
         return []
     names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
+    if validation.dataset_path is not None:
+        names = [Path(validation.dataset_path).name]
     segment = Segment(
         first_batch=0,
         global_batch_size=num_rows,
@@ -269,7 +271,7 @@ def _stream(
     if place.tokenises and _find(root, fingerprint) is None:  # the folder is this node's own
         prepare()
     folder = _wait_for(root, fingerprint, name)
-    if not (folder / "sizes.npy").exists():
+    if not (folder / "shards").exists():
         place.report(f"{name} is tokenised ahead of training, into {folder}")
     processes = data.tokenise_processes
     if processes is None:

@@ -68,6 +68,7 @@ class PlannedRows:
 
     def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
         """A share of a batch's rows."""
+        self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
         tokens = np.empty((len(whose), lanes.segment.seq_len + 1), np.int64)
         num_tokens = np.zeros(len(whose), np.int64)
@@ -115,6 +116,16 @@ class PlannedRows:
             for number, rows in mine.items()
             for origins in self._at_hand(lanes, number).origins(places[rows], rows)
         ]
+
+    def _check_end(self, batch: int) -> None:
+        """Where a source ends inside a batch, every rank says so, not only one that meets it."""
+        if all(source.max_epochs is None for source in self.plan.sources.values()):
+            return
+        lanes = self.lanes(batch)
+        after = lanes.read_until(batch + 1)
+        for lane, before, last in zip(lanes.lanes, lanes.read_until(batch), after, strict=True):
+            if isinstance(lane, BlockStream) and last > before:
+                lane.places([last - 1])
 
     def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
         lane = lanes.lanes[number]

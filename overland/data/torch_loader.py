@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from overland.data.blocks import Rows
 from overland.data.errors import DataError
 from overland.data.fields import Fields, tokens_and_labels, with_borders
 from overland.data.loader import read_ahead
+from overland.data.pack import Packing
 from overland.data.prepare import Dataset, Place, training_data
+from overland.data.sources import open_source
 
 
 def build_train_loader(
@@ -55,9 +57,15 @@ def build_train_loader(
         document_mask: Take no loss across documents, and count positions from their beginnings.
         skip_bad: Pass over documents that are empty or no UTF-8, and count them (`num_skipped`).
     """
+    if micro_blocks < 1 or seq_len < 1:
+        raise DataError("micro_blocks and seq_len must be 1 or more")
+    if strategy not in get_args(Packing):
+        raise DataError(f"strategy is {strategy!r}; known: {', '.join(get_args(Packing))}")
     rank = _from_environment("RANK", "SLURM_PROCID", 0) if rank is None else rank
     if world_size is None:
         world_size = _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)
+    if tokenizer_name is None and getattr(open_source(mds_root), "kind", "text") == "text":
+        raise DataError(f"{mds_root} is text: say which tokenizer makes tokens of it, by its name")
     cache = Path(local_cache or "data").expanduser()
     tokenizer = None if tokenizer_name is None else str(_find_tokenizer(tokenizer_name))
     config = JobConfig(
@@ -103,7 +111,12 @@ class TrainLoader:
         return {"step": self.step, "fingerprint": plan.fingerprint, "plan": plan.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A changed corpus is an error; another number of ranks is not."""
+        """A changed or another corpus is an error; another number of ranks is not."""
+        if not {"plan", "step"} <= set(state):
+            raise DataError("this is no state of a loader: it has no plan and no step")
+        before = set(state["plan"]["sources"])
+        if before != set(self.dataset.plan.sources):
+            raise DataError(f"the state is of {', '.join(sorted(before))}, not of this corpus")
         self.dataset = self.dataset.continued(state["plan"], state["step"])
         self.step = state["step"]
 

@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from overland.cluster.meeting import open_store
 from overland.cluster.world import World
 from overland.config.schema import Comm
 from overland.parallel.mesh import Mesh
@@ -29,11 +30,13 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
         torch.cuda.set_device(device)
     if comm.backend == "nvshmem":
         symmetric_memory.set_backend("NVSHMEM")
+    alone = world.size == 1  # no port to open
+    store = dist.HashStore() if alone else open_store(world, comm.init_timeout_seconds)
     dist.init_process_group(
         backend_string(comm.backend, device_type),
         rank=world.rank,
         world_size=world.size,
-        store=dist.HashStore() if world.size == 1 else None,  # alone: no port to open
+        store=store,
         timeout=timedelta(seconds=comm.init_timeout_seconds),
     )
     try:

@@ -99,6 +99,8 @@ def prove_data(
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
     """Replays the steps of a run, or some of them."""
+    if not (run / "config.toml").is_file():
+        raise DataError(f"{run} is no run folder: it has no config.toml")
     loaded = load_config(str(run / "config.toml"), env={})
     if problems := list(check_custom_import(loaded)):  # a source may be one of the user's own
         raise ConfigError(problems)
@@ -224,9 +226,16 @@ def check_sources(dataset: Dataset) -> None:
     for name, corpus in dataset.rows.corpora.items():
         if corpus.fingerprint != dataset.plan.sources[name].fingerprint:
             raise ChangedSource(name)
-        if not isinstance(corpus, Corpus) or corpus.is_complete or corpus.open_source is None:
+        if not isinstance(corpus, Corpus):
             continue
-        if changed := changes(corpus.folder, corpus.open_source()):
+        corpus.verifies = True
+        if corpus.is_complete or corpus.open_source is None:
+            continue
+        try:
+            source = corpus.open_source()
+        except DataError:  # not to be seen from here; what was made of it is
+            continue
+        if changed := changes(corpus.folder, source):
             raise ChangedSource(name, tuple(changed))
 
 

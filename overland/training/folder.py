@@ -64,6 +64,22 @@ class RunFolder:
     def hf(self) -> Path:
         return self.root / "hf"
 
+    @property
+    def done(self) -> Path:
+        """There once the last step is taken and saved; holds its number. Job scripts read it."""
+        return self.root / "done"
+
+    def steps_done(self) -> int:
+        try:
+            return int(self.done.read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def mark_done(self, steps: int) -> None:
+        beside = self.root / ".done"
+        beside.write_text(f"{steps}\n")
+        beside.rename(self.done)
+
 
 def fresh_folder(wanted: str) -> str:
     """`wanted`, or the first of `wanted-2`, `wanted-3`, … that no run has used."""

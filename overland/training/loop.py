@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 from overland.checkpoint.store import Outcome
 from overland.data.batch import Batch
+from overland.data.documents import Exhausted
 from overland.data.loader import batches, read_ahead
 from overland.parallel.comm import from_first_rank
 from overland.training.callbacks import Record
@@ -34,6 +35,8 @@ def train(run: Run) -> bool:
     fed = FedRows(run)
     if run.world.is_first:  # after the ledger's mark: what it replaces is void by now
         write_plan(run)
+        if progress.step < steps:  # it was done with fewer steps, or went back to an earlier one
+            run.folder.done.unlink(missing_ok=True)
     data = open_data(run)
 
     with StopRequest(clock) as stop:
@@ -41,7 +44,11 @@ def train(run: Run) -> bool:
             run.call("on_start")
             while progress.step < steps:
                 stop.ask()
-                batch = next_batch(data, meter)
+                try:
+                    batch = next_batch(data, meter)
+                except Exhausted:  # what was learned so far is kept
+                    save_last(run, fed)
+                    raise
                 result = train_step(run, batch, run.guard)
                 fed.note(batch, progress.step + 1, progress.batch)
                 progress.step += 1
@@ -83,7 +90,15 @@ def train(run: Run) -> bool:
             report_saves(run, run.store.finish(), clock)
             run.call("on_end")
             run.store.close()
+    if run.world.is_first and not (run.store.last and run.store.last.error):
+        run.folder.mark_done(progress.step)
     return True
+
+
+def save_last(run: Run, fed: FedRows) -> None:
+    if run.config.checkpoint.enable and run.progress.step > max(run.saved_step, 0):
+        fed.write(sync=True)
+        run.save()
 
 
 def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:

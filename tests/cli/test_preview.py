@@ -62,3 +62,15 @@ def test_a_config_that_is_nowhere_is_one_line(tmp_path: Path) -> None:
     done = overland("data", "preview", "nowhere.toml", cwd=tmp_path, code=2)
     assert "nowhere.toml" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_row_that_is_not_there_is_one_line(folder: Path) -> None:
+    done = overland("data", "preview", "runs/quickstart", "--row", "99", cwd=folder, code=2)
+    assert done.stderr == "there is no row 99: the batch of step 1 has rows 0 to 1\n"
+
+
+def test_a_batch_that_follows_the_devices_is_shown_for_as_many_as_ngpu_says(folder: Path) -> None:
+    words = ["data", "preview", "quickstart", *TINY, "training.global_batch_size=-1", "--json"]
+    done = overland(*words, cwd=folder, NGPU="3")
+    assert json.loads(done.stdout)["rows"] == 6
+    assert "shown for 3" in done.stderr

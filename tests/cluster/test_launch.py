@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from overland.cluster.launch import free_port
 from tests.cli.processes import environment
 
 LAUNCHER = """
@@ -43,3 +45,8 @@ def test_a_rank_ends_when_its_launcher_is_killed() -> None:
     while is_alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(rank)
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))

@@ -1,12 +1,76 @@
-import socket
+"""Which place a process finds itself in, from environments recorded under each launcher.
+
+The files in `environments/` say in their first line where they come from. Two are written by
+documented names, since nobody here has a Cray.
+"""
+
+from pathlib import Path
 
 import pytest
 
 from overland.cluster.errors import ClusterError
-from overland.cluster.launch import free_port
-from overland.cluster.world import World, find_world
+from overland.cluster.launchers import find_world, tell
+from overland.cluster.meeting import Meeting, port_of_job, port_of_name
+from overland.cluster.world import World
 
-MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+HERE = Path(__file__).parent / "environments"
+GIVEN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+HAND_MADE = {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", **GIVEN}
+
+
+def recorded(name: str, **changes: str) -> dict[str, str]:
+    lines = (HERE / f"{name}.env").read_text().splitlines()
+    pairs = (line.partition("=") for line in lines if not line.startswith("#"))
+    return {**{name: value for name, _, value in pairs}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "meeting"),
+    [
+        ("srun", (5, 8, 1, 2), ("n1", port_of_job(1, 0), "slurm-1.0")),
+        ("srun_cray", (5, 8, 1, 2), ("n1", port_of_job(1, 0), "slurm-1.0")),
+        ("srun_pmi2", (3, 4, 1, 2), ("n1", port_of_job(4, 0), "slurm-4.0")),
+        ("srun_part", (1, 2, 1, 2), ("127.0.0.1", port_of_job(7, 0), "slurm-7.0")),
+        ("srun_second", (7, 8, 1, 2), ("n1", port_of_job(8, 1), "slurm-8.1")),
+        ("mpirun", (2, 4, 2, 4), ("127.0.0.1", None, "openmpi-")),
+        ("mpirun_in_slurm", (2, 4, 0, 2), ("n1", None, "openmpi-321060865")),
+        ("mpich", (2, 4, 2, 4), ("127.0.0.1", None, "mpich-")),
+        ("mpich_in_slurm", (0, 4, 0, 2), ("n1", None, "mpich-14.0")),
+        ("torchrun", (1, 2, 1, 2), None),
+        ("torchrun_under_srun", (3, 4, 1, 2), None),
+    ],
+)
+def test_a_recorded_environment_is_read(
+    name: str, place: tuple[int, int, int, int], meeting: tuple[str, int | None, str] | None
+) -> None:
+    world = find_world(recorded(name))
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.local_size) == place
+    if meeting is None:  # torchrun opens the meeting point itself
+        assert world.meeting is None
+        return
+    assert world.meeting is not None
+    address, port, start = meeting
+    assert world.meeting.address == address
+    assert world.meeting.name.startswith(start)
+    assert world.meeting.port == (port or port_of_name(world.meeting.name))
+
+
+def test_pals_is_read_by_its_documented_names(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("x1000\nx1001\n")
+    world = find_world(recorded("pals", PBS_NODEFILE=str(tmp_path / "nodes")))
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (6, 8, 2, 4)
+    assert world.meeting is not None
+    assert world.meeting.address == "x1000"
+    assert world.meeting.name.startswith("pals-")
+
+
+@pytest.mark.parametrize(
+    "name", ["sbatch", "sbatch_from_task", "salloc", "salloc_interactive", "srun_one_task"]
+)
+def test_a_shell_inside_an_allocation_is_no_task_of_a_step(name: str) -> None:
+    assert find_world(recorded(name)) is None
 
 
 def test_without_a_launcher_there_is_no_world() -> None:
@@ -15,12 +79,32 @@ def test_without_a_launcher_there_is_no_world() -> None:
     assert find_world({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}) is None
 
 
-def test_torchruns_environment_is_read() -> None:
-    env = {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
-    world = find_world({**env, **MEETING})
-    assert world == World(rank=11, size=16, local_rank=3, local_size=8)
+@pytest.mark.parametrize("name", ["srun", "srun_second", "mpirun", "mpirun_in_slurm", "mpich"])
+def test_a_given_meeting_point_is_respected(name: str) -> None:
+    world = find_world(recorded(name, **GIVEN))
+    assert world is not None
+    assert world.meeting is not None
+    assert (world.meeting.address, world.meeting.port) == ("10.0.0.1", 29500)
+
+
+def test_several_addresses_of_hostname_i_mean_the_first() -> None:
+    world = find_world(recorded("srun", MASTER_ADDR="10.0.0.1 10.1.0.1 "))
+    assert world is not None
+    assert world.meeting is not None
+    assert world.meeting.address == "10.0.0.1"
+
+
+def test_variables_set_by_hand_are_read() -> None:
+    world = find_world(HAND_MADE)
+    assert world == World(11, 16, 3, 8, Meeting("10.0.0.1", 29500, "ranks"))
     assert world.num_nodes == 2
     assert not world.is_first
+
+
+def test_ranks_set_by_hand_under_srun_know_their_node() -> None:
+    world = find_world(recorded("srun", RANK="5", WORLD_SIZE="8", **GIVEN))
+    assert world is not None
+    assert (world.local_rank, world.local_size) == (1, 2)
 
 
 def test_a_world_of_one_needs_no_meeting_point() -> None:
@@ -30,25 +114,53 @@ def test_a_world_of_one_needs_no_meeting_point() -> None:
     assert world.num_nodes == 1
 
 
+def test_others_are_told_the_place_under_torchruns_names() -> None:
+    env: dict[str, str] = {}
+    tell(World(5, 8, 1, 2), env)
+    assert env == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
         ({"RANK": "one"}, 'environment RANK: "one": expected a whole number, 0 or more'),
         ({"WORLD_SIZE": "0"}, 'environment WORLD_SIZE: "0": expected a whole number, 1 or more'),
         ({"LOCAL_RANK": "-1"}, 'environment LOCAL_RANK: "-1": expected a whole number'),
-        ({"RANK": "2"}, "environment RANK: 2 is not below WORLD_SIZE = 2"),
+        ({"RANK": "16"}, "environment RANK: 16 is not below WORLD_SIZE = 16"),
+        ({"MASTER_PORT": "x"}, 'environment MASTER_PORT: "x": expected a whole number'),
+        ({"GROUP_WORLD_SIZE": "3"}, "give every torchrun the same --nproc-per-node"),
     ],
 )
 def test_a_broken_environment_is_one_sentence(env: dict[str, str], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
-        find_world({"RANK": "0", "WORLD_SIZE": "2", **MEETING, **env})
+        find_world({**HAND_MADE, **env})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("srun_uneven", {}, "3,1,1: every node needs as many ranks as the others"),
+        ("srun_cyclic", {}, "ranks 0,2 share a node: .* --distribution=block"),
+        ("pals", {}, "ranks on several nodes need MASTER_ADDR"),
+        ("pals", {"PALS_LOCAL_SIZE": "", "PMI_LOCAL_SIZE": ""}, "one of 8 processes, but nothing"),
+    ],
+)
+def test_a_world_that_cannot_be_is_one_sentence(
+    name: str, changes: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ClusterError, match=message):
+        find_world(recorded(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("local_size", "message"),
+    [("3", "every node needs as many as the others"), ("2", "start mpirun with --map-by slot")],
+)
+def test_ranks_that_mpirun_spread_unevenly_are_one_sentence(local_size: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        find_world(recorded("mpirun", OMPI_COMM_WORLD_LOCAL_SIZE=local_size, **GIVEN))
 
 
 def test_ranks_that_cannot_meet_are_told_what_is_missing() -> None:
     with pytest.raises(ClusterError, match="2 ranks need MASTER_ADDR and MASTER_PORT to meet"):
         find_world({"RANK": "0", "WORLD_SIZE": "2"})
-
-
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))

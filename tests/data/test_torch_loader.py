@@ -136,3 +136,28 @@ def test_a_name_is_found_in_the_cache_of_hugging_face(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     loader = build_train_loader(**{**settings, "tokenizer_name": "some/model"}, micro_blocks=1)
     assert some(loader, 1)[0]["input_ids"].shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strategy": "nope"}, "strategy is 'nope'; known: pack"),
+        ({"micro_blocks": 0}, "micro_blocks and seq_len must be 1 or more"),
+        ({"tokenizer_name": None}, "is text: say which tokenizer"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_sentence(
+    settings: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build_train_loader(**{**settings, **change})
+
+
+def test_a_state_of_another_corpus_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    state = build_train_loader(**settings, micro_blocks=1).state_dict()
+    np.save(tmp_path / "ids.npy", np.arange(64).reshape(8, 8))
+    other = build_train_loader(tmp_path / "ids.npy", local_cache=tmp_path / "cache", seq_len=4)
+    with pytest.raises(DataError, match="the state is of mds_plain, not of this corpus"):
+        other.load_state_dict(state)
+    with pytest.raises(DataError, match="this is no state of a loader"):
+        other.load_state_dict({"foo": 1})

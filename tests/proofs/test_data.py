@@ -148,6 +148,8 @@ def test_a_changed_corpus_is_named(ranks: RankPool, texts: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no run folder"):
+        prove_data(tmp_path)
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(DataError, match=r"ledger\.bin does not exist"):
         prove_data(tmp_path)
@@ -261,6 +263,52 @@ def validated(world: World, config: JobConfig) -> float:
     built = build_run(config, world, torch.device("cpu"), log_ranks=())
     (held_out,) = built.validation_sets
     return loss_on(built, held_out)
+
+
+def test_a_ledger_whose_beginning_is_damaged_proves_nothing(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=4))
+    ledger = texts / "run" / "data" / "ledger.bin"
+    ledger.write_bytes(b"XXXXXXXX" + ledger.read_bytes()[8:])
+    ranks.run(1, run, job(texts, steps=6))
+    ledger.write_bytes(
+        b"XXXX" + ledger.read_bytes()[4:200] + bytes(100) + ledger.read_bytes()[300:]
+    )
+    verdict = prove_data(texts / "run")
+    assert not verdict.holds
+    assert verdict.first_step == 1
+    assert verdict.missing_steps
+
+
+def test_a_damaged_shard_is_found_by_the_proof(ranks: RankPool, texts: Path) -> None:
+    ranks.run(1, run, job(texts, steps=3))
+    shard = next((texts / "data").glob("code-*/shards/*/*.shard"))
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match="is damaged: its bytes do not have their checksum"):
+        prove_data(texts / "run")
+
+
+def test_a_source_that_ends_stops_all_ranks_and_what_was_learned_is_saved(
+    ranks: RankPool, texts: Path
+) -> None:
+    sources = {"code": {"path": str(texts / "code"), "max_epochs": 2}}
+    config = job(texts, 4, steps=50, data={"sources": sources}, checkpoint={"interval": 50})
+    said = ranks.run(4, ended, config)
+    assert len(set(said)) == 1
+    assert "code has been read 2 times, as often as its max_epochs allows" in said[0]
+    (saved,) = (texts / "run" / "checkpoint").glob("step_*")
+    assert int(saved.name.removeprefix("step_")) >= 1
+    assert prove_data(texts / "run").holds
+
+
+def ended(world: World, config: JobConfig) -> str:
+    built = build_run(config, world, torch.device("cpu"), log_ranks=())
+    try:
+        train(built)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("story", SHORT, ids=lambda story: story.name.replace(" ", "-"))

@@ -50,6 +50,7 @@ def open_source(
     ids whose file does not say it. `skip_bad` passes over bad documents and counts them.
     """
     path = Path(path).expanduser()
+    path = path if path.name else path.resolve()  # "." and "/" have no name of their own
     index = path.with_name(path.name + ".idx")
     if not path.exists() and index.exists():
         path = index

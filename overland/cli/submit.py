@@ -1,0 +1,231 @@
+"""`overland submit`: a chain of Slurm jobs that trains a config, or the script of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from overland.cli.errors import user_errors
+from overland.cli.settings import Settings, split_settings
+
+if TYPE_CHECKING:
+    from overland.cluster.job import Place, Wanted
+    from overland.config.errors import Kind
+    from overland.config.load import Loaded
+    from overland.config.schema import JobConfig
+
+
+class Submit(TyperCommand):
+    """`--site` without a name lists the sites."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], "--"]
+        pairs = zip(args, following, strict=True)
+        args = ["--sites" if a == "--site" and b.startswith("--") else a for a, b in pairs]
+        return super().parse_args(ctx, args)
+
+
+@user_errors
+def submit(
+    settings: Settings = None,
+    site: Annotated[
+        str | None, typer.Option(help="A site's name or file; without either: the list.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes to train on.", min=1)] = 1,
+    spares: Annotated[int, typer.Option(help="Nodes held in reserve.", min=0)] = 0,
+    sessions: Annotated[int, typer.Option(help="Jobs in the chain.", min=1)] = 1,
+    time: Annotated[
+        str | None, typer.Option(help="HH:MM:SS per job; default: all that the site allows.")
+    ] = None,
+    account: Annotated[str | None, typer.Option(envvar="SBATCH_ACCOUNT")] = None,
+    partition: Annotated[str | None, typer.Option(envvar="SBATCH_PARTITION")] = None,
+    qos: Annotated[str | None, typer.Option(envvar="SBATCH_QOS")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the jobs; default: from the run folder.")
+    ] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(help="Where the site does not say.", min=1)
+    ] = None,
+    container: Annotated[
+        str | None, typer.Option(help="Image to run in, such as overland.sif.")
+    ] = None,
+    packed_env: Annotated[
+        str | None, typer.Option(help="A .tar.gz of conda-pack to copy to each node's disk.")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a variable to pass on; its value is never shown."),
+    ] = None,
+    sbatch: Annotated[
+        str, typer.Option(help='More flags for sbatch, such as "--mail-type=END".')
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the script; submit nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    sites: Annotated[bool, typer.Option("--sites", help="List the sites.")] = False,
+) -> None:
+    """Write and submit the job chain of a run: overland submit CONFIG --site NAME --nodes N
+
+    The config is checked first and frozen beside the script, in the run folder. Each job goes on
+    where the one before stopped; a surplus one ends at once.
+    """
+    from overland.cluster.errors import ClusterError
+    from overland.cluster.job import Wanted, num_devices_per_node, plan_job
+    from overland.cluster.script import refuse_secrets, render_job
+    from overland.cluster.site import load_site, site_files
+    from overland.cluster.submit import check_scheduler, how_to_follow, next_files, write_private
+    from overland.cluster.submit import submit as hand_in
+    from overland.config.write import to_toml
+
+    if sites or (site is None and not settings):
+        print(list_sites())
+        return
+    if site is None:
+        raise ClusterError(f"which cluster? give --site ({', '.join(sorted(site_files()))})")
+    wanted = Wanted(
+        nodes=nodes,
+        spares=spares,
+        sessions=sessions,
+        time=time,
+        account=account,
+        partition=partition,
+        qos=qos,
+        name=name,
+        devices_per_node=devices_per_node,
+        container=image(container),
+        packed_env=archive(packed_env),
+        env_names=tuple(env or ()),
+        sbatch=sbatch,
+    )
+    for variable in wanted.env_names:
+        if "=" not in variable and variable not in os.environ:
+            raise ClusterError(f"--env {variable}: is not set here, so there is nothing to pass on")
+    chosen = load_site(site)
+    world_size = nodes * num_devices_per_node(chosen, wanted)
+    loaded = load(settings, world_size, wanted, waive_missing=dry_run)
+    place = place_of(loaded.config)
+    script, frozen = next_files(place.run)
+    job = plan_job(chosen, wanted, replace(place, config=frozen))
+    text, config = render_job(job), to_toml(loaded.config, full=True)
+    refuse_secrets(text + config)
+    if dry_run:
+        shown = json.dumps({**job.to_json(), "script": text}, indent=2) + "\n"
+        print(shown if as_json else text, end="")
+        return
+    check_scheduler(job)
+    write_private(frozen, config)
+    write_private(script, text)
+    ids = hand_in(job, script)
+    if as_json:
+        print(json.dumps({**job.to_json(), "script": str(script), "jobs": ids}, indent=2))
+        return
+    print(f"Submitted {', '.join(ids)} as {job.name}, by {script}. To follow:\n")
+    print(*(f"  {line}" for line in how_to_follow(job, ids)), sep="\n")
+
+
+def list_sites() -> str:
+    from overland.cluster.site import load_site, site_files
+
+    files = site_files()
+    width = max(map(len, files))
+    lines = [
+        f"{name:<{width}}  {load_site(str(path)).facts.description}"
+        for name, path in sorted(files.items())
+    ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "`overland submit CONFIG --site NAME --nodes N --dry-run` shows a job's script.",
+        ]
+    )
+
+
+def load(
+    settings: list[str] | None, world_size: int, wanted: Wanted, waive_missing: bool
+) -> Loaded:
+    """The config, fit for a chain. Files that are missing only a dry run forgives."""
+    from overland.checks import load_checked
+    from overland.cli.train import settle_folder
+    from overland.cluster.errors import ClusterError
+
+    source, arguments = split_settings(settings)
+    waive: set[Kind] = {"machine", "missing"} if waive_missing else {"machine"}
+    loaded, problems = load_checked(source, arguments, world_size=world_size, waive=waive)
+    for note in [*loaded.notes, *(str(p) for p in problems if p.kind != "machine")]:
+        print(f"note: {note}", file=sys.stderr)
+    loaded, _ = settle_folder(loaded, arguments)
+    checkpoint = loaded.config.checkpoint
+    if wanted.sessions > 1 and not checkpoint.enable:
+        raise ClusterError(
+            "--sessions: a chain goes on from checkpoints; checkpoint.enable = false"
+        )
+    if wanted.sessions > 1 and not can_be_repeated(loaded.config):
+        raise ClusterError(
+            "--sessions: every job of the chain would do again what checkpoint.resume = "
+            f'"{checkpoint.resume}" and checkpoint.skip_optimizer ask for; submit one job with '
+            "them, then the chain without"
+        )
+    return loaded
+
+
+def can_be_repeated(config: JobConfig) -> bool:
+    """Whether the same command, given again, goes on from the newest checkpoint."""
+    return config.checkpoint.resume == "auto" and not config.checkpoint.skip_optimizer
+
+
+def place_of(config: JobConfig) -> Place:
+    from overland.cluster.errors import ClusterError
+    from overland.cluster.job import Place
+    from overland.cluster.setup import session_file
+    from overland.training.folder import RunFolder
+
+    folder, steps = RunFolder.of(config), config.training.steps
+    if folder.steps_done() >= steps and can_be_repeated(config):
+        raise ClusterError(
+            f"{folder.root} has finished its {steps} steps; raise training.steps, or take another "
+            "job.dump_folder"
+        )
+    return Place(
+        run=folder.root.absolute(),
+        workdir=Path.cwd(),
+        config=folder.config.absolute(),
+        done=folder.done.absolute(),
+        logs=folder.logs.absolute(),
+        python=sys.executable,
+        steps=steps,
+        margin_minutes=config.checkpoint.walltime_margin_minutes,
+        repeatable=can_be_repeated(config),
+        setup=session_file(),
+    )
+
+
+def image(name: str | None) -> str | None:
+    """A file as an absolute path; what is no file may be a name that the site's runtime knows."""
+    from overland.cluster.errors import ClusterError
+
+    if name is None or not name.endswith(".sif"):
+        return name
+    path = Path(name).expanduser().absolute()
+    if not path.is_file():
+        raise ClusterError(f"--container {name}: no such file; containers/ has its definition")
+    return str(path)
+
+
+def archive(name: str | None) -> str | None:
+    from overland.cluster.errors import ClusterError
+
+    if name is None:
+        return None
+    path = Path(name).expanduser().absolute()
+    if not path.is_file():
+        raise ClusterError(f"--packed-env {name}: no such file; `overland env SITE` tells how")
+    return str(path)

@@ -1,0 +1,48 @@
+"""Slurm's short form of lists: `n[1-3,7],login1` for hosts, `3,1(x2)` for numbers."""
+
+from __future__ import annotations
+
+import re
+
+from overland.cluster.errors import ClusterError
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a list such as `frontier[00001-00003,00007],login1`, in its order."""
+    words = re.findall(r"(?:[^,\[\]]+|\[[^\[\]]*\])+", text.strip())
+    if not words or ",".join(words) != text.strip():
+        raise ClusterError(f'"{text}": expected a list of hosts, such as n[1-3,7],login1')
+    return [host for word in words for host in _expand(word)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """The numbers of a list such as `3,1(x2)`: 3, 1, 1."""
+    counts: list[int] = []
+    for word in text.strip().split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if match is None:
+            raise ClusterError(f'"{text}": expected a list of numbers, such as 3,1(x2)')
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _expand(word: str) -> list[str]:
+    """One name, which may hold several brackets: racks and nodes, `r[1-2]n[01-16]`."""
+    before, bracket, rest = word.partition("[")
+    if not bracket:
+        return [word]
+    inside, _, after = rest.partition("]")
+    ends = _expand(after) if after else [""]
+    return [f"{before}{middle}{end}" for middle in _numbers(inside) for end in ends]
+
+
+def _numbers(inside: str) -> list[str]:
+    """`001-003,7` as written out: 001, 002, 003, 7."""
+    found: list[str] = []
+    for part in inside.split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ClusterError(f'"[{inside}]": expected numbers and ranges, such as [1-3,7]')
+        found += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+    return found

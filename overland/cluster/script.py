@@ -1,0 +1,121 @@
+"""The batch script of a job, as text."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overland.cluster.errors import ClusterError
+from overland.cluster.job import Job, sbatch_words
+from overland.cluster.site import SECRET
+
+SHORTEST_SECRET = 6  # a shorter value is in any text by chance
+
+
+def render_job(job: Job) -> str:
+    """A script that bash and sbatch both read."""
+    facts = job.site.facts
+    return template("job.sh.j2").render(
+        job=job,
+        site=job.site,
+        facts=facts,
+        wanted=job.wanted,
+        place=job.place,
+        headers=headers(job),
+        more_headers=sbatch_words(job.wanted.sbatch),
+        srun=srun_flags(job),
+        command=command(job),
+    )
+
+
+def template(name: str) -> Any:
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError:
+        raise ClusterError(
+            "scripts are written with jinja2, which is not here: pip install 'overland[cluster]'"
+        ) from None
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # bash is no HTML; `sh` quotes
+    )
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    return environment.get_template(name)
+
+
+def headers(job: Job) -> list[str]:
+    """What is asked of Slurm, that needs no word of explanation in the script."""
+    wanted, slurm = job.wanted, job.site.facts.slurm
+    flags = {
+        "account": wanted.account,
+        "partition": wanted.partition,
+        "qos": wanted.qos,
+        "constraint": slurm.constraint,
+        "nodes": wanted.nodes + wanted.spares,
+        "ntasks-per-node": job.devices_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "gpus-per-node": job.devices_per_node if slurm.gpus == "per-node" else None,
+        "time": job.time,
+        "output": shlex.quote(f"{str(job.place.logs).replace('%', '%%')}/job-%j.log"),
+    }
+    lines = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    lines += ["--exclusive", "--mem=0"] if slurm.exclusive else []
+    return [*lines, *slurm.sbatch]
+
+
+def srun_flags(job: Job) -> list[str]:
+    slurm = job.site.facts.slurm
+    flags = [
+        f"--nodes={job.wanted.nodes}",
+        f"--ntasks={job.num_ranks}",
+        f"--ntasks-per-node={job.devices_per_node}",
+        f"--cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else '--cpus-per-task="$cpus"',
+    ]
+    if slurm.gpus == "per-task":
+        flags.append("--gpus-per-task=1")
+    if slurm.gpus == "per-node":
+        flags.append(f"--gpus-per-node={job.devices_per_node}")
+    flags += [f"--gpu-bind={slurm.gpu_bind}"] if slurm.gpu_bind else []
+    return [*flags, *slurm.srun]
+
+
+def command(job: Job) -> str:
+    """What each rank runs."""
+    train = f"-m overland train {shlex.quote(str(job.place.config))}"
+    if job.wanted.container:
+        return f"{container_command(job)} python {train}"
+    python = '"$node_env/bin/python"' if job.wanted.packed_env else shlex.quote(job.place.python)
+    return f"{python} {train}"
+
+
+def container_command(job: Job) -> str:
+    settings, place = job.site.facts.container, job.place
+    image = shlex.quote(str(job.wanted.container))
+    if settings.command is not None:
+        return settings.command.replace("{image}", image)
+    devices = {"nvidia": "--nv ", "amd": "--rocm ", "none": ""}[job.site.facts.accelerator]
+    folders = dict.fromkeys([*settings.binds, str(place.workdir), str(place.run)])
+    inside = [
+        folder
+        for folder in folders
+        if not any(other != folder and Path(folder).is_relative_to(other) for other in folders)
+    ]
+    binds = " ".join(f"--bind {shlex.quote(folder)}" for folder in inside)
+    return f"apptainer exec {devices}{binds} {image}"
+
+
+def refuse_secrets(text: str, env: Mapping[str, str] = os.environ) -> None:
+    """A token that found its way into a text that is about to be written or shown."""
+    for name, value in env.items():
+        if SECRET.search(name) and len(value) >= SHORTEST_SECRET and value in text:
+            raise ClusterError(
+                f"the script would hold the value of {name}; take it out of the config, the flags "
+                "or the site, and pass it on with --env"
+            )

@@ -1,0 +1,104 @@
+"""A job's files, written and handed to the scheduler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from overland.cluster.errors import ClusterError
+from overland.cluster.job import Job
+
+
+def next_files(run: Path) -> tuple[Path, Path]:
+    """(script, config) of a submission that is the run's next: those of links that still wait are
+    never changed under them."""
+    folder = run / "submit"
+    used = [int(path.stem) for path in folder.glob("*.sh") if path.stem.isdecimal()]
+    number = max(used, default=0) + 1
+    return folder / f"{number}.sh", folder / f"{number}.toml"
+
+
+def write_private(path: Path, text: str) -> None:
+    """For this user's eyes alone, from the first byte on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(handle, "w", encoding="utf-8") as file:
+        os.fchmod(handle, 0o600)  # it may have been there, with another mode
+        file.write(text)
+
+
+def check_scheduler(job: Job) -> None:
+    """Before anything is written."""
+    if job.site.facts.scheduler == "slurm" and shutil.which("sbatch") is None:
+        raise ClusterError(
+            f"there is no sbatch here: submit from a login node of {job.site.name}, or look at the "
+            "script with --dry-run"
+        )
+
+
+def submit(job: Job, script: Path) -> list[str]:
+    """Job ids, one per session; on a machine without a scheduler, that of the process."""
+    job.place.logs.mkdir(parents=True, exist_ok=True)
+    if job.site.facts.scheduler == "none":
+        return [_start_here(job, script)]
+    ids: list[str] = []
+    for _ in range(job.wanted.sessions):
+        try:
+            ids.append(_sbatch(script))
+        except ClusterError as error:  # a limit on jobs per user, say: what is queued stays so
+            queued = f"; queued before it: {', '.join(ids)}" if ids else ""
+            raise ClusterError(f"{error}{queued}") from None
+    return ids
+
+
+def _sbatch(script: Path) -> str:
+    command = ["sbatch", "--parsable", str(script)]
+    env = without_slurms_own(os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    found = re.match(r"\d+", done.stdout.strip())  # "ID" or "ID;cluster"
+    if done.returncode or found is None:
+        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise ClusterError(f"sbatch {script}: {words}")
+    return found.group()
+
+
+def without_slurms_own(env: Mapping[str, str]) -> dict[str, str]:
+    """SBATCH_TIMELIMIT and its like would overrule the script, and SLURM_* of a job that we may be
+    in would come along; only where Slurm is and who asks must stay."""
+    stays = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_CLUSTERS", "SBATCH_RESERVATION")
+    return {
+        name: value
+        for name, value in env.items()
+        if name in stays or not name.startswith(("SLURM_", "SBATCH_"))
+    }
+
+
+def _start_here(job: Job, script: Path) -> str:
+    with (job.place.logs / "job.log").open("ab") as log:
+        process = subprocess.Popen(
+            ["bash", str(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # it outlives the terminal
+        )
+    return str(process.pid)
+
+
+def how_to_follow(job: Job, ids: list[str]) -> list[str]:
+    """Commands, with what they do."""
+    if job.site.facts.scheduler == "none":
+        return [
+            f"tail -f {job.place.logs}/job.log    # what it says",
+            f"touch {job.place.run}/STOP    # save and stop",
+        ]
+    return [
+        f"squeue --me --name={job.name}    # where the jobs stand",
+        f"tail -f {job.place.logs}/job-{ids[0]}.log    # what the first one says",
+        f"scancel --signal=USR1 {ids[0]}    # save and stop; the next link goes on",
+        f"scancel --me --name={job.name}    # give up the whole chain",
+    ]

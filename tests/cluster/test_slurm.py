@@ -1,0 +1,62 @@
+"""What a process finds under the real Slurm, and that this Slurm leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.processes import environment
+from tests.cluster.packages import need
+from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of
+
+ASK = (
+    f"{sys.executable} -c 'from overland.cluster.launchers import find_world; print(find_world())'"
+)
+
+
+def test_only_a_task_of_srun_finds_a_world_in_a_batch_script(slurm: Slurm) -> None:
+    script = f"{ASK}; srun {ASK}; srun -N1 -n1 {ASK}"
+    job, output = slurm.batch(script, "-N2", "--ntasks-per-node=2", env=environment())
+    alone, *tasks, one_task = output.splitlines()
+    assert (alone, one_task) == ("None", "None")
+    places = [tuple(map(int, re.findall(r"(?:rank|size)=(\d+)", line))) for line in tasks]
+    assert sorted(places) == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+    assert len({line[line.index("meeting=") :] for line in tasks}) == 1
+    assert f"name='slurm-{job}.0'" in tasks[0]
+
+
+def test_the_shell_of_salloc_finds_no_world(slurm: Slurm) -> None:
+    assert slurm.run("salloc", "-N2", "-n4", "bash", "-c", ASK, env=environment()) == "None\n"
+
+
+def test_uneven_tasks_end_every_rank_with_one_sentence(slurm: Slurm) -> None:
+    words = ["srun", "-N3", "-n5", sys.executable, "-m", "overland", "train", "quickstart"]
+    done = subprocess.run(
+        words, env=slurm.environment(environment()), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("3,1,1: every node needs as many ranks as the others") == 5
+
+
+def test_a_slurm_whose_test_run_was_killed_is_ended_by_the_next() -> None:
+    need(*PROGRAMS)
+    code = (
+        "import os, subprocess, time; from tests.cluster.slurm import Slurm; cluster = Slurm(2);"
+        "subprocess.Popen(['srun', '-N2', 'sleep', '600'], env=cluster.environment(), stdout=-3);"
+        "time.sleep(1); print(cluster.folder, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert killed.returncode == -signal.SIGKILL
+    folder = Path(killed.stdout.strip())
+    left = processes_of(folder)
+    assert sum("sleep" in Path(f"/proc/{pid}/cmdline").read_text() for pid in left) >= 2
+    end_abandoned()
+    assert not processes_of(folder)
+    assert not folder.exists()
+    assert os.getpid() not in left

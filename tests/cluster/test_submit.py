@@ -1,0 +1,435 @@
+"""`overland submit`: the scripts it writes, what it refuses, and what their shell does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from overland.cli.main import app
+from overland.cluster.errors import ClusterError
+from overland.cluster.script import render_job
+from overland.cluster.submit import next_files, submit, without_slurms_own, write_private
+from tests.cli.processes import ROOT
+from tests.cluster.scripts import LEFT_OPEN, assert_good_bash, make_job, place
+
+RUN = Path("/scratch/me/runs/llama")
+SHAPES: dict[str, dict[str, object]] = {
+    "one-node": {"nodes": 1},
+    "many-nodes": {"nodes": 64, "spares": 2},
+    "sessions": {"nodes": 2, "sessions": 3, "sbatch": "--mail-type=END -x 'node1'"},
+    "container": {"nodes": 2, "container": "/images/overland.sif"},
+    "environment": {"nodes": 2, "env_names": ("WANDB_API_KEY",)},
+}
+ON_SLURM = [site for site in LEFT_OPEN if site != "laptop"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def overland(*words: str) -> Result:
+    return CliRunner().invoke(app, ["submit", *words])
+
+
+def refusal(*words: str) -> str:
+    done = overland(*words)
+    assert done.exit_code == 2, done.output
+    return str(done.stderr.strip())
+
+
+# Scripts
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("site", ON_SLURM)
+def test_every_script_is_good_bash(site: str, shape: str) -> None:
+    assert_good_bash(render_job(make_job(site, place(RUN), **SHAPES[shape])))
+
+
+@pytest.mark.parametrize("wanted", [{}, {"sessions": 3}, {"container": "/images/overland.sif"}])
+def test_a_machine_without_a_scheduler_gets_a_script_too(wanted: dict[str, object]) -> None:
+    text = render_job(make_job("laptop", place(RUN), **wanted))
+    assert_good_bash(text)
+    assert "SBATCH" not in text
+    assert "srun" not in text
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+
+
+@pytest.mark.parametrize("site", ON_SLURM)
+def test_every_script_survives_lost_nodes_and_the_end_of_the_walltime(site: str) -> None:
+    text = render_job(make_job(site, place(RUN), nodes=2, sessions=2))
+    asked = directives(text)
+    assert {"--no-kill", "--requeue", "--open-mode=append", "--dependency=singleton"} <= set(asked)
+    assert "--signal=USR1@180" in asked  # no B:, which the ranks would never see
+    (launch,) = re.findall(r"launch=\((.*?)^\)", text, flags=re.MULTILINE | re.DOTALL)
+    assert "--no-kill" in launch
+    assert "--kill-on-bad-exit=1" in launch
+    assert "SLURM_RESTART_COUNT" in text
+
+
+@pytest.mark.parametrize("site", LEFT_OPEN)
+def test_every_job_is_offline(site: str) -> None:
+    text = render_job(make_job(site, place(RUN)))
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        assert f"{name}=1" in text
+
+
+def test_frontiers_script_has_what_frontier_needs() -> None:
+    text = render_job(make_job("frontier", place(RUN), nodes=64, spares=2, sessions=10))
+    asked = directives(text)
+    for flag in ("--account=abc123", "--nodes=66", "--time=02:00:00", "--constraint=nvme",
+                 "--network=disable_rdzv_get", "--ntasks-per-node=8", "--export=NONE"):  # fmt: skip
+        assert flag in asked
+    srun = "srun --nodes=64 --ntasks=512 --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1"
+    assert f"{srun} --gpu-bind=closest" in text
+    for name, value in {
+        "NCCL_SOCKET_IFNAME": "hsn0",
+        "GLOO_SOCKET_IFNAME": "hsn0",
+        "FI_CXI_RDZV_PROTO": "alt_read",
+        "FI_MR_CACHE_MONITOR": "kdreg2",
+        "MIOPEN_USER_DB_PATH": "/tmp/$USER-$SLURM_JOB_ID-miopen",
+    }.items():
+        assert f'export {name}="{value}"' in text
+    assert "rccl-net-plugin" in text
+    assert "unset http_proxy" in text
+    assert "# Without both of these, nothing above about 300 nodes works" in text
+
+
+def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
+    text = render_job(make_job("frontier", place(RUN), nodes=2, packed_env="/scratch/env.tar.gz"))
+    assert_good_bash(text)
+    assert 'sbcast --preserve --force /scratch/env.tar.gz "$node_env.tar.gz" || exit 1' in text
+    assert '"$node_env/bin/python" -m overland train' in text
+    with pytest.raises(ClusterError, match="generic-amd has no disk"):
+        make_job("generic-amd", place(RUN), packed_env="/scratch/env.tar.gz")
+
+
+def test_a_container_stands_between_srun_and_python() -> None:
+    wanted = {"container": "/images/overland.sif"}
+    commands = {
+        "frontier": "apptainer exec --rocm --bind /lustre/orion --bind /mnt/bb --bind /opt/cray "
+        "--bind /scratch/me/runs/llama /images/overland.sif python -m overland train",
+        "s3df": "apptainer exec --nv --bind /scratch/me/runs/llama /images/overland.sif python",
+        "perlmutter": "shifter '--module=gpu,nccl-plugin' --image=/images/overland.sif python",
+    }
+    for site, command in commands.items():
+        assert command in render_job(make_job(site, place(RUN), **wanted))
+
+
+def test_a_users_own_flags_have_the_last_word() -> None:
+    text = render_job(make_job("frontier", place(RUN), sbatch="--mail-type=END -x node1 --mem=1G"))
+    assert directives(text)[-3:] == ["--mail-type=END", "-x node1", "--mem=1G"]
+
+
+def test_a_cluster_without_gpus_is_asked_for_none(tmp_path: Path) -> None:
+    site = tmp_path / "cpus.toml"
+    text = 'description = "cpus"\naccelerator = "none"\n[slurm]\ngpus = "none"\n'
+    site.write_text(text + "devices_per_node = 2\n")
+    done = overland("quickstart", "--site", str(site), "--time", "00:10:00", "--dry-run")
+    assert_good_bash(done.stdout)
+    assert "--gpu" not in done.stdout
+    assert "srun --nodes=1 --ntasks=2 --ntasks-per-node=2" in done.stdout
+
+
+def test_a_job_sources_what_the_setup_wrote() -> None:
+    where = replace(place(RUN), setup=Path("/scratch/me/overland.sh"))
+    text = render_job(make_job("generic-amd", where))
+    assert_good_bash(text)
+    assert "\nsource /scratch/me/overland.sh\n" in text
+
+
+def test_a_job_that_must_not_be_repeated_is_not_requeued() -> None:
+    text = render_job(make_job("generic-amd", replace(place(RUN), repeatable=False)))
+    assert "--no-requeue" in directives(text)
+    assert "--requeue" not in directives(text)
+
+
+def test_the_script_has_the_last_word_over_the_environment() -> None:
+    env = {"SBATCH_TIMELIMIT": "1", "SLURM_NTASKS": "9", "SLURM_CONF": "/etc/s", "HOME": "/me"}
+    assert without_slurms_own(env) == {"SLURM_CONF": "/etc/s", "HOME": "/me"}
+
+
+def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
+    names = [make_job("frontier", place(Path(run))).name for run in ("/a/x", "/a/x", "/b/x")]
+    assert names[0] == names[1] != names[2]
+    assert make_job("frontier", place(RUN), name="mine").name == "mine"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--site", "frontier"],
+         "frontier takes no job without its account; give --account or set SBATCH_ACCOUNT"),
+        ([], "which cluster? give --site (frontier, generic-amd, generic-nvidia, laptop, "
+         "perlmutter, s3df)"),
+        (["--site", "s3df", "--account", "fac:repo"],
+         "s3df: how many devices a node has depends on the partition; give --partition (ada, "
+         "ampere, hopper), or --devices-per-node"),
+        (["--site", "generic-nvidia"],
+         "generic-nvidia: how many devices a node has is not known here; give --devices-per-node"),
+        (["--site", "laptop", "--nodes", "2", "--devices-per-node", "1"],
+         "--nodes: laptop is one machine, without a scheduler"),
+        (["--site", "frontier", "--account", "a b"], "--account 'a b': expected one word"),
+        (["--site", "frontier", "--account", "abc123", "--qos", "debug", "--sessions", "2"],
+         "--sessions: frontier allows no chains in debug"),
+        (["--site", "frontier", "--account", "abc123", "--time", "00:02:00"],
+         "--time 00:02:00: ranks stop 3 minutes before the end "
+         "(checkpoint.walltime_margin_minutes), so nothing is left to train in"),
+        (["--site", "frontier", "--account", "abc123", "--container", "no.sif"],
+         "--container no.sif: no such file; containers/ has its definition"),
+        (["--site", "frontier", "--account", "abc123", "--sbatch", "--export=HF_TOKEN=hf_abc"],
+         "--sbatch: a value in --export would lie in the script for all to read; `--env NAME` "
+         "passes a variable on by its name"),
+        (["--site", "frontier", "--account", "abc123", "--env", "HF_TOKEN=hf_abc"],
+         "--env HF_TOKEN=…: expected the name of a variable; its value is taken from the "
+         "environment, and never written down"),
+        (["--site", "frontier", "--account", "abc123", "--env", "HF_TOKEN"],
+         "--env HF_TOKEN: is not set here, so there is nothing to pass on"),
+        (["--site", "frontier", "--account", "abc123", "--sessions", "2",
+          "checkpoint.enable=false"],
+         "--sessions: a chain goes on from checkpoints; checkpoint.enable = false"),
+        (["--site", "frontier", "--account", "abc123", "--sessions", "2",
+          "checkpoint.skip_optimizer=true"],
+         "--sessions: every job of the chain would do again what checkpoint.resume = \"auto\" and "
+         "checkpoint.skip_optimizer ask for; submit one job with them, then the chain without"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_submitted_is_one_sentence(words: list[str], message: str) -> None:
+    assert refusal("quickstart", *words) == message
+
+
+def test_the_config_is_checked_for_all_devices_of_the_job() -> None:
+    words = ["--site", "frontier", "--account", "abc123", "--nodes", "3"]
+    said = refusal("quickstart", *words, "training.global_batch_size=512")
+    assert "expected a multiple of 384" in said
+    assert "training.stepz" in refusal("quickstart", *words, "training.stepz=3")
+
+
+def test_files_that_are_missing_are_forgiven_in_a_dry_run_alone() -> None:
+    words = ["quickstart", "training.dataset_path=not/there", "--site", "frontier"]
+    words += ["--account", "abc123"]
+    assert "not/there" in refusal(*words)
+    done = overland(*words, "--dry-run")
+    assert done.exit_code == 0
+    assert "not/there" in done.stderr
+
+
+def test_a_run_that_is_finished_is_not_submitted_again(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart" / "done").write_text("160\n")
+    words = ["quickstart", "--site", "frontier", "--account", "abc123", "--dry-run"]
+    assert "runs/quickstart has finished its 160 steps" in refusal(*words)
+    assert overland(*words, "training.steps=320").exit_code == 0
+    assert overland(*words, "checkpoint.resume=none").exit_code == 0
+
+
+# What is shown and written
+
+
+@pytest.mark.parametrize("words", [["--site"], ["--sites"]])
+def test_the_sites_are_listed(words: list[str]) -> None:
+    done = overland(*words)
+    assert done.exit_code == 0
+    assert all(site in done.stdout for site in LEFT_OPEN)
+
+
+def test_a_dry_run_shows_the_script_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    words = ["quickstart", "--site", "frontier", "--account", "abc123", "--nodes", "2"]
+    done = overland(*words, "--dry-run")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("#!/bin/bash")
+    assert f"cd {tmp_path} ||" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    as_json = json.loads(overland(*words, "--dry-run", "--json").stdout)
+    assert as_json["script"] == done.stdout
+    assert (as_json["ranks"], as_json["time"], as_json["sessions"]) == (16, "02:00:00", 1)
+
+
+def test_a_secret_is_passed_on_by_name_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    words = ["quickstart", "--site", "frontier", "--account", "abc123", "--dry-run"]
+    plain, named = overland(*words), overland(*words, "--env", "HF_TOKEN")
+    assert "HF_TOKEN" not in plain.output
+    assert "#SBATCH --export=HF_TOKEN\n" in named.stdout
+    for more in ([], ["--env", "HF_TOKEN"], ["--json"]):
+        assert "hf_very_secret" not in overland(*words, *more).output
+
+
+@pytest.mark.parametrize("place", [["--sbatch", "--comment=hf_very_secret"],
+                                   ["job.description=hf_very_secret"]])  # fmt: skip
+def test_a_secret_that_slipped_in_is_found(
+    place: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    words = ["--site", "frontier", "--account", "abc123", "--dry-run"]
+    said = refusal("quickstart", *words, *place)
+    assert said.startswith("the script would hold the value of HF_TOKEN")
+    assert "hf_very_secret" not in said
+
+
+def test_files_are_for_the_users_eyes_alone(tmp_path: Path) -> None:
+    script = tmp_path / "run" / "submit" / "1.sh"
+    write_private(script, "first")
+    script.chmod(0o644)
+    write_private(script, "second")
+    assert stat.S_IMODE(script.stat().st_mode) == 0o600
+    assert script.read_text() == "second"
+
+
+def test_a_later_submission_leaves_the_files_of_an_earlier_one_alone(tmp_path: Path) -> None:
+    first, config = next_files(tmp_path)
+    assert (first.name, config.name) == ("1.sh", "1.toml")
+    write_private(first, "")
+    assert next_files(tmp_path)[0].name == "2.sh"
+
+
+def test_without_sbatch_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    words = ["--site", "frontier", "--account", "abc123"]
+    said = refusal("quickstart", *words, "job.dump_folder=mine")
+    assert said.startswith("there is no sbatch here: submit from a login node of frontier")
+    assert not (tmp_path / "mine").exists()
+
+
+# What the scripts do
+
+
+def run_script(text: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash"], input=text, capture_output=True, text=True, timeout=30,
+        env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8",
+             "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_END_TIME": "4102444800", **env},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", [".", "it's me/$(run) at 100%"])
+@pytest.mark.parametrize("site", ["generic-nvidia", "frontier", "laptop"])
+def test_a_surplus_link_ends_at_once(site: str, folder: str, tmp_path: Path) -> None:
+    """Before modules, which are not here, and before srun. Odd names of folders do no harm."""
+    run = tmp_path / folder
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "done").write_text("100\n")
+    done = run_script(render_job(make_job(site, place(run), sessions=2)))
+    assert done.returncode == 0
+    assert "finished already" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_job_without_a_scheduler_runs_in_the_background(tmp_path: Path) -> None:
+    job = make_job("laptop", place(tmp_path))
+    script = tmp_path / "submit" / "1.sh"
+    write_private(script, render_job(job))
+    (tmp_path / "done").write_text("100\n")
+    (pid,) = submit(job, script)
+    os.waitpid(int(pid), 0)
+    assert "finished already" in (tmp_path / "logs" / "job.log").read_text()
+
+
+RANK = re.compile(r"^rank='(.*)'$", flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("code", "seen"), [(0, 0), (75, 0), (2, 2), (137, 137)])
+def test_a_rank_that_stopped_is_no_failure(code: int, seen: int) -> None:
+    (around,) = RANK.findall(render_job(make_job("generic-nvidia", place(RUN))))
+    done = subprocess.run(["bash", "-c", around, "rank", "bash", "-c", f"exit {code}"])
+    assert done.returncode == seen
+
+
+SAVES_AND_STOPS = """
+import signal, sys, time
+def stop(*_):
+    time.sleep(0.2)
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, stop)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+def test_the_shell_around_a_rank_outlives_the_signal_that_stops_it() -> None:
+    """Slurm signals every process of a step, the shell too."""
+    (around,) = RANK.findall(render_job(make_job("frontier", place(RUN))))
+    process = subprocess.Popen(
+        ["bash", "-c", around, "rank", sys.executable, "-c", SAVES_AND_STOPS],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "MIOPEN_USER_DB_PATH": "."},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert process.communicate(timeout=20)[0] == "saved\n"
+    assert process.returncode == 0
+
+
+# Takes the place of Slurm's, which not every machine has: one rank, here. What is tested is the
+# shell around it.
+SRUN = """#!/bin/bash
+while [ "$1" != bash ]; do shift; done
+exec "$@"
+"""
+PYTHON = """#!/bin/bash
+[ "$HF_HUB_OFFLINE$SLURM_EXPORT_ENV" = 1ALL ] && [ -z "$MASTER_ADDR" ] || exit 99
+echo "ran $* until $SLURM_JOB_END_TIME"
+{ending}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("exit 75", 0, "stopped, to go on where it was"),
+        ("echo 100 > done", 0, "finished: "),
+        ("exit 3", 3, "failed with exit code 3"),
+    ],
+)
+def test_how_a_link_ends(tmp_path: Path, ending: str, code: int, said: str) -> None:
+    for name, text in {"srun": SRUN, "python": PYTHON.format(ending=ending)}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    where = place(tmp_path, python=str(tmp_path / "python"))
+    done = run_script(
+        render_job(make_job("generic-nvidia", where, nodes=2)),
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        MASTER_ADDR="stale",
+        SLURM_RESTART_COUNT="2",
+    )
+    assert done.returncode == code, done.stderr
+    assert f"ran -m overland train {tmp_path}/submit/1.toml until 4102444800" in done.stdout
+    assert "job 7, restart 2, on n[1-2]" in done.stdout
+    assert said in done.stdout.splitlines()[-1]
+
+
+def test_the_page_shows_todays_script() -> None:
+    """To renew it: OVERLAND_RENEW=1 pytest -k todays_script."""
+    page = ROOT / "docs" / "clusters.md"
+    text = page.read_text(encoding="utf-8")
+    scratch = Path("/lustre/orion/abc123/scratch/me")
+    where = place(scratch / "runs/llama", scratch, str(scratch / "envs/overland/bin/python"))
+    script = render_job(make_job("frontier", where, nodes=64, spares=2, sessions=10))
+    before, mark, after = text.partition("tests/cluster/test_submit.py -->\n```bash\n")
+    shown, end, rest = after.partition("```\n")
+    if os.environ.get("OVERLAND_RENEW"):
+        page.write_text(before + mark + script + end + rest, encoding="utf-8")
+    else:
+        assert shown == script

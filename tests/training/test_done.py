@@ -1,0 +1,25 @@
+"""The done-marker, by which job scripts know that nothing is left to do."""
+
+from pathlib import Path
+
+from overland.cluster.pool import RankPool
+from overland.training.folder import RunFolder
+from tests.jobs import losses, tiny_job
+
+
+def test_the_marker_is_there_when_and_only_when_all_steps_are_done(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    saved = {"enable": True, "async_mode": "disabled"}
+    job = tiny_job(tmp_path, training={"steps": 3}, checkpoint=saved)
+    folder = RunFolder.of(job)
+    assert folder.steps_done() == 0
+    ranks.run(1, losses, job)
+    assert folder.done.read_text() == "3\n"
+
+    longer = tiny_job(tmp_path, training={"steps": 6}, checkpoint=saved)
+    (tmp_path / "STOP").touch()
+    ranks.run(1, losses, longer)
+    assert folder.steps_done() == 0
+    ranks.run(1, losses, longer)
+    assert folder.steps_done() == 6
