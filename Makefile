@@ -1,6 +1,7 @@
 # make train   set up, then run the main job: a small Llama on this machine
 # make test    set up, then lint and run all tests
 # make prove-all   the long proofs: all layouts, all resumes, all killed sessions; writes docs/evidence/, goes on where it stopped
+# make cluster-packages   Slurm, Open MPI and shellcheck, which some tests need; `make test` does it where it may
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
 SHELL := /bin/bash
@@ -10,6 +11,7 @@ TORCH ?= $(shell if command -v nvidia-smi >/dev/null; then echo cuda; \
 	elif [ -e /dev/kfd ] || command -v rocm-smi >/dev/null; then echo rocm; else echo cpu; fi)
 ROCM ?= 7.2
 BIN := .venv/bin
+CLUSTER_PACKAGES := slurm-wlm munge openmpi-bin shellcheck
 
 # The default build on the package index is CUDA's, gigabytes of it; the others have indices of their
 # own. The CPU build's dependencies are all on the package index, so only torch itself is asked there.
@@ -18,7 +20,7 @@ TORCH_FROM_cpu := --no-deps --retries 1 --extra-index-url $(WHEELS)/cpu
 TORCH_FROM_cuda :=
 TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
 
-.PHONY: setup train test lint prove-all clean
+.PHONY: setup train test lint cluster-packages prove-all clean
 
 setup: .venv/ready-$(TORCH)
 
@@ -43,7 +45,21 @@ lint: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint
+# Where they cannot be installed, the tests that need them say so and are left out; for root and in CI
+# they fail instead (tests/cluster/packages.py).
+cluster-packages: PATH := $(PATH):/usr/sbin
+cluster-packages:
+	@for name in slurmctld slurmd munged srun mpirun shellcheck; do \
+		command -v $$name >/dev/null || missing=1; done; [ -n "$$missing" ] || exit 0; \
+	if ! command -v apt-get >/dev/null; then echo "No apt-get here: install Slurm, munge, Open MPI and shellcheck to run the tests of clusters."; exit 0; fi; \
+	if [ $$(id -u) = 0 ]; then as=; elif sudo -n true 2>/dev/null; then as="sudo -n"; \
+	else echo "Not root: sudo apt-get install $(CLUSTER_PACKAGES), to run the tests of clusters."; exit 0; fi; \
+	echo "Installing $(CLUSTER_PACKAGES)"; \
+	$$as apt-get -qq update && $$as env DEBIAN_FRONTEND=noninteractive \
+		apt-get -qq install --yes --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null || \
+		echo "The packages could not be installed; the tests of clusters will tell."
+
+test: lint cluster-packages
 	$(BIN)/pytest
 
 prove-all: setup

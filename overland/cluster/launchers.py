@@ -80,4 +80,5 @@ def _given_meeting(env: Mapping[str, str], size: int) -> Meeting | None:
             f"environment WORLD_SIZE: {size} ranks need MASTER_ADDR and MASTER_PORT to meet; "
             "torchrun sets them. Unset RANK and WORLD_SIZE to start the ranks from here"
         )
-    return Meeting.at(env, address="", port=0, name="ranks")
+    name = "-".join(["ranks", *env.get("SLURM_JOB_ID", "").split()])
+    return Meeting.at(env, address="", port=0, name=name)

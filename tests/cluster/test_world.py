@@ -105,6 +105,7 @@ def test_ranks_set_by_hand_under_srun_know_their_node() -> None:
     world = find_world(recorded("srun", RANK="5", WORLD_SIZE="8", **GIVEN))
     assert world is not None
     assert (world.local_rank, world.local_size) == (1, 2)
+    assert world.meeting == Meeting("10.0.0.1", 29500, "ranks-1")
 
 
 def test_a_world_of_one_needs_no_meeting_point() -> None:
