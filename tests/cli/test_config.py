@@ -23,7 +23,9 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_reference_prints_every_key_as_text_and_as_json() -> None:
     text = runner.invoke(app, ["reference"]).stdout
     rows = json.loads(runner.invoke(app, ["reference", "--json"]).stdout)
-    assert {f"{row['section']}.{row['key']}" for row in rows} == set(all_keys())
+    names = {f"{row['section']}.{row['key']}" for row in rows}
+    assert {name for name in names if ".NAME." not in name} == set(all_keys())
+    assert "data.sources.NAME.weight" in names
     assert all(row["description"][:20] in text for row in rows)
 
 
