@@ -19,8 +19,10 @@ from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus, changes
 from overland.data.digest import digests
+from overland.data.documents import MixedWindows
 from overland.data.errors import DataError
 from overland.data.ledger import Fed, History, read_ledger
 from overland.data.loader import load
@@ -43,11 +45,14 @@ class SourceCount:
     repeated: int = 0
     skipped: int = 0
     documents: int = 0
+    turns: int = 0
+    """What weights count: rows by tokens, documents drawn into the windows so far by rows."""
 
 
 @dataclass
 class Verdict:
     fingerprint: str
+    mixture: str
     first_step: int
     last_step: int
     rows: int = 0
@@ -71,12 +76,14 @@ class Verdict:
         """The verdict for a terminal."""
         width = max(len("source"), *map(len, self.sources))
         head = "".join(f"{name:>16}" for name in ("planned", "consumed", "repeated", "skipped"))
-        yield f"{'source':<{width}}{head}{'documents':>12}"
+        turns = "rows" if self.mixture == "tokens" else "drawn"
+        yield f"{'source':<{width}}{head}{'documents':>12}{turns:>12}"
         for name, count in self.sources.items():
             tokens = (count.planned, count.consumed, count.repeated, count.skipped)
             cells = "".join(f"{number:>16,}" for number in tokens)
-            yield f"{name:<{width}}{cells}{count.documents:>12,}"
-        yield "(tokens, and documents that begin in them)"
+            yield f"{name:<{width}}{cells}{count.documents:>12,}{count.turns:>12,}"
+        counted = "rows" if self.mixture == "tokens" else "documents drawn into the windows so far"
+        yield f"(tokens; documents that begin in them; and what the weights count, {counted})"
         yield ""
         if self.missing_steps:
             first, number = self.missing_steps[0], len(self.missing_steps)
@@ -111,7 +118,8 @@ def prove_data(
     check_sources(dataset)
     first = history.start + 1 if first_step is None else first_step
     last = max(history.last, _last_saved(folder)) if last_step is None else last_step
-    replay = Replay(dataset, history, Verdict(dataset.plan.fingerprint, first, last))
+    plan = dataset.plan
+    replay = Replay(dataset, history, Verdict(plan.fingerprint, plan.mixture, first, last))
     try:
         return replay.run(progress)
     finally:
@@ -144,6 +152,7 @@ class Replay:
             self._count(step.batch, self._compare(step))
             self.seen.add(step.batch)
         self._check_epochs()
+        self._count_drawn(steps[-1].batch)
         progress(len(steps), len(steps))
         return verdict
 
@@ -200,6 +209,19 @@ class Replay:
                 count.consumed += consumed
                 count.skipped += tokens - consumed
                 count.documents += int((begins & mine).sum())
+                if self.dataset.plan.mixture == "tokens":
+                    count.turns += len(np.unique(origins.row[mine]))
+
+    def _count_drawn(self, batch: int) -> None:
+        """By rows: the documents of all windows up to that of the last row."""
+        lanes = self.dataset.rows.lanes(batch)
+        (lane, *_) = lanes.lanes
+        if not isinstance(lane, BlockStream) or not isinstance(lane.windows, MixedWindows):
+            return
+        (window,), _ = lane.places([lanes.read_until(batch + 1)[0] - 1])
+        drawn = lane.windows.taken(lane.window_behind(int(window)) + 1)
+        for name, count in zip(self.names, drawn, strict=True):
+            self.verdict.sources[name].turns = count
 
     def _check_epochs(self) -> None:
         """That the plan itself gives every document as often as any other, or once more. (A window

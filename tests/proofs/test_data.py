@@ -97,6 +97,8 @@ def test_sessions_on_other_ranks_are_proven_together(
     for count in verdict.sources.values():
         assert count.planned == count.consumed > 0
         assert count.repeated == count.skipped == 0
+    turns = [count.turns for count in verdict.sources.values()]
+    assert turns[0] == 3 * turns[1] > 0
     if mixture == "tokens":
         code, news = (count.planned for count in verdict.sources.values())
         assert 2.8 < code / news < 3.2
