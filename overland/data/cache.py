@@ -31,7 +31,7 @@ class Cache:
         made = self.layout.made()
         self._expected = {n: call for n, call in self._expected.items() if self._is_kept(n, made)}
         total = sum(made.values())
-        total += num_missing * total // max(len(made), 1)
+        total += num_missing * max(made.values(), default=0)  # as large as any so far
         for number in sorted(made, key=lambda number: (self._expected.get(number, 0), number)):
             if total <= self.max_bytes or self._is_in_use(number):
                 return
