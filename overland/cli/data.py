@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,6 +44,9 @@ def inspect(
     dtype: Annotated[
         str | None, typer.Option(help="Of token ids whose file does not say it, such as uint16.")
     ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Also count the tokens that it makes of the text.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Documents to show.", min=0)] = 3,
     skip_bad: Annotated[
         bool,
@@ -54,7 +58,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Read a corpus once and say what it holds."""
-    from overland.data.sources.summary import document_hash, summarise
+    from overland.data.sources.summary import TokenCount, document_hash, summarise
 
     found: list[str] = []
     each: Callable[[Document], None] = lambda document: None
@@ -62,8 +66,16 @@ def inspect(
         keep = found.append if as_json else print
         each = lambda document: keep(document_hash(document))
     source = find_source(path, column, subset, split, dtype, skip_bad)
+    count = None
+    if tokenizer is not None and getattr(source, "kind", "text") == "text":
+        from overland.data.tokenizer import Tokenizer
+
+        count = TokenCount(Tokenizer(tokenizer.expanduser()).encode_documents)
+        each = both(each, lambda document: count.add(str(document)))
     with chunks_bar(visible=not hashes or as_json or not sys.stdout.isatty()) as progress:
         summary = summarise(source, samples, each, progress)
+    if count is not None:
+        summary.num_tokens = count.finish()
     if as_json:
         print(
             json.dumps({"path": path, **summary.to_json(), **({"hashes": found} if hashes else {})})
@@ -73,6 +85,16 @@ def inspect(
         print("\n".join(page(summary)))
     elif summary.num_bad:
         print(f"{summary.num_bad:,} bad documents skipped", file=sys.stderr)
+
+
+def both(
+    one: Callable[[Document], None], other: Callable[[Document], None]
+) -> Callable[[Document], None]:
+    def each(document: Document) -> None:
+        one(document)
+        other(document)
+
+    return each
 
 
 def page(summary: Summary) -> Iterator[str]:
@@ -92,6 +114,9 @@ def page(summary: Summary) -> Iterator[str]:
         f"  {summary.unit:<12}{summary.total:,} "
         f"(shortest {summary.shortest:,}, mean {mean:,.0f}, longest {summary.longest:,})"
     )
+    if summary.num_tokens is not None:
+        per_token = summary.total / max(summary.num_tokens, 1)
+        yield f"  {'tokens':<12}{summary.num_tokens:,} ({per_token:.2f} characters each)"
     yield ""
     yield f"{summary.unit} per document"
     most = max(summary.by_power.values())

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from overland.data.tokenizer import Tokenizer, train_tokenizer
 from tests.cli.processes import overland
 from tests.data.sources.samples import expected_hashes, fixture
 
@@ -64,3 +65,15 @@ def test_inspect_knows_the_built_in_corpus(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["format"] == "stdlib"
     assert found["documents"] == found["chunks"] > 500
+
+
+def test_inspect_counts_tokens_where_it_is_given_a_tokenizer(tmp_path: Path) -> None:
+    texts = ["the quick brown fox", "jumps", ""] * 100
+    train_tokenizer(texts, 300, tmp_path / "tokenizer.json")
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    words = ["a.jsonl", "--tokenizer", "tokenizer.json", "--json", "--hashes"]
+    found = json.loads(overland("data", "inspect", *words, cwd=tmp_path).stdout)
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert found["tokens"] == sum(len(tokenizer.encode(text)) + 1 for text in texts)
+    assert len(found["hashes"]) == 300

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Summary:
     by_power: dict[int, int] = field(default_factory=dict)
     """Number of documents by the number of bits of their length."""
     samples: list[Document] = field(default_factory=list)
+    num_tokens: int | None = None
+    """Of text, where a tokenizer has counted them."""
 
     @property
     def unit(self) -> str:
@@ -61,6 +63,7 @@ class Summary:
             "documents": self.num_documents,
             "bad": self.num_bad,
             self.unit: self.total,
+            **({"tokens": self.num_tokens} if self.num_tokens is not None else {}),
             "shortest": self.shortest,
             "longest": self.longest,
             "histogram": [
@@ -69,6 +72,25 @@ class Summary:
             ],
             "samples": [one if isinstance(one, str) else one.tolist() for one in self.samples],
         }
+
+
+class TokenCount:
+    """Counts tokens, some documents at a time."""
+
+    AT_ONCE = 256
+
+    def __init__(self, encode: Callable[[list[str]], Sequence[Sized]]) -> None:
+        self._encode, self._texts, self._total = encode, list[str](), 0
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+        if len(self._texts) == self.AT_ONCE:
+            self.finish()
+
+    def finish(self) -> int:
+        self._total += sum(map(len, self._encode(self._texts))) if self._texts else 0
+        self._texts = []
+        return self._total
 
 
 def summarise(
