@@ -84,7 +84,11 @@ def table(rows: Rows, names: list[str]) -> str:
     for name in names:
         shape = SHAPES[name]
         ours = rows.get(f"{name} overland", {})
-        for trainer in ("overland", "torchtitan", "transformers"):  # the last by hand, for now
+        for trainer in (
+            "overland",
+            "torchtitan",
+            "transformers",
+        ):  # the last has a script of its own
             row = rows.get(f"{name} {trainer}")
             if row is not None:
                 lines.append(line(shape, trainer, row, ours))
