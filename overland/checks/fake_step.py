@@ -69,7 +69,11 @@ def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> l
 def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     started = time.perf_counter()
     uncompiled = config.compile.model_copy(update={"enable": False})  # fakes cannot be compiled
-    config = config.model_copy(update={"compile": uncompiled})
+    kept = config.activation_checkpoint
+    if kept.mode == "auto":  # what it would choose depends on a device that is not here
+        kept = kept.model_copy(update={"mode": "none"})
+    update = {"compile": uncompiled, "activation_checkpoint": kept}
+    config = config.model_copy(update=update)
     with fake_world(rank, degrees.world_size):
         mesh = build_mesh(degrees, "cpu")
         parts = build_parts(model_config(config.model), mesh, config)

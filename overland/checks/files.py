@@ -8,8 +8,8 @@ from pathlib import Path
 from overland.config.errors import Problem, any_of, nearest_name
 from overland.config.load import Loaded
 
-# torchtitan's names for parts of one public corpus.
-C4_NAMES = ("c4", "c4_test", "c4_validation")
+# torchtitan's names for parts of one public corpus, and which files of it they mean.
+C4 = {"c4": "train", "c4_test": "validation", "c4_validation": "validation"}
 
 
 def check_paths(loaded: Loaded) -> Iterator[Problem]:
@@ -22,7 +22,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
             yield _missing(loaded, key, path, "`overland fetch model NAME` brings one")
     for name, path in loaded.config.data.datasets.items():
         if not _exists(path):
-            way_out = f"`overland fetch dataset {name}` brings it"
+            way_out = _fetch(name, path)
             yield _missing(loaded, f"data.datasets.{name}", path, way_out)
 
 
@@ -101,12 +101,17 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
         names = any_of([*built_in, *data.datasets, f"a folder in {data.folder}"])
         yield Problem(f"no such dataset; expected {names}", where, key, name, f'"{near}"')
         return
-    torchtitan = " (a name of torchtitan's for public text)" if name in C4_NAMES else ""
+    torchtitan = " (a name of torchtitan's for public text)" if name in C4 else ""
     message = (
-        f"not on this machine{torchtitan}: `overland fetch dataset {name}` brings it, or set "
+        f"not on this machine{torchtitan}: {_fetch(name, f'{data.folder}/{name}')}, or set "
         f"data.datasets.{name} or {path_key or key + '_path'} to a folder"
     )
     yield Problem(message, where, key, name, kind="missing")
+
+
+def _fetch(name: str, path: str) -> str:
+    where = f"allenai/c4 --include 'en/c4-{C4[name]}.*'" if name in C4 else "OWNER/NAME"
+    return f"`overland fetch dataset {where} --to {path}` brings it"
 
 
 def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:

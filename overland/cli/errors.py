@@ -21,6 +21,7 @@ USER_ERRORS = {
     "ModelError",
     "CheckpointError",
     "ClusterError",
+    "HubError",
     "TrainingError",
 }
 

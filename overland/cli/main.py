@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import typer
 
-from overland.cli import check, config, convert, data, env, generate, init, prove, submit, train
+from overland.cli import (
+    check,
+    config,
+    convert,
+    data,
+    doctor,
+    env,
+    fetch,
+    generate,
+    init,
+    preflight,
+    prove,
+    push,
+    submit,
+    supervise,
+    train,
+    watch,
+)
 
 app = typer.Typer(
     name="overland",
@@ -19,12 +36,18 @@ app = typer.Typer(
 TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command()(init.init)
+app.command()(fetch.fetch)
 app.command(context_settings=TAKES_SETTINGS)(check.check)
 app.command(context_settings=TAKES_SETTINGS)(train.train)
 app.command(cls=submit.Submit, context_settings=TAKES_SETTINGS)(submit.submit)
+app.command()(watch.watch)
+app.command(hidden=True)(supervise.supervise)
 app.command()(env.env)
+app.command()(preflight.preflight)
+app.command()(doctor.doctor)
 app.command()(generate.generate)
 app.command()(convert.convert)
+app.command()(push.push)
 app.add_typer(data.app, name="data")
 app.add_typer(prove.app, name="prove")
 app.add_typer(config.app, name="config")

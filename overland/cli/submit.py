@@ -66,6 +66,7 @@ def submit(
     sbatch: Annotated[
         str, typer.Option(help='More flags for sbatch, such as "--mail-type=END".')
     ] = "",
+    preflight: Annotated[bool, typer.Option(help="Test all nodes before training on them.")] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the script; submit nothing.")
     ] = False,
@@ -104,6 +105,7 @@ def submit(
         packed_env=archive(packed_env),
         env_names=tuple(env or ()),
         sbatch=sbatch,
+        preflight=preflight,
     )
     for variable in wanted.env_names:
         if "=" not in variable and variable not in os.environ:
@@ -186,6 +188,7 @@ def place_of(config: JobConfig) -> Place:
     from overland.cluster.errors import ClusterError
     from overland.cluster.job import Place
     from overland.cluster.setup import session_file
+    from overland.cluster.supervise.logbook import STOPPED
     from overland.training.folder import RunFolder
 
     folder, steps = RunFolder.of(config), config.training.steps
@@ -199,6 +202,7 @@ def place_of(config: JobConfig) -> Place:
         workdir=Path.cwd(),
         config=folder.config.absolute(),
         done=folder.done.absolute(),
+        stopped=folder.root.absolute() / STOPPED,
         logs=folder.logs.absolute(),
         python=sys.executable,
         steps=steps,

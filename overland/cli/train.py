@@ -15,6 +15,9 @@ from overland.cli.settings import Settings, split_settings
 from overland.cluster.signals import STOPPED, end_at_signal
 
 if TYPE_CHECKING:
+    import torch
+
+    from overland.cluster.beat import Beat
     from overland.cluster.world import World
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
@@ -37,13 +40,11 @@ def train(
     resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND, DRY_RUN=1.
     """
     end_at_signal("stopped before the first step; nothing to save")
-    from overland.checks import load_checked
     from overland.cli.check import report
-    from overland.cluster.devices import num_local_ranks
-    from overland.cluster.launch import launch_local
+    from overland.cluster.agent import under_watch
     from overland.cluster.launchers import find_world, tell
     from overland.cluster.world import World
-    from overland.config.load import dry_run, log_ranks, ngpu
+    from overland.config.load import dry_run, ngpu
 
     source, arguments = split_settings(settings)
     arguments += [f"checkpoint.resume={resume}"] if resume is not None else []
@@ -53,6 +54,18 @@ def train(
         tell(world)
     if dry_run(os.environ):
         raise typer.Exit(report(source, arguments, ngpu(os.environ)))
+    with under_watch(world or World()) as beat:
+        train_here(source, arguments, world, beat)
+
+
+def train_here(source: str | None, arguments: list[str], world: World | None, beat: Beat) -> None:
+    """As one rank of a world, or as the one that starts all ranks."""
+    from overland.checks import load_checked
+    from overland.cluster.devices import num_local_ranks
+    from overland.cluster.launch import launch_local
+    from overland.cluster.world import World
+    from overland.config.load import log_ranks, ngpu
+
     num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
     loaded, notes = load_checked(source, arguments, world_size=num_ranks)
     printing = log_ranks(os.environ)
@@ -64,7 +77,7 @@ def train(
             logs = Path(loaded.config.job.dump_folder).expanduser() / "logs"
             words = ["train", *([source] if source else []), *arguments]
             raise typer.Exit(launch_local(words, num_ranks, printing, logs))
-    run_rank(loaded, world or World(), printing)
+    run_rank(loaded, world or World(), printing, beat)
 
 
 def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
@@ -87,36 +100,56 @@ def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
     return config.model_copy(update={"job": job, "checkpoint": checkpoint})
 
 
-def run_rank(loaded: Loaded, world: World, printing: list[int]) -> None:
+def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> None:
     """What every rank does."""
-    from overland.checkpoint.errors import CheckpointError
+    from overland.cluster.beat import Phase
     from overland.cluster.devices import device_type
+    from overland.cluster.supervise.faults import Kind, say
     from overland.parallel.comm import from_first_rank, process_group
-    from overland.training.export import export_hf
-    from overland.training.folder import fresh_folder
-    from overland.training.loop import train as train_loop
-    from overland.training.run import build_run
+    from overland.training.folder import RunFolder, fresh_folder
+    from overland.training.owner import owned
 
     config = loaded.config
+    beat.enter(Phase.JOINING)
     with process_group(config.comm, world, device_type()) as device:
         if config.checkpoint.resume == "none":
             config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
-        run = build_run(config, world, device, printing)
-        is_new = run.progress.step < config.training.steps
-        if config.job.print_config and world.is_first:
-            print(run.folder.config.read_text())
-        finished = train_loop(run)
-        end_at_signal("stopped; all that was saved is safe")
-        if run.store.last is not None and run.store.last.error:
-            last = run.store.last
-            raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
-        if finished and is_new and config.checkpoint.last_save_in_hf:
-            export_hf(run)
-        sample = sample_text(run) if finished else ""
-        if world.is_first:
-            print(closing_words(run, finished, is_new, sample))
+        with owned(RunFolder.of(config).root, world.is_first):
+            finished = train_and_tell(config, world, device, printing, beat)
+    beat.enter(Phase.FINISHED if finished else Phase.STOPPED)
     if not finished:
+        if beat.is_read and world.is_first:
+            say(world.rank, Kind.STOPPED, f"step {beat.step}")
         raise typer.Exit(STOPPED)
+
+
+def train_and_tell(
+    config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Beat
+) -> bool:
+    """Whether it got to the last step."""
+    from overland.checkpoint.errors import CheckpointError
+    from overland.cluster.beat import Phase
+    from overland.training.export import export_hf
+    from overland.training.loop import train as train_loop
+    from overland.training.run import build_run
+
+    beat.enter(Phase.BUILDING)
+    run = build_run(config, world, device, printing, beat)
+    is_new = run.progress.step < config.training.steps
+    if config.job.print_config and world.is_first:
+        print(run.folder.config.read_text())
+    finished = train_loop(run)
+    beat.enter(Phase.ENDING, run.progress.step)
+    end_at_signal("stopped; all that was saved is safe")
+    if run.store.last is not None and run.store.last.error:
+        last = run.store.last
+        raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
+    if finished and is_new and config.checkpoint.last_save_in_hf:
+        export_hf(run)
+    sample = sample_text(run) if finished else ""
+    if world.is_first:
+        print(closing_words(run, finished, is_new, sample))
+    return finished
 
 
 def sample_text(run: Run) -> str:

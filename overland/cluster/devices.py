@@ -37,6 +37,10 @@ def device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return cpu_name()
+
+
+def cpu_name() -> str:
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

@@ -35,6 +35,7 @@ class Wanted:
     packed_env: str | None = None
     env_names: tuple[str, ...] = ()
     sbatch: str = ""
+    preflight: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Place:
     workdir: Path
     config: Path
     done: Path
+    stopped: Path
     logs: Path
     python: str
     steps: int

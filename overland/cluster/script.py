@@ -28,6 +28,7 @@ def render_job(job: Job) -> str:
         more_headers=sbatch_words(job.wanted.sbatch),
         srun=srun_flags(job),
         command=command(job),
+        supervisor=f"{python(job)} -m overland",
     )
 
 
@@ -73,8 +74,6 @@ def headers(job: Job) -> list[str]:
 def srun_flags(job: Job) -> list[str]:
     slurm = job.site.facts.slurm
     flags = [
-        f"--nodes={job.wanted.nodes}",
-        f"--ntasks={job.num_ranks}",
         f"--ntasks-per-node={job.devices_per_node}",
         f"--cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else '--cpus-per-task="$cpus"',
     ]
@@ -87,12 +86,20 @@ def srun_flags(job: Job) -> list[str]:
 
 
 def command(job: Job) -> str:
-    """What each rank runs."""
-    train = f"-m overland train {shlex.quote(str(job.place.config))}"
-    if job.wanted.container:
-        return f"{container_command(job)} python {train}"
-    python = '"$node_env/bin/python"' if job.wanted.packed_env else shlex.quote(job.place.python)
-    return f"{python} {train}"
+    """What each rank runs; the verb comes after it."""
+    if job.site.facts.scheduler == "none":
+        return f"{_inside(job)} -m overland train {shlex.quote(str(job.place.config))}"
+    return f"{_inside(job)} -m overland"
+
+
+def _inside(job: Job) -> str:
+    return f"{container_command(job)} python" if job.wanted.container else python(job)
+
+
+def python(job: Job) -> str:
+    """On the node itself; a container has its own."""
+    packed = job.wanted.packed_env
+    return '"$node_env/bin/python"' if packed else shlex.quote(job.place.python)
 
 
 def container_command(job: Job) -> str:

@@ -12,6 +12,9 @@ import signal
 import sys
 from types import FrameType
 
+from overland.cluster.beat import BEATS
+from overland.cluster.supervise.faults import Kind, say
+
 STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
 INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -32,6 +35,9 @@ def end_at_signal(words: str) -> None:
 
 def leave(code: int, words: str) -> None:
     """Ends the process here and now. Python's own way out would wait for threads and devices."""
-    if os.environ.get("RANK", "0") == "0":
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
         os.write(sys.stderr.fileno(), f"{words}\n".encode())
+    if BEATS in os.environ and code == STOPPED:
+        say(rank, Kind.STOPPED, words)
     os._exit(code)

@@ -43,6 +43,7 @@ def check_scheduler(job: Job) -> None:
 def submit(job: Job, script: Path) -> list[str]:
     """Job ids, one per session; on a machine without a scheduler, that of the process."""
     job.place.logs.mkdir(parents=True, exist_ok=True)
+    job.place.stopped.unlink(missing_ok=True)  # whoever submits it anew has seen why
     if job.site.facts.scheduler == "none":
         return [_start_here(job, script)]
     ids: list[str] = []
@@ -97,6 +98,7 @@ def how_to_follow(job: Job, ids: list[str]) -> list[str]:
             f"touch {job.place.run}/STOP    # save and stop",
         ]
     return [
+        f"overland watch {job.place.run}    # all of it, live",
         f"squeue --me --name={job.name}    # where the jobs stand",
         f"tail -f {job.place.logs}/job-{ids[0]}.log    # what the first one says",
         f"scancel --signal=USR1 {ids[0]}    # save and stop; the next link goes on",

@@ -140,7 +140,7 @@ def _is_value(word: str, key: Key | None) -> bool:
     if word.startswith("--"):
         return False
     if key is not None and key.accepts(bool):
-        return word.lower() in ("true", "false")
+        return word.lower() in ("true", "false") or word in key.choices
     return True
 
 

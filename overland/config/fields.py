@@ -151,7 +151,8 @@ def is_kind(annotation: Any, kind: type) -> bool:
 def _one_in_words(annotation: Any) -> str:
     plain = strip(annotation)
     if get_origin(plain) is Literal:
-        return "one of " + any_of([show_value(word) for word in get_args(plain)])
+        words = [show_value(word) for word in get_args(plain)]
+        return "one of " * (len(words) > 1) + any_of(words)
     if get_origin(plain) is list:
         (item,) = get_args(plain)
         words = literal_words(item)

@@ -244,8 +244,9 @@ class Checkpoint(Section):
 class ActivationCheckpoint(Section):
     """Memory against recomputation."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """full: recompute every block in the backward pass; selective: see selective_ac_option;
+    mode: Literal["auto", "none", "full", "selective", "memory_budget"] = "auto"
+    """auto: the first of none, selective (op) and full that fits the device's memory by estimate;
+    full: recompute every block in the backward pass; selective: see selective_ac_option;
     memory_budget: the compiler picks what to keep (needs compile)."""
     selective_ac_option: str = "op"
     """A number n: recompute every n-th block; op: keep matrix products and attention, recompute the
@@ -257,10 +258,13 @@ class ActivationCheckpoint(Section):
 class Compile(Section):
     """torch.compile."""
 
-    enable: bool = False
-    """Compile each block, before sharding."""
+    enable: bool | Literal["auto"] = "auto"
+    """Compile each block, before sharding; auto: on GPUs."""
     backend: str = "inductor"
     """Compiler backend."""
+    cuda_graphs: bool = True
+    """With compile, on a single NVIDIA GPU: record the forward and backward pass once, and replay
+    them."""
 
 
 class Validation(Section):
@@ -369,6 +373,9 @@ class Health(Section):
     """A spike is this many standard deviations above the mean of the recent losses."""
     spike_window: Annotated[int, Field(ge=8)] = 128
     """Recent losses that are looked at."""
+    hang_seconds: PositiveFloat = 60.0
+    """A rank that has not gone on for this long, and for ten times what it usually takes, hangs; a
+    job then ends all ranks and starts them again."""
 
 
 class Debug(Section):

@@ -57,7 +57,7 @@ class Claims:
 
     def take(self, path: Path) -> Claim | None:
         """The claim at `path`, or None if somebody else holds it."""
-        owner = {**_this_process(), "number": next(_numbers)}
+        owner = {**this_process(), "number": next(_numbers)}
         try:
             with path.open("xb") as file:
                 file.write(json.dumps(owner).encode())
@@ -79,7 +79,7 @@ class Claims:
             self._seen.pop(path, None)
             return False
         owner = _read(path)
-        if owner is not None and owner.get("host") == _host() and not _is_running(owner):
+        if owner is not None and owner.get("host") == host() and not is_running(owner):
             return False
         sight = self._seen.get(path)
         if sight is None or (sight.inode, sight.time_ns) != (stat.st_ino, stat.st_mtime_ns):
@@ -114,7 +114,7 @@ def _remove_part(path: Path) -> None:
     """What the dead holder of a claim left half done. One on another machine may be alive and only
     slow: its file stays."""
     owner = _read(path)
-    if owner is not None and owner.get("host") == _host() and not _is_running(owner):
+    if owner is not None and owner.get("host") == host() and not is_running(owner):
         with contextlib.suppress(OSError):
             _part(path, owner).unlink(missing_ok=True)
 
@@ -128,12 +128,12 @@ def _name(owner: dict[str, Any]) -> str:
     return f"{host}.{owner.get('process')}.{owner.get('number')}"
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
     process = os.getpid()
-    return {"host": _host(), "process": process, "start": _start_of(process)}
+    return {"host": host(), "process": process, "start": _start_of(process)}
 
 
-def _host() -> str:
+def host() -> str:
     """Where process numbers mean the same: containers on one machine number their own."""
     try:
         space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
@@ -142,7 +142,7 @@ def _host() -> str:
     return f"{socket.gethostname()}-{space}"
 
 
-def _is_running(owner: dict[str, Any]) -> bool:
+def is_running(owner: dict[str, Any]) -> bool:
     process = owner.get("process")
     if not isinstance(process, int):
         return False

@@ -70,6 +70,6 @@ def open_source(name: str, wanted: DataSource, data: Data) -> Source:
     if part := PART.fullmatch(name):
         return StandardLibrary(part=(int(part[1]), int(part[2])))
     raise DataError(
-        f"there is no dataset {name!r}: `overland fetch dataset {name}` brings it to "
-        f"{data.folder}/{name}, or set data.datasets.{name} to its folder"
+        f"there is no dataset {name!r}: `overland fetch dataset OWNER/NAME --to "
+        f"{data.folder}/{name}` brings it, or set data.datasets.{name} to its folder"
     )

@@ -160,5 +160,5 @@ def _find_tokenizer(name: str) -> Path:
             return snapshot
     raise DataError(
         f"there is no tokenizer {name!r}, neither as a folder nor in {hub}: `overland fetch "
-        f"tokenizer {name}` brings it"
+        f"tokenizer {name}` brings it to a folder, which can be named here"
     )

@@ -10,11 +10,11 @@ from torch import Tensor
 
 def triton_takes(tensor: Tensor) -> bool:
     """Kernels are tuned and checked on NVIDIA; elsewhere the twin computes."""
-    return tensor.is_cuda and torch.version.hip is None and _has_triton()
+    return tensor.is_cuda and torch.version.hip is None and has_triton()
 
 
 @cache
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
+def has_triton() -> bool:
+    from torch.utils import _triton
 
-    return has_triton()
+    return _triton.has_triton()

@@ -68,6 +68,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_hidden_ND[rows] = grad_CV @ weight_VD
             if need_weight:
                 grad_weight_VD = add_product(grad_weight_VD, grad_CV.t(), hidden_CD, wide)
+            del logits_CV, grad_CV  # or the next chunk would be made beside this one
 
         ctx.weight_dtype = weight_VD.dtype
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)

@@ -24,7 +24,9 @@ from overland.parallel.context import split_context
 from overland.parallel.mesh import Mesh
 from overland.parallel.pipeline import Pipeline, deal_layers, keep_stage, stages_of_rank
 from overland.parallel.recompute import recompute
+from overland.parallel.replay import Replayed
 from overland.parallel.shard import shard
+from overland.parallel.single import is_single
 from overland.parallel.tensor import split_tensors
 from overland.parallel.whole import Whole
 
@@ -57,6 +59,18 @@ def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mod
     return list(parts)
 
 
+def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
+    """One NVIDIA GPU, and a model that never waits for it. Those with windows, and flex attention,
+    make their masks in every pass and have not been tried; blocks that are not compiled are there
+    to be looked into."""
+    if not (config.compile.enable and config.compile.cuda_graphs):
+        return False
+    if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config.training):
+        return False
+    plain = isinstance(model, Decoder) and model.config.sliding_window is None
+    return plain and config.model.attention != "flex"
+
+
 def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[Decoder]:
     schedule = config.parallelism.pipeline_parallel_schedule
     numbers = stages_of_rank(mesh.rank("pp"), mesh.degrees.pp, schedule)
@@ -87,7 +101,8 @@ def build_parallel_model(
 ) -> ParallelModel:
     """The parts with memory and weights, ready to be given batches of `rows_per_rank` rows."""
     if mesh.degrees.pp == 1:
-        return Whole(parts[0], config.training.local_batch_size)
+        kind = Replayed if can_replay(parts[0], mesh, config) else Whole
+        return kind(parts[0], config.training.local_batch_size)
     stages = [part for part in parts if isinstance(part, Decoder)]
     tokens = config.training.seq_len // mesh.degrees.cp
     rows = config.parallelism.pipeline_parallel_microbatch_size

@@ -11,6 +11,7 @@ from overland.models.decoder import Decoder
 
 
 def compile_blocks(model: Decoder, settings: Compile) -> None:
+    assert settings.enable != "auto"  # it was settled by now
     if not settings.enable:
         return
     # What is compiled of 8-bit products is kept for the next start as all else is: both of their

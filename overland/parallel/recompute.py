@@ -33,6 +33,7 @@ KEPT_OPS = {
 
 def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint) -> None:
     """Changes the forward of the blocks that are recomputed; names and hooks stay as they are."""
+    assert settings.mode != "auto"  # it was settled by now
     by_compiler = settings.mode == "memory_budget"
     # The compiler weighs what each value costs to keep and to compute again; 1 keeps all.
     functorch_config.activation_memory_budget = settings.memory_budget if by_compiler else 1.0

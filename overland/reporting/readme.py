@@ -35,6 +35,7 @@ def readme(
         if config.checkpoint.enable
         else "off"
     )
+    compiled = {True: f"on ({config.compile.backend})", False: "off", "auto": "auto"}
     profiling = (
         f"on, one trace every {config.profiling.profile_freq} steps into `{folder.traces}/`"
         if config.profiling.enable_profiling
@@ -82,7 +83,7 @@ gradient sums {training.mixed_precision_reduce} |
         "s" if world.num_nodes > 1 else ""
     }
 - Recompute: {recompute_in_words(config.activation_checkpoint)}
-- Compile: {f"on ({config.compile.backend})" if config.compile.enable else "off"}
+- Compile: {compiled[config.compile.enable]}
 - Profiling: {profiling}
 - Checkpoints: {checkpoints}
 
@@ -101,6 +102,7 @@ gradient sums {training.mixed_precision_reduce} |
 
 ## Watch
 
+    overland watch {run}
     tensorboard --logdir {folder.tb}
     tail -f {folder.metrics}
 
@@ -180,4 +182,5 @@ def recompute_in_words(settings: ActivationCheckpoint) -> str:
         return f"selective: {which} is recomputed"
     if settings.mode == "memory_budget":
         return f"the compiler keeps {settings.memory_budget:.0%} of what it would keep otherwise"
-    return {"none": "off", "full": "full: every block is recomputed"}[settings.mode]
+    words = {"none": "off", "full": "full: every block is recomputed"}
+    return words.get(settings.mode, settings.mode)

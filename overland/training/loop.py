@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator
 
 from overland.checkpoint.store import Outcome
+from overland.cluster.beat import Phase
 from overland.data.batch import Batch
 from overland.data.documents import Exhausted
 from overland.data.loader import batches, read_ahead
@@ -44,11 +45,13 @@ def train(run: Run) -> bool:
             run.call("on_start")
             while progress.step < steps:
                 stop.ask()
+                run.beat.enter(Phase.DATA, progress.step)
                 try:
                     batch = next_batch(data, meter)
                 except Exhausted:  # what was learned so far is kept
                     save_last(run, fed)
                     raise
+                run.beat.enter(Phase.COMPUTING)
                 result = train_step(run, batch, run.guard)
                 fed.note(batch, progress.step + 1, progress.batch)
                 progress.step += 1
@@ -59,17 +62,20 @@ def train(run: Run) -> bool:
 
                 is_logged = is_due(progress.step, config.metrics.log_freq, steps, first=True)
                 if is_logged or bad_steps.is_due:
+                    run.beat.enter(Phase.REPORTING)
                     log(run, result, meter, bad_steps)
                     fed.write()
                 if result.spiked:
                     data = answer_spike(run, data, result, fed)
                 held_out = None
                 if run.validation_sets and is_due(progress.step, config.validation.freq, steps):
+                    run.beat.enter(Phase.VALIDATING)
                     held_out = validate(run)
                     run.call("on_validation", held_out)
                     meter.restart(run)
                 wish = stop.agreed()
                 if config.checkpoint.enable and save_is_due(run, wish, held_out):
+                    run.beat.enter(Phase.SAVING)
                     fed.write(sync=True)
                     run.save(wish.stops, held_out["validation_loss"] if held_out else None)
                     if clock is not None:

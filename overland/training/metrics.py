@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from overland.cluster.devices import device_name, memory_in_use
@@ -15,6 +16,8 @@ from overland.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from overland.training.run import Run
+
+LONGEST_LINE = 2**16
 
 
 class Meter:
@@ -57,6 +60,7 @@ class JsonLines(Callback):
     """
 
     def __init__(self, run: Run) -> None:
+        drop_torn_line(run.folder.metrics)
         self.file: TextIO = run.folder.metrics.open("a")
 
     def on_log(self, run: Run, record: Record) -> None:
@@ -69,8 +73,19 @@ class JsonLines(Callback):
         self.file.close()
 
     def _write(self, record: Record) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        timed = {**record, "time": round(time.time(), 3)}  # for whoever watches
+        self.file.write(json.dumps(timed) + "\n")
         self.file.flush()
+
+
+def drop_torn_line(path: Path) -> None:
+    """A session that was killed, or that ran out of disk, may have left half of one."""
+    with path.open("ab+") as file:
+        size = file.tell()
+        file.seek(max(0, size - LONGEST_LINE))
+        tail = file.read()
+        if not tail.endswith(b"\n"):
+            file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 class TensorBoard(Callback):

@@ -14,6 +14,7 @@ from torch import nn
 
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Store
+from overland.cluster.beat import Beat
 from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
@@ -29,6 +30,7 @@ from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.parts import local_part
 from overland.parallel.single import splits
 from overland.reporting.readme import write_readme
+from overland.training.auto import settle
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.compiled import CompileCache
 from overland.training.console import Console
@@ -37,6 +39,7 @@ from overland.training.garbage import GarbageCollection
 from overland.training.health import SpikeGuard
 from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
 from overland.training.optimizer import AdamW
+from overland.training.pace import Pace
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
 from overland.training.progress import Progress
@@ -68,6 +71,7 @@ class Run:
     saved_step: int = -1
     resumed_own: bool = False
     """Whether this session goes on from a checkpoint of its own run folder."""
+    beat: Beat = field(default_factory=Beat)
     callbacks: list[Callback] = field(default_factory=list)
 
     def call(self, hook: str, *args: Any) -> None:
@@ -82,7 +86,11 @@ class Run:
 
 
 def build_run(
-    config: JobConfig, world: World, device: torch.device, log_ranks: Collection[int] = (0,)
+    config: JobConfig,
+    world: World,
+    device: torch.device,
+    log_ranks: Collection[int] = (0,),
+    beat: Beat | None = None,
 ) -> Run:
     """Model on the meta device, made parallel, then given memory and weights; then all the rest."""
     set_seeds(config.debug)
@@ -94,6 +102,8 @@ def build_run(
 
     architecture = model_config(config.model)
     rows = global_batch_size(config, mesh)
+    asked = config
+    config, settled = settle(config, architecture, degrees, device)
     parts = build_parts(architecture, mesh, config)
     give_weights(parts, config, device)
     model = build_parallel_model(parts, mesh, config, rows // mesh.dp_size, device)
@@ -103,6 +113,8 @@ def build_run(
         if world.rank in log_ranks:
             print(message, flush=True)
 
+    if settled:
+        report(settled)
     if degrees.tp > world.local_size:
         report(
             f"note: tensor parallelism over {degrees.tp} devices leaves a node's "
@@ -135,6 +147,7 @@ def build_run(
         validation_data(config, held_out_rows, architecture.vocab_size, place),
         Store(folder.checkpoints, config.checkpoint, device, world.local_size),
         SpikeGuard(config.health) if config.health.spike_guard != "off" else None,
+        beat=beat or Beat(),
     )
     start_from(run, report)
     if splits(mesh, config.training):
@@ -146,7 +159,7 @@ def build_run(
         for note in run.store.notes:
             report(f"note: {note}")
     if world.is_first:
-        describe_run(run)
+        describe_run(run, asked)
     run.callbacks = build_callbacks(run, log_ranks)
     return run
 
@@ -179,11 +192,11 @@ def global_batch_size(config: JobConfig, mesh: Mesh) -> int:
     return config.training.local_batch_size * mesh.dp_size if wanted == -1 else wanted
 
 
-def describe_run(run: Run) -> None:
+def describe_run(run: Run, asked: JobConfig) -> None:
     """What a reader of the run folder needs: config, README, tokenizer, the model's config.json."""
     # What was asked for once is not asked for again when this config resumes the run.
-    again = run.config.checkpoint.model_copy(update={"resume": "auto", "skip_optimizer": False})
-    config = run.config.model_copy(update={"checkpoint": again})
+    again = asked.checkpoint.model_copy(update={"resume": "auto", "skip_optimizer": False})
+    config = asked.model_copy(update={"checkpoint": again})
     write_config(config, run.folder.config, full=True)
     write_readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)
     if hasattr(run.model_config, "to_hf"):
@@ -216,7 +229,8 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
     wanted: list[tuple[bool, Callable[[Run], Callback]]] = [
         (True, GarbageCollection),
         (True, Timeouts),
-        (config.compile.enable, CompileCache),
+        (run.beat.is_read, Pace),
+        (config.compile.enable is True, CompileCache),
         (run.world.rank in log_ranks, Console),
         (first, JsonLines),
         (first, LossPlot),

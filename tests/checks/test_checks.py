@@ -101,11 +101,12 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
         (["model.config=missing.json"], "no such file or folder"),
         (["checkpoint.resume=atuo"], 'did you mean "auto"?'),
         (["checkpoint.initial_load_path=weights"], "no such file or folder"),
-        (["data.datasets.c4=nowhere"], "`overland fetch dataset c4` brings it"),
+        (["data.datasets.c4=nowhere"],
+         "`overland fetch dataset allenai/c4 --include 'en/c4-train.*' --to nowhere` brings it"),
         (["training.dataset_path=rum.toml"], "no such file or folder; did you mean run.toml?"),
         (["validation.enable=true", "validation.dataset=[\"stdlib_heldout\", \"books\"]"],
-         '`overland fetch dataset books` brings it, or set data.datasets.books or '
-         "validation.dataset_path to a folder"),
+         '`overland fetch dataset OWNER/NAME --to ./data/books` brings it, or set '
+         "data.datasets.books or validation.dataset_path to a folder"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(words: list[str], says: str) -> None:

@@ -26,6 +26,7 @@ def place(run: Path, workdir: Path | None = None, python: str = "/env/bin/python
         workdir=workdir or run,
         config=run / "submit" / "1.toml",
         done=run / "done",
+        stopped=run / "stopped",
         logs=run / "logs",
         python=python,
         steps=100,

@@ -97,8 +97,9 @@ def test_frontiers_script_has_what_frontier_needs() -> None:
     for flag in ("--account=abc123", "--nodes=66", "--time=02:00:00", "--constraint=nvme",
                  "--network=disable_rdzv_get", "--ntasks-per-node=8", "--export=NONE"):  # fmt: skip
         assert flag in asked
-    srun = "srun --nodes=64 --ntasks=512 --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1"
-    assert f"{srun} --gpu-bind=closest" in text
+    srun = "srun --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest"
+    assert srun in text
+    assert "--nodes 64 --tasks-per-node 8 --requeue -- " in text
     for name, value in {
         "NCCL_SOCKET_IFNAME": "hsn0",
         "GLOO_SOCKET_IFNAME": "hsn0",
@@ -116,7 +117,8 @@ def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
     text = render_job(make_job("frontier", place(RUN), nodes=2, packed_env="/scratch/env.tar.gz"))
     assert_good_bash(text)
     assert 'sbcast --preserve --force /scratch/env.tar.gz "$node_env.tar.gz" || exit 1' in text
-    assert '"$node_env/bin/python" -m overland train' in text
+    assert '    "$node_env/bin/python" -m overland\n' in text
+    assert 'exec "$node_env/bin/python" -m overland supervise' in text
     with pytest.raises(ClusterError, match="generic-amd has no disk"):
         make_job("generic-amd", place(RUN), packed_env="/scratch/env.tar.gz")
 
@@ -125,12 +127,14 @@ def test_a_container_stands_between_srun_and_python() -> None:
     wanted = {"container": "/images/overland.sif"}
     commands = {
         "frontier": "apptainer exec --rocm --bind /lustre/orion --bind /mnt/bb --bind /opt/cray "
-        "--bind /scratch/me/runs/llama /images/overland.sif python -m overland train",
+        "--bind /scratch/me/runs/llama /images/overland.sif python -m overland\n",
         "s3df": "apptainer exec --nv --bind /scratch/me/runs/llama /images/overland.sif python",
         "perlmutter": "shifter '--module=gpu,nccl-plugin' --image=/images/overland.sif python",
     }
     for site, command in commands.items():
-        assert command in render_job(make_job(site, place(RUN), **wanted))
+        text = render_job(make_job(site, place(RUN), **wanted))
+        assert command in text
+        assert "exec /env/bin/python -m overland supervise" in text, "srun is outside of it"
 
 
 def test_a_users_own_flags_have_the_last_word() -> None:
@@ -145,7 +149,7 @@ def test_a_cluster_without_gpus_is_asked_for_none(tmp_path: Path) -> None:
     done = overland("quickstart", "--site", str(site), "--time", "00:10:00", "--dry-run")
     assert_good_bash(done.stdout)
     assert "--gpu" not in done.stdout
-    assert "srun --nodes=1 --ntasks=2 --ntasks-per-node=2" in done.stdout
+    assert "srun --ntasks-per-node=2" in done.stdout
 
 
 def test_a_job_sources_what_the_setup_wrote() -> None:
@@ -382,54 +386,69 @@ def test_the_shell_around_a_rank_outlives_the_signal_that_stops_it() -> None:
     assert process.returncode == 0
 
 
-# Takes the place of Slurm's, which not every machine has: one rank, here. What is tested is the
-# shell around it.
-SRUN = """#!/bin/bash
-while [ "$1" != bash ]; do shift; done
-exec "$@"
-"""
+# In place of the supervisor, which needs a Slurm: what is tested is the shell around it.
 PYTHON = """#!/bin/bash
 [ "$HF_HUB_OFFLINE$SLURM_EXPORT_ENV" = 1ALL ] && [ -z "$MASTER_ADDR" ] || exit 99
-echo "ran $* until $SLURM_JOB_END_TIME"
-{ending}
+echo "ran $1 $2 $3 $4 until $SLURM_JOB_END_TIME"
+exit 3
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "said"),
-    [
-        ("exit 75", 0, "stopped, to go on where it was"),
-        ("echo 100 > done", 0, "finished: "),
-        ("exit 3", 3, "failed with exit code 3"),
-    ],
-)
-def test_how_a_link_ends(tmp_path: Path, ending: str, code: int, said: str) -> None:
-    for name, text in {"srun": SRUN, "python": PYTHON.format(ending=ending)}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+def test_the_supervisors_exit_code_is_the_jobs(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
     where = place(tmp_path, python=str(tmp_path / "python"))
     done = run_script(
         render_job(make_job("generic-nvidia", where, nodes=2)),
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
         MASTER_ADDR="stale",
         SLURM_RESTART_COUNT="2",
     )
-    assert done.returncode == code, done.stderr
-    assert f"ran -m overland train {tmp_path}/submit/1.toml until 4102444800" in done.stdout
+    assert done.returncode == 3, done.stderr
+    assert f"ran -m overland supervise {tmp_path}/submit/1.toml until 4102444800" in done.stdout
     assert "job 7, restart 2, on n[1-2]" in done.stdout
-    assert said in done.stdout.splitlines()[-1]
 
 
-def test_the_page_shows_todays_script() -> None:
-    """To renew it: OVERLAND_RENEW=1 pytest -k todays_script."""
-    page = ROOT / "docs" / "clusters.md"
-    text = page.read_text(encoding="utf-8")
-    scratch = Path("/lustre/orion/abc123/scratch/me")
-    where = place(scratch / "runs/llama", scratch, str(scratch / "envs/overland/bin/python"))
-    script = render_job(make_job("frontier", where, nodes=64, spares=2, sessions=10))
-    before, mark, after = text.partition("tests/cluster/test_submit.py -->\n```bash\n")
-    shown, end, rest = after.partition("```\n")
+def test_a_run_that_was_stopped_is_not_started_until_it_is_submitted_anew(tmp_path: Path) -> None:
+    (tmp_path / "stopped").write_text("code error: rank 1: KeyError\n")
+    job = make_job("generic-nvidia", place(tmp_path), nodes=2)
+    done = run_script(render_job(job))
+    assert done.returncode == 1
+    assert "not started, since this run was stopped: code error: rank 1: KeyError" in done.stdout
+
+
+SHOWN: dict[str, tuple[str, str, dict[str, object]]] = {
+    "frontier": ("frontier", "/lustre/orion/abc123/scratch/me", SHAPES["many-nodes"]),
+    "frontier-container": (
+        "frontier",
+        "/lustre/orion/abc123/scratch/me",
+        {**SHAPES["many-nodes"], "container": "/lustre/orion/abc123/scratch/me/overland.sif"},
+    ),
+    "s3df": ("s3df", "/sdf/scratch/me", {"nodes": 1}),
+    "perlmutter": ("perlmutter", "/pscratch/sd/m/me", {"nodes": 4}),
+    "generic-nvidia": ("generic-nvidia", "/scratch/me", {"nodes": 4}),
+    "generic-amd": ("generic-amd", "/scratch/me", {"nodes": 4}),
+    "laptop": ("laptop", "/home/me", {}),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_docs_show_todays_script(name: str) -> None:
+    """To renew them: OVERLAND_RENEW=1 pytest -k todays_script."""
+    site, scratch, wanted = SHOWN[name]
+    where = place(Path(scratch, "runs/llama"), Path(scratch), f"{scratch}/envs/overland/bin/python")
+    sessions = {} if site == "laptop" else {"sessions": 10}
+    script = render_job(make_job(site, where, **sessions, **wanted))
+    shown = ROOT / "docs" / "scripts" / f"{name}.sh"
     if os.environ.get("OVERLAND_RENEW"):
-        page.write_text(before + mark + script + end + rest, encoding="utf-8")
-    else:
-        assert shown == script
+        shown.parent.mkdir(exist_ok=True)
+        shown.write_text(script, encoding="utf-8")
+    assert shown.read_text(encoding="utf-8") == script
+    assert_good_bash(script)
+
+
+def test_the_docs_show_a_script_for_every_site() -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    assert {site for site, _, _ in SHOWN.values()} == set(LEFT_OPEN)
+    files = {path.stem for path in (ROOT / "docs" / "scripts").glob("*.sh")}
+    assert files == set(SHOWN)
+    assert all(f"(scripts/{name}.sh)" in page for name in SHOWN)

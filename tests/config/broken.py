@@ -84,8 +84,8 @@ BROKEN = [
         "A dataset that is not on this machine",
         '[training]\ndataset = "c4"\n',
         'run.toml:2: training.dataset = "c4": not on this machine (a name of torchtitan\'s for '
-        "public text): `overland fetch dataset c4` brings it, or set data.datasets.c4 or "
-        "training.dataset_path to a folder",
+        "public text): `overland fetch dataset allenai/c4 --include 'en/c4-train.*' --to "
+        "./data/c4` brings it, or set data.datasets.c4 or training.dataset_path to a folder",
     ),
     Broken(
         "A misspelt dataset",
@@ -130,7 +130,7 @@ BROKEN = [
         "A bad override on the command line",
         "[training]\nsteps = 100\n",
         "command line: training.step = 20: unknown key; did you mean training.steps?\n"
-        'command line: compile.enable = "maybe": expected true or false\n'
+        'command line: compile.enable = "maybe": expected true or false or "auto"\n'
         'command line: "steps": expected section.key=value, such as training.steps=20',
         arguments=("training.step=20", "--compile.enable=maybe", "steps"),
     ),

@@ -214,7 +214,7 @@ def test_a_dense_torchtitan_file_runs_once_its_dataset_has_a_folder(
     (tmp_path / "run.toml").write_text(
         '[model]\nflavor = "debugmodel"\n[training]\ndataset = "c4"\n'
     )
-    with pytest.raises(ConfigError, match="overland fetch dataset c4"):
+    with pytest.raises(ConfigError, match="overland fetch dataset allenai/c4"):
         load_checked("run.toml", (), {}, world_size=2)
     load_checked("run.toml", ["data.datasets.c4=texts"], {}, world_size=2)
 

@@ -137,7 +137,7 @@ def test_the_page_is_filled_in_with_the_values_of_the_run(tmp_path: Path) -> Non
 
 def test_what_is_off_is_said_to_be_off() -> None:
     text = page(job(checkpoint={"enable": False}, metrics={"enable_tensorboard": False},
-                    training={"max_norm": 0.0}))  # fmt: skip
+                    training={"max_norm": 0.0}, compile={"enable": False}))  # fmt: skip
     for words in ("Checkpoints: off", "TensorBoard events (off)", "gradient clipping | off",
                   "Compile: off", "Profiling: off"):  # fmt: skip
         assert words in text

@@ -88,6 +88,21 @@ def select_files(
     return _by_split(root, files, split)
 
 
+def subset_files(root: Path, files: Sequence[str], subset: str, where: str) -> list[str]:
+    """Those of `files` that belong to the subset, whatever their split; `root` need hold no more
+    than the README.md. Errors name `where`."""
+    configs = _configs(root / "README.md")
+    if not configs:
+        folders = sorted({file.partition("/")[0] for file in files if "/" in file})
+        folder = choose("subset", subset, folders, "default", where)
+        return [file for file in files if file.startswith(f"{folder}/")]
+    _, config = _config(configs, subset, where)
+    patterns = [one for some in _patterns(config.get("data_files")).values() for one in some]
+    if not patterns:
+        return _below(root, files, config)
+    return _matching(root, files, config, patterns)
+
+
 def split_of(file: str) -> str | None:
     """The split that a file's name speaks of, if it does; its own name before its folders'."""
     shard = SPLIT_OF_SHARD.search(file)
@@ -118,28 +133,51 @@ def _by_readme(
     subset: str | None,
     split: str | None,
 ) -> list[str]:
-    by_name = {str(config.get("config_name", "default")): config for config in configs}
-    usual = [name for name, config in by_name.items() if config.get("default")]
-    name = choose("subset", subset, by_name, usual[0] if usual else "default", root)
-    config, page = by_name[name], root / "README.md"
-    below, start = list(files), ""
-    if config.get("data_dir"):
-        folder = inside(root, config["data_dir"], page).relative_to(root).as_posix()
-        start = "" if folder == "." else f"{folder}/"
-        below = [file for file in files if file.startswith(start)]
+    name, config = _config(configs, subset, root)
     patterns = _patterns(config.get("data_files"))
     if not patterns:
-        return _by_split(root, below, split)
+        return _by_split(root, _below(root, files, config), split)
     chosen = choose("split", split, patterns, "train", f"{root}, subset {name},")
-    for pattern in patterns[chosen]:
-        inside(root, pattern, page)
-    matchers = [_glob(pattern.removeprefix("./")) for pattern in patterns[chosen]]
-    found = [
-        file for file in below if any(one.fullmatch(file.removeprefix(start)) for one in matchers)
-    ]
+    found = _matching(root, files, config, patterns[chosen])
     if not found:
+        page = root / "README.md"
         raise DataError(f"{page}: no file here matches {', '.join(patterns[chosen])}")
     return found
+
+
+def _config(
+    configs: list[dict[str, Any]], subset: str | None, where: object
+) -> tuple[str, dict[str, Any]]:
+    by_name = {str(config.get("config_name", "default")): config for config in configs}
+    usual = [name for name, config in by_name.items() if config.get("default")]
+    name = choose("subset", subset, by_name, usual[0] if usual else "default", where)
+    return name, by_name[name]
+
+
+def _below(root: Path, files: Sequence[str], config: dict[str, Any]) -> list[str]:
+    return [file for file in files if file.startswith(_start(root, config))]
+
+
+def _start(root: Path, config: dict[str, Any]) -> str:
+    """The folder that a subset's patterns count from, with its slash."""
+    if not config.get("data_dir"):
+        return ""
+    folder = inside(root, config["data_dir"], root / "README.md").relative_to(root).as_posix()
+    return "" if folder == "." else f"{folder}/"
+
+
+def _matching(
+    root: Path, files: Sequence[str], config: dict[str, Any], patterns: Sequence[str]
+) -> list[str]:
+    for pattern in patterns:
+        inside(root, pattern, root / "README.md")
+    matchers = [_glob(pattern.removeprefix("./")) for pattern in patterns]
+    start = _start(root, config)
+    return [
+        file
+        for file in _below(root, files, config)
+        if any(one.fullmatch(file.removeprefix(start)) for one in matchers)
+    ]
 
 
 def _configs(page: Path) -> list[dict[str, Any]]:

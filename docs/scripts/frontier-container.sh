@@ -1,0 +1,111 @@
+#!/bin/bash -l
+# Written by `overland submit` for frontier: 64 nodes × 8 devices = 512 ranks.
+#SBATCH --job-name=llama-522ec3
+#SBATCH --account=abc123
+#SBATCH --constraint=nvme
+#SBATCH --nodes=66
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=7
+#SBATCH --time=02:00:00
+#SBATCH --output=/lustre/orion/abc123/scratch/me/runs/llama/logs/job-%j.log
+#SBATCH --network=disable_rdzv_get
+# Jobs of one name run one at a time: the links of a chain, and never two jobs in one run folder.
+#SBATCH --dependency=singleton
+# Slurm would end the job with its first lost node.
+#SBATCH --no-kill
+# After preemption or the loss of its first node the job goes back into the queue; its log goes on.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# Before the end, ranks save and stop. Without `B:`, which would signal this shell alone.
+#SBATCH --signal=USR1@180
+# Nothing of the shell that submitted comes along: no token, no proxy, no stale rank.
+#SBATCH --export=NONE
+
+log() { printf '%(%F %T)T %s\n' -1 "$*"; }
+
+# The training loop writes the steps it has done when it is through. A link that is not needed any
+# more ends here.
+finished() { [ "$(cat /lustre/orion/abc123/scratch/me/runs/llama/done 2>/dev/null)" -ge 100 ] 2>/dev/null; }
+if finished; then
+    log 'finished already: /lustre/orion/abc123/scratch/me/runs/llama'
+    exit 0
+fi
+# What would fail again is not tried again, until the run is submitted anew.
+if [ -e /lustre/orion/abc123/scratch/me/runs/llama/stopped ]; then
+    log "not started, since this run was stopped: $(cat /lustre/orion/abc123/scratch/me/runs/llama/stopped)"
+    exit 1
+fi
+log "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
+
+# What is set below must reach the ranks; what an earlier launcher left behind must not.
+export SLURM_EXPORT_ENV=ALL
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NGPU
+
+module reset
+module load cpe/26.03 craype-accel-amd-gfx90a rocm/7.1.1 rccl-net-plugin || exit 1
+
+# Training never opens a connection: a library that tries fails at once, where it would wait.
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+export WANDB_MODE="${WANDB_MODE:-offline}"
+unset http_proxy https_proxy ftp_proxy all_proxy HTTP_PROXY HTTPS_PROXY FTP_PROXY ALL_PROXY
+
+# Without both of these, nothing above about 300 nodes works
+# (frontier-torchtitan).
+export NCCL_SOCKET_IFNAME="hsn0"
+export GLOO_SOCKET_IFNAME="hsn0"
+# RCCL over Slingshot (OLCF guide; the training stub writes PHB as 3). NCCL_ALGO=TREE, which
+# frontier-torchtitan sets, is left out: all-gather and reduce-scatter, most of what sharding sends,
+# have no tree form.
+export NCCL_CROSS_NIC="1"
+export NCCL_NET_GDR_LEVEL="PHB"
+export HSA_FORCE_FINE_GRAIN_PCIE="1"
+# The default monitor (memhooks) can deadlock.
+export FI_MR_CACHE_MONITOR="kdreg2"
+# RCCL can deadlock in the registration of host memory.
+export FI_CXI_DISABLE_HOST_REGISTER="1"
+# Queues long enough for collectives of thousands of ranks.
+export FI_CXI_DEFAULT_CQ_SIZE="131072"
+export FI_CXI_DEFAULT_TX_SIZE="2048"
+# Needs --network=disable_rdzv_get.
+export FI_CXI_RDZV_PROTO="alt_read"
+# Message matching goes on in software when the hardware's lists are full.
+export FI_CXI_RX_MATCH_MODE="hybrid"
+# MIOpen's cache is a database: on Lustre it fails with disk I/O errors, and two jobs must not share
+# it (training stub).
+export MIOPEN_USER_DB_PATH="/tmp/$USER-$SLURM_JOB_ID-miopen"
+export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"
+# Compiled kernels, which would else go to home, read-only on compute nodes.
+export TRITON_CACHE_DIR="/tmp/$USER-$SLURM_JOB_ID-triton"
+export TORCHINDUCTOR_CACHE_DIR="/tmp/$USER-$SLURM_JOB_ID-inductor"
+# Eight ranks share the node's cores; the work is on the devices
+# (training stub, frontier-torchtitan).
+export OMP_NUM_THREADS="1"
+
+cd /lustre/orion/abc123/scratch/me || exit 1
+
+# Ranks also watch the clock themselves. Older Slurms do not tell them when the job ends.
+if [ -z "$SLURM_JOB_END_TIME" ]; then
+    SLURM_JOB_END_TIME=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s)
+fi
+export SLURM_JOB_END_TIME
+
+# Around each rank. 75 says "stopped and saved, to be resumed": no failure, and srun must not kill
+# for it those who are still on their way out. Slurm signals every process of a rank, this shell
+# too, which waits for the rank.
+# shellcheck disable=SC2016
+rank='mkdir -p "$MIOPEN_USER_DB_PATH"; trap : USR1 USR2 TERM; "$@"; code=$?; exit $((code == 75 ? 0 : code))'
+
+# How ranks are started, on nodes that the supervisor adds. --kill-on-bad-exit: a rank that failed
+# leaves the others waiting for it. --wait=0: the first rank may write weights long after the others
+# have ended.
+launch=(
+    srun --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest
+    --mpi=none --no-kill --kill-on-bad-exit=1 --wait=0 --label
+    bash -c "$rank" rank
+    apptainer exec --rocm --bind /lustre/orion --bind /mnt/bb --bind /opt/cray /lustre/orion/abc123/scratch/me/overland.sif python -m overland
+)
+
+# Tests the nodes, starts the ranks on 64 good ones of 66, watches them, and starts them again where a
+# rank or a node is lost; docs/clusters.md tells how. `exec`: signals reach it.
+exec /lustre/orion/abc123/scratch/me/envs/overland/bin/python -m overland supervise /lustre/orion/abc123/scratch/me/runs/llama/submit/1.toml \
+    --nodes 64 --tasks-per-node 8 --requeue -- "${launch[@]}"

@@ -1,0 +1,43 @@
+"""`overland doctor`: what is wrong around a run, before it costs one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from overland.cli.errors import user_errors
+
+WIDTH = 24
+
+
+@user_errors
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(help="A config or recipe to start; default: quickstart.")
+    ] = None,
+    site: Annotated[
+        str | None, typer.Option(help="A site's name or file: what it needs is looked for.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look at environment, versions, caches and limits, and start once without a network."""
+    from overland.cluster.doctor import examine
+    from overland.cluster.site import load_site
+
+    findings = []
+    for one in examine(config, load_site(site) if site else None):
+        findings.append(one)
+        if not as_json:
+            print(f"{one.status:<8} {one.what:<{WIDTH}} {one.found}", flush=True)
+            if one.way_out:
+                print(f"{'':<8} {'':<{WIDTH}} → {one.way_out}", flush=True)
+    counts = {kind: sum(one.status == kind for one in findings) for kind in ("wrong", "warning")}
+    if as_json:
+        print(json.dumps({**counts, "findings": [asdict(one) for one in findings]}, indent=2))
+    else:
+        warnings = f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}"
+        print(f"\n{len(findings)} checks: {counts['wrong']} wrong, {warnings}.")
+    raise typer.Exit(1 if counts["wrong"] else 0)

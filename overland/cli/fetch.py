@@ -1,0 +1,127 @@
+"""`overland fetch`: models, tokenizers and datasets to this disk, where a network is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from overland.cli.errors import user_errors
+
+if TYPE_CHECKING:
+    from overland.hub.fetch import Fetched, Wanted
+
+
+class Kind(StrEnum):
+    model = "model"
+    tokenizer = "tokenizer"
+    dataset = "dataset"
+
+
+@user_errors
+def fetch(
+    kind: Annotated[Kind, typer.Argument(help="model, tokenizer or dataset.", show_choices=False)],
+    name: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub.")],
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit; default: main.")
+    ] = None,
+    subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Only files like '*.json'; repeatable.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Folder; default: one of its own below $SCRATCH_ROOT.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Only check what is here; needs no network.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Fetch a model, tokenizer or dataset: resumable, every byte verified. HF_ENDPOINT and HF_TOKEN
+    are respected."""
+    from overland.hub.fetch import Wanted
+    from overland.hub.fetch import fetch as fetch_files
+    from overland.hub.place import default_folder
+
+    folder = to.expanduser() if to is not None else default_folder(kind.value, name)
+    wanted = Wanted(kind.value, name, revision, subset, tuple(include or ()))
+    with progress() as report:
+        if verify:
+            check(wanted, folder, report, as_json)
+            return
+        done = fetch_files(wanted, folder, report)
+    tell(done, wanted, folder, as_json)
+
+
+def check(
+    wanted: Wanted, folder: Path, report: Callable[[str, int, int], None], as_json: bool
+) -> None:
+    from overland.hub.fetch import verify
+
+    problems = verify(wanted, folder, report)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "intact": not problems, "problems": problems}))
+    for name, problem in problems.items():
+        print(f"{problem}: {folder / name}", file=sys.stderr)
+    if problems:
+        print("The same command without --verify fetches these again.", file=sys.stderr)
+        raise typer.Exit(1)
+    if not as_json:
+        print(f"{folder}: every file is as the Hub had it")
+
+
+def tell(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
+    from overland.hub.place import config_lines
+
+    snapshot = done.snapshot
+    lines = config_lines(wanted.kind, wanted.name, folder, wanted.subset)
+    if as_json:
+        facts = {
+            "name": snapshot.name,
+            "commit": snapshot.commit,
+            "folder": str(folder),
+            "files": len(snapshot.files),
+            "bytes": snapshot.num_bytes,
+            "fetched": done.fetched,
+            "mended": done.mended,
+            "config": lines,
+        }
+        print(json.dumps(facts, indent=2))
+        return
+    for name in done.mended:
+        print(f"was damaged, fetched again: {name}")
+    kept = len(snapshot.files) - len(done.fetched)
+    print(
+        f"{folder}: {snapshot.name} at commit {snapshot.commit[:12]}, {len(snapshot.files)} files, "
+        f"{snapshot.num_bytes / 1e6:,.1f} MB; {len(done.fetched)} fetched, {kept} already here, "
+        "all verified"
+    )
+    print(f"\nIn a config:\n\n{lines}", end="")
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar if someone is looking; else a line for every tenth. Both on stderr."""
+    if sys.stderr.isatty():
+        from overland.cli.convert import progress_bar
+
+        with progress_bar() as advance:
+            yield advance
+        return
+    told: dict[str, int] = {}
+
+    def tell_tenths(what: str, done: int, total: int) -> None:
+        tenth = 10 * done // total if total else 10
+        if what == "fetching" and tenth > told.get(what, 0):
+            told[what] = tenth
+            print(
+                f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr, flush=True
+            )
+
+    yield tell_tenths

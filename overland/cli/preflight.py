@@ -1,0 +1,78 @@
+"""`overland preflight`: tests every node, device and link, and names the bad ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from overland.cli.errors import user_errors
+
+if TYPE_CHECKING:
+    from overland.cluster.preflight.conduct import Job
+    from overland.cluster.preflight.report import Report
+
+BAD = 1
+
+
+@user_errors
+def preflight(
+    config: Annotated[
+        str | None, typer.Argument(help="A config: its hash, run folder and backend are tested.")
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Only these nodes of the allocation, as in n[1-3,7].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the JSON to a file.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Without process groups; without torch on CPUs.")
+    ] = False,
+    task: Annotated[bool, typer.Option("--task", hidden=True)] = False,
+) -> None:
+    """Test every node, device and link of an allocation, or this machine; name the bad ones.
+
+    Exit code: 0, all are good; 1, some are not, and are named; 2, it could not be done.
+    """
+    if task:
+        from overland.cluster.preflight.task import run_task
+
+        return run_task()
+    from overland.cluster.preflight.conduct import Job
+    from overland.config.arguments import Arguments
+    from overland.config.load import find_source
+
+    path = find_source(config, Arguments(), os.environ)[0] if config else None
+    report = run(Job.of(path, os.environ, quick), nodes)
+    if report is None:  # a rank other than the first
+        return
+    if save is not None:
+        report.save(save)
+    print(report.to_json() if as_json else report.table())
+    raise typer.Exit(0 if report.is_good else BAD)
+
+
+def run(job: Job, only: str | None, env: Mapping[str, str] = os.environ) -> Report | None:
+    """Where we are decides who starts the tasks."""
+    from overland.cluster.devices import num_local_ranks
+    from overland.cluster.errors import ClusterError
+    from overland.cluster.launchers import find_world
+    from overland.cluster.preflight.allocation import nodes_of, srun_words, tasks_per_node
+    from overland.cluster.preflight.conduct import preflight_here, preflight_with
+    from overland.config.load import ngpu
+
+    world = find_world(env)
+    if world is not None and world.size > 1:
+        from overland.cluster.preflight.join import join
+
+        if only is not None:
+            raise ClusterError(f"--nodes {only}: the launcher has chosen the nodes already")
+        return join(world, job, env)
+    nodes = nodes_of(env, only)
+    if nodes:
+        tasks = tasks_per_node(env)
+        return preflight_with(srun_words(nodes, tasks, env), nodes, tasks, job, env)
+    return preflight_here(ngpu(env) or num_local_ranks(), job, env)

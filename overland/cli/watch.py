@@ -1,0 +1,120 @@
+"""`overland watch`: a live view of a run, from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from overland.reporting.watch import Watch
+
+EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
+SLURM_PATIENCE = 5.0  # of a single look
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="The run folder.", show_default=False)],
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object; implies --once.")
+    ] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+) -> None:
+    """Watch a run, from any machine that sees its folder; q leaves.
+
+    With --once the exit code tells the state: 0 alive or finished, 1 stopped or failed, 2 nothing
+    to watch, 3 no sign of life.
+    """
+    from rich.console import Console
+
+    from overland.reporting.watch import NoRun, Watch
+    from overland.reporting.watch_view import draw
+
+    try:
+        watched = Watch(run)
+    except NoRun as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    if not (once or as_json) and sys.stdout.isatty():
+        return follow(watched, interval)
+    seen = watched.look(patience=SLURM_PATIENCE)
+    if as_json:
+        print(json.dumps(finite(asdict(seen)), indent=1))
+    else:
+        console = Console()
+        console.print(draw(seen, console.width))
+    raise typer.Exit(EXIT_CODES.get(seen.state, 0))
+
+
+def follow(watched: Watch, interval: float) -> None:
+    """Until the run is finished, or until q or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from overland.reporting.watch_view import closing_words, draw
+
+    console = Console()
+    seen = watched.look()
+    try:
+        with (
+            Live(console=console, screen=True, auto_refresh=False) as live,
+            keyboard() as pressed,
+        ):
+            while True:
+                height = max(4, min(12, console.height - 18))
+                live.update(draw(seen, console.width, height), refresh=True)
+                if seen.state == "finished" or pressed("q", interval):
+                    break
+                seen = watched.look()
+    except KeyboardInterrupt:
+        pass
+    console.print(draw(seen, console.width))  # what was on the screen is gone
+    if seen.state == "finished":
+        print(f"\n{closing_words(seen)}")
+
+
+@contextmanager
+def keyboard() -> Iterator[Callable[[str, float], bool]]:
+    """Gives a function that waits some seconds and tells whether a key was pressed meanwhile."""
+    import termios
+    import time
+    import tty
+
+    if not sys.stdin.isatty():
+
+        def only_wait(key: str, seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+        yield only_wait
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+
+    def pressed(key: str, seconds: float) -> bool:
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return bool(ready) and key in os.read(sys.stdin.fileno(), 64).decode().lower()
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def finite(value: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

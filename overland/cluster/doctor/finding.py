@@ -1,0 +1,30 @@
+"""One thing that was looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warning", "wrong"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`wrong` is what a run fails of; `warning` is what may cost time or surprise."""
+
+    what: str
+    status: Status
+    found: str
+    way_out: str = ""
+
+
+def ok(what: str, found: str) -> Finding:
+    return Finding(what, "ok", found)
+
+
+def warning(what: str, found: str, way_out: str) -> Finding:
+    return Finding(what, "warning", found, way_out)
+
+
+def wrong(what: str, found: str, way_out: str) -> Finding:
+    return Finding(what, "wrong", found, way_out)

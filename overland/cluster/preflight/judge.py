@@ -1,0 +1,196 @@
+"""Which nodes are bad, and why: pure functions of what all of them measured.
+
+A fraction of the median is a bound that needs no table of what a device should do; it asks for at
+least three values of the same kind. `None` for a value means that it was not measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+Place = tuple[str, int]
+"""Node and local rank of a task."""
+Answers = Mapping[Place, Mapping[str, Any]]
+Finding = tuple[str, str]
+"""Node and reason."""
+
+RATES = ("_tflops", "_gb_per_s")
+FEWEST = 3  # of fewer values, a median says nothing
+
+# A task's own context takes up to 1 GiB, the driver's reserve another; what an ended job left
+# behind, or a neighbour that should not be there, takes more.
+IDLE_GIB = 4.0
+# Compilers' caches alone write hundreds of MiB; a log that cannot grow ends a run.
+FREE_GIB = 1.0
+# File systems that all nodes share waver by factors; a broken disk is slower than any of these.
+SLOW_DISK, SLOW_DISK_GB_PER_S = 0.05, 0.02
+# Logs are put in order by time, leases and certificates end by it; NTP keeps nodes within 0.05 s.
+SKEW_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Below this fraction of the median is bad."""
+
+    matmul: float
+    memory: float
+    host: float
+    link: float
+
+
+# Devices of a model differ by up to 10 % in clocks under load, hardly at all in memory; the way to
+# the host depends on sockets and switches; a link shares its switches with strangers.
+ACCELERATOR = Bounds(matmul=0.8, memory=0.85, host=0.7, link=0.5)
+# CPUs may have other work, their links too: what counts there is that they are right.
+CPU = Bounds(matmul=0.1, memory=0.1, host=0.1, link=0.1)
+
+
+def errors(answers: Answers, what: str) -> Iterator[Finding]:
+    for (node, local), facts in answers.items():
+        if "error" in facts:
+            yield node, f"{what} of task {local}: {facts['error']}"
+
+
+def devices(answers: Answers) -> Iterator[Finding]:
+    """Every task has a device of its own, of the kind and number that most have, and it is idle."""
+    with_gpu = {place: facts for place, facts in answers.items() if facts.get("kind") == "cuda"}
+    for (node, local), facts in answers.items():
+        driver = facts.get("driver", "")
+        if facts.get("kind") == "cpu" and (with_gpu or driver):
+            where = f", though {driver} is there" if driver else ", and others have one"
+            yield node, f"torch shows no accelerator to task {local}{where}"
+    visible = Counter(facts["visible"] for facts in with_gpu.values())
+    usual = visible.most_common(1)[0][0] if visible else 0
+    owners: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for (node, local), facts in with_gpu.items():
+        if facts["visible"] != usual:
+            yield node, f"task {local} sees {facts['visible']} devices, most see {usual}"
+        if facts["in_use_gib"] > IDLE_GIB:
+            yield node, f"device of task {local} is in use: {facts['in_use_gib']:.1f} GiB are taken"
+        if facts["identity"]:
+            owners[node, facts["identity"]].append(local)
+    for (node, _), tasks in owners.items():
+        if len(tasks) > 1:
+            yield node, f"tasks {', '.join(map(str, tasks))} were given the same device"
+
+
+def products(answers: Answers) -> Iterator[Finding]:
+    """Right by float64, the same every time, and the same bits as on all devices of that name."""
+    groups: dict[str, dict[Place, str]] = defaultdict(dict)
+    for (node, local), facts in answers.items():
+        if "matmul_digest" not in facts:
+            continue
+        if not facts["matmul_is_near"]:
+            yield node, f"matmul of task {local} is wrong, compared with float64"
+        elif not facts["matmul_is_steady"]:
+            yield node, f"matmul of task {local} is not the same twice"
+        else:
+            groups[facts["name"]][node, local] = facts["matmul_digest"]
+    for name, digests in groups.items():
+        right = majority(digests)
+        for (node, local), digest in digests.items():
+            if len(set(digests.values())) > 1 and digest != right:
+                others = "of most" if right else "of others, and it is unclear whose are right"
+                yield node, f"matmul of task {local} differs in bits from that {others} ({name})"
+
+
+def rates(answers: Answers, bounds: Bounds) -> Iterator[Finding]:
+    """Copies between host and device are compared among tasks of one local rank: they share the
+    same switches on every node."""
+    compared = [
+        ("matmul_tflops", bounds.matmul, "matmul", "TFLOP/s", False),
+        ("memory_gb_per_s", bounds.memory, "memory", "GB/s", False),
+        ("to_device_gb_per_s", bounds.host, "host to device", "GB/s", True),
+        ("to_host_gb_per_s", bounds.host, "device to host", "GB/s", True),
+    ]
+    for key, bound, what, unit, by_local_rank in compared:
+        groups: dict[tuple[str, int], dict[Place, float]] = defaultdict(dict)
+        for place, facts in answers.items():
+            if key in facts:
+                groups[facts["name"], place[1] if by_local_rank else 0][place] = facts[key]
+        for values in groups.values():
+            for (node, local), value, usual in _far_below(values, bound):
+                yield (
+                    node,
+                    f"{what} of task {local} is slow: {value:.3g} {unit}, median {usual:.3g}",
+                )
+
+
+def faster(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task measured twice: slow is what is slow both times."""
+    return {
+        **first,
+        **{k: max(v, first.get(k, v)) for k, v in second.items() if k.endswith(RATES)},
+        **{k: v for k, v in second.items() if k == "error"},
+    }
+
+
+def disks(answers: Answers) -> Iterator[Finding]:
+    for name in ("run folder", "temporary folder"):
+        found = {place: facts[name] for place, facts in answers.items() if name in facts}
+        for (node, _), facts in found.items():
+            where = f"{name} {facts['path']}"
+            if "free_gib" in facts and facts["free_gib"] < FREE_GIB:
+                yield node, f"{where} is nearly full: {facts['free_gib']:.2f} GiB are free"
+            if "error" in facts:
+                yield node, f"{where} cannot be written: {facts['error']}"
+            elif not facts["right"]:
+                yield node, f"{where} gives back other bytes than were written"
+        speeds = {p: f["write_gb_per_s"] for p, f in found.items() if "write_gb_per_s" in f}
+        for (node, _), value, usual in _far_below(speeds, SLOW_DISK):
+            if value < SLOW_DISK_GB_PER_S:
+                yield node, f"{name} is slow: {value * 1000:.3g} MB/s, median {usual * 1000:.3g}"
+
+
+def clocks(answers: Answers) -> Iterator[Finding]:
+    for (node, _), facts in answers.items():
+        if "ahead" in facts and abs(facts["ahead"]) - facts["error_bound"] > SKEW_SECONDS:
+            side = "ahead" if facts["ahead"] > 0 else "behind"
+            yield node, f"clock is {abs(facts['ahead']):.1f} s {side}"
+
+
+def interfaces(answers: Answers) -> Iterator[Finding]:
+    for (node, _), facts in answers.items():
+        for problem in facts.get("interfaces", {}).get("problems", []):
+            yield node, problem
+
+
+def versions(answers: Answers, own: Mapping[str, str]) -> tuple[list[Finding], list[str]]:
+    """Who has other versions or another config than most; and where it is unclear who is right. The
+    conductor's own have the casting vote."""
+    findings: list[Finding] = []
+    notes: list[str] = []
+    found = {p: facts["versions"] for p, facts in answers.items() if "versions" in facts}
+    names = dict.fromkeys(name for version in found.values() for name in version)
+    for name in names:
+        values = {place: version.get(name, "none") for place, version in found.items()}
+        if len(set(values.values())) == 1:
+            continue
+        right = majority(values, own.get(name))
+        if right is None:
+            told = ", ".join(f"{node} has {value}" for (node, _), value in sorted(values.items()))
+            notes.append(f"{name} differs: {told}")
+            continue
+        for (node, _), value in values.items():
+            if value != right:
+                findings.append((node, f"{name} is {value}, on most nodes {right}"))
+    return findings, notes
+
+
+def majority(values: Mapping[Place, str], casting_vote: str | None = None) -> str | None:
+    """The most frequent value; None if several are."""
+    counts = Counter(values.values())
+    top = [value for value, count in counts.items() if count == max(counts.values())]
+    if len(top) == 1:
+        return top[0]
+    return casting_vote if casting_vote in top else None
+
+
+def _far_below(values: Mapping[Place, float], bound: float) -> Iterator[tuple[Place, float, float]]:
+    if len(values) >= FEWEST:
+        usual = median(values.values())
+        yield from ((place, v, usual) for place, v in values.items() if v < bound * usual)

@@ -1,0 +1,100 @@
+"""What a supervisor writes into the run folder, and nobody else does: `overland watch` reads it.
+
+`attempts.jsonl` has a line for everything that happened, `live.json` how things stand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+ATTEMPTS, LIVE, STOPPED = "attempts.jsonl", "live.json", "stopped"
+LIVE_SECONDS = 10.0
+
+
+class Logbook:
+    """A full disk must not end the supervisor: what cannot be written is kept for the next time."""
+
+    def __init__(self, run: Path, job: str) -> None:
+        self.run, self.job = run, job
+        run.mkdir(parents=True, exist_ok=True)
+        self._unwritten: list[str] = []
+        self._live_at = 0.0
+        self._live_state: tuple[object, ...] = ()
+
+    def write(self, event: str, **facts: Any) -> None:
+        line = json.dumps({"time": time.time(), "job": self.job, "event": event, **facts})
+        self._unwritten.append(line + "\n")
+        try:
+            with (self.run / ATTEMPTS).open("a") as file:
+                file.write("".join(self._unwritten))
+            self._unwritten.clear()
+        except OSError:
+            self._unwritten.insert(0, "\n")  # the half of a line may be there
+
+    def live(self, **facts: Any) -> None:
+        """At once where the state has changed, else now and then."""
+        state = facts.get("state"), facts.get("attempt")
+        if state == self._live_state and time.monotonic() - self._live_at < LIVE_SECONDS:
+            return
+        self._live_state, self._live_at = state, time.monotonic()
+        beside = self.run / f".{LIVE}"
+        try:
+            beside.write_text(json.dumps({"time": time.time(), "job": self.job, **facts}) + "\n")
+            beside.rename(self.run / LIVE)
+        except OSError:
+            pass
+
+    def stop_chain(self, reason: str) -> None:
+        """The links that still wait end at once, until the run is submitted anew."""
+        try:
+            handle = os.open(self.run / STOPPED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(handle, "w") as file:
+                file.write(f"{reason}\n")
+        except OSError:
+            pass
+
+    def events(self) -> list[Event]:
+        return read_events(self.run)
+
+
+def read_events(run: Path) -> list[Event]:
+    """A line that is being written is left for the next time."""
+    events = []
+    try:
+        lines = (run / ATTEMPTS).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            events.append(event)
+    return events
+
+
+def barren_attempts(events: list[Event]) -> int:
+    """How many attempts in a row, up to now, ended in a fault without a step that was new. What was
+    before someone submitted the run anew does not count."""
+    count = 0
+    for event in reversed(events):
+        if event["event"] == "end" and event.get("how") == "failed":
+            break
+        if event["event"] == "fault":
+            if event.get("new_steps", 0) > 0:
+                break
+            count += 1
+        if event["event"] == "recovered":
+            break
+    return count
+
+
+def furthest_step(events: list[Event]) -> int:
+    return max((int(event.get("step") or 0) for event in events), default=0)

@@ -1,0 +1,45 @@
+"""The nodes of an allocation: which are good, and which of them train."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+STRIKES = 2  # a node on which ranks hung or were killed that often is left out, if it can be spared
+
+
+class Roster:
+    def __init__(self, nodes: Sequence[str], wanted: int, batch_host: str) -> None:
+        self.nodes, self.wanted, self.batch_host = list(nodes), wanted, batch_host
+        self.out: dict[str, str] = {}
+        """Nodes that are not used any more, and why."""
+        self._strikes: Counter[str] = Counter()
+
+    @property
+    def good(self) -> list[str]:
+        return [node for node in self.nodes if node not in self.out]
+
+    def choose(self) -> list[str] | None:
+        """Those to train on, if there are enough. The batch host is the last to be taken: the job
+        ends with it anyway, and without it rank 0 may be lost."""
+        order = {node: number for number, node in enumerate(self.nodes)}
+        best = sorted(
+            self.good, key=lambda node: (self._strikes[node], node == self.batch_host, order[node])
+        )
+        if len(best) < self.wanted:
+            return None
+        return sorted(best[: self.wanted], key=order.__getitem__)
+
+    def exclude(self, node: str, reason: str) -> None:
+        if node in self.nodes:
+            self.out.setdefault(node, reason)
+
+    def strike(self, node: str, reason: str) -> bool:
+        """Returns whether that was one too many. A node that may be innocent is given up only for
+        another."""
+        self._strikes[node] += 1
+        spared = len(self.good) > self.wanted
+        if self._strikes[node] >= STRIKES and spared and node in self.good:
+            self.out[node] = reason
+            return True
+        return False

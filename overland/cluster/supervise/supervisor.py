@@ -1,0 +1,388 @@
+"""Runs in the first node of a job, beside the ranks: starts them, watches them, and where a rank or
+a node is lost, starts them again from the last checkpoint.
+
+1. Preflight: every node of the allocation is tested; bad ones are left out.
+2. As many of the good ones as training needs are chosen; the others are spares.
+3. The ranks are started and watched: by their signs of life, their output, and Slurm.
+4. What ended them is found out. A mistake in code, config or data stops the run and its chain of
+   jobs: it would happen again. Anything else is tried again, without the node that was to blame.
+   Two attempts without a new step stop the run too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from overland.cluster.agent import PIPES
+from overland.cluster.beat import BEATS, beats_prefix, node_name
+from overland.cluster.errors import ClusterError
+from overland.cluster.signals import SIGNALS
+from overland.cluster.supervise.attempt import Attempt, srun_on
+from overland.cluster.supervise.faults import Fault, Kind
+from overland.cluster.supervise.logbook import Logbook, barren_attempts, furthest_step
+from overland.cluster.supervise.roster import Roster
+from overland.cluster.supervise.slurm import allocated_nodes, shun
+from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
+from overland.cluster.supervise.watchdog import Watchdog
+from overland.cluster.supervise.watched import Watched
+from overland.cluster.wire import Switchboard
+
+BARREN_ATTEMPTS = 2
+LOOK_SECONDS = 0.2
+STACKS_SECONDS = 10.0
+ROOM_SECONDS = 5.0  # between looks at a full disk
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A run, as its job script describes it."""
+
+    run: Path
+    config: Path
+    steps: int
+    launch: Sequence[str]
+    num_nodes: int
+    tasks_per_node: int
+    hang_seconds: float = 60.0
+    margin_seconds: float = 180.0
+    checkpoint_folder: str = "checkpoint"
+    preflight: bool = True
+    requeue: bool = False
+
+
+@dataclass
+class Supervisor:
+    job: Supervised
+    env: Mapping[str, str]
+    roster: Roster
+    logbook: Logbook
+    asked_to_end: int = 0
+    """A signal's number."""
+    number: int = 0
+    """Of the attempt."""
+    furthest: int = 0
+    """The last step that any attempt has done."""
+    furthest_at: float = field(default_factory=time.monotonic)
+    before: int = 0
+    """The same, before this attempt."""
+    faults: list[Fault] = field(default_factory=list)
+    """Those that no new step has made good yet."""
+    barren: int = 0
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+
+    # The story of a session
+
+    def run(self) -> int:
+        """The exit code of the job."""
+        if self.job.preflight and not self.test_nodes():
+            return self.not_enough_nodes()
+        while True:
+            nodes = self.roster.choose()
+            if nodes is None:
+                return self.not_enough_nodes()
+            how = self.attempt(nodes)
+            if how == "finished" or how == "stopped":
+                return self.end(how, f"step {self.furthest}")
+            assert isinstance(how, Fault)
+            reason = self.answer(how)
+            if reason:
+                return self.end("failed", reason)
+            if self.asked_to_end:
+                name = signal.Signals(self.asked_to_end).name
+                return self.end("stopped", f"{name} came; the last checkpoint is kept")
+            if self.is_late():
+                return self.end("stopped", "too little of the job is left to start again")
+
+    def test_nodes(self) -> bool:
+        from overland.cluster.preflight.conduct import preflight
+
+        self.logbook.live(state="preflight", attempt=self.number, step=self.furthest)
+        nodes = self.roster.good
+        launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
+        try:
+            report = preflight(launch, nodes, self.job.tasks_per_node, self.job.config, self.env)
+        except ClusterError as error:
+            tell(f"preflight: {error}")
+            self.logbook.write("preflight", seconds=0.0, bad={}, error=str(error))
+            return True  # the attempt itself will show what is wrong
+        for node, reason in report.bad.items():
+            tell(f"preflight: {node} is left out: {reason}")
+            self.roster.exclude(node, reason)
+        self.logbook.write("preflight", seconds=report.seconds, bad=report.bad)
+        tell(f"preflight: {len(self.roster.good)} good nodes, in {report.seconds:.0f} s")
+        report.save(self.job.run / "preflight.json")
+        return len(self.roster.good) >= self.job.num_nodes
+
+    def attempt(self, nodes: list[str]) -> Fault | str:
+        """Trains on these nodes; returns "finished", "stopped", or what went wrong."""
+        self.number += 1
+        begun = self.newest_checkpoint()
+        self.logbook.write("attempt", attempt=self.number, nodes=nodes, from_step=begun)
+        tell(f"attempt {self.number} from step {begun}, on {', '.join(nodes)}")
+        self.before = self.furthest
+        launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
+        board = Switchboard([node for node in nodes if node != self.roster.batch_host], self.env)
+        attempt = Attempt([*launch, "train", str(self.job.config)], self.rank_environment(board))
+        watched = Watched(
+            attempt, Watchdog(self.job.hang_seconds, nodes, started=time.monotonic()), board
+        )
+        try:
+            self.watch(watched)
+        finally:
+            attempt.end()
+            self.hear_all(watched)
+            board.close()
+        if self.is_done():
+            return "finished"
+        if attempt.findings.stopped() and not attempt.findings.lost:
+            return "stopped"
+        return attempt.findings.fault()
+
+    def watch(self, watched: Watched) -> None:
+        """Until the ranks have ended, or must be."""
+        attempt, dog, findings = watched.attempt, watched.dog, watched.attempt.findings
+        passed_on = False
+        while True:
+            self.hear_all(watched)
+            if attempt.code() is not None:
+                return
+            if self.asked_to_end and not passed_on:
+                attempt.signal(signal.SIGTERM)
+                passed_on = True
+            findings.lost.extend(watched.lost_nodes())
+            if findings.lost:
+                return
+            if dog.late_ranks():
+                findings.hang = self.look_into(watched)
+                if findings.hang is not None:
+                    return
+            self.note_slow_ones(dog)
+            self.show(dog)
+            time.sleep(LOOK_SECONDS)
+
+    def look_into(self, watched: Watched) -> Fault | None:
+        """The stacks of all ranks, and with them the name of the one that hangs; nothing if they
+        went on meanwhile."""
+        dog = watched.dog
+        late = dog.late_ranks()
+        tell(f"rank {late[0].rank} has not gone on for {late[0].age:.0f} s: asking for all stacks")
+        folder = self.fault_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        watched.ask_all({"dump": True})
+        deadline = time.monotonic() + STACKS_SECONDS
+        while time.monotonic() < deadline and len(watched.stacks) < len(dog.ranks):
+            self.hear_all(watched)
+            time.sleep(LOOK_SECONDS)
+        late = dog.late_ranks()
+        tell(f"the stacks are in {keep_stacks(folder, watched.stacks, dog.ranks.values())}")
+        return dog.hang(late, odd_ranks(watched.stacks)) if late else None
+
+    def answer(self, fault: Fault) -> str:
+        """What is done about it; a reason, if nothing can be."""
+        excluded = self.leave_out(fault)
+        new = max(0, self.furthest - self.before)
+        self.barren = 0 if new else self.barren + 1
+        reason = ""
+        if fault.kind.is_final:
+            reason = f"{fault.kind}: {fault.what}"
+        elif fault.kind is Kind.MEMORY and not new:
+            reason = f"out of memory, and it would be again: {fault.what}"
+        elif self.barren >= BARREN_ATTEMPTS:
+            reason = f"{self.barren} attempts without a new step, the last one: {fault.what}"
+        action = "stop" if reason else "restart"
+        tell(f"{fault.kind}: {fault.what}" + ("" if reason else "; starting again"))
+        self.logbook.write(
+            "fault",
+            attempt=self.number,
+            kind=fault.kind,
+            what=fault.what,
+            ranks=list(fault.ranks),
+            nodes=list(fault.nodes),
+            step=self.furthest,
+            new_steps=new,
+            action=action,
+            excluded=excluded,
+            seconds_to_notice=round(time.monotonic() - self.furthest_at, 1),
+        )
+        self.logbook.live(state="restarting", attempt=self.number, step=self.furthest)
+        self.faults.append(fault)
+        if not reason and fault.kind is Kind.DISK:
+            self.wait_for_room()
+        return reason
+
+    def leave_out(self, fault: Fault) -> list[str]:
+        """The nodes that the next attempt will not use."""
+        excluded = []
+        for node in fault.nodes:
+            if fault.kind in (Kind.NODE, Kind.DEVICE):
+                self.roster.exclude(node, f"{fault.kind}: {fault.what}")
+                excluded.append(node)
+            elif fault.kind is not Kind.DISK and self.roster.strike(node, fault.what):
+                excluded.append(node)
+        return excluded
+
+    def end(self, how: str, what: str) -> int:
+        self.logbook.write("end", how=how, step=self.furthest, what=what)
+        self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
+        tell(f"{how}: {what}")
+        if how == "failed":
+            self.logbook.stop_chain(what)
+        return 1 if how == "failed" else 0
+
+    def not_enough_nodes(self) -> int:
+        """Another job gets other nodes."""
+        out = "; ".join(f"{node}: {reason}" for node, reason in self.roster.out.items())
+        what = f"{len(self.roster.good)} good nodes of {self.job.num_nodes} needed ({out})"
+        self.logbook.write("end", how="stopped", step=self.furthest, what=what)
+        self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
+        tell(f"{what}; the next job goes on")
+        shun(self.roster.out, self.env, requeue=self.job.requeue)
+        return 1
+
+    # What is heard
+
+    def hear_all(self, watched: Watched) -> None:
+        watched.hear()
+        if watched.dog.step > self.furthest:
+            self.note_new_step(watched.dog.step, time.monotonic())
+
+    def note_new_step(self, step: int, now: float) -> None:
+        """A step that no attempt has done before: what went wrong until now is made good."""
+        for fault in self.faults:
+            lost = now - self.furthest_at
+            tell(f"recovered from {fault.kind} at step {step}: {lost:.0f} s lost")
+            self.logbook.write(
+                "recovered",
+                attempt=self.number,
+                kind=fault.kind,
+                lost_seconds=round(lost, 1),
+                step=step,
+            )
+        if self.furthest and not self.faults:
+            self._step_times.append((now - self.furthest_at) / (step - self.furthest))
+        self.faults.clear()
+        self.furthest, self.furthest_at = step, now
+
+    # How things stand
+
+    def show(self, dog: Watchdog) -> None:
+        slowest = dog.slowest()
+        self.logbook.live(
+            state="training" if dog.step else "starting",
+            attempt=self.number,
+            step=max(dog.step, 0),
+            phase=dog.phase.words,
+            ranks=len(dog.ranks),
+            nodes=len(dog.nodes),
+            step_seconds=statistics.median(self._step_times) if self._step_times else None,
+            slowest=slowest
+            and {
+                "rank": slowest.rank,
+                "node": slowest.node,
+                "factor": round(dog.slowness(slowest), 2),
+            },
+            late=[
+                {"rank": r.rank, "node": r.node, "phase": r.phase.words, "seconds": round(r.age, 1)}
+                for r in dog.late_ranks()
+            ],
+        )
+
+    def note_slow_ones(self, dog: Watchdog) -> None:
+        for rank, factor, what in dog.stragglers():
+            tell(f"rank {rank.rank} on {rank.node} is slow: it {what}")
+            self.logbook.write(
+                "straggler", rank=rank.rank, node=rank.node, factor=round(factor, 2), what=what
+            )
+
+    def is_done(self) -> bool:
+        try:
+            return int((self.job.run / "done").read_text()) >= self.job.steps
+        except (OSError, ValueError):
+            return False
+
+    def newest_checkpoint(self) -> int:
+        names = (path.name for path in (self.job.run / self.job.checkpoint_folder).glob("step_*"))
+        steps = [name.removesuffix(".preempt").removeprefix("step_") for name in names]
+        return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+    def is_late(self) -> bool:
+        """Whether ranks would have to stop before they have begun."""
+        end = self.env.get("SLURM_JOB_END_TIME", "")
+        left = float(end) - time.time() if end.isdecimal() else float("inf")
+        return left < self.job.margin_seconds + 30
+
+    def wait_for_room(self) -> None:
+        """A run that starts on a full disk fails at its next save: it waits, as long as the job
+        lasts, until as much is free as the newest checkpoint takes twice."""
+        folder = self.job.run / self.job.checkpoint_folder
+        newest = folder / "latest"
+        sizes = [file.stat().st_size for file in newest.rglob("*") if file.is_file()]
+        needed = max(2 * sum(sizes), 64 * 2**20)
+        while shutil.disk_usage(self.job.run).free < needed:
+            tell(f"{self.job.run}: waiting until {needed / 1e9:.1f} GB are free")
+            self.logbook.live(state="waiting for room", attempt=self.number, step=self.furthest)
+            if self.asked_to_end or self.is_late():
+                return
+            time.sleep(ROOM_SECONDS)
+
+    def rank_environment(self, board: Switchboard) -> dict[str, str]:
+        job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
+        folder = self.fault_folder()
+        beats = beats_prefix(job, self.number)
+        return {
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            **self.env,
+            **board.environment(),
+            BEATS: beats,
+            PIPES: f"{beats}-nccl-",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl_rank_"),
+        }
+
+    def fault_folder(self) -> Path:
+        job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
+        return self.job.run / "faults" / f"{job}-{self.number}"
+
+
+def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
+    """The exit code of the job script."""
+    allocation, host = allocated_nodes(env), node_name(env)
+    if len(allocation) < job.num_nodes:
+        raise ClusterError(
+            f"--nodes {job.num_nodes}: the job has {len(allocation)} nodes; ask for more"
+        )
+    logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
+    events = logbook.events()
+    roster = Roster(allocation, job.num_nodes, host)
+    supervisor = Supervisor(job, env, roster, logbook, furthest=furthest_step(events))
+    supervisor.barren = barren_attempts(events)
+    ends = env.get("SLURM_JOB_END_TIME", "")
+    logbook.write(
+        "session",
+        restart=int(env.get("SLURM_RESTART_COUNT") or 0),
+        nodes=allocation,
+        wanted=job.num_nodes,
+        ends=int(ends) if ends.isdecimal() else None,
+    )
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        supervisor.asked_to_end = number
+
+    for number in SIGNALS:
+        signal.signal(number, remember)
+    return supervisor.run()
+
+
+def tell(words: str) -> None:
+    """Into the job's log, which may be on the disk that is full."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%F %T')} {words}", flush=True)

@@ -1,0 +1,189 @@
+"""Judges the ranks' signs of life: who hangs, which node is silent, who is slow.
+
+How long a phase may last is learned from how long it has taken: ten times the longest so far, and
+`health.hang_seconds` at least. The first steps of an attempt teach nothing, and may take long:
+weights are read, blocks compiled, connections made.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from overland.cluster.beat import Phase
+from overland.cluster.supervise.faults import Fault, Kind, name_ranks
+
+FACTOR = 10.0
+FIRST_TIME_SECONDS = 1800.0
+UNTYPICAL_STEPS = 2
+SILENT_SECONDS = 15.0
+LATEST_START_SECONDS = 120.0  # after as long, and 5 × what half of the nodes took, a node is lost
+SLOW = 1.5  # × the median of all ranks
+SLOW_READINGS = 5
+LATE_DATA = 0.2  # of the time waited for data, more than the median rank
+
+
+@dataclass
+class Heard:
+    """A rank, as last heard of."""
+
+    rank: int
+    node: str
+    step: int = 0
+    phase: Phase = Phase.STARTING
+    age: float = 0.0
+    probe_seconds: float = 0.0
+    data_wait: float = 0.0
+    state: str = "R"
+    slow_readings: int = 0
+
+    @property
+    def place(self) -> tuple[int, Phase]:
+        """Ranks that started anew, before their first step, are behind all others."""
+        return self.step, self.phase
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase >= Phase.ENDING
+
+
+@dataclass
+class Watchdog:
+    hang_seconds: float
+    nodes: Sequence[str]
+    started: float
+    ranks: dict[int, Heard] = field(default_factory=dict)
+    _longest: dict[Phase, float] = field(default_factory=dict)
+    _called: dict[str, float] = field(default_factory=dict)
+    _heard: dict[str, float] = field(default_factory=dict)
+    _named_slow: set[int] = field(default_factory=set)
+    _first_step: int | None = None
+
+    def call(self, node: str, now: float) -> None:
+        """The agent of a node is there."""
+        self._called[node] = now - self.started
+        self._heard[node] = now
+
+    def hear(self, node: str, beats: Sequence[Sequence[float | str]], now: float) -> None:
+        self._heard[node] = now
+        for rank, step, phase, age, probe, wait, state in beats:
+            known = self.ranks.setdefault(int(rank), Heard(int(rank), node))
+            place = int(step), Phase(int(phase))
+            if place != known.place:
+                self._learn(known)
+            known.step, known.phase = place
+            known.age, known.state = float(age), str(state)
+            if float(probe) != known.probe_seconds:
+                known.probe_seconds = float(probe)
+                known.slow_readings += 1  # taken back below, if it was none
+                self._note_pace(known)
+            known.data_wait = float(wait)
+
+    @property
+    def step(self) -> int:
+        """The last step that every rank has begun after; all ranks go in step."""
+        return max((rank.step for rank in self.ranks.values()), default=0)
+
+    @property
+    def phase(self) -> Phase:
+        return min((rank.phase for rank in self.ranks.values()), default=Phase.STARTING)
+
+    def limit(self, phase: Phase) -> float:
+        if phase not in self._longest:
+            return max(FIRST_TIME_SECONDS, self.hang_seconds)
+        return max(self.hang_seconds, FACTOR * self._longest[phase])
+
+    def silent_nodes(self, now: float) -> list[str]:
+        """Nodes that spoke and do so no more, or that never spoke when most did."""
+        silent = [node for node, last in self._heard.items() if now - last > SILENT_SECONDS]
+        if 2 * len(self._called) > len(self.nodes):
+            usual = statistics.median(self._called.values())
+            if now - self.started > max(LATEST_START_SECONDS, 5 * usual):
+                silent += [node for node in self.nodes if node not in self._called]
+        return silent
+
+    def late_ranks(self) -> list[Heard]:
+        """Those that have been in one phase for longer than it may last. A process that was
+        stopped by a signal never goes on by itself, whatever its phase."""
+        return [
+            rank
+            for rank in self.ranks.values()
+            if not rank.is_over
+            and rank.age > (self.hang_seconds if rank.state in "Tt" else self.limit(rank.phase))
+        ]
+
+    def hang(self, late: Sequence[Heard], odd: Sequence[int] = ()) -> Fault:
+        """Who the others wait for: a process that is stopped; else the one that is behind; else
+        the one whose stack is another (`odd`)."""
+        stopped = [rank for rank in late if rank.state in "Tt"]
+        behind = self._behind()
+        named = stopped or behind or [self.ranks[rank] for rank in odd if rank in self.ranks]
+        if not named:
+            slowest = max(late, key=lambda rank: rank.age)
+            what = (
+                f"no rank has gone on for {slowest.age:.0f} s at step {slowest.step} "
+                f"({slowest.phase.words}), and none stands out; their stacks are kept"
+            )
+            return Fault(Kind.HANG, what)
+        first = named[0]
+        how = "stopped" if first.state in "Tt" else "hung"
+        what = (
+            f"{name_ranks([rank.rank for rank in named])} on "
+            f"{', '.join(dict.fromkeys(rank.node for rank in named))} {how} at step {first.step}, "
+            f"{first.phase.words}, for {first.age:.0f} s"
+        )
+        ranks = tuple(rank.rank for rank in named)
+        return Fault(Kind.HANG, what, ranks, tuple(dict.fromkeys(rank.node for rank in named)))
+
+    def stragglers(self) -> list[tuple[Heard, float, str]]:
+        """Ranks that have become slow since this was last asked: with the factor, and in words."""
+        found = []
+        for rank in self.ranks.values():
+            factor = self.slowness(rank)
+            is_slow = rank.slow_readings >= SLOW_READINGS
+            waits = rank.data_wait - self._median("data_wait")
+            if (is_slow or waits > LATE_DATA) and rank.rank not in self._named_slow:
+                self._named_slow.add(rank.rank)
+                what = (
+                    f"computes {factor:.1f} × as long as the median"
+                    if is_slow
+                    else f"waits {rank.data_wait:.0%} of its time for data, the median rank "
+                    f"{self._median('data_wait'):.0%}"
+                )
+                found.append((rank, factor, what))
+            elif not is_slow and waits <= LATE_DATA:
+                self._named_slow.discard(rank.rank)
+        return found
+
+    def slowest(self) -> Heard | None:
+        timed = [rank for rank in self.ranks.values() if rank.probe_seconds > 0]
+        return max(timed, key=lambda rank: rank.probe_seconds, default=None)
+
+    def slowness(self, rank: Heard) -> float:
+        median = self._median("probe_seconds")
+        return rank.probe_seconds / median if median > 0 else 1.0
+
+    def _learn(self, rank: Heard) -> None:
+        """It moved on, so what it did until now can take this long."""
+        if rank.phase < Phase.DATA:
+            return
+        if self._first_step is None:
+            self._first_step = rank.step
+        if rank.step >= self._first_step + UNTYPICAL_STEPS:
+            self._longest[rank.phase] = max(self._longest.get(rank.phase, 0.0), rank.age)
+
+    def _note_pace(self, rank: Heard) -> None:
+        if self.slowness(rank) <= SLOW:
+            rank.slow_readings = 0
+
+    def _median(self, what: str) -> float:
+        values = [getattr(rank, what) for rank in self.ranks.values()]
+        return statistics.median(values) if values else 0.0
+
+    def _behind(self) -> list[Heard]:
+        """Fewer than half, or it says nothing."""
+        at_work = [rank for rank in self.ranks.values() if not rank.is_over]
+        least = min((rank.place for rank in at_work), default=None)
+        behind = [rank for rank in at_work if rank.place == least]
+        return behind if 2 * len(behind) < len(self.ranks) else []

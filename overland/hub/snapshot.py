@@ -1,0 +1,141 @@
+"""A folder that holds files of one commit, and the list by which it can be checked offline.
+
+    FOLDER/
+      config.json, model-00001-of-00004.safetensors …   as they lie on the Hub
+      .overland/snapshot.json   which repository, which commit, every file's size and hash
+      .overland/partial/        what has come so far of files on their way
+
+The list is written before the first file is fetched, so that a fetch that was killed goes on with
+the same commit. A folder stays at its commit: weights and data do not change under a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from overland.hub.errors import HubError
+
+OWN = ".overland"
+LIST = f"{OWN}/snapshot.json"
+VERSION = 1
+BLOCK = 1 << 22
+THREADS = 8  # files at a time, as the Hub's own client does
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`hash` is `sha256:…` for large files, `git:…` (the id of git's blob) for others."""
+
+    size: int
+    hash: str
+
+    def problem(self, path: Path) -> str | None:
+        """`missing`, `damaged`, or None."""
+        try:
+            if path.stat().st_size != self.size:
+                return "damaged"
+            kind = self.hash.partition(":")[0]
+            return None if hash_of(path, kind) == self.hash else "damaged"
+        except FileNotFoundError:
+            return "missing"
+
+
+def hash_of(path: Path, kind: str) -> str:
+    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(usedforsecurity=False)
+    if kind == "git":
+        digest.update(f"blob {path.stat().st_size}\0".encode())
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return f"{kind}:{digest.hexdigest()}"
+
+
+@dataclass
+class Snapshot:
+    """`requests` are the words that asked for files; what one of them means in this commit is in
+    `files`, so the same words again need no network."""
+
+    type: str
+    name: str
+    revision: str
+    commit: str
+    files: dict[str, Entry] = field(default_factory=dict)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size for entry in self.files.values())
+
+
+def read_snapshot(folder: Path) -> Snapshot | None:
+    path = folder / LIST
+    try:
+        tree = json.loads(path.read_bytes())
+        if tree["version"] != VERSION:
+            raise HubError(f"{path} is of another version of Overland: fetch into a new folder")
+        files = {name: Entry(*entry) for name, entry in tree["files"].items()}
+        facts = {key: tree[key] for key in ("type", "name", "revision", "commit", "requests")}
+        snapshot = Snapshot(**facts, files=files)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise HubError(f"{path} is damaged: remove it and fetch again") from None
+    check_names(snapshot.files)
+    return snapshot
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    """In one step: a list is there as a whole or as it was before."""
+    path = folder / LIST
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tree = {
+        "version": VERSION,
+        "type": snapshot.type,
+        "name": snapshot.name,
+        "revision": snapshot.revision,
+        "commit": snapshot.commit,
+        "requests": snapshot.requests,
+        "files": {name: [entry.size, entry.hash] for name, entry in sorted(snapshot.files.items())},
+    }
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        json.dump(tree, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def find_problems(
+    folder: Path,
+    files: dict[str, Entry],
+    advance: Callable[[int], None] = lambda size: None,
+) -> dict[str, str]:
+    """Name -> `missing` or `damaged`, after reading every byte."""
+
+    def look(name: str) -> str | None:
+        found = files[name].problem(folder / name)
+        advance(files[name].size)
+        return found
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = dict(zip(files, pool.map(look, files), strict=True))
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def check_names(names: Iterable[str]) -> None:
+    for name in names:
+        check_name(name)
+
+
+def check_name(name: str) -> None:
+    """A Hub gives names; none may lead out of the folder, or onto our own files."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or "\\" in name or ".." in parts or parts[0] == OWN:
+        raise HubError(f"the repository holds a file called {name!r}, which is refused")

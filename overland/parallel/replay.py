@@ -1,0 +1,112 @@
+"""One NVIDIA GPU: forward and backward are recorded once as a CUDA graph and then replayed.
+
+A step of a Llama is one and a half to four thousand kernels, each started by the host; between two
+of them the device waits. A replay is one call for all of them. What runs is the same, in the same
+order and on the same numbers, so results are equal bit by bit. Norm and update stay outside: the
+rate changes from step to step, and the host has time for them while the replay runs.
+
+What a graph reads and writes has fixed addresses: batches are copied into tensors of its own, and
+gradients lie where they lay when it was recorded. It holds its memory, activations included, from
+one step to the next.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from overland.data.batch import Batch
+from overland.parallel.whole import Whole
+
+PLAIN_STEPS = 3  # first: they compile and choose kernels, which a recording cannot
+
+Key = tuple[object, ...]
+
+
+class Replayed(Whole):
+    """A whole model whose passes are replayed. It computes them as ever where shapes are new,
+    documents are masked (their number is read on the host), gradients of several passes add up
+    (not tried yet), or a recording failed."""
+
+    def __init__(self, model: nn.Module, rows_per_pass: int) -> None:
+        super().__init__(model, rows_per_pass)
+        self._parameters = list(dict.fromkeys(model.parameters()))
+        self._recording: Recording | None = None
+        self._key: Key = ()
+        self._plain_steps = 0
+
+    def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
+        if batch.documents_BS is not None or len(batch.tokens_BS) > self.rows_per_pass:
+            return super().loss_and_gradients(batch, scale)
+        key = self._key_of(batch)
+        if key != self._key:  # another shape, or the parameters have moved: a rewind loads them
+            self._key, self._recording, self._plain_steps = key, None, 0
+        if self._recording is None:
+            self._plain_steps += 1
+            if self._plain_steps <= PLAIN_STEPS or not self._record(batch, scale):
+                return super().loss_and_gradients(batch, scale)
+        assert self._recording is not None
+        return self._recording.replay(batch, scale)
+
+    def _key_of(self, batch: Batch) -> Key:
+        return (batch.tokens_BS.shape, *(p.data_ptr() for p in self._parameters))
+
+    def _record(self, batch: Batch, scale: Tensor) -> bool:
+        """Tried once per key: a second try would fail as the first did."""
+        if self._plain_steps > PLAIN_STEPS + 1:
+            return False
+        batch, scale = batch.map(torch.clone), scale.clone()
+        try:
+            again, loss = record(lambda: super(Replayed, self).loss_and_gradients(batch, scale))
+        except RuntimeError as error:
+            for parameter in self._parameters:
+                parameter.grad = None
+            warnings.warn(
+                "the step could not be recorded, so it runs as ever (compile.cuda_graphs = false "
+                f"does not try): {str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+            return False
+        gradients = {p: p.grad for p in self._parameters if p.grad is not None}
+        self._recording = Recording(again, batch, scale, loss, gradients)
+        return True
+
+
+class Recording:
+    """A recorded step and the tensors that it reads and writes."""
+
+    def __init__(
+        self,
+        again: Callable[[], None],
+        batch: Batch,
+        scale: Tensor,
+        loss: Tensor,
+        gradients: dict[nn.Parameter, Tensor],
+    ) -> None:
+        self.again = again
+        self.inputs = [tensor for tensor in vars(batch).values() if tensor is not None]
+        self.scale = scale
+        self.loss = loss
+        self.gradients = gradients
+
+    def replay(self, batch: Batch, scale: Tensor) -> Tensor:
+        given = [tensor for tensor in vars(batch).values() if tensor is not None]
+        for place, tensor in zip(self.inputs, given, strict=True):
+            place.copy_(tensor)
+        self.scale.copy_(scale)
+        self.again()
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+        return self.loss
+
+
+def record(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """What does the work again, and what it gives each time. The work itself is not done yet."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads go on meanwhile, reading batches and locking memory for checkpoints.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = work()
+    return graph.replay, result

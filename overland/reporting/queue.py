@@ -1,0 +1,65 @@
+"""What Slurm says about the jobs of a run, asked in the background: squeue may take its time."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+
+ASK_EVERY_SECONDS = 20.0  # controllers of large clusters are busy
+ANSWER_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    id: str
+    state: str
+    left: str
+    """Of its walltime, as Slurm writes it."""
+    reason: str
+    """Why it waits."""
+    start: str
+    """When it began, or is expected to."""
+
+    @property
+    def runs(self) -> bool:
+        return self.state not in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.jobs: list[QueuedJob] | None = None
+        """None as long as Slurm has not answered, and where there is none."""
+        self._thread: threading.Thread | None = None
+        self._asked = -ASK_EVERY_SECONDS
+
+    def ask(self, which: str, patience: float = 0.0) -> None:
+        """Asks for the jobs that squeue's option names, unless it was asked a moment ago; waits
+        for the answer no longer than `patience`."""
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if not is_busy and time.monotonic() - self._asked >= ASK_EVERY_SECONDS:
+            self._asked = time.monotonic()
+            self._thread = threading.Thread(target=self._ask, args=(which,), daemon=True)
+            self._thread.start()
+        if self._thread is not None:
+            self._thread.join(patience)
+
+    def _ask(self, which: str) -> None:
+        self.jobs = squeue(which)
+
+
+def squeue(which: str) -> list[QueuedJob] | None:
+    if shutil.which("squeue") is None:
+        return None
+    command = ["squeue", "--noheader", which, "--format=%i|%T|%L|%r|%S"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if asked.returncode:  # a job that ended a while ago is unknown to it
+        return [] if "Invalid job id" in asked.stderr else None
+    rows = [line.strip().split("|") for line in asked.stdout.splitlines()]
+    jobs = [QueuedJob(*row) for row in rows if len(row) == 5]
+    return sorted(jobs, key=lambda job: (not job.runs, len(job.id), job.id))

@@ -1,0 +1,299 @@
+"""Where a run stands, gathered from its folder alone, as anyone who may read it can.
+
+Read are config.toml, metrics.jsonl, the checkpoints' names and the marker `done`; under a
+supervisor also attempts.jsonl, live.json and `stopped`; and Slurm, where squeue is. Any of these
+may be missing. Nothing here imports torch: a look takes a moment, also on a busy login node.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overland.data.claims import host, is_running
+from overland.reporting.events import Event, Events
+from overland.reporting.history import History, Points, Record, thinned
+from overland.reporting.queue import Queue, QueuedJob
+
+STATES = {
+    "training": "training",
+    "starting": "starting",
+    "restarting": "restarting after a fault",
+    "stopping": "stopping",
+    "waiting": "waiting in the queue",
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+    "silent": "no sign of life",
+}
+SIGNS = ("config.toml", "metrics.jsonl", "attempts.jsonl", "live.json", "owner.json", "submit")
+SILENT_SECONDS = 60.0
+SILENT_STEPS = 20
+OWNER_SECONDS = 120.0  # renewed every 15 s, and NFS may show it a minute late
+CURVE_POINTS = 2000
+CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
+SAVING = re.compile(r"\.step_(\d+)(\.preempt)?\.tmp")
+
+
+class NoRun(Exception):
+    """There is nothing to watch; the message is a sentence for the user."""
+
+
+@dataclass
+class Checkpoints:
+    count: int = 0
+    newest: str | None = None
+    saved_at: float | None = None
+    saving: str | None = None
+    """One that is being written."""
+
+
+@dataclass
+class Snapshot:
+    run: str
+    time: float
+    state: str = "silent"
+    """One of STATES."""
+    because: str = ""
+    last_sign: float | None = None
+    description: str = ""
+    step: int = 0
+    steps: int | None = None
+    seconds_left: float | None = None
+    """Of training, at today's pace."""
+    step_seconds: float | None = None
+    phase: str | None = None
+    newest: Record = field(default_factory=dict)
+    """The newest line of metrics.jsonl: loss, tokens_per_second, mfu, memory_gib, …"""
+    losses: Points = field(default_factory=list)
+    held_out: dict[str, Points] = field(default_factory=dict)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    job: str | None = None
+    session: int | None = None
+    session_ends: float | None = None
+    attempt: int | None = None
+    ranks: int | None = None
+    nodes: list[str] = field(default_factory=list)
+    slowest: dict[str, Any] | None = None
+    late: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[Event] = field(default_factory=list)
+    queue: list[QueuedJob] | None = None
+    """None where Slurm cannot be asked."""
+
+
+class Watch:
+    """Looks at a run again and again, and reads only what is new."""
+
+    def __init__(self, run: Path) -> None:
+        if not run.is_dir():
+            what = "is a file" if run.exists() else "is not there (yet)"
+            raise NoRun(f"{run} {what}: expected the folder of a run, as job.dump_folder names it")
+        if not any((run / name).exists() for name in SIGNS):
+            raise NoRun(f"{run} is no folder of a run: none of {', '.join(SIGNS)} is in it")
+        self.run = run
+        self.history = History(run / "metrics.jsonl")
+        self.events = Events(run / "attempts.jsonl")
+        self.queue = Queue()
+
+    def look(self, patience: float = 0.0) -> Snapshot:
+        """Waits for Slurm's answer no longer than `patience` seconds."""
+        self.history.read_on()
+        self.events.read_on()
+        live, owner = read_json(self.run / "live.json"), read_owner(self.run / "owner.json")
+        session, attempt = self.events.last("session"), self.events.last("attempt")
+        job = live.get("job") or session.get("job") or owner.get("job") or None
+        if which := jobs_to_ask_for(self.run, job):
+            self.queue.ask(which, patience)
+        config = read_config(self.run)
+        newest = self.history.newest
+        is_live_newer = number(live.get("time")) > number(newest.get("time"))
+        steps = config.get("training", {}).get("steps")
+        seen = Snapshot(
+            run=str(self.run),
+            time=time.time(),
+            description=str(config.get("job", {}).get("description", "")),
+            step=int(live["step"] if is_live_newer and "step" in live else newest.get("step", 0)),
+            steps=steps if isinstance(steps, int) else None,
+            step_seconds=self.history.step_seconds or live.get("step_seconds"),
+            phase=live.get("phase"),
+            newest=newest,
+            losses=thinned(self.history.losses, CURVE_POINTS),
+            held_out=dict(self.history.held_out),
+            checkpoints=read_checkpoints(
+                self.run / config.get("checkpoint", {}).get("folder", "checkpoint")
+            ),
+            job=job,
+            session=len(self.events.of("session")) or None,
+            session_ends=session.get("ends"),
+            attempt=live.get("attempt") or attempt.get("attempt"),
+            ranks=live.get("ranks"),
+            nodes=names(live.get("nodes")) or names(attempt.get("nodes")),
+            slowest=live.get("slowest"),
+            late=live.get("late") or [],
+            faults=self.events.faults(),
+            queue=self.queue.jobs,
+        )
+        seen.last_sign = last_sign(self.run, live, owner, newest, self.events)
+        seen.state, seen.because = judge(self.run, seen, live, owner, self.events)
+        if seen.state in ("finished", "stopped", "failed", "silent", "waiting"):
+            seen.slowest, seen.late, seen.checkpoints.saving = None, [], None
+        pace = self.history.pace or live.get("step_seconds")
+        if pace and seen.steps and seen.state != "finished":
+            seen.seconds_left = max(0, seen.steps - seen.step) * pace
+        return seen
+
+
+def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) -> tuple[str, str]:
+    """The state, and a few words about it. What lives comes first, then what is known for sure."""
+    limit = max(SILENT_SECONDS, SILENT_STEPS * (seen.step_seconds or 0))
+    age = seen.time - (seen.last_sign or 0)
+    supervised = supervisors_word(live)
+    if supervised and seen.time - number(live.get("time")) < limit:
+        return supervised
+    if owner and owner_lives(owner, seen.time):
+        has_stepped = number(seen.newest.get("time")) >= number(owner.get("since"))
+        return "training" if has_stepped else "starting", ""
+    done = read_text(run / "done")
+    if done.isdecimal() and int(done) >= (seen.steps or 0):
+        return "finished", ""
+    if reason := read_text(run / "stopped"):
+        return "stopped", reason
+    end = events.all[-1] if events.all and events.all[-1]["event"] == "end" else {}
+    running = [job for job in seen.queue or [] if job.runs]
+    if running and not (end and end.get("job") == running[0].id):
+        words = f"job {running[0].id} is running"
+        if seen.last_sign is None or started_after(running[0], seen.last_sign):
+            return "starting", words
+        state, _ = supervised or ("training", "")
+        return state, f"{words}, but silent for {duration(age)}"
+    if seen.queue:
+        return "waiting", seen.queue[0].reason
+    if end:
+        how = str(end.get("how", "stopped"))
+        return how if how in STATES else "stopped", str(end.get("what", ""))
+    if not owner and not live and not events.all and seen.newest:
+        # A run gives its owner.json back when it ends. Older ones had neither that nor times.
+        if "time" in seen.newest:
+            return "stopped", f"`overland train {run / 'config.toml'}` goes on"
+        if age < limit:
+            return "training", ""
+    return "silent", ""
+
+
+def supervisors_word(live: Event) -> tuple[str, str] | None:
+    """What a supervisor says it is at, unless it has ended."""
+    state = str(live.get("state", "ended"))
+    if state == "ended":
+        return None
+    if state == "preflight":
+        return "starting", "testing the nodes"
+    return (state, "") if state in STATES else ("starting", state)
+
+
+def last_sign(run: Path, live: Event, owner: Event, newest: Record, events: Events) -> float | None:
+    signs = [number(live.get("time")), number(owner.get("renewed")), number(newest.get("time"))]
+    signs += [number(event.get("time")) for event in events.all[-1:]]
+    if "time" not in newest:
+        signs.append(modified(run / "metrics.jsonl"))
+    return max(signs) or None
+
+
+def owner_lives(owner: Event, now: float) -> bool:
+    if owner.get("host") == host():
+        return is_running(owner)
+    return now - number(owner.get("renewed")) < OWNER_SECONDS
+
+
+def jobs_to_ask_for(run: Path, job: str | None) -> str | None:
+    """squeue's option for the jobs of this run. Links of a chain share their name."""
+    scripts = [path for path in run.glob("submit/*.sh") if path.stem.isdecimal()]
+    for script in sorted(scripts, key=lambda path: -int(path.stem))[:1]:
+        named = re.search(r"^#SBATCH --job-name=(\S+)$", read_text(script), flags=re.MULTILINE)
+        if named:
+            return f"--name={named[1]}"
+    return f"--jobs={job}" if job else None
+
+
+def started_after(job: QueuedJob, sign: float) -> bool:
+    try:
+        return time.mktime(time.strptime(job.start, "%Y-%m-%dT%H:%M:%S")) > sign
+    except ValueError:
+        return False
+
+
+def read_checkpoints(folder: Path) -> Checkpoints:
+    """By their names and markers alone."""
+    found, saving = [], []
+    try:
+        children = list(folder.iterdir())
+    except OSError:
+        return Checkpoints()
+    for path in children:
+        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := modified(path / "COMMITTED")):
+            found.append((int(named[1]), path.name, saved))
+        elif named := SAVING.fullmatch(path.name):
+            saving.append((int(named[1]), path.name.removeprefix(".").removesuffix(".tmp")))
+    _, newest, saved_at = max(found, default=(0, None, None))
+    return Checkpoints(len(found), newest, saved_at, max(saving, default=(0, None))[1])
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The newest of what the last session ran with and what was submitted since."""
+    submitted = [path for path in run.glob("submit/*.toml") if path.stem.isdecimal()]
+    for path in sorted([run / "config.toml", *submitted], key=modified, reverse=True):
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # being written
+            continue
+    return {}
+
+
+def read_owner(path: Path) -> Event:
+    owner = read_json(path)
+    return {**owner, "renewed": modified(path)} if owner else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_text(path))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def names(value: object) -> list[str]:
+    return [str(name) for name in value] if isinstance(value, list) else []
+
+
+def duration(seconds: float) -> str:
+    """Two units are enough: `3 d 4 h`, `5 min`, `12 s`."""
+    whole = max(0, round(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if whole >= 120 else f"{whole} s"

@@ -1,0 +1,136 @@
+"""`overland watch` as a user runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from overland.cli.main import app
+from overland.cli.watch import follow
+from overland.reporting.watch import Watch
+from tests.cli.processes import environment
+from tests.reporting.runs import add_events, line, make_run, set_live
+
+END = {"event": "end", "how": "failed", "step": 5, "what": "disk full"}
+
+
+@pytest.fixture(autouse=True)
+def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overland.reporting.queue.squeue", lambda which: None)
+
+
+def test_one_frame_and_its_exit_code(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", done=5)
+    for code, state in ((0, "training"), (3, "no sign of life"), (1, "failed: disk full")):
+        set_live(run, time=time.time() if code == 0 else 1.0)
+        if code == 3:
+            (run / "metrics.jsonl").write_text(line(5, 1.0))
+        if code == 1:
+            add_events(run, END)
+        done = CliRunner().invoke(app, ["watch", str(run), "--once"])
+        assert (done.exit_code, state in done.stdout) == (code, True), done.output
+    (run / "done").write_text("1000\n")
+    assert CliRunner().invoke(app, ["watch", str(run)]).exit_code == 0  # no terminal: once
+    done = CliRunner().invoke(app, ["watch", str(tmp_path / "none"), "--once"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"{tmp_path}/none is not there (yet): expected the folder of a run, as " \
+        "job.dump_folder names it\n"  # fmt: skip
+
+
+def test_json_for_scripts(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=5)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(6, time.time(), loss=float("nan")))
+    set_live(run, time=1.0)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    done = CliRunner().invoke(app, ["watch", str(run), "--json"])
+    seen = json.loads(done.stdout, parse_constant=refuse)
+    assert (seen["state"], seen["step"], seen["steps"]) == ("silent", 6, 1000)
+    assert seen["newest"]["loss"] is None
+    assert seen["losses"][0] == [1, 5.0]
+    assert done.exit_code == 3
+
+
+def test_it_starts_without_torch(tmp_path: Path) -> None:
+    make_run(tmp_path, done=5)
+    code = (
+        "import sys\nfrom overland.cli.main import app\n"
+        "app(['watch', sys.argv[1], '--once'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True,
+        env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+class Terminal:
+    """`overland watch RUN` in a terminal of its own."""
+
+    def __init__(self, run: Path) -> None:
+        self.pid, self.end = pty.fork()
+        if self.pid == 0:
+            words = ["-m", "overland", "watch", str(run), "--interval", "0.2"]
+            env = environment(TERM="xterm", COLUMNS="100", LINES="40", PATH="/usr/bin:/bin")
+            os.execve(sys.executable, [sys.executable, *words], env)
+        self._written = b""
+
+    @property
+    def seen(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._written.decode(errors="replace"))
+
+    def until(self, words: str) -> None:
+        while words not in self.seen:
+            self._written += os.read(self.end, 65536)
+
+    def exit_code(self) -> int:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while more := os.read(self.end, 65536):
+                self._written += more
+        os.close(self.end)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.parametrize("how", ["q", "Ctrl-C", "finished"])
+def test_a_live_view_until_it_is_left_or_the_run_is_finished(tmp_path: Path, how: str) -> None:
+    run = make_run(tmp_path, steps=20, done=5)
+    set_live(run, time=time.time(), step=5)
+    terminal = Terminal(run)
+    terminal.until("5 of 20")
+    set_live(run, time=time.time() + 1, step=11)
+    terminal.until("11 of 20")
+    if how == "q":
+        os.write(terminal.end, b"q")
+    elif how == "Ctrl-C":
+        os.kill(terminal.pid, signal.SIGINT)
+    else:
+        (run / "done").write_text("20\n")
+        set_live(run, time=time.time() + 2, step=20, state="ended")
+    assert terminal.exit_code() == 0
+    assert "Traceback" not in terminal.seen
+    assert ("Finished: 20 steps in" in terminal.seen) == (how == "finished")
+
+
+def test_a_view_without_a_keyboard_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, steps=5, done=5)
+    (run / "done").write_text("5\n")
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115
+    follow(Watch(run), interval=0.1)
+    assert "Finished: 5 steps" in capsys.readouterr().out

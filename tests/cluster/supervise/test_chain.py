@@ -1,0 +1,85 @@
+"""Chains of jobs on the real Slurm: they cross walltime limits, and stop where it is of no use."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.cli.processes import losses
+from tests.cluster.slurm import Slurm
+from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
+
+
+def test_a_chain_crosses_walltime_limits_with_the_bits_of_one_run(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    """Jobs of two minutes that stop a minute before their end, with work for more than that. How
+    many it takes depends on the machine; those that are left over have nothing to do."""
+    run = SubmittedRun(
+        slurm, tmp_path / "chain", 130, 2, "--sessions", "12", "--time", "00:02:00",
+        "--no-preflight", settings=["checkpoint.walltime_margin_minutes=1"], step_seconds=0.5,
+    )  # fmt: skip
+    states = [slurm.wait_for(job) for job in run.jobs]
+    assert [state_of(shown) for shown in states] == ["COMPLETED"] * len(run.jobs), run.events()
+    ends = [event["how"] for event in run.events("end")]
+    assert ends == ["stopped"] * (len(ends) - 1) + ["finished"]
+    assert len(ends) >= 2
+    assert "stopping after step" in run.log(run.jobs[0])
+    assert "finished already" in run.log(run.jobs[len(ends)]), "a surplus link ends at once"
+    assert not run.events("fault")
+    begun = [event["from_step"] for event in run.events("attempt")]
+    assert begun == [0, *(event["step"] for event in run.events("end")[:-1])], "no step done twice"
+
+    unbroken = train_unbroken(run, tmp_path / "unbroken")
+    assert final_state(run.root) == final_state(unbroken)
+    assert losses(run.root / "metrics.jsonl") == losses(unbroken / "metrics.jsonl")
+
+
+def state_of(shown: str) -> str:
+    return shown.partition("JobState=")[2].split()[0]
+
+
+BROKEN = """\
+import os
+from overland.training.callbacks import Callback, register_callback
+
+@register_callback
+class Broken(Callback):
+    def on_step(self, run):
+        if run.world.rank == 1 and run.progress.step == 7:
+            {act}
+"""
+
+
+def submit_broken(slurm: Slurm, folder: Path, act: str, *flags: str) -> SubmittedRun:
+    folder.mkdir()
+    (folder / "broken.py").write_text(BROKEN.format(act=act))
+    return SubmittedRun(
+        slurm, folder, 50, 1, "--time", "00:10:00", "--no-preflight", *flags,
+        settings=["job.custom_import=broken", "checkpoint.interval=5"],
+    )  # fmt: skip
+
+
+def test_a_mistake_in_the_code_is_not_tried_again_and_ends_the_chain(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    run = submit_broken(slurm, tmp_path / "run", "raise KeyError('embedding')", "--sessions", "2")
+    states = [slurm.wait_for(job) for job in run.jobs]
+    assert [state_of(shown) for shown in states] == ["FAILED", "FAILED"]
+    assert len(run.events("attempt")) == 1
+    [fault] = run.events("fault")
+    assert (fault["kind"], fault["action"], fault["ranks"]) == ("code error", "stop", [1])
+    assert "KeyError: 'embedding'" in fault["what"]
+    assert "Traceback" in run.log(run.jobs[0])
+    assert "not started, since this run was stopped: code error" in run.log(run.jobs[1])
+    assert (run.root / "stopped").stat().st_mode & 0o777 == 0o600
+
+
+def test_two_attempts_without_a_new_step_stop_the_run(slurm: Slurm, tmp_path: Path) -> None:
+    run = submit_broken(slurm, tmp_path / "run", "os.kill(os.getpid(), 9)")
+    assert state_of(run.wait()) == "FAILED"
+    faults = run.events("fault")
+    assert [fault["kind"] for fault in faults] == ["rank killed"] * 3
+    assert [fault["new_steps"] > 0 for fault in faults] == [True, False, False]
+    assert [fault["action"] for fault in faults] == ["restart", "restart", "stop"]
+    assert re.search(r"2 attempts without a new step", (run.root / "stopped").read_text())

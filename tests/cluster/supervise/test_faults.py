@@ -1,0 +1,151 @@
+"""What ended an attempt, from what ranks, srun and the silence say."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+import torch
+
+from overland.checkpoint.errors import CheckpointError
+from overland.cluster.errors import ClusterError
+from overland.cluster.supervise.faults import SAYS, Findings, Kind, expand_ranks, kind_of, say
+from overland.config.errors import ConfigError
+from overland.data.errors import DataError
+from overland.training.errors import TrainingError
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), Kind.MEMORY),
+        (RuntimeError("HIP out of memory"), Kind.MEMORY),
+        (MemoryError(), Kind.MEMORY),
+        (OSError(errno.ENOSPC, "No space left on device"), Kind.DISK),
+        (CheckpointError("step_3 is not there: Disk quota exceeded"), Kind.DISK),
+        (CheckpointError("none of the 3 checkpoints can be read"), Kind.TRAINING),
+        (TrainingError("the loss was not finite in 10 steps"), Kind.TRAINING),
+        (DataError("x.jsonl, line 3: no connection closed here"), Kind.DATA),
+        (ConfigError([]), Kind.CONFIG),
+        (ClusterError("rank 3 did not find rank 0"), Kind.NETWORK),
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), Kind.DEVICE),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), Kind.DEVICE),
+        (RuntimeError("HIP error: hipErrorLaunchFailure"), Kind.DEVICE),
+        (RuntimeError("CUDA error: device-side assert triggered"), Kind.CODE),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited"), Kind.NETWORK),
+        (RuntimeError("[gloo/pair.cc:553] Connection closed by peer [10.0.0.1]"), Kind.NETWORK),
+        (ConnectionResetError("reset"), Kind.NETWORK),
+        (KeyError("embedding"), Kind.CODE),
+        (OSError(errno.ESTALE, "Stale file handle"), Kind.UNKNOWN),
+    ],
+)  # fmt: skip
+def test_an_error_has_a_kind(error: BaseException, kind: Kind) -> None:
+    assert kind_of(error) is kind
+
+
+def findings(*lines: str) -> Findings:
+    found = Findings()
+    for line in lines:
+        found.read(line)
+    return found
+
+
+def said(rank: int, kind: Kind, what: str, time: float) -> str:
+    told = {"rank": rank, "node": f"n{rank // 2}", "kind": kind, "what": what, "time": time}
+    return f"{rank}: {SAYS}{json.dumps(told)}"
+
+
+def test_last_words_are_heard_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    say(3, Kind.DEVICE, "two\nlines")
+    found = Findings()
+    assert found.read(f"3: {capsys.readouterr().out.strip()}")
+    assert (found.said[0].rank, found.said[0].what) == (3, "two lines")
+    assert found.said[0].kind is Kind.DEVICE
+    assert not found.read("3: overland says: nonsense")
+    assert not found.read("3: step 12  loss 3.1")
+
+
+def test_the_cause_is_blamed_and_not_who_failed_because_of_it() -> None:
+    fault = findings(
+        said(0, Kind.NETWORK, "Connection closed by peer", 1.0),
+        said(5, Kind.DEVICE, "uncorrectable ECC error", 1.4),
+        said(1, Kind.NETWORK, "Connection closed by peer", 1.1),
+        "srun: error: n2: task 5: Exited with exit code 1",
+        "srun: error: n0: tasks 0-1: Exited with exit code 1",
+    ).fault()
+    assert (fault.kind, fault.ranks, fault.nodes) == (Kind.DEVICE, (5,), ("n2",))
+
+
+def test_of_equal_causes_the_first_counts() -> None:
+    fault = findings(
+        said(4, Kind.CODE, "KeyError: later", 2.0), said(2, Kind.CODE, "KeyError: first", 1.0)
+    ).fault()
+    assert fault.ranks == (2,)
+    assert fault.kind.is_final
+
+
+@pytest.mark.parametrize("how", ["Killed", "Exited with exit code 137", "Segmentation fault",
+                                 "Exited with exit code 139"])  # fmt: skip
+def test_a_rank_that_was_killed_is_named(how: str) -> None:
+    fault = findings(
+        said(0, Kind.NETWORK, "Connection closed by peer", 1.0),
+        f"srun: error: frontier00012: task 5: {how}",
+        "srun: error: frontier00011: tasks 0-3: Terminated",
+    ).fault()
+    assert (fault.kind, fault.ranks, fault.nodes) == (Kind.KILLED, (5,), ("frontier00012",))
+
+
+def test_those_that_srun_ended_are_no_cause() -> None:
+    fault = findings(
+        "srun: error: n1: tasks 0-1: Terminated",
+        "srun: error: n2: task 3: Exited with exit code 143",
+        said(2, Kind.CODE, "ValueError: x", 1.0),
+    ).fault()
+    assert fault.kind is Kind.CODE
+
+
+def test_the_nodes_memory_is_told_from_a_kill() -> None:
+    assert findings("srun: error: n1: task 0: Out Of Memory").fault().kind is Kind.MEMORY
+
+
+def test_a_lost_node_comes_before_all_else() -> None:
+    fault = findings(
+        said(0, Kind.NETWORK, "Connection closed", 1.0), "srun: error: Node failure on n7"
+    ).fault()
+    assert (fault.kind, fault.nodes) == (Kind.NODE, ("n7",))
+
+
+def test_a_sentence_before_the_ranks_meet_is_a_config_error() -> None:
+    fault = findings(
+        "0: run.toml:3: training.stepz: no such key; did you mean steps?",
+        "srun: error: n1: tasks 0-1: Exited with exit code 2",
+    ).fault()
+    assert fault.kind is Kind.CONFIG
+    assert "did you mean steps?" in fault.what
+
+
+def test_a_trace_without_last_words_is_a_code_error_and_silence_is_not() -> None:
+    trace = findings(
+        "2: Traceback (most recent call last):",
+        "2: ImportError: no module named flax",
+        "srun: error: n1: task 2: Exited with exit code 1",
+    ).fault()
+    assert trace.kind is Kind.CODE
+    assert "no module named flax" in trace.what
+    silent = findings("srun: error: n1: task 2: Exited with exit code 1").fault()
+    assert silent.kind is Kind.UNKNOWN
+    assert findings().fault().kind is Kind.UNKNOWN
+
+
+def test_an_attempt_that_stopped_is_told_from_one_that_failed() -> None:
+    assert findings(said(0, Kind.STOPPED, "step 3", 1.0)).stopped()
+    assert not findings().stopped()
+    both = findings(said(0, Kind.STOPPED, "step 3", 1.0), said(1, Kind.CODE, "KeyError", 1.0))
+    assert not both.stopped()
+    assert both.fault().kind is Kind.CODE
+
+
+def test_ranges_of_ranks() -> None:
+    assert expand_ranks("0-2,7") == (0, 1, 2, 7)
+    assert expand_ranks("5") == (5,)

@@ -1,0 +1,81 @@
+"""Which nodes train, and the logbook of what happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from overland.cluster.supervise.logbook import (
+    Event,
+    Logbook,
+    barren_attempts,
+    furthest_step,
+    read_events,
+)
+from overland.cluster.supervise.roster import Roster
+
+
+def test_the_batch_host_is_taken_last() -> None:
+    roster = Roster(["n1", "n2", "n3"], wanted=2, batch_host="n1")
+    assert roster.choose() == ["n2", "n3"]
+    roster.exclude("n2", "lost")
+    assert roster.choose() == ["n1", "n3"]
+    roster.exclude("n3", "lost")
+    assert roster.choose() is None
+
+
+def test_a_node_with_a_strike_is_avoided_and_with_two_left_out() -> None:
+    roster = Roster(["n1", "n2", "n3", "n4"], wanted=2, batch_host="n1")
+    assert not roster.strike("n2", "killed")
+    assert roster.choose() == ["n3", "n4"]
+    assert roster.strike("n2", "killed")
+    assert roster.out == {"n2": "killed"}
+
+
+def test_a_node_that_may_be_innocent_is_not_given_up_without_another() -> None:
+    roster = Roster(["n1", "n2"], wanted=2, batch_host="n1")
+    assert not any(roster.strike("n2", "hang") for _ in range(5))
+    assert roster.choose() == ["n1", "n2"]
+
+
+def fault(new_steps: int, step: int = 0) -> Event:
+    return {"event": "fault", "new_steps": new_steps, "step": step}
+
+
+def test_attempts_without_a_new_step_are_counted_across_sessions() -> None:
+    session: Event = {"event": "session"}
+    stopped: Event = {"event": "end", "how": "stopped"}
+    assert barren_attempts([fault(3), fault(0), stopped, session, fault(0)]) == 2
+    assert barren_attempts([fault(0), fault(0), {"event": "end", "how": "failed"}, session]) == 0
+    assert barren_attempts([fault(0), {"event": "recovered"}, fault(0)]) == 1
+    assert barren_attempts([]) == 0
+
+
+def test_the_furthest_step_is_remembered() -> None:
+    assert furthest_step([fault(1, step=7), {"event": "end", "step": None}, fault(0, step=3)]) == 7
+
+
+def test_what_a_full_disk_refused_is_written_later(tmp_path: Path) -> None:
+    logbook = Logbook(tmp_path / "run", "12")
+    logbook.write("session", wanted=2)
+    path = tmp_path / "run" / "attempts.jsonl"
+    path.rename(tmp_path / "aside")
+    path.mkdir()  # nothing can be written there
+    logbook.write("fault", step=3)
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    with path.open("a") as file:
+        file.write('{"time": 1, "eve')  # what the failed write left
+    logbook.write("end", how="stopped")
+    events = read_events(tmp_path / "run")
+    assert [event["event"] for event in events] == ["session", "fault", "end"]
+    assert {event["job"] for event in events} == {"12"}
+
+
+def test_live_is_replaced_as_a_whole_and_not_too_often(tmp_path: Path) -> None:
+    logbook = Logbook(tmp_path, "12")
+    logbook.live(state="training", attempt=1, step=1)
+    first = (tmp_path / "live.json").read_text()
+    logbook.live(state="training", attempt=1, step=2)
+    assert (tmp_path / "live.json").read_text() == first
+    logbook.live(state="restarting", attempt=1, step=2)
+    assert '"restarting"' in (tmp_path / "live.json").read_text()

@@ -1,0 +1,135 @@
+"""One job on four real (virtual) nodes, two of them spares, to which everything happens: it goes on
+by itself each time, and ends with the bits of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import losses
+from tests.cluster.packages import need
+from tests.cluster.slurm import PROGRAMS, Slurm
+from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
+
+STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Slurm]:
+    """Of their own, since some of them are killed."""
+    need(*PROGRAMS)
+    slurm = Slurm()
+    yield slurm
+    slurm.stop()
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small one, that can be filled; only root may mount it."""
+    folder = tmp_path_factory.mktemp("disk")
+    mounted = (
+        os.geteuid() == 0
+        and not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=300m", "none", str(folder)], capture_output=True
+        ).returncode
+    )
+    yield folder
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def story(nodes: Slurm, disk: Path) -> SubmittedRun:
+    """Rank 0's node is lost; a rank is killed, another one stopped, the disk filled; one more node
+    is lost. Each time it has gone on before the next."""
+    run = SubmittedRun(
+        nodes, disk, STEPS, 2, "--spares", "2", "--time", "00:20:00", "--no-preflight"
+    )
+    run.wait_for_step(12)
+    run.kill_node(run.ranks()[0][1])
+    run.wait_for_recovery(1)
+
+    run.signal_rank(3, signal.SIGKILL)
+    run.wait_for_recovery(2)
+
+    run.wait_for_step(run.step() + 3)  # the watchdog has seen how long a step takes
+    run.signal_rank(1, signal.SIGSTOP)
+    run.wait_for_recovery(3)
+
+    if disk.is_mount():
+        fill(disk, run)
+    faults = len(run.events("recovered"))
+
+    batch_host = "n1"
+    run.kill_node(next(node for _, node in run.ranks().values() if node != batch_host))
+    run.wait_for_recovery(faults + 1)
+    run.wait()
+    return run
+
+
+def fill(disk: Path, run: SubmittedRun) -> None:
+    """Until training fails for want of room; then there is some again."""
+    ballast = disk / "ballast"
+    with ballast.open("wb") as file:
+        try:
+            while True:
+                file.write(bytes(2**16))
+                file.flush()
+        except OSError:
+            pass
+    run.wait_until(lambda: not run.ranks(), "the ranks have ended")
+    time.sleep(3)  # it has looked for room by then, and found none
+    assert not run.ranks()
+    ballast.unlink()
+    run.wait_for_recovery(4)
+
+
+def test_it_ends_by_itself_with_the_right_bits(story: SubmittedRun, tmp_path: Path) -> None:
+    [end] = story.events("end")
+    assert (end["how"], end["step"]) == ("finished", STEPS), story.log()[-5000:]
+    assert (story.root / "done").read_text() == f"{STEPS}\n"
+    unbroken = train_unbroken(story, tmp_path)
+    assert final_state(story.root) == final_state(unbroken)
+    assert losses(story.root / "metrics.jsonl") == losses(unbroken / "metrics.jsonl")
+
+
+def test_each_fault_is_told_by_its_name(story: SubmittedRun) -> None:
+    kinds = [fault["kind"] for fault in story.events("fault")]
+    disk_full = ["disk full"] if story.folder.is_mount() else []
+    assert kinds == ["node lost", "rank killed", "hang", *disk_full, "node lost"]
+
+
+def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> None:
+    fault = story.events("fault")[2]
+    assert fault["ranks"] == [1]
+    assert len(fault["nodes"]) == 1
+    assert "rank 1 on" in fault["what"]
+    assert "stopped at step" in fault["what"]
+    [stacks] = story.root.glob("faults/*-3/stacks.txt")
+    text = stacks.read_text()
+    assert "is stopped, as by SIGSTOP" in text
+    assert text.count("in run_rank") == 3, "the stacks of all others show where they wait"
+
+
+def test_a_lost_node_is_not_used_again(story: SubmittedRun) -> None:
+    lost = [fault["nodes"][0] for fault in story.events("fault") if fault["kind"] == "node lost"]
+    assert len(set(lost)) == 2
+    assert lost[0] in story.events("attempt")[0]["nodes"]
+    assert not any(lost[0] in attempt["nodes"] for attempt in story.events("attempt")[1:])
+    assert lost[1] not in story.events("attempt")[-1]["nodes"]
+
+
+def test_the_time_lost_is_told_for_each_fault(story: SubmittedRun) -> None:
+    recovered = story.events("recovered")
+    assert [event["kind"] for event in recovered] == [f["kind"] for f in story.events("fault")]
+    assert all(event["lost_seconds"] > 0 for event in recovered)
+
+
+def test_nothing_is_left_behind(story: SubmittedRun) -> None:
+    assert not story.ranks()

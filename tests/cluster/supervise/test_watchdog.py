@@ -1,0 +1,159 @@
+"""Who hangs, who is silent, who is slow: from signs of life alone."""
+
+from __future__ import annotations
+
+from overland.cluster.beat import Phase
+from overland.cluster.supervise.stacks import odd_ranks
+from overland.cluster.supervise.watchdog import FIRST_TIME_SECONDS, Watchdog
+
+Beats = list[list[float | str]]
+
+
+def beats(*ranks: tuple[int, int, Phase, float], state: str = "S") -> Beats:
+    return [[rank, step, phase, age, 0.0, 0.0, state] for rank, step, phase, age in ranks]
+
+
+def dog_after(step_seconds: float, num_ranks: int = 4, hang_seconds: float = 10.0) -> Watchdog:
+    """Has seen ten steps of that length, on nodes of two ranks."""
+    dog = Watchdog(hang_seconds, [f"n{i}" for i in range(num_ranks // 2)], started=0.0)
+    now = 0.0
+    for node in dog.nodes:
+        dog.call(node, 1.0)
+    for step in range(10):
+        now = 2.0 + step * step_seconds
+        for index, node in enumerate(dog.nodes):
+            pair = (2 * index, 2 * index + 1)
+            dog.hear(node, beats(*((r, step, Phase.COMPUTING, step_seconds) for r in pair)), now)
+    return dog
+
+
+def hear_all(dog: Watchdog, *ranks: tuple[int, int, Phase, float], now: float) -> None:
+    for index, node in enumerate(dog.nodes):
+        dog.hear(node, beats(*(rank for rank in ranks if rank[0] // 2 == index)), now)
+
+
+def test_the_limit_is_learned_from_the_steps() -> None:
+    assert dog_after(step_seconds=30.0).limit(Phase.COMPUTING) == 300.0
+    assert dog_after(step_seconds=0.1).limit(Phase.COMPUTING) == 10.0, "and at least what is asked"
+
+
+def test_the_first_steps_may_take_long_and_teach_nothing() -> None:
+    dog = Watchdog(10.0, ["n0"], started=0.0)
+    dog.call("n0", 1.0)
+    dog.hear("n0", beats((0, 0, Phase.COMPUTING, 900.0)), 900.0)  # it compiles
+    assert dog.limit(Phase.COMPUTING) == FIRST_TIME_SECONDS
+    assert not dog.late_ranks()
+    for step in range(1, 6):
+        dog.hear("n0", beats((0, step, Phase.COMPUTING, 0.2)), 900.0 + step)
+    assert dog.limit(Phase.COMPUTING) == 10.0
+
+
+def test_a_hang_does_not_raise_its_own_limit() -> None:
+    dog = dog_after(step_seconds=1.0)
+    for age in range(1, 60):
+        hear_all(dog, *((rank, 10, Phase.COMPUTING, float(age)) for rank in range(4)), now=age)
+    assert len(dog.late_ranks()) == 4
+
+
+def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it() -> None:
+    dog = dog_after(step_seconds=0.5)
+    waiting = [(rank, 10, Phase.COMPUTING, 20.0) for rank in (0, 1, 3)]
+    hear_all(dog, *waiting, (2, 10, Phase.DATA, 20.5), now=30.0)
+    for step in range(5):  # it has learned how long data takes, too
+        dog.hear("n0", beats((0, step, Phase.DATA, 0.1)), 1.0)
+    hear_all(dog, *waiting, (2, 10, Phase.DATA, 20.5), now=30.0)
+    fault = dog.hang(dog.late_ranks())
+    assert (fault.ranks, fault.nodes) == ((2,), ("n1",))
+    assert "rank 2 on n1 hung at step 10, waiting for data, for 20 s" in fault.what
+
+
+def test_a_process_that_is_stopped_is_named_in_any_phase() -> None:
+    dog = Watchdog(10.0, ["n0", "n1"], started=0.0)
+    dog.hear("n0", beats((0, 0, Phase.BUILDING, 11.0), (1, 0, Phase.BUILDING, 11.0)), 20.0)
+    dog.hear("n1", beats((2, 0, Phase.BUILDING, 11.0)), 20.0)
+    dog.hear("n1", beats((3, 0, Phase.BUILDING, 11.0), state="T"), 20.0)
+    assert [rank.rank for rank in dog.late_ranks()] == [3]
+    assert dog.hang(dog.late_ranks()).nodes == ("n1",)
+
+
+def test_where_all_wait_alike_the_odd_stack_is_named_or_nobody() -> None:
+    dog = dog_after(step_seconds=0.5)
+    hear_all(dog, *((rank, 10, Phase.COMPUTING, 20.0) for rank in range(4)), now=30.0)
+    assert dog.hang(dog.late_ranks(), odd=[1]).ranks == (1,)
+    fault = dog.hang(dog.late_ranks())
+    assert fault.ranks == ()
+    assert "none stands out" in fault.what
+
+
+def test_ranks_that_end_are_not_late() -> None:
+    dog = dog_after(step_seconds=0.5)
+    hear_all(dog, *((rank, 10, Phase.ENDING, 500.0) for rank in range(4)), now=600.0)
+    assert not dog.late_ranks()
+
+
+def test_a_node_that_falls_silent_is_named() -> None:
+    dog = dog_after(step_seconds=0.5)
+    dog.hear("n0", beats((0, 10, Phase.COMPUTING, 0.1)), 40.0)
+    assert dog.silent_nodes(40.0) == ["n1"]
+
+
+def test_a_node_that_never_spoke_is_named_when_most_have() -> None:
+    dog = Watchdog(10.0, ["n0", "n1", "n2"], started=0.0)
+    for now in (200.0,):  # a slow file system: half of the nodes took 40 s
+        dog.call("n0", 40.0)
+        dog.call("n1", 40.0)
+        dog.hear("n0", [], now)
+        dog.hear("n1", [], now)
+        assert dog.silent_nodes(now) == []
+    dog.hear("n0", [], 201.0)
+    dog.hear("n1", [], 201.0)
+    assert dog.silent_nodes(201.0) == ["n2"]
+
+
+def pace(*seconds: float, data_wait: float = 0.0) -> Beats:
+    return [[r, 5, Phase.COMPUTING, 0.1, s, data_wait, "S"] for r, s in enumerate(seconds)]
+
+
+def test_a_slow_rank_is_named_once_and_only_if_it_stays_slow() -> None:
+    dog = Watchdog(10.0, ["n0"], started=0.0)
+    for reading in range(20):
+        wobble = 1e-4 * reading
+        slow = 2.0 + wobble if reading != 4 else 1.0 + wobble
+        dog.hear("n0", pace(1.0 + wobble, 1.0 + wobble, slow), float(reading))
+        named = [(rank.rank, round(factor)) for rank, factor, _ in dog.stragglers()]
+        assert named == ([(2, 2)] if reading == 9 else []), reading
+    slowest = dog.slowest()
+    assert slowest is not None
+    assert slowest.rank == 2
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    dog = Watchdog(10.0, ["n0", "n1"], started=0.0)
+    dog.hear("n0", pace(1.0, 1.0), 1.0)
+    dog.hear("n1", [[2, 5, Phase.DATA, 0.1, 1.0, 0.5, "S"]], 1.0)
+    [(rank, _, what)] = dog.stragglers()
+    assert (rank.rank, rank.node) == (2, "n1")
+    assert "waits 50% of its time for data" in what
+
+
+IN_COLLECTIVE = """Current thread 0x1 (most recent call first):
+  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 3001 in all_reduce
+  File "/env/overland/parallel/comm.py", line 99 in sum_over
+  File "/env/overland/cli/train.py", line 120 in run_rank
+"""
+IN_USER_CODE = """Thread 0x2 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+
+Current thread 0x1 (most recent call first):
+  File "/home/me/mine.py", line 7 in on_step
+  File "/env/overland/training/run.py", line 77 in call
+  File "/env/overland/cli/train.py", line 120 in run_rank
+"""
+
+
+def test_the_odd_stack_is_the_one_that_does_not_wait() -> None:
+    assert odd_ranks({0: IN_COLLECTIVE, 1: IN_COLLECTIVE, 2: IN_USER_CODE}) == [2]
+    assert odd_ranks({0: IN_USER_CODE, 1: IN_USER_CODE}) == []
+    elsewhere = IN_COLLECTIVE.replace("line 99", "line 12")
+    assert odd_ranks({0: IN_COLLECTIVE, 1: IN_COLLECTIVE, 2: elsewhere}) == [2]
+    assert odd_ranks({}) == []

@@ -1,0 +1,196 @@
+"""A run on the virtual nodes, as a user submits it, and faults as clusters have them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overland.checkpoint.folder import latest_checkpoint
+from overland.checkpoint.read import open_checkpoint
+from tests.cli.processes import TINY, environment, losses, overland
+from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of
+
+SITE = """\
+description = "virtual nodes"
+accelerator = "none"
+[slurm]
+gpus = "none"
+devices_per_node = {ranks_per_node}
+cpus_per_task = 1
+[environment]
+OMP_NUM_THREADS = "1"
+"""
+# Steps of a tenth of a second, so that a fault hits a run and not its end.
+SLOW = """\
+import time
+from overland.training.callbacks import Callback, register_callback
+
+@register_callback
+class Slow(Callback):
+    def on_step(self, run):
+        time.sleep({seconds})
+"""
+
+
+class SubmittedRun:
+    def __init__(
+        self,
+        slurm: Slurm,
+        folder: Path,
+        steps: int,
+        nodes: int,
+        *flags: str,
+        settings: list[str] | None = None,
+        ranks_per_node: int = 2,
+        step_seconds: float = 0.1,
+    ) -> None:
+        self.slurm, self.folder, self.steps = slurm, folder, steps
+        self.num_ranks = nodes * ranks_per_node
+        self.root = folder / "runs" / "quickstart"
+        self.settings = [
+            *TINY,
+            f"training.steps={steps}",
+            "training.dataset=random",
+            "metrics.sample_prompt=",
+            "metrics.enable_tensorboard=false",
+            "validation.enable=false",
+            "checkpoint.interval=10",
+            "health.hang_seconds=6",
+            "job.custom_import=slow",
+            *(settings or []),
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "site.toml").write_text(SITE.format(ranks_per_node=ranks_per_node))
+        (folder / "slow.py").write_text(SLOW.format(seconds=step_seconds))
+        words = ["submit", "quickstart", *self.settings, "--site", "site.toml", "--nodes"]
+        done = subprocess.run(
+            [sys.executable, "-m", "overland", *words, str(nodes), "--json", *flags],
+            cwd=folder,
+            env=slurm.environment(environment()),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        self.jobs = [int(job) for job in json.loads(done.stdout)["jobs"]]
+
+    # What it tells
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        path = self.root / "attempts.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        events = [json.loads(line) for line in lines]
+        return [event for event in events if kind in (None, event["event"])]
+
+    def live(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.root / "live.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    def log(self, job: int | None = None) -> str:
+        path = self.root / "logs" / f"job-{job or self.jobs[0]}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def step(self) -> int:
+        path = self.root / "metrics.jsonl"
+        return max(losses(path), default=0) if path.exists() else 0
+
+    def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not is_true():
+            assert time.monotonic() < deadline, (
+                f"waited in vain until {what}:\n{self.log()[-5000:]}"
+            )
+            ended = self.events("end")
+            assert not ended, f"it ended before {what}: {ended}\n{self.log()[-5000:]}"
+            time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: self.step() >= step, f"step {step}")
+
+    def wait_for_recovery(self, count: int) -> None:
+        """Until that many faults are made good."""
+        self.wait_until(lambda: len(self.events("recovered")) >= count, f"recovery {count}")
+
+    def wait(self) -> str:
+        """Until the last job has ended; what Slurm says of it."""
+        return [self.slurm.wait_for(job) for job in self.jobs][-1]
+
+    # What happens to it
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """Process and node of every rank that is alive."""
+        found = {}
+        for pid, env, command in self._processes():
+            if "train" in command and "python" in Path(command[0]).name:
+                found[int(env["SLURM_PROCID"])] = pid, env["SLURMD_NODENAME"]
+        return found
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.ranks()[rank][0], number)
+
+    def kill_node(self, node: str) -> None:
+        """Its slurmd, its step's daemons first, so that nobody can tell, then all processes."""
+        here = [(pid, env, cmd) for pid, env, cmd in self._processes()]
+        tasks = [pid for pid, env, _ in here if env.get("SLURMD_NODENAME") == node]
+        daemons = [pid for pid, _, cmd in here if cmd[-2:] == ["-N", node]]
+        parents = {parent_of(pid) for pid in tasks}
+        steps = [pid for pid in parents if pid and "slurmstepd" in command_of(pid)[0]]
+        for pid in [*daemons, *steps, *tasks]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _processes(self) -> list[tuple[int, dict[str, str], list[str]]]:
+        found = []
+        for pid in processes_of(self.slurm.folder):
+            try:
+                words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+                env = dict(word.split("=", 1) for word in words.split("\0") if "=" in word)
+                found.append((pid, env, command_of(pid)))
+            except OSError:
+                continue
+        return found
+
+
+def command_of(pid: int) -> list[str]:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return words[:-1] if len(words) > 1 else words
+
+
+def parent_of(pid: int) -> int:
+    try:
+        found = re.search(r"^PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def train_unbroken(run: SubmittedRun, folder: Path) -> Path:
+    """The same training by a plain `overland train` that nothing happens to; its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "slow.py").write_text(SLOW.format(seconds=0))
+    overland("train", "quickstart", *run.settings, cwd=folder, NGPU=str(run.num_ranks))
+    return folder / "runs" / "quickstart"
+
+
+def final_state(run: Path) -> dict[str, bytes]:
+    """Every tensor of the last checkpoint, bit for bit: weights, moments, random states."""
+    path = latest_checkpoint(run / "checkpoint")
+    assert path is not None
+    with open_checkpoint(path) as checkpoint:
+        return {
+            name: checkpoint.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
+            for name in checkpoint.tensors
+        }

@@ -1,0 +1,35 @@
+"""Who has a run folder, where Slurm is asked about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from overland.training.errors import TrainingError
+from overland.training.owner import FILE, describe, job_state, take
+from tests.cluster.slurm import Slurm
+
+
+def test_a_job_elsewhere_holds_its_folder_until_slurm_has_ended_it(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm.config))
+    job = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 60").strip()
+    other = {**describe({"SLURM_JOB_ID": job}), "host": "elsewhere-1"}
+    (tmp_path / FILE).write_text(json.dumps(other))
+    while job_state(job) == "PENDING":
+        pass
+    with pytest.raises(TrainingError, match=f"in use by job {job}.*`scancel {job}`"):
+        take(tmp_path)
+    slurm.run("scancel", job)
+    take(tmp_path).release()
+    assert job_state("4000000") == ""
+
+
+def test_a_slurm_that_does_not_answer_says_nothing_about_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert job_state("1") is None

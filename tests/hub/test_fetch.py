@@ -1,0 +1,499 @@
+"""`overland fetch`: what is chosen, resumed, verified and told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from overland.cli.main import app
+from overland.config.load import load_config
+from overland.data.sources.open import open_source
+from overland.hub import download as downloading
+from overland.hub import fetch as fetching
+from tests.cli.processes import overland, start_overland
+from tests.hub.server import TOKEN, Hub
+
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{ }",
+    "model-00001-of-00002.safetensors": b"a" * 40_000,
+    "model-00002-of-00002.safetensors": b"b" * 30_000,
+    "model.safetensors.index.json": b'{"weight_map": {}}',
+    "pytorch_model-00001-of-00001.bin": b"c" * 1000,
+    "pytorch_model.bin.index.json": b"{}",
+    "consolidated.safetensors": b"d" * 1000,
+    "original/consolidated.00.pth": b"e" * 1000,
+    "original/tokenizer.model": b"sp",
+    "tf_model.h5": b"f" * 1000,
+}
+README = b"""---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/train-*.jsonl
+  - split: validation
+    path: en/valid.jsonl
+- config_name: fr
+  data_files: fr/*.jsonl
+---
+"""
+DATASET = {
+    "README.md": README,
+    "en/train-00000.jsonl": b'{"text": "one"}\n{"text": "two"}\n',
+    "en/valid.jsonl": b'{"text": "three"}\n',
+    "fr/train.jsonl": b'{"text": "un"}\n',
+}
+
+
+def run(*words: str, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["fetch", *words])
+    assert done.exit_code == code, f"{done.output}\n{done.exception}"
+    return done
+
+
+def refused(*words: str) -> str:
+    """The one line of an error."""
+    lines = run(*words, code=2).stderr.splitlines()
+    (said,) = [line for line in lines if not line.startswith("fetching: ")]
+    assert TOKEN not in said
+    return said
+
+
+def files_in(folder: Path) -> set[str]:
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path.as_posix() for path in found if path.parts[0] != ".overland"}
+
+
+# what is chosen, and where it goes
+
+
+def test_a_model_comes_once_and_in_safetensors(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    run("model", "me/llama", "--to", "there")
+    assert files_in(Path("there")) == {
+        "config.json", "tokenizer.json", "tokenizer_config.json", "original/tokenizer.model",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    }  # fmt: skip
+    for name in files_in(Path("there")):
+        assert (Path("there") / name).read_bytes() == MODEL[name]
+
+
+def test_without_safetensors_the_next_best_weights_come(hub: Hub) -> None:
+    hub.add("me/old", {"config.json": b"{}", "pytorch_model.bin": b"x" * 10, "tf_model.h5": b"y"})
+    run("model", "me/old", "--to", "there")
+    assert files_in(Path("there")) == {"config.json", "pytorch_model.bin"}
+
+
+def test_include_says_otherwise(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    run("model", "me/llama", "--to", "there", "--include", "original/", "--include", "*.h5")
+    wanted = {"original/consolidated.00.pth", "original/tokenizer.model", "tf_model.h5"}
+    assert files_in(Path("there")) == wanted
+
+
+def test_a_tokenizer_is_small(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    run("tokenizer", "me/llama", "--to", "there")
+    assert files_in(Path("there")) == {
+        "config.json", "tokenizer.json", "tokenizer_config.json", "original/tokenizer.model",
+    }  # fmt: skip
+
+
+def test_a_subset_comes_with_all_its_splits_and_can_be_read(hub: Hub) -> None:
+    hub.add("me/texts", DATASET, "dataset")
+    said = run("dataset", "me/texts", "--subset", "en", "--to", "there").stdout
+    assert files_in(Path("there")) == {"README.md", "en/train-00000.jsonl", "en/valid.jsonl"}
+    lines = tomllib.loads(said.partition("In a config:")[2])
+    settings = lines["data"]["sources"]["texts"]
+    source = open_source(settings["path"], subset=settings["subset"])
+    assert sum(1 for chunk in source.chunks() for _ in source.read(chunk)) == 2
+
+
+def test_a_subset_may_be_a_folder(hub: Hub) -> None:
+    hub.add("me/texts", {"a/x.jsonl": b"1", "b/y.jsonl": b"2"}, "dataset")
+    run("dataset", "me/texts", "--subset", "b", "--to", "there")
+    assert files_in(Path("there")) == {"b/y.jsonl"}
+
+
+def test_lines_to_paste_are_a_config(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    said = run("model", "me/llama", "--to", 'a "b').stdout
+    Path("run.toml").write_text(said.partition("In a config:")[2])
+    config = load_config("run.toml", [], env={}).config
+    assert config.model.hf_assets_path == config.checkpoint.initial_load_path == 'a "b'
+
+
+def test_below_scratch_every_repository_has_a_folder_of_its_own(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SCRATCH_ROOT", str(tmp_path / "scratch"))
+    hub.add("me/llama", MODEL)
+    hub.add("me/texts", DATASET, "dataset")
+    for words in (["model", "me/llama"], ["tokenizer", "me/llama"], ["dataset", "me/texts"]):
+        run(*words)
+    assert sorted(one.relative_to("scratch").as_posix() for one in Path("scratch").glob("*/*")) == [
+        "data_cache/me___texts", "models_cache/me___llama", "tokenizers_cache/me___llama",
+    ]  # fmt: skip
+
+
+def test_without_scratch_it_goes_where_configs_look(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    hub.add("me/texts", DATASET, "dataset")
+    run("tokenizer", "me/llama")
+    run("model", "me/llama")
+    run("dataset", "me/texts")
+    assert Path("assets/hf/llama/model-00001-of-00002.safetensors").is_file()
+    assert Path("data/texts/fr/train.jsonl").is_file()
+
+
+# going on
+
+
+def test_a_dropped_connection_goes_on_where_it_was(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    name = "model-00001-of-00002.safetensors"
+    hub.cut[name] = [15_000, 10_000]
+    run("model", "me/llama", "--to", "there")
+    assert (Path("there") / name).read_bytes() == MODEL[name]
+    starts = [one.headers["Range"] for one in hub.gets(name) if "/cdn/" in one.path]
+    assert starts == ["bytes=0-39999", "bytes=15000-39999", "bytes=25000-39999"]
+
+
+def test_a_killed_fetch_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.add("me/llama", MODEL)
+    first = repo.refs["main"]
+    name = "model-00001-of-00002.safetensors"
+    hub.hold[name] = 15_000
+    words = ["fetch", "model", "me/llama", "--to", "there"]
+    process = start_overland(*words, cwd=tmp_path, HF_ENDPOINT=hub.url)
+    deadline = time.monotonic() + 20
+    partial = tmp_path / "there" / ".overland" / "partial"
+
+    def has_come() -> bool:
+        sizes = [path.stat().st_size for path in partial.glob("*")] if partial.is_dir() else []
+        others = (tmp_path / "there" / "model-00002-of-00002.safetensors").is_file()
+        return sizes == [15_000] and others
+
+    while not has_come():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "there" / name).exists()
+
+    repo.commit({**MODEL, "config.json": b'{"newer": 1}'})  # what main is now does not matter
+    hub.requests.clear()
+    overland(*words, cwd=tmp_path, HF_ENDPOINT=hub.url)
+    assert (tmp_path / "there" / name).read_bytes() == MODEL[name]
+    starts = [one.headers["Range"] for one in hub.gets(name) if "/cdn/" in one.path]
+    assert starts == ["bytes=15000-39999"]
+    assert hub.gets("model-00002-of-00002.safetensors") == []
+    assert (tmp_path / "there" / "config.json").read_bytes() == MODEL["config.json"]
+    assert json.loads((tmp_path / "there/.overland/snapshot.json").read_text())["commit"] == first
+    assert not partial.exists()
+
+
+def test_a_large_file_is_asked_for_in_pieces(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("me/llama", MODEL)
+    monkeypatch.setattr(downloading, "PIECE", 15_000)
+    name = "model-00001-of-00002.safetensors"
+    run("model", "me/llama", "--to", "there")
+    assert (Path("there") / name).read_bytes() == MODEL[name]
+    starts = [one.headers["Range"] for one in hub.gets(name) if "/cdn/" in one.path]
+    assert starts == ["bytes=0-14999", "bytes=15000-29999", "bytes=30000-39999"]
+
+
+def test_a_server_without_ranges_sends_the_whole_again(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    hub.no_ranges = True
+    name = "model-00001-of-00002.safetensors"
+    hub.cut[name] = [15_000]
+    done = json.loads(run("model", "me/llama", "--to", "there", "--json").stdout)
+    assert name in done["fetched"]
+    assert (Path("there") / name).read_bytes() == MODEL[name]
+    assert len([one for one in hub.gets(name) if "/cdn/" in one.path]) == 2
+
+
+def test_a_part_that_was_damaged_on_disk_is_not_built_upon(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/llama", MODEL)
+    monkeypatch.setattr(downloading, "WAIT", 0.0)
+    name = "model-00001-of-00002.safetensors"
+    hub.cut[name] = [15_000, *[0] * downloading.ATTEMPTS]
+    words = ["model", "me/llama", "--to", "there", "--include", name]
+    assert f"no connection to {hub.url}" in refused(*words)
+    (part,) = Path("there/.overland/partial").iterdir()
+    assert part.read_bytes() == MODEL[name][:15_000]
+    part.write_bytes(b"X" * 15_000)
+    hub.cut.clear()
+    run(*words)
+    assert (Path("there") / name).read_bytes() == MODEL[name]
+
+
+def test_two_equal_files_come_to_their_own_places(hub: Hub) -> None:
+    same = {f"{number}/part.bin": b"same" * 1000 for number in range(20)}
+    hub.add("me/texts", same, "dataset")
+    run("dataset", "me/texts", "--to", "there")
+    assert files_in(Path("there")) == set(same)
+
+
+def test_a_server_that_is_busy_is_asked_again(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    hub.fail["config.json"] = [503, 429]
+    run("model", "me/llama", "--to", "there")
+    assert (Path("there") / "config.json").read_bytes() == MODEL["config.json"]
+
+
+def test_two_fetches_do_not_write_into_one_folder(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    with fetching.only_one(Path("there")):
+        assert "another fetch is at work in there" in refused("model", "me/llama", "--to", "there")
+
+
+def test_a_file_system_without_locks_is_no_obstacle(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/llama", MODEL)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fetching.fcntl, "flock", no_locks)
+    run("model", "me/llama", "--to", "there")
+    assert Path("there/config.json").is_file()
+
+
+# verified
+
+
+def test_a_file_that_comes_damaged_comes_again(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    hub.corrupt = {"model-00001-of-00002.safetensors": 1, "config.json": 1}
+    run("model", "me/llama", "--to", "there")
+    for name in hub.corrupt:
+        assert (Path("there") / name).read_bytes() == MODEL[name]
+
+
+def test_a_file_that_stays_damaged_never_gets_its_name(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    name = "model-00001-of-00002.safetensors"
+    hub.corrupt = {name: 100}
+    said = refused("model", "me/llama", "--to", "there")
+    assert f"{name} came twice and was not what {hub.url} says it is" in said
+    assert not (Path("there") / name).exists()
+    assert "missing" in run("model", "me/llama", "--to", "there", "--verify", code=1).stderr
+
+
+def test_verify_needs_no_network_and_names_each_file(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    run("model", "me/llama", "--to", "there")
+    hub.close()
+    assert "every file is as" in run("model", "me/llama", "--to", "there", "--verify").stdout
+    assert "there holds main, commit" in refused(
+        "model", "me/llama", "--to", "there", "--verify", "--revision", "v2"
+    )
+    weights = Path("there/model-00001-of-00002.safetensors")
+    weights.write_bytes(MODEL[weights.name][:-1] + b"X")  # the same size
+    Path("there/config.json").unlink()
+    said = run("model", "me/llama", "--to", "there", "--verify", code=1).stderr
+    assert f"damaged: {weights}" in said
+    assert "missing: there/config.json" in said
+    told = run("model", "me/llama", "--to", "there", "--verify", "--json", code=1).stdout
+    assert json.loads(told)["problems"] == {weights.name: "damaged", "config.json": "missing"}
+
+
+def test_a_later_fetch_mends_what_is_damaged_and_keeps_the_rest(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    run("model", "me/llama", "--to", "there")
+    Path("there/config.json").write_bytes(b"X" * len(MODEL["config.json"]))
+    hub.requests.clear()
+    done = json.loads(run("model", "me/llama", "--to", "there", "--json").stdout)
+    assert done["mended"] == done["fetched"] == ["config.json"]
+    assert Path("there/config.json").read_bytes() == MODEL["config.json"]
+    assert len(hub.requests) == 1
+
+
+def test_a_whole_folder_is_fetched_again_without_a_network(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/llama", MODEL)
+    run("model", "me/llama", "--to", "there")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.requests.clear()
+    assert "0 fetched, 7 already here" in run("model", "me/llama", "--to", "there").stdout
+    assert hub.requests == []
+
+
+def test_files_that_lie_there_already_are_taken_if_they_are_right(hub: Hub) -> None:
+    """As after a download by other means."""
+    hub.add("me/llama", MODEL)
+    Path("there").mkdir()
+    Path("there/model-00001-of-00002.safetensors").write_bytes(b"a" * 40_000)
+    Path("there/config.json").write_bytes(b"wrong")
+    run("model", "me/llama", "--to", "there")
+    assert hub.gets("model-00001-of-00002.safetensors") == []
+    assert Path("there/config.json").read_bytes() == MODEL["config.json"]
+
+
+def test_a_folder_stays_at_its_commit(hub: Hub) -> None:
+    repo = hub.add("me/llama", MODEL)
+    run("tokenizer", "me/llama", "--to", "there")
+    first = repo.refs["main"]
+    repo.commit({**MODEL, "tokenizer.json": b"{new}"})
+    repo.refs["next"] = repo.refs["main"]
+    run("model", "me/llama", "--to", "there")  # more files, of the same commit
+    assert Path("there/tokenizer.json").read_bytes() == b"{}"
+    said = refused("model", "me/llama", "--to", "there", "--revision", "next")
+    assert f"there holds commit {first[:12]}" in said
+    run("model", "me/llama", "--to", "other", "--revision", "next")
+    assert Path("other/tokenizer.json").read_bytes() == b"{new}"
+    run("model", "me/llama", "--to", "there", "--revision", first)
+
+
+def test_files_that_come_later_join_the_list(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    for name in ("config.json", "tokenizer.json"):
+        run("model", "me/llama", "--to", "there", "--include", name)
+    for name in ("config.json", "tokenizer.json"):
+        (Path("there") / name).unlink()
+    said = run("model", "me/llama", "--to", "there", "--verify", code=1).stderr
+    assert "config.json" in said
+    assert "tokenizer.json" in said
+
+
+def test_a_damaged_list_is_said(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    for text in ("{", "[]", '{"version": 1}', '{"version": 1, "files": {"a": 1}}'):
+        Path("there/.overland").mkdir(parents=True, exist_ok=True)
+        Path("there/.overland/snapshot.json").write_text(text)
+        assert "snapshot.json is damaged" in refused("model", "me/llama", "--to", "there")
+
+
+def test_a_folder_holds_one_repository(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    hub.add("you/llama", MODEL)
+    run("model", "me/llama")
+    assert "holds the model me/llama" in refused("model", "you/llama")
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(hub: Hub) -> None:
+    for name in ("../evil.txt", "/evil.txt", ".overland/snapshot.json", "a/../../evil"):
+        hub.add("me/evil", {name: b"x"}, "dataset")
+        assert "is refused" in refused("dataset", "me/evil", "--to", "there")
+    assert not Path("evil.txt").exists()
+    assert not Path("there").exists()
+
+
+# told
+
+
+def test_what_is_not_there_is_said_and_leaves_nothing(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    hub.add("me/texts", DATASET, "dataset")
+    assert f"there is no model me/lama at {hub.url}, or it is private" in refused(
+        "model", "me/lama"
+    )
+    assert "has no revision 'v2'; it has main" in refused("model", "me/llama", "--revision", "v2")
+    said = refused("model", "me/llama", "--include", "*.gguf")
+    assert "--include '*.gguf' matches none of the 12 files of me/llama" in said
+    said = refused("dataset", "me/texts", "--subset", "eng")
+    assert "me/texts has no subset 'eng'; did you mean 'en'?; it has en, fr" in said
+    assert "is no name on a Hub" in refused("model", "a/b/c")
+    assert "--subset is for datasets" in refused("model", "me/llama", "--subset", "en")
+    assert "nothing to verify" in refused("model", "me/llama", "--verify")
+    assert os.listdir() in ([], ["hf_home"])
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_gated_model_names_its_page_and_the_variable(
+    hub: Hub, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/llama", MODEL, gated=True)
+    monkeypatch.setenv("HF_TOKEN", token)
+    said = refused("model", "me/llama", "--to", "there")
+    assert f"{hub.url}/me/llama" in said
+    assert "HF_TOKEN" in said
+
+
+def test_a_private_model_needs_the_token_of_the_environment(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/secret", MODEL, private=True)
+    (tmp_path / "hf_home").mkdir()
+    (tmp_path / "hf_home" / "token").write_text(TOKEN)  # a login's, which is not ours to use
+    assert "HF_TOKEN is not set" in refused("model", "me/secret")
+    sent = {name.lower() for one in hub.requests for name in one.headers}
+    assert "range" not in sent
+    assert "authorization" not in sent
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    said = run("model", "me/secret", "--to", "there")
+    assert TOKEN not in said.output
+    assert not any(TOKEN.encode() in path.read_bytes() for path in Path("there").rglob("*.json"))
+    monkeypatch.setenv("HF_TOKEN", "hf_some-other-token")
+    said = refused("model", "me/secret", "--to", "other")
+    assert "does not know the token in HF_TOKEN" in said
+    assert "hf_some-other-token" not in said
+
+
+def test_no_network_and_no_leave_to_use_it(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in refused("model", "me/llama")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.portal = True
+    assert "does not answer as a Hub does" in refused("model", "me/llama")
+    hub.close()
+    assert f"no connection to {hub.url}" in refused("model", "me/llama")
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_byte(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/llama", MODEL)
+    small = SimpleNamespace(free=50_000)
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: small)
+    assert "GB free: make room" in refused("model", "me/llama", "--to", "there")
+    assert hub.gets("config.json") == []
+
+
+def test_a_disk_that_fills_up_is_said_and_what_came_is_kept(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/llama", MODEL)
+
+    def full(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(fetching, "write_snapshot", lambda folder, snapshot: None)
+    assert "is full; what came so far is kept" in refused("model", "me/llama", "--to", "there")
+
+
+def test_lines_elsewhere_than_on_a_terminal_are_few(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    said = run("model", "me/llama", "--to", "there").stderr.splitlines()
+    assert 1 <= len(said) <= 10
+    assert all(line.startswith("fetching: ") for line in said)
+
+
+def test_help_needs_neither_torch_nor_the_client(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, overland.cli.main;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'huggingface_hub', 'httpx')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
