@@ -1,6 +1,6 @@
 # make train   set up, then run the main job: a small Llama on this machine
 # make test    set up, then lint and run all tests
-# make prove-all   the long proofs: all layouts, all resumes, all killed sessions; writes docs/evidence/, goes on where it stopped
+# make prove-all   the long proofs: all layouts, all resumes, all killed sessions, faults of a cluster; writes docs/evidence/, goes on where it stopped
 # make cluster-packages   Slurm, Open MPI and shellcheck, which some tests need; `make test` does it where it may
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
@@ -59,16 +59,18 @@ cluster-packages:
 		apt-get -qq install --yes --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null || \
 		echo "The packages could not be installed; the tests of clusters will tell."
 
+# Many tests wait for clusters and processes: two at a time, each file by one worker.
 test: lint cluster-packages
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-prove-all: setup
+prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/overland prove layout --layouts all --table docs/evidence/layouts.md
 	$(BIN)/overland prove layout --layouts short --dtype float32 --table docs/evidence/layouts.md
 	$(BIN)/overland prove layout --layouts short --dtype bfloat16 --table docs/evidence/layouts.md
 	$(BIN)/overland prove layout --layouts five --table docs/evidence/layouts.md
 	$(BIN)/overland prove resume --layouts dozen --table docs/evidence/resume.md
 	$(BIN)/overland prove sessions --stories all --table docs/evidence/sessions.md
+	$(BIN)/python -m tests.cluster.supervise.prove_faults --table docs/evidence/faults.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

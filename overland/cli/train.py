@@ -119,7 +119,7 @@ def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> N
     beat.enter(Phase.FINISHED if finished else Phase.STOPPED)
     if not finished:
         if beat.is_read and world.is_first:
-            say(world.rank, Kind.STOPPED, f"step {beat.step}")
+            say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)
         raise typer.Exit(STOPPED)
 
 

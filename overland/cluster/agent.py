@@ -33,7 +33,8 @@ from overland.cluster.world import World
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
-PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s
+PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
             yield beat
         except Exception as error:
             if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
-                say(world.rank, kind_of(error), f"{type(error).__name__}: {error}")
+                say(world.rank, kind_of(error), f"{type(error).__name__}: {error}", beat.step)
             raise
 
 
@@ -107,15 +108,18 @@ def _heard(sign: Sign) -> list[object]:
 
 
 def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:
-    """The stacks of each rank, or why there are none. NCCL's flight recorder is asked too."""
+    """The stacks of each rank, or why there are none. NCCL's flight recorder is asked too; it
+    writes a file of its own, after some seconds."""
+    awaited = []
     for sign in signs:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(sign.pid, stacks_signal())
-        except ProcessLookupError:
-            continue
-        if PIPES in os.environ:
-            _poke(Path(f"{os.environ[PIPES]}{sign.rank}.pipe"))
+        if _poke(Path(f"{os.environ.get(PIPES, '')}{sign.rank}.pipe")):
+            awaited.append(Path(f"{os.environ.get(RECORDS, '')}{sign.rank}"))
+    deadline = time.monotonic() + RECORD_SECONDS
     time.sleep(DUMP_SECONDS)
+    while not all(path.exists() for path in awaited) and time.monotonic() < deadline:
+        time.sleep(0.1)
     stacks = {}
     for sign in signs:
         state = state_of(sign.pid)
@@ -137,13 +141,15 @@ def state_of(pid: int) -> str:
     return "" if state in "ZX" else state
 
 
-def _poke(pipe: Path) -> None:
+def _poke(pipe: Path) -> bool:
+    """Whether a recorder listens there."""
     try:
         handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(handle, b"1\n")
-        os.close(handle)
-    except OSError:  # no recorder here
-        pass
+    except OSError:
+        return False
+    os.write(handle, b"1\n")
+    os.close(handle)
+    return True
 
 
 def _remove_abandoned(own: Path) -> None:

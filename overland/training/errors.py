@@ -1,2 +1,6 @@
 class TrainingError(Exception):
     """Training cannot go on; the message is a sentence for the user."""
+
+
+class TakenError(TrainingError):
+    """Somebody else trains in the run folder."""

@@ -26,7 +26,7 @@ from typing import Any
 from overland.cluster.signals import leave
 from overland.data.claims import is_running, this_process
 from overland.parallel.comm import from_first_rank
-from overland.training.errors import TrainingError
+from overland.training.errors import TakenError
 
 FILE = "owner.json"
 RENEW_SECONDS = 15.0
@@ -50,13 +50,13 @@ def owned(folder: Path, is_first: bool) -> Iterator[None]:
             mine = take(folder)
         except OSError as error:
             words = f"{error.filename or folder}: {error.strerror}"
-        except TrainingError as error:
+        except TakenError as error:
             words = str(error)
         except Exception as error:  # a bug of ours; the others must not wait for this rank
             problem, words = error, f"{type(error).__name__}: {error}"
     words = from_first_rank(words)
     if words:
-        raise problem or TrainingError(words)
+        raise problem or TakenError(words)
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ class Ownership:
 
 
 def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
-    """The folder as ours, or a TrainingError that says whose it is."""
+    """The folder as ours, or a TakenError that says whose it is."""
     folder.mkdir(parents=True, exist_ok=True)
     path, mine = folder / FILE, describe(env)
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -126,7 +126,7 @@ def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
             now = beside.stat().st_mtime
             found = verdict(held, mine, now)
             if found == "alive" or (found == "leaving" and time.monotonic() > deadline):
-                raise TrainingError(refusal(folder, held, now))
+                raise TakenError(refusal(folder, held, now))
             if found == "leaving":
                 time.sleep(1.0)
             elif _inherit(path, held, beside):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import re
 import shutil
 import signal
@@ -30,6 +31,8 @@ FOLDERS = "overland-slurm-"
 
 CONFIG = """\
 ClusterName=overland
+# ports follow from job ids: two of these Slurms at once must not count alike
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
@@ -146,6 +149,7 @@ class Slurm:
         return CONFIG.format(
             host=host,
             port=ports.pop(),
+            first_job=random.randrange(1, 60_000),
             user=getpass.getuser(),
             folder=self.folder,
             nodes="\n".join(

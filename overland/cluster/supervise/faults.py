@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from overland.cluster.beat import node_name
@@ -33,6 +33,7 @@ class Kind(StrEnum):
     CODE = "code error"
     KILLED = "rank killed"
     HANG = "hang"
+    TAKEN = "folder taken"
     UNKNOWN = "unknown"
     NETWORK = "network"
     STOPPED = "stopped"
@@ -60,6 +61,7 @@ class Said:
     kind: Kind
     what: str
     time: float
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ KIND_OF_ERROR = {
     "ConfigError": Kind.CONFIG,
     "DegreeError": Kind.CONFIG,
     "ModelError": Kind.CONFIG,
+    "TakenError": Kind.TAKEN,
     "CheckpointError": Kind.TRAINING,
     "TrainingError": Kind.TRAINING,
     "DataError": Kind.DATA,
@@ -116,18 +119,18 @@ def kind_of(error: BaseException) -> Kind:
     names = [kind.__name__ for kind in type(error).__mro__]
     ours = next((KIND_OF_ERROR[name] for name in names if name in KIND_OF_ERROR), None)
     for kind, pattern in SIGNATURES:
-        if re.search(pattern, text) and not (ours and ours.is_final and kind is not Kind.DISK):
+        is_clear = ours is Kind.TAKEN or (ours is not None and ours.is_final)
+        if re.search(pattern, text) and (kind is Kind.DISK or not is_clear):
             return kind
     if ours is not None:
         return ours
     return Kind.UNKNOWN if isinstance(error, OSError) else Kind.CODE
 
 
-def say(rank: int, kind: Kind, what: str) -> None:
+def say(rank: int, kind: Kind, what: str, step: int = 0) -> None:
     """A rank's last words, for whoever reads its output."""
-    words = " ".join(what.split())[:500]
-    told = {"rank": rank, "node": node_name(), "kind": kind, "what": words, "time": time.time()}
-    print(f"\n{SAYS}{json.dumps(told)}", flush=True)
+    said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step)
+    print(f"\n{SAYS}{json.dumps(asdict(said))}", flush=True)
 
 
 @dataclass
@@ -160,6 +163,12 @@ class Findings:
             self.last_lines = [*self.last_lines[-39:], line]
         return False
 
+    @property
+    def step(self) -> int:
+        """The last one that a rank says it has done. Signs of life come once a second: this is
+        nearer to the end."""
+        return max((said.step for said in self.said), default=0)
+
     def stopped(self) -> bool:
         """Asked to, and saved. srun's exit code does not tell: it is 0 after a lost node too."""
         return bool(self.said) and all(said.kind is Kind.STOPPED for said in self.said)
@@ -180,11 +189,14 @@ class Findings:
         first: dict[Kind, Said] = {}
         for said in sorted(self.said, key=lambda said: said.time):
             first.setdefault(said.kind, said)
-        return [
-            Fault(kind, f"rank {said.rank} on {said.node}: {said.what}", (said.rank,), (said.node,))
-            for kind, said in first.items()
-            if kind is not Kind.STOPPED
-        ]
+        faults = []
+        for kind, said in first.items():
+            what = f"rank {said.rank} on {said.node}: {said.what}"
+            if kind is Kind.NETWORK:  # whoever notices it first may be the most innocent
+                faults.append(Fault(kind, what))
+            elif kind is not Kind.STOPPED:
+                faults.append(Fault(kind, what, (said.rank,), (said.node,)))
+        return faults
 
     def _seen_causes(self) -> list[Fault]:
         """Of tasks that said nothing. Those ended by srun, since another had failed, come as

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
-from overland.cluster.agent import PIPES
+from overland.cluster.agent import PIPES, RECORDS
 from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.errors import ClusterError
 from overland.cluster.signals import SIGNALS
@@ -38,8 +39,10 @@ from overland.cluster.supervise.watched import Watched
 from overland.cluster.wire import Switchboard
 
 BARREN_ATTEMPTS = 2
+STRIKES = (Kind.HANG, Kind.KILLED, Kind.MEMORY, Kind.UNKNOWN)
+"""What may be the node's fault."""
 LOOK_SECONDS = 0.2
-STACKS_SECONDS = 10.0
+STACKS_SECONDS = 20.0
 ROOM_SECONDS = 5.0  # between looks at a full disk
 
 
@@ -58,6 +61,14 @@ class Supervised:
     checkpoint_folder: str = "checkpoint"
     preflight: bool = True
     requeue: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To a fault."""
+
+    action: Literal["restart", "stop", "next session"]
+    reason: str = ""
 
 
 @dataclass
@@ -84,26 +95,24 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the job."""
-        if self.job.preflight and not self.test_nodes():
-            return self.not_enough_nodes()
+        untested = self.job.preflight
         while True:
+            if untested:
+                self.test_nodes()
             nodes = self.roster.choose()
             if nodes is None:
                 return self.not_enough_nodes()
             how = self.attempt(nodes)
-            if how == "finished" or how == "stopped":
+            if not isinstance(how, Fault):
                 return self.end(how, f"step {self.furthest}")
-            assert isinstance(how, Fault)
-            reason = self.answer(how)
-            if reason:
-                return self.end("failed", reason)
-            if self.asked_to_end:
-                name = signal.Signals(self.asked_to_end).name
-                return self.end("stopped", f"{name} came; the last checkpoint is kept")
-            if self.is_late():
-                return self.end("stopped", "too little of the job is left to start again")
+            answer = self.answer(how)
+            if answer.action != "restart":
+                return self.end("failed" if answer.action == "stop" else "stopped", answer.reason)
+            if how.kind is Kind.DISK:
+                self.wait_for_room()
+            untested = self.job.preflight and not how.nodes  # whose fault it was, tests may tell
 
-    def test_nodes(self) -> bool:
+    def test_nodes(self) -> None:
         from overland.cluster.preflight.conduct import preflight
 
         self.logbook.live(state="preflight", attempt=self.number, step=self.furthest)
@@ -114,14 +123,17 @@ class Supervisor:
         except ClusterError as error:
             tell(f"preflight: {error}")
             self.logbook.write("preflight", seconds=0.0, bad={}, error=str(error))
-            return True  # the attempt itself will show what is wrong
+            return  # the attempt itself will show what is wrong
         for node, reason in report.bad.items():
             tell(f"preflight: {node} is left out: {reason}")
             self.roster.exclude(node, reason)
         self.logbook.write("preflight", seconds=report.seconds, bad=report.bad)
+        for words in [report.failure, *report.notes]:
+            if words:
+                tell(f"preflight: {words}")
         tell(f"preflight: {len(self.roster.good)} good nodes, in {report.seconds:.0f} s")
-        report.save(self.job.run / "preflight.json")
-        return len(self.roster.good) >= self.job.num_nodes
+        with contextlib.suppress(OSError):
+            report.save(self.job.run / "preflight.json")
 
     def attempt(self, nodes: list[str]) -> Fault | str:
         """Trains on these nodes; returns "finished", "stopped", or what went wrong."""
@@ -187,20 +199,12 @@ class Supervisor:
         tell(f"the stacks are in {keep_stacks(folder, watched.stacks, dog.ranks.values())}")
         return dog.hang(late, odd_ranks(watched.stacks)) if late else None
 
-    def answer(self, fault: Fault) -> str:
-        """What is done about it; a reason, if nothing can be."""
+    def answer(self, fault: Fault) -> Answer:
         excluded = self.leave_out(fault)
         new = max(0, self.furthest - self.before)
         self.barren = 0 if new else self.barren + 1
-        reason = ""
-        if fault.kind.is_final:
-            reason = f"{fault.kind}: {fault.what}"
-        elif fault.kind is Kind.MEMORY and not new:
-            reason = f"out of memory, and it would be again: {fault.what}"
-        elif self.barren >= BARREN_ATTEMPTS:
-            reason = f"{self.barren} attempts without a new step, the last one: {fault.what}"
-        action = "stop" if reason else "restart"
-        tell(f"{fault.kind}: {fault.what}" + ("" if reason else "; starting again"))
+        answer = self.decide(fault, new)
+        tell(f"{fault.kind}: {fault.what}" + ("; starting again" if not answer.reason else ""))
         self.logbook.write(
             "fault",
             attempt=self.number,
@@ -210,15 +214,31 @@ class Supervisor:
             nodes=list(fault.nodes),
             step=self.furthest,
             new_steps=new,
-            action=action,
+            action=answer.action,
             excluded=excluded,
             seconds_to_notice=round(time.monotonic() - self.furthest_at, 1),
         )
         self.logbook.live(state="restarting", attempt=self.number, step=self.furthest)
         self.faults.append(fault)
-        if not reason and fault.kind is Kind.DISK:
-            self.wait_for_room()
-        return reason
+        return answer
+
+    def decide(self, fault: Fault, new_steps: int) -> Answer:
+        if fault.kind.is_final:
+            return Answer("stop", f"{fault.kind}: {fault.what}")
+        if fault.kind is Kind.MEMORY and not new_steps:
+            return Answer("stop", f"out of memory, and it would be again: {fault.what}")
+        if fault.kind is Kind.TAKEN:
+            return Answer("next session", fault.what)
+        if self.barren >= BARREN_ATTEMPTS:
+            return Answer(
+                "stop", f"{self.barren} attempts without a new step, the last one: {fault.what}"
+            )
+        if self.asked_to_end:
+            name = signal.Signals(self.asked_to_end).name
+            return Answer("next session", f"{name} came; the last checkpoint is kept")
+        if self.is_late():
+            return Answer("next session", "too little of the job is left to start again")
+        return Answer("restart")
 
     def leave_out(self, fault: Fault) -> list[str]:
         """The nodes that the next attempt will not use."""
@@ -227,7 +247,7 @@ class Supervisor:
             if fault.kind in (Kind.NODE, Kind.DEVICE):
                 self.roster.exclude(node, f"{fault.kind}: {fault.what}")
                 excluded.append(node)
-            elif fault.kind is not Kind.DISK and self.roster.strike(node, fault.what):
+            elif fault.kind in STRIKES and self.roster.strike(node, fault.what):
                 excluded.append(node)
         return excluded
 
@@ -253,8 +273,9 @@ class Supervisor:
 
     def hear_all(self, watched: Watched) -> None:
         watched.hear()
-        if watched.dog.step > self.furthest:
-            self.note_new_step(watched.dog.step, time.monotonic())
+        step = max(watched.dog.step, watched.attempt.findings.step)
+        if step > self.furthest:
+            self.note_new_step(step, time.monotonic())
 
     def note_new_step(self, step: int, now: float) -> None:
         """A step that no attempt has done before: what went wrong until now is made good."""
@@ -345,7 +366,7 @@ class Supervisor:
             **board.environment(),
             BEATS: beats,
             PIPES: f"{beats}-nccl-",
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl_rank_"),
+            RECORDS: str(folder / "nccl_rank_"),
         }
 
     def fault_folder(self) -> Path:

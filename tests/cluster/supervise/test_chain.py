@@ -79,7 +79,9 @@ def test_two_attempts_without_a_new_step_stop_the_run(slurm: Slurm, tmp_path: Pa
     run = submit_broken(slurm, tmp_path / "run", "os.kill(os.getpid(), 9)")
     assert state_of(run.wait()) == "FAILED"
     faults = run.events("fault")
-    assert [fault["kind"] for fault in faults] == ["rank killed"] * 3
-    assert [fault["new_steps"] > 0 for fault in faults] == [True, False, False]
-    assert [fault["action"] for fault in faults] == ["restart", "restart", "stop"]
+    assert {fault["kind"] for fault in faults} == {"rank killed"}
+    *earlier, last = faults
+    assert [fault["new_steps"] > 0 for fault in faults[-2:]] == [False, False]
+    assert faults[-3]["new_steps"] > 0
+    assert ({fault["action"] for fault in earlier}, last["action"]) == ({"restart"}, "stop")
     assert re.search(r"2 attempts without a new step", (run.root / "stopped").read_text())

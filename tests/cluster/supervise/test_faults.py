@@ -13,7 +13,7 @@ from overland.cluster.errors import ClusterError
 from overland.cluster.supervise.faults import SAYS, Findings, Kind, expand_ranks, kind_of, say
 from overland.config.errors import ConfigError
 from overland.data.errors import DataError
-from overland.training.errors import TrainingError
+from overland.training.errors import TakenError, TrainingError
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,7 @@ from overland.training.errors import TrainingError
         (CheckpointError("step_3 is not there: Disk quota exceeded"), Kind.DISK),
         (CheckpointError("none of the 3 checkpoints can be read"), Kind.TRAINING),
         (TrainingError("the loss was not finite in 10 steps"), Kind.TRAINING),
+        (TakenError("runs/x is being trained by job 7"), Kind.TAKEN),
         (DataError("x.jsonl, line 3: no connection closed here"), Kind.DATA),
         (ConfigError([]), Kind.CONFIG),
         (ClusterError("rank 3 did not find rank 0"), Kind.NETWORK),
@@ -75,6 +76,12 @@ def test_the_cause_is_blamed_and_not_who_failed_because_of_it() -> None:
         "srun: error: n0: tasks 0-1: Exited with exit code 1",
     ).fault()
     assert (fault.kind, fault.ranks, fault.nodes) == (Kind.DEVICE, (5,), ("n2",))
+
+
+def test_a_broken_connection_is_nobodys_fault() -> None:
+    fault = findings(said(0, Kind.NETWORK, "NCCL error", 1.0)).fault()
+    assert (fault.kind, fault.ranks, fault.nodes) == (Kind.NETWORK, (), ())
+    assert "rank 0" in fault.what
 
 
 def test_of_equal_causes_the_first_counts() -> None:

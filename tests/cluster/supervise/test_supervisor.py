@@ -3,10 +3,7 @@ by itself each time, and ends with the bits of a run that nothing happened to.""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 from tests.cli.processes import losses
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm
+from tests.cluster.supervise.disk import fill, small_disk
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
 STEPS = 100
@@ -31,17 +29,8 @@ def nodes() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small one, that can be filled; only root may mount it."""
-    folder = tmp_path_factory.mktemp("disk")
-    mounted = (
-        os.geteuid() == 0
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=300m", "none", str(folder)], capture_output=True
-        ).returncode
-    )
-    yield folder
-    if mounted:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(tmp_path_factory.mktemp("disk")) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +53,7 @@ def story(nodes: Slurm, disk: Path) -> SubmittedRun:
 
     if disk.is_mount():
         fill(disk, run)
+        run.wait_for_recovery(4)
     faults = len(run.events("recovered"))
 
     batch_host = "n1"
@@ -71,23 +61,6 @@ def story(nodes: Slurm, disk: Path) -> SubmittedRun:
     run.wait_for_recovery(faults + 1)
     run.wait()
     return run
-
-
-def fill(disk: Path, run: SubmittedRun) -> None:
-    """Until training fails for want of room; then there is some again."""
-    ballast = disk / "ballast"
-    with ballast.open("wb") as file:
-        try:
-            while True:
-                file.write(bytes(2**16))
-                file.flush()
-        except OSError:
-            pass
-    run.wait_until(lambda: not run.ranks(), "the ranks have ended")
-    time.sleep(3)  # it has looked for room by then, and found none
-    assert not run.ranks()
-    ballast.unlink()
-    run.wait_for_recovery(4)
 
 
 def test_it_ends_by_itself_with_the_right_bits(story: SubmittedRun, tmp_path: Path) -> None:

@@ -1,0 +1,215 @@
+"""The long proofs of `make prove-all` on a real Slurm of virtual nodes: twenty faults, at random,
+in one job with spares; a chain of six sessions; and the loss of the batch host.
+
+    python -m tests.cluster.supervise.prove_faults --table docs/evidence/faults.md
+
+Each ends by itself, and its last checkpoint is compared, bit for bit, with that of a plain
+`overland train` to which nothing happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.processes import losses
+from tests.cluster.slurm import Slurm
+from tests.cluster.supervise.disk import fill, small_disk
+from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
+
+NODES, SPARES, RANKS_PER_NODE = 4, 6, 2
+BATCH_HOST = "n1"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--sessions", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--table", type=Path)
+    options = parser.parse_args()
+    text = "\n\n".join(
+        [
+            HEAD.format(seed=options.seed),
+            prove_faults(options.faults, options.seed),
+            prove_chain(options.sessions),
+            prove_batch_host(),
+        ]
+    )
+    print(text)
+    if options.table:
+        options.table.write_text(text + "\n")
+
+
+HEAD = """\
+# Faults
+
+`python -m tests.cluster.supervise.prove_faults --seed {seed}` (part of `make prove-all`), on a \
+real Slurm whose nodes are all on one machine of two cores. Seconds are that machine's: a start of \
+eight ranks takes about twenty of them there."""
+
+
+def prove_faults(count: int, seed: int) -> str:
+    """One job, `count` faults, each after the run has gone on from the one before."""
+    chance = random.Random(seed)
+    slurm = Slurm(NODES + SPARES)
+    with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder) / "disk") as disk:
+        try:
+            run = SubmittedRun(
+                slurm, disk, 40 * count, NODES, "--spares", str(SPARES), "--time", "03:00:00",
+                ranks_per_node=RANKS_PER_NODE,
+            )  # fmt: skip
+            for number in range(1, count + 1):
+                run.wait_for_step(run.step() + 3)
+                time.sleep(chance.uniform(0, 3))
+                name, act = chance.choice(possible(run, disk, chance))
+                say(f"{number}/{count} at step {run.step()}: {name}")
+                act()
+                run.wait_for_recovery(number)
+            run.wait()
+            return table_of_faults(run, verdict(run, Path(folder) / "unbroken"))
+        finally:
+            slurm.stop()
+
+
+Act = tuple[str, Callable[[], object]]
+
+
+def possible(run: SubmittedRun, disk: Path, chance: random.Random) -> list[Act]:
+    """What can be survived now: a node can only be lost while there are more good ones than are
+    needed, and the job ends with the batch host."""
+    ranks = run.ranks()
+    one = chance.choice(sorted(ranks))
+    acts: list[Act] = [
+        (f"SIGKILL to rank {one}", lambda: run.signal_rank(one, signal.SIGKILL)),
+        (f"SIGSEGV to rank {one}", lambda: run.signal_rank(one, signal.SIGSEGV)),
+        (f"SIGSTOP to rank {one}", lambda: run.signal_rank(one, signal.SIGSTOP)),
+    ]
+    if disk.is_mount():
+        acts.append(("disk full", lambda: fill(disk, run)))
+    out = {node for event in run.events("fault") for node in event["excluded"]}
+    used = sorted({node for _, node in ranks.values()} - {BATCH_HOST})
+    if NODES + SPARES - len(out) > NODES and used:
+        node, first = chance.choice(used), ranks[0][1]
+        acts.append((f"node {node} lost", lambda: run.kill_node(node)))
+        if first != BATCH_HOST:
+            acts.append((f"rank 0's node {first} lost", lambda: run.kill_node(first)))
+    return acts
+
+
+def verdict(run: SubmittedRun, folder: Path) -> str:
+    [*_, end] = run.events("end") or [{"how": "not ended"}]
+    if end["how"] != "finished":
+        return f"NOT FINISHED: {end}"
+    unbroken = train_unbroken(run, folder)
+    same = final_state(run.root) == final_state(unbroken)
+    same &= losses(run.root / "metrics.jsonl") == losses(unbroken / "metrics.jsonl")
+    return "equal" if same else "DIFFERENT"
+
+
+def table_of_faults(run: SubmittedRun, end: str) -> str:
+    recovered = run.events("recovered")
+    rows = [
+        f"| {number} | {fault['step']} | {fault['kind']} | {fault['what'][:100]} | "
+        f"{', '.join(fault['excluded']) or '–'} | {fault['seconds_to_notice']:.0f} | "
+        f"{back['lost_seconds']:.0f} |"
+        for number, (fault, back) in enumerate(zip(run.events("fault"), recovered, strict=False), 1)
+    ]
+    kinds = Counter(fault["kind"] for fault in run.events("fault"))
+    lost = [back["lost_seconds"] for back in recovered]
+    [tested] = run.events("preflight")[:1] or [{"seconds": 0}]
+    return "\n".join(
+        [
+            f"## {len(rows)} faults in one job",
+            "",
+            f"{NODES} nodes × {RANKS_PER_NODE} ranks and {SPARES} spares, {run.steps} steps, a "
+            f"checkpoint every 10; preflight {tested['seconds']:.0f} s. Final weights, moments and "
+            f"all losses against the unbroken run: **{end}**.",
+            "",
+            "Seconds to notice count from the last new step before the fault to the decision what "
+            "to do, seconds lost to the first new step after it, the ranks' start and the steps "
+            f"done again included: median {statistics.median(lost):.0f}, at most {max(lost):.0f}. "
+            "For a hang `health.hang_seconds` is 6 here.",
+            "",
+            "| | step | found to be | in words | left out | s to notice | s lost |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            ", ".join(f"{kind} {number} ×" for kind, number in kinds.items()) + ".",
+        ]
+    )
+
+
+def prove_chain(sessions: int) -> str:
+    """Jobs of two minutes that stop a minute before their end, with work for `sessions`."""
+    slurm = Slurm(4)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run = SubmittedRun(
+                slurm, Path(folder) / "chain", 60 * (sessions - 1), 4,
+                "--sessions", str(2 * sessions), "--time", "00:02:00", "--no-preflight",
+                settings=["checkpoint.walltime_margin_minutes=0.9"], step_seconds=0.5,
+            )  # fmt: skip
+            for job in run.jobs:
+                slurm.wait_for(job)
+            ends = run.events("end")
+            say(f"chain: {len(ends)} sessions")
+            end = verdict(run, Path(folder) / "unbroken")
+            return "\n".join(
+                [
+                    f"## A chain of {len(ends)} sessions",
+                    "",
+                    f"4 nodes × 2 ranks, {run.steps} steps, jobs of two minutes; stopped by the "
+                    f"walltime at step {', '.join(str(e['step']) for e in ends[:-1])}; "
+                    f"{len(run.jobs) - len(ends)} surplus links ended at once. Final weights, "
+                    f"moments and all losses against the unbroken run: **{end}**.",
+                ]
+            )
+        finally:
+            slurm.stop()
+
+
+def prove_batch_host() -> str:
+    """Slurm puts the job back into the queue, and it goes on with other nodes."""
+    slurm = Slurm(4)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run = SubmittedRun(
+                slurm, Path(folder) / "run", 100, 2, "--time", "00:20:00", "--no-preflight"
+            )
+            run.wait_for_step(25)
+            run.kill_node(BATCH_HOST)
+            say("the batch host is lost")
+            run.wait()
+            end = verdict(run, Path(folder) / "unbroken")
+            restarts = [event["restart"] for event in run.events("session")]
+            begun = [event["from_step"] for event in run.events("attempt")]
+            times = [event["time"] for event in run.events("attempt")]
+            return "\n".join(
+                [
+                    "## The batch host is lost",
+                    "",
+                    f"2 nodes × 2 ranks of 4 nodes. Slurm ran the job again (SLURM_RESTART_COUNT "
+                    f"{restarts[-1]}), from step {begun[-1]}, {times[-1] - times[0]:.0f} s after "
+                    f"its first start. Final weights, moments and all losses against the unbroken "
+                    f"run: **{end}**.",
+                ]
+            )
+        finally:
+            slurm.stop()
+
+
+def say(words: str) -> None:
+    print(f"{time.strftime('%T')} {words}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
