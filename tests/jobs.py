@@ -10,7 +10,7 @@ import torch
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.training.callbacks import Callback, Record
-from overland.training.loop import train
+from overland.training.loop import conclude, train
 from overland.training.run import Run, build_run
 
 TINY_MODEL = {
@@ -77,7 +77,8 @@ def run_job(world: World, config: JobConfig, *extra: Callback) -> Recorder:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     recorder = Recorder(run)
     run.callbacks += [recorder, *extra]
-    train(run)
+    if train(run):
+        conclude(run)
     return recorder
 
 

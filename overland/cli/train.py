@@ -104,7 +104,7 @@ def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> N
     """What every rank does."""
     from overland.cluster.beat import Phase
     from overland.cluster.devices import device_type
-    from overland.cluster.supervise.faults import Kind, say
+    from overland.cluster.last_words import Kind, say
     from overland.parallel.comm import from_first_rank, process_group
     from overland.training.folder import RunFolder, fresh_folder
     from overland.training.owner import owned
@@ -129,7 +129,7 @@ def train_and_tell(
     """Whether it got to the last step."""
     from overland.checkpoint.errors import CheckpointError
     from overland.cluster.beat import Phase
-    from overland.training.export import export_hf
+    from overland.training.loop import conclude
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
 
@@ -139,13 +139,12 @@ def train_and_tell(
     if config.job.print_config and world.is_first:
         print(run.folder.config.read_text())
     finished = train_loop(run)
-    beat.enter(Phase.ENDING, run.progress.step)
     end_at_signal("stopped; all that was saved is safe")
     if run.store.last is not None and run.store.last.error:
         last = run.store.last
         raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
-    if finished and is_new and config.checkpoint.last_save_in_hf:
-        export_hf(run)
+    if finished:
+        conclude(run)
     sample = sample_text(run) if finished else ""
     if world.is_first:
         print(closing_words(run, finished, is_new, sample))

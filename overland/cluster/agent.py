@@ -26,13 +26,14 @@ from overland.cluster.beat import (
     read_signs,
     stacks_signal,
 )
+from overland.cluster.last_words import kind_of, say
 from overland.cluster.signals import SIGNALS
-from overland.cluster.supervise.faults import kind_of, say
 from overland.cluster.wire import Wire
 from overland.cluster.world import World
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
+CALL_AGAIN_SECONDS = (1, 2, 4, 8)
 RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s
 PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
@@ -45,6 +46,7 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
         return
     if world.local_rank == 0:
         start_agent(env)
+    os.environ[PIPES] = f"{beats_folder(env)}/nccl_"  # read when the ranks meet
     with beating(world.rank, env) as beat:
         try:
             yield beat
@@ -76,7 +78,7 @@ def main() -> None:
     assert folder is not None
     _remove_abandoned(folder)
     try:
-        wire = Wire.to_first_node()
+        wire = _call_first_node()
         job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
         wire.send({"node": node_name(), "step": f"{job}.{step}" if step else ""})
         watch(wire, folder)
@@ -84,6 +86,16 @@ def main() -> None:
         pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _call_first_node() -> Wire:
+    """Thousands of nodes may call at once."""
+    for seconds in CALL_AGAIN_SECONDS:
+        try:
+            return Wire.to_first_node()
+        except OSError:
+            time.sleep(seconds)
+    return Wire.to_first_node()
 
 
 def watch(wire: Wire, folder: Path) -> None:
@@ -114,12 +126,12 @@ def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:
     for sign in signs:
         with contextlib.suppress(ProcessLookupError):
             os.kill(sign.pid, stacks_signal())
-        if _poke(Path(f"{os.environ.get(PIPES, '')}{sign.rank}.pipe")):
+        if _poke(folder / f"nccl_{sign.rank}.pipe"):
             awaited.append(Path(f"{os.environ.get(RECORDS, '')}{sign.rank}"))
     deadline = time.monotonic() + RECORD_SECONDS
     time.sleep(DUMP_SECONDS)
     while not all(path.exists() for path in awaited) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(1.0)  # they are on the shared file system, which all nodes ask
     stacks = {}
     for sign in signs:
         state = state_of(sign.pid)

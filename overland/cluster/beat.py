@@ -91,15 +91,9 @@ class Beat:
     def enter(self, phase: Phase, step: int | None = None) -> None:
         self.phase = phase
         self.step = self.step if step is None else step
-        LAYOUT.pack_into(
-            self._memory,
-            0,
-            os.getpid(),
-            self.step,
-            phase,
-            time.monotonic(),
-            self.probe_seconds,
-            self.data_wait,
+        # In one piece: pack_into clears first what it then writes, and a reader could see that.
+        self._memory[:] = LAYOUT.pack(
+            os.getpid(), self.step, phase, time.monotonic(), self.probe_seconds, self.data_wait
         )
 
 
@@ -136,20 +130,21 @@ def beating(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Beat]:
     if folder is None:
         yield Beat()
         return
-    with (folder / f"{rank}.stacks").open("w") as stacks:
-        faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
-        try:
-            yield Beat(rank, folder)
-        finally:
-            faulthandler.unregister(stacks_signal())
+    stacks = (folder / f"{rank}.stacks").open(
+        "w"
+    )  # open to the very end: the signal is deadly else
+    faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
+    yield Beat(rank, folder)
 
 
 def read_signs(folder: Path) -> list[Sign]:
     """Of all ranks of this node that have begun."""
     signs = []
     for path in folder.glob("*.beat"):
-        data = path.read_bytes()
-        if len(data) == LAYOUT.size:
+        data = b""
+        while data != (data := path.read_bytes()):  # whole, if it is the same twice
+            pass
+        if len(data) == LAYOUT.size and any(data):
             pid, step, phase, since, probe, wait = LAYOUT.unpack(data)
             signs.append(Sign(int(path.stem), pid, step, Phase(phase), since, probe, wait))
     return sorted(signs, key=lambda sign: sign.rank)

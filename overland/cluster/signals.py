@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 
 from overland.cluster.beat import BEATS
-from overland.cluster.supervise.faults import Kind, say
+from overland.cluster.last_words import Kind, last_words
 
 STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
 INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it
@@ -36,8 +36,10 @@ def end_at_signal(words: str) -> None:
 def leave(code: int, words: str) -> None:
     """Ends the process here and now. Python's own way out would wait for threads and devices."""
     rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        os.write(sys.stderr.fileno(), f"{words}\n".encode())
-    if BEATS in os.environ and code == STOPPED:
-        say(rank, Kind.STOPPED, words)
-    os._exit(code)
+    try:
+        if rank == 0:
+            os.write(sys.stderr.fileno(), f"{words}\n".encode())
+        if BEATS in os.environ and code == STOPPED:
+            os.write(sys.stdout.fileno(), f"{last_words(rank, Kind.STOPPED, words)}\n".encode())
+    finally:
+        os._exit(code)

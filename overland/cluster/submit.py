@@ -101,6 +101,6 @@ def how_to_follow(job: Job, ids: list[str]) -> list[str]:
         f"overland watch {job.place.run}    # all of it, live",
         f"squeue --me --name={job.name}    # where the jobs stand",
         f"tail -f {job.place.logs}/job-{ids[0]}.log    # what the first one says",
-        f"scancel --signal=USR1 {ids[0]}    # save and stop; the next link goes on",
+        f"touch {job.place.run}/STOP    # save and stop; the next link goes on",
         f"scancel --me --name={job.name}    # give up the whole chain",
     ]

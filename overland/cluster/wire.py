@@ -16,6 +16,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,11 @@ class Switchboard:
         while self._open:
             for ready, _ in self._selector.select(timeout=0.2):
                 if ready.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
+                    try:
+                        connection, _ = self._listener.accept()
+                    except OSError:  # the caller is gone again, or too many files are open
+                        time.sleep(0.1)
+                        continue
                     self._wires[connection] = Wire(connection), False
                     self._selector.register(connection, selectors.EVENT_READ)
                 else:

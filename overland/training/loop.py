@@ -13,6 +13,7 @@ from overland.data.loader import batches, read_ahead
 from overland.parallel.comm import from_first_rank
 from overland.training.callbacks import Record
 from overland.training.errors import TrainingError
+from overland.training.export import export_hf
 from overland.training.fed import FedRows
 from overland.training.health import BadSteps
 from overland.training.metrics import Meter
@@ -49,6 +50,7 @@ def train(run: Run) -> bool:
                 try:
                     batch = next_batch(data, meter)
                 except Exhausted:  # what was learned so far is kept
+                    run.beat.enter(Phase.SAVING)
                     save_last(run, fed)
                     raise
                 run.beat.enter(Phase.COMPUTING)
@@ -66,6 +68,7 @@ def train(run: Run) -> bool:
                     log(run, result, meter, bad_steps)
                     fed.write()
                 if result.spiked:
+                    run.beat.enter(Phase.SAVING)  # it may wait for one, and read it back
                     data = answer_spike(run, data, result, fed)
                 held_out = None
                 if run.validation_sets and is_due(progress.step, config.validation.freq, steps):
@@ -90,15 +93,23 @@ def train(run: Run) -> bool:
                     run.call("on_message", f"stopping after step {progress.step}: {reason}")
                     return False
         finally:
+            run.beat.enter(Phase.ENDING, progress.step)
             data.close()
             for dataset in (run.dataset, *run.validation_sets):
                 dataset.close()
             report_saves(run, run.store.finish(), clock)
             run.call("on_end")
             run.store.close()
-    if run.world.is_first and not (run.store.last and run.store.last.error):
-        run.folder.mark_done(progress.step)
     return True
+
+
+def conclude(run: Run) -> None:
+    """After the last step: weights for others, and then the mark that nothing is left to do."""
+    steps = run.config.training.steps
+    if run.config.checkpoint.last_save_in_hf and from_first_rank(run.folder.steps_done() < steps):
+        export_hf(run)
+    if run.world.is_first:
+        run.folder.mark_done(run.progress.step)
 
 
 def save_last(run: Run, fed: FedRows) -> None:

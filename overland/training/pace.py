@@ -25,6 +25,7 @@ class Pace(Callback):
     def __init__(self, run: Run) -> None:
         size = SIZE.get(run.device.type, 1024)
         self.matrix = torch.ones(size, size, device=run.device, dtype=torch.bfloat16)
+        self.product = torch.empty_like(self.matrix)
 
     def on_log(self, run: Run, record: Record) -> None:
         """The device is idle now: the loss has just been read."""
@@ -35,7 +36,7 @@ class Pace(Callback):
         self._wait()
         started = time.perf_counter()
         for _ in range(NUM_PRODUCTS):
-            self.matrix @ self.matrix
+            torch.mm(self.matrix, self.matrix, out=self.product)
         self._wait()
         return time.perf_counter() - started
 

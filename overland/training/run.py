@@ -164,6 +164,10 @@ def build_run(
     return run
 
 
+class FromFirstRank(DataError):
+    """What rank 0 found wrong, on the others."""
+
+
 def once_for_all(make: Callable[[], T]) -> T:
     """Done by rank 0 alone; the result, or what is wrong, is known to every rank."""
     value, problem = None, None
@@ -176,7 +180,7 @@ def once_for_all(make: Callable[[], T]) -> T:
     if problem is not None:
         raise problem
     if words:
-        raise DataError(words)
+        raise FromFirstRank(words)
     return value  # type: ignore[return-value]
 
 

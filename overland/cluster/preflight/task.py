@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 
+from overland.cluster.beat import node_name
 from overland.cluster.devices import may_have_accelerator
 from overland.cluster.launchers import find_world
 from overland.cluster.preflight import (
@@ -27,6 +29,8 @@ def run_task(env: Mapping[str, str] = os.environ) -> None:
     # One thread: sums in the same order everywhere, and no threads in a process that forks.
     os.environ["OMP_NUM_THREADS"] = "1"
     world = find_world(env) or World()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # of the job, for ranks that can save
+        signal.signal(number, signal.SIG_IGN)
     wire = Wire.to_first_node(env)
     wire.send({"hello": _hello(world, env)})
     task = _Task(world, wire)
@@ -36,11 +40,6 @@ def run_task(env: Mapping[str, str] = os.environ) -> None:
         except Exception as error:  # whatever it is, the conductor is to know
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         wire.send({**answer, "answer": order["number"]})
-
-
-def node_name(env: Mapping[str, str] = os.environ) -> str:
-    """Slurm's name of it: several virtual nodes may share a host."""
-    return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _hello(world: World, env: Mapping[str, str]) -> Message:

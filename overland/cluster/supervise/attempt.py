@@ -32,8 +32,8 @@ def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) ->
 
 
 class Attempt:
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self.findings = Findings()
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], num_nodes: int) -> None:
+        self.findings = Findings(num_nodes)
         self.step_id = ""
         """Slurm's name for it, once a node has told."""
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -70,10 +70,11 @@ class Attempt:
             self.listen()
         return code
 
-    def signal(self, number: int) -> None:
-        """To all ranks, as long as there are any."""
+    def signal(self, number: int) -> bool:
+        """To all ranks; returns whether there are any to send it to, as far as is known."""
         if self.step_id:
             _start("scancel", f"--signal={number}", self.step_id)
+        return bool(self.step_id)
 
     def end(self) -> None:
         """No rank is left afterwards on any node that can be reached. scancel may wait long for one

@@ -1,47 +1,26 @@
 """What ended an attempt: told by the ranks that failed, by srun, and by who fell silent.
 
-A rank that fails says so in one line of its output, which srun carries to the first node. When one
-is lost all others fail too, a moment later, in whatever they shared with it: those are no causes.
+When a rank is lost all others fail too, a moment later, in whatever they shared with it: those are
+no causes.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import signal
-import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field
 
-from overland.cluster.beat import node_name
+from overland.cluster.errors import ClusterError
+from overland.cluster.hosts import expand_hosts
+from overland.cluster.last_words import SAYS, Kind, Said
 
-SAYS = "overland says: "
-
-
-class Kind(StrEnum):
-    """In the order of blame: of several, the first is the cause."""
-
-    NODE = "node lost"
-    DEVICE = "device fault"
-    MEMORY = "out of memory"
-    DISK = "disk full"
-    CONFIG = "config error"
-    DATA = "data error"
-    TRAINING = "training error"
-    CODE = "code error"
-    KILLED = "rank killed"
-    HANG = "hang"
-    TAKEN = "folder taken"
-    UNKNOWN = "unknown"
-    NETWORK = "network"
-    STOPPED = "stopped"
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the same would happen again."""
-        return self in (Kind.CONFIG, Kind.DATA, Kind.TRAINING, Kind.CODE)
+KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
+HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"
+NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
+LINES_KEPT = 40  # of each rank
 
 
 @dataclass(frozen=True)
@@ -53,96 +32,29 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Said:
-    """A rank's last words."""
-
-    rank: int
-    node: str
-    kind: Kind
-    what: str
-    time: float
-    step: int = 0
-
-
-@dataclass(frozen=True)
 class TaskEnd:
     """What srun says of tasks that did not end well."""
 
-    node: str
+    nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     how: str
-
-
-# By the name of the class, so that nothing heavy is imported to compare with.
-KIND_OF_ERROR = {
-    "ConfigError": Kind.CONFIG,
-    "DegreeError": Kind.CONFIG,
-    "ModelError": Kind.CONFIG,
-    "TakenError": Kind.TAKEN,
-    "CheckpointError": Kind.TRAINING,
-    "TrainingError": Kind.TRAINING,
-    "DataError": Kind.DATA,
-    "OutOfMemoryError": Kind.MEMORY,
-    "MemoryError": Kind.MEMORY,
-    "ClusterError": Kind.NETWORK,
-    "DistBackendError": Kind.NETWORK,
-    "DistNetworkError": Kind.NETWORK,
-    "DistStoreError": Kind.NETWORK,
-    "ConnectionError": Kind.NETWORK,
-    "TimeoutError": Kind.NETWORK,
-    "AcceleratorError": Kind.DEVICE,
-}
-# What libraries write, looked for before the class is asked. An assertion on a device is a mistake
-# in the code, such as an index out of range; it comes as an error of the device.
-SIGNATURES = [
-    (Kind.DISK, r"No space left on device|Disk quota exceeded"),
-    (Kind.MEMORY, r"out of memory|Cannot allocate memory|OOM|hipErrorOutOfMemory"),
-    (Kind.CODE, r"device-side assert"),
-    (
-        Kind.DEVICE,
-        r"(CUDA|HIP) error|uncorrectable|\bECC\b|\bXid\b|hardware error|cudaError|hipError"
-        r"|illegal memory access|unspecified launch failure|CUBLAS_STATUS_EXECUTION_FAILED",
-    ),
-    (
-        Kind.NETWORK,
-        r"\bNCCL\b|\bRCCL\b|ProcessGroup|\bgloo\b|[Cc]onnection (closed|reset|refused)"
-        r"|Broken pipe|Socket [Tt]imeout|Timed out waiting|libfabric|TCPStore|recvValue|sendBytes",
-    ),
-]
-KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
-
-
-def kind_of(error: BaseException) -> Kind:
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Kind.DISK
-    names = [kind.__name__ for kind in type(error).__mro__]
-    ours = next((KIND_OF_ERROR[name] for name in names if name in KIND_OF_ERROR), None)
-    for kind, pattern in SIGNATURES:
-        is_clear = ours is Kind.TAKEN or (ours is not None and ours.is_final)
-        if re.search(pattern, text) and (kind is Kind.DISK or not is_clear):
-            return kind
-    if ours is not None:
-        return ours
-    return Kind.UNKNOWN if isinstance(error, OSError) else Kind.CODE
-
-
-def say(rank: int, kind: Kind, what: str, step: int = 0) -> None:
-    """A rank's last words, for whoever reads its output."""
-    said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step)
-    print(f"\n{SAYS}{json.dumps(asdict(said))}", flush=True)
 
 
 @dataclass
 class Findings:
     """All that is known of an attempt that ended."""
 
+    num_nodes: int = 0
     said: list[Said] = field(default_factory=list)
     ends: list[TaskEnd] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     """Nodes that fell silent, or that Slurm calls failed."""
     hang: Fault | None = None
-    last_lines: list[str] = field(default_factory=list)
+    last_line: str = ""
+    _lines: dict[int, deque[str]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=LINES_KEPT))
+    )
+    _timed_out: bool = False
 
     def read(self, line: str) -> bool:
         """Takes a line of srun's output in; returns whether it is for our eyes only."""
@@ -154,13 +66,19 @@ class Findings:
                 return True
             except (ValueError, TypeError):
                 return False
-        if found := re.match(r"srun: error: Node failure on (\S+)", line):
-            self.lost.append(found[1])
-        elif found := re.match(r"srun: error: ([\w.-]+): tasks? ([\d,-]+): (.+)", line):
+        self._timed_out |= NCCL_TIMEOUT in line
+        if found := re.match(
+            r"srun: error: (?:Node failure on (\S+)|Task launch for \S+ failed on node ([^\s:]+):)",
+            line,
+        ):
+            self.lost.extend(hosts(found[1] or found[2]))
+        elif found := re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)", line):
             how = _signal_of_shell(found[3].strip())
-            self.ends.append(TaskEnd(found[1], expand_ranks(found[2]), how))
+            self.ends.append(TaskEnd(hosts(found[1]), expand_ranks(found[2]), how))
+        elif found := re.match(r"\s*(\d+): (.*\S)", line):
+            self._lines[int(found[1])].append(found[2])
         elif line.strip():
-            self.last_lines = [*self.last_lines[-39:], line]
+            self.last_line = line.strip()
         return False
 
     @property
@@ -170,13 +88,18 @@ class Findings:
         return max((said.step for said in self.said), default=0)
 
     def stopped(self) -> bool:
-        """Asked to, and saved. srun's exit code does not tell: it is 0 after a lost node too."""
-        return bool(self.said) and all(said.kind is Kind.STOPPED for said in self.said)
+        """Asked to, and saved. srun's exit code does not tell: it is 0 after a lost node too. Nor
+        do ranks that left before their first step: srun's SIGTERM, when another was killed, is a
+        wish to stop for them."""
+        all_did = bool(self.said) and all(said.kind is Kind.STOPPED for said in self.said)
+        return all_did and not self.lost and not self._seen_causes()
 
     def fault(self) -> Fault:
         """The cause."""
         if self.lost:
             nodes = tuple(dict.fromkeys(self.lost))
+            if len(nodes) > 1 and 2 * len(nodes) > self.num_nodes:
+                return Fault(Kind.NETWORK, f"{len(nodes)} of {self.num_nodes} nodes fell silent")
             return Fault(Kind.NODE, f"{', '.join(nodes)} fell silent", nodes=nodes)
         if self.hang is not None:
             return self.hang
@@ -199,41 +122,47 @@ class Findings:
         return faults
 
     def _seen_causes(self) -> list[Fault]:
-        """Of tasks that said nothing. Those ended by srun, since another had failed, come as
-        Terminated, or killed after that one."""
-        spoke = {said.rank for said in self.said}
+        """The first task that ended badly without a word. Once one has ended that said why, srun
+        ends the others, by SIGTERM and then by SIGKILL."""
+        spoke = {said.rank for said in self.said if said.kind is not Kind.STOPPED}
         for end in self.ends:
-            ranks = tuple(rank for rank in end.ranks if rank not in spoke)
-            who = f"{name_ranks(end.ranks)} on {end.node}"
+            who = f"{name_ranks(end.ranks)} on {', '.join(end.nodes)}"
             if "Out Of Memory" in end.how:
-                return [Fault(Kind.MEMORY, f"{who}: the node's memory", end.ranks, (end.node,))]
-            if not ranks or "Terminated" in end.how:
+                return [Fault(Kind.MEMORY, f"{who}: the node's memory", end.ranks, end.nodes)]
+            if spoke & set(end.ranks):
+                return []
+            if "Terminated" in end.how:
                 continue
+            if self._timed_out and "Aborted" in end.how:  # NCCL's watchdog ends whoever waits
+                return [Fault(Kind.HANG, f"a collective timed out; {who}: {end.how}")]
             if re.search(KILLED, end.how):
-                return [Fault(Kind.KILLED, f"{who}: {end.how}", ranks, (end.node,))]
-            if "exit code 2" in end.how:  # a sentence was printed before the ranks met
-                return [Fault(Kind.CONFIG, f"{who}: {self._last_words(ranks)}", ranks)]
+                return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, end.nodes)]
+            if re.search(r"exit code 2\b", end.how):  # a sentence, before the ranks met
+                return [Fault(Kind.CONFIG, f"{who}: {self._last_words(end.ranks)}", end.ranks)]
             if "exit code" in end.how:
-                kind = Kind.CODE if self._has_trace(ranks) else Kind.UNKNOWN
-                return [Fault(kind, f"{who}: {self._last_words(ranks)}", ranks, (end.node,))]
+                kind = Kind.CODE if self._has_trace(end.ranks) else Kind.UNKNOWN
+                return [Fault(kind, f"{who}: {self._last_words(end.ranks)}", end.ranks, end.nodes)]
         return []
 
     def _lines_of(self, ranks: Sequence[int]) -> list[str]:
-        return [
-            line.partition(":")[2].strip()
-            for line in self.last_lines
-            if line.partition(":")[0].strip().isdecimal() and int(line.partition(":")[0]) in ranks
-        ]
+        return [line for rank in ranks if rank in self._lines for line in self._lines[rank]]
 
     def _has_trace(self, ranks: Sequence[int]) -> bool:
-        return any(line.startswith("Traceback") for line in self._lines_of(ranks))
+        return any("Traceback" in line for line in self._lines_of(ranks))
 
     def _last_words(self, ranks: Sequence[int]) -> str:
         return (self._lines_of(ranks) or ["it said nothing"])[-1]
 
     def _unexplained(self) -> Fault:
-        words = self.last_lines[-1] if self.last_lines else "srun said nothing"
+        words = self.last_line or "srun said nothing"
         return Fault(Kind.UNKNOWN, f"the ranks ended, and none said why: {words}")
+
+
+def hosts(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(expand_hosts(text))
+    except ClusterError:
+        return (text,)
 
 
 def _signal_of_shell(how: str) -> str:

@@ -80,6 +80,18 @@ def read_events(run: Path) -> list[Event]:
     return events
 
 
+def of_submission(events: list[Event], config: str) -> list[Event]:
+    """Those of the chain that trains this config, a copy of its own for every submission. A run
+    that was submitted anew may go back to an earlier step, and has someone's attention."""
+    first = len(events)
+    for number in reversed(range(len(events))):
+        if events[number]["event"] == "session":
+            if events[number].get("config") != config:
+                break
+            first = number
+    return events[first:]
+
+
 def barren_attempts(events: list[Event]) -> int:
     """How many attempts in a row, up to now, ended in a fault without a step that was new. What was
     before someone submitted the run anew does not count."""
@@ -90,7 +102,7 @@ def barren_attempts(events: list[Event]) -> int:
         if event["event"] == "fault":
             if event.get("new_steps", 0) > 0:
                 break
-            count += 1
+            count += not event.get("excluded")
         if event["event"] == "recovered":
             break
     return count

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from overland.cluster.errors import ClusterError
 from overland.cluster.hosts import expand_hosts
 
+MOST_RESTARTS = 3
+
 
 def allocated_nodes(env: Mapping[str, str]) -> list[str]:
     if "SLURM_JOB_NODELIST" not in env:
@@ -17,19 +19,21 @@ def allocated_nodes(env: Mapping[str, str]) -> list[str]:
     return expand_hosts(env["SLURM_JOB_NODELIST"])
 
 
-def shun(nodes: Iterable[str], env: Mapping[str, str], requeue: bool) -> None:
-    """Asks Slurm to keep bad nodes from the jobs of this name that still wait, and where that is
-    allowed, to run this one again on others."""
-    job, name = env.get("SLURM_JOB_ID", ""), env.get("SLURM_JOB_NAME", "")
-    listed = ",".join(nodes)
-    waiting = ask(
-        "squeue", "--me", "--noheader", "--states=PENDING", f"--name={name}", "--format=%i"
-    )
-    for other in waiting.split():
-        ask("scontrol", "update", f"JobId={other}", f"ExcNodeList={listed}")
-    if requeue:
-        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={listed}")
-        ask("scontrol", "requeue", job)
+def shun(nodes: Iterable[str], env: Mapping[str, str]) -> None:
+    """Asks Slurm to keep these from the jobs of this name that still wait."""
+    name = env.get("SLURM_JOB_NAME", "")
+    listed = ["--noheader", "--states=PENDING", f"--name={name}", "--format=%i|%x"]
+    for line in ask("squeue", "--me", *listed).split():
+        job, _, excluded = line.partition("|")
+        before = expand_hosts(excluded) if excluded and excluded != "(null)" else []
+        together = ",".join(dict.fromkeys([*before, *nodes]))
+        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={together}")
+
+
+def requeue(env: Mapping[str, str]) -> None:
+    """This job, to get other nodes: a few times, or it would go on for ever."""
+    if int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS:
+        ask("scontrol", "requeue", env.get("SLURM_JOB_ID", ""))
 
 
 def ask(*command: str) -> str:

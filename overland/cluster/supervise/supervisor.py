@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import shutil
 import signal
 import statistics
@@ -24,23 +26,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from overland.cluster.agent import PIPES, RECORDS
+from overland.cluster.agent import RECORDS
 from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.errors import ClusterError
+from overland.cluster.last_words import Kind
 from overland.cluster.signals import SIGNALS
 from overland.cluster.supervise.attempt import Attempt, srun_on
-from overland.cluster.supervise.faults import Fault, Kind
-from overland.cluster.supervise.logbook import Logbook, barren_attempts, furthest_step
+from overland.cluster.supervise.faults import HARDWARE, Fault
+from overland.cluster.supervise.logbook import (
+    Logbook,
+    barren_attempts,
+    furthest_step,
+    of_submission,
+)
 from overland.cluster.supervise.roster import Roster
-from overland.cluster.supervise.slurm import allocated_nodes, shun
+from overland.cluster.supervise.slurm import allocated_nodes, requeue, shun
 from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
 from overland.cluster.supervise.watchdog import Watchdog
 from overland.cluster.supervise.watched import Watched
 from overland.cluster.wire import Switchboard
 
 BARREN_ATTEMPTS = 2
-STRIKES = (Kind.HANG, Kind.KILLED, Kind.MEMORY, Kind.UNKNOWN)
-"""What may be the node's fault."""
+MAY_BE_THE_NODE = (Kind.DEVICE, Kind.HANG, Kind.KILLED, Kind.MEMORY, Kind.UNKNOWN)
+AWAY_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
 ROOM_SECONDS = 5.0  # between looks at a full disk
@@ -86,6 +94,8 @@ class Supervisor:
     furthest_at: float = field(default_factory=time.monotonic)
     before: int = 0
     """The same, before this attempt."""
+    begun: int = 0
+    """The step of the checkpoint that this attempt began from."""
     faults: list[Fault] = field(default_factory=list)
     """Those that no new step has made good yet."""
     barren: int = 0
@@ -99,6 +109,8 @@ class Supervisor:
         while True:
             if untested:
                 self.test_nodes()
+            if reason := self.reason_to_end():  # which may have come up meanwhile
+                return self.end("stopped", reason)
             nodes = self.roster.choose()
             if nodes is None:
                 return self.not_enough_nodes()
@@ -135,16 +147,20 @@ class Supervisor:
         with contextlib.suppress(OSError):
             report.save(self.job.run / "preflight.json")
 
-    def attempt(self, nodes: list[str]) -> Fault | str:
+    def attempt(self, nodes: list[str]) -> Fault | Literal["finished", "stopped"]:
         """Trains on these nodes; returns "finished", "stopped", or what went wrong."""
         self.number += 1
-        begun = self.newest_checkpoint()
-        self.logbook.write("attempt", attempt=self.number, nodes=nodes, from_step=begun)
-        tell(f"attempt {self.number} from step {begun}, on {', '.join(nodes)}")
+        self.begun = self.newest_checkpoint()
+        self.logbook.write("attempt", attempt=self.number, nodes=nodes, from_step=self.begun)
+        tell(f"attempt {self.number} from step {self.begun}, on {', '.join(nodes)}")
         self.before = self.furthest
         launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
         board = Switchboard([node for node in nodes if node != self.roster.batch_host], self.env)
-        attempt = Attempt([*launch, "train", str(self.job.config)], self.rank_environment(board))
+        command = [*launch, "train", str(self.job.config)]
+        folder = self.fault_folder()
+        with contextlib.suppress(OSError):  # for NCCL, which writes there when it gives up
+            folder.mkdir(parents=True, exist_ok=True)
+        attempt = Attempt(command, self.rank_environment(board), len(nodes))
         watched = Watched(
             attempt, Watchdog(self.job.hang_seconds, nodes, started=time.monotonic()), board
         )
@@ -154,23 +170,27 @@ class Supervisor:
             attempt.end()
             self.hear_all(watched)
             board.close()
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if nothing is in it
         if self.is_done():
             return "finished"
-        if attempt.findings.stopped() and not attempt.findings.lost:
+        if attempt.findings.stopped():
             return "stopped"
         return attempt.findings.fault()
 
     def watch(self, watched: Watched) -> None:
         """Until the ranks have ended, or must be."""
         attempt, dog, findings = watched.attempt, watched.dog, watched.attempt.findings
-        passed_on = False
+        passed_on, looked = False, time.monotonic()
         while True:
+            if time.monotonic() - looked > AWAY_SECONDS:  # this process was stopped, say
+                watched.forgive()
+            looked = time.monotonic()
             self.hear_all(watched)
-            if attempt.code() is not None:
+            if attempt.code() is not None or dog.all_have_ended():
                 return
             if self.asked_to_end and not passed_on:
-                attempt.signal(signal.SIGTERM)
-                passed_on = True
+                passed_on = attempt.signal(signal.SIGTERM)
             findings.lost.extend(watched.lost_nodes())
             if findings.lost:
                 return
@@ -188,21 +208,27 @@ class Supervisor:
         dog = watched.dog
         late = dog.late_ranks()
         tell(f"rank {late[0].rank} has not gone on for {late[0].age:.0f} s: asking for all stacks")
-        folder = self.fault_folder()
-        folder.mkdir(parents=True, exist_ok=True)
+        watched.stacks.clear()
         watched.ask_all({"dump": True})
         deadline = time.monotonic() + STACKS_SECONDS
         while time.monotonic() < deadline and len(watched.stacks) < len(dog.ranks):
             self.hear_all(watched)
             time.sleep(LOOK_SECONDS)
         late = dog.late_ranks()
-        tell(f"the stacks are in {keep_stacks(folder, watched.stacks, dog.ranks.values())}")
+        try:
+            path = keep_stacks(self.fault_folder(), watched.stacks, dog.ranks.values())
+            tell(f"the stacks are in {path}")
+        except OSError as error:
+            tell(f"the stacks could not be written: {error.strerror}")
         return dog.hang(late, odd_ranks(watched.stacks)) if late else None
 
     def answer(self, fault: Fault) -> Answer:
         excluded = self.leave_out(fault)
-        new = max(0, self.furthest - self.before)
-        self.barren = 0 if new else self.barren + 1
+        new = max(self.furthest - self.before, self.newest_checkpoint() - self.begun, 0)
+        if new:
+            self.barren = 0
+        elif not excluded:  # without its cause, it is another try
+            self.barren += 1
         answer = self.decide(fault, new)
         tell(f"{fault.kind}: {fault.what}" + ("; starting again" if not answer.reason else ""))
         self.logbook.write(
@@ -225,33 +251,37 @@ class Supervisor:
     def decide(self, fault: Fault, new_steps: int) -> Answer:
         if fault.kind.is_final:
             return Answer("stop", f"{fault.kind}: {fault.what}")
-        if fault.kind is Kind.MEMORY and not new_steps:
+        if fault.kind is Kind.MEMORY and not self.furthest:
             return Answer("stop", f"out of memory, and it would be again: {fault.what}")
         if fault.kind is Kind.TAKEN:
             return Answer("next session", fault.what)
+        if reason := self.reason_to_end():
+            return Answer("next session", reason)
         if self.barren >= BARREN_ATTEMPTS:
             return Answer(
                 "stop", f"{self.barren} attempts without a new step, the last one: {fault.what}"
             )
-        if self.asked_to_end:
-            name = signal.Signals(self.asked_to_end).name
-            return Answer("next session", f"{name} came; the last checkpoint is kept")
-        if self.is_late():
-            return Answer("next session", "too little of the job is left to start again")
         return Answer("restart")
+
+    def reason_to_end(self) -> str:
+        """Before the last step, without a fault."""
+        if self.asked_to_end:
+            return f"{signal.Signals(self.asked_to_end).name} came; the last checkpoint is kept"
+        return "too little of the job is left to start again" if self.is_late() else ""
 
     def leave_out(self, fault: Fault) -> list[str]:
         """The nodes that the next attempt will not use."""
         excluded = []
         for node in fault.nodes:
-            if fault.kind in (Kind.NODE, Kind.DEVICE):
+            broken = fault.kind is Kind.DEVICE and re.search(HARDWARE, fault.what)
+            if fault.kind is Kind.NODE or broken:
                 self.roster.exclude(node, f"{fault.kind}: {fault.what}")
                 excluded.append(node)
-            elif fault.kind in STRIKES and self.roster.strike(node, fault.what):
+            elif fault.kind in MAY_BE_THE_NODE and self.roster.strike(node, fault.what):
                 excluded.append(node)
         return excluded
 
-    def end(self, how: str, what: str) -> int:
+    def end(self, how: Literal["finished", "stopped", "failed"], what: str) -> int:
         self.logbook.write("end", how=how, step=self.furthest, what=what)
         self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
         tell(f"{how}: {what}")
@@ -263,10 +293,10 @@ class Supervisor:
         """Another job gets other nodes."""
         out = "; ".join(f"{node}: {reason}" for node, reason in self.roster.out.items())
         what = f"{len(self.roster.good)} good nodes of {self.job.num_nodes} needed ({out})"
-        self.logbook.write("end", how="stopped", step=self.furthest, what=what)
-        self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
-        tell(f"{what}; the next job goes on")
-        shun(self.roster.out, self.env, requeue=self.job.requeue)
+        self.end("stopped", f"{what}; the next job goes on")
+        shun(self.roster.out, self.env)
+        if self.job.requeue:
+            requeue(self.env)
         return 1
 
     # What is heard
@@ -347,26 +377,24 @@ class Supervisor:
         lasts, until as much is free as the newest checkpoint takes twice."""
         folder = self.job.run / self.job.checkpoint_folder
         newest = folder / "latest"
-        sizes = [file.stat().st_size for file in newest.rglob("*") if file.is_file()]
+        sizes = [0]
+        with contextlib.suppress(OSError):
+            sizes = [file.stat().st_size for file in newest.rglob("*") if file.is_file()]
         needed = max(2 * sum(sizes), 64 * 2**20)
-        while shutil.disk_usage(self.job.run).free < needed:
+        while shutil.disk_usage(self.job.run).free < needed and not self.reason_to_end():
             tell(f"{self.job.run}: waiting until {needed / 1e9:.1f} GB are free")
             self.logbook.live(state="waiting for room", attempt=self.number, step=self.furthest)
-            if self.asked_to_end or self.is_late():
-                return
             time.sleep(ROOM_SECONDS)
 
     def rank_environment(self, board: Switchboard) -> dict[str, str]:
         job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
-        folder = self.fault_folder()
-        beats = beats_prefix(job, self.number)
         return {
             "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             **self.env,
             **board.environment(),
-            BEATS: beats,
-            PIPES: f"{beats}-nccl-",
-            RECORDS: str(folder / "nccl_rank_"),
+            BEATS: beats_prefix(job, self.number),
+            RECORDS: str(self.fault_folder().absolute() / "nccl_rank_"),
         }
 
     def fault_folder(self) -> Path:
@@ -382,13 +410,15 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
             f"--nodes {job.num_nodes}: the job has {len(allocation)} nodes; ask for more"
         )
     logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
-    events = logbook.events()
-    roster = Roster(allocation, job.num_nodes, host)
-    supervisor = Supervisor(job, env, roster, logbook, furthest=furthest_step(events))
+    events = of_submission(logbook.events(), str(job.config))
+    supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
+    supervisor.furthest = max(furthest_step(events), supervisor.newest_checkpoint())
     supervisor.barren = barren_attempts(events)
+    allow_many_files()
     ends = env.get("SLURM_JOB_END_TIME", "")
     logbook.write(
         "session",
+        config=str(job.config),
         restart=int(env.get("SLURM_RESTART_COUNT") or 0),
         nodes=allocation,
         wanted=job.num_nodes,
@@ -401,6 +431,12 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     for number in SIGNALS:
         signal.signal(number, remember)
     return supervisor.run()
+
+
+def allow_many_files() -> None:
+    """A connection per node."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def tell(words: str) -> None:

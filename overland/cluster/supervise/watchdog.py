@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from overland.cluster.beat import Phase
-from overland.cluster.supervise.faults import Fault, Kind, name_ranks
+from overland.cluster.last_words import Kind
+from overland.cluster.supervise.faults import Fault, name_ranks
 
 FACTOR = 10.0
 FIRST_TIME_SECONDS = 1800.0
@@ -21,6 +22,9 @@ SILENT_SECONDS = 15.0
 LATEST_START_SECONDS = 120.0  # after as long, and 5 × what half of the nodes took, a node is lost
 SLOW = 1.5  # × the median of all ranks
 SLOW_READINGS = 5
+# Saves end in the background: one may have to wait for the one before, which none did until then.
+LEARNED = (Phase.DATA, Phase.COMPUTING, Phase.REPORTING, Phase.VALIDATING)
+MOST_TO_BLAME = 2  # nodes; where more stand out, it is the layout that makes them differ
 LATE_DATA = 0.2  # of the time waited for data, more than the median rank
 
 
@@ -37,11 +41,17 @@ class Heard:
     data_wait: float = 0.0
     state: str = "R"
     slow_readings: int = 0
+    has_new_reading: bool = False
 
     @property
     def place(self) -> tuple[int, Phase]:
-        """Ranks that started anew, before their first step, are behind all others."""
+        """How far it is: of two ranks, the one with the smaller place is behind."""
         return self.step, self.phase
+
+    @property
+    def is_stopped(self) -> bool:
+        """Its process, by a signal or a debugger."""
+        return self.state in ("T", "t")
 
     @property
     def is_over(self) -> bool:
@@ -75,14 +85,12 @@ class Watchdog:
             known.step, known.phase = place
             known.age, known.state = float(age), str(state)
             if float(probe) != known.probe_seconds:
-                known.probe_seconds = float(probe)
-                known.slow_readings += 1  # taken back below, if it was none
-                self._note_pace(known)
+                known.probe_seconds, known.has_new_reading = float(probe), True
             known.data_wait = float(wait)
 
     @property
     def step(self) -> int:
-        """The last step that every rank has begun after; all ranks go in step."""
+        """The last one that any rank has done; they go in step."""
         return max((rank.step for rank in self.ranks.values()), default=0)
 
     @property
@@ -90,9 +98,19 @@ class Watchdog:
         return min((rank.phase for rank in self.ranks.values()), default=Phase.STARTING)
 
     def limit(self, phase: Phase) -> float:
-        if phase not in self._longest:
+        if phase not in self._longest or phase not in LEARNED:
             return max(FIRST_TIME_SECONDS, self.hang_seconds)
         return max(self.hang_seconds, FACTOR * self._longest[phase])
+
+    def forgive(self, now: float) -> None:
+        """Nobody listened for a while: what was not heard then means nothing."""
+        for node in self._heard:
+            self._heard[node] = now
+
+    def all_have_ended(self) -> bool:
+        """And srun does not know it, after two minutes."""
+        ended = [r.phase >= Phase.STOPPED and r.age > 120 for r in self.ranks.values()]
+        return bool(ended) and all(ended)
 
     def silent_nodes(self, now: float) -> list[str]:
         """Nodes that spoke and do so no more, or that never spoke when most did."""
@@ -110,16 +128,16 @@ class Watchdog:
             rank
             for rank in self.ranks.values()
             if not rank.is_over
-            and rank.age > (self.hang_seconds if rank.state in "Tt" else self.limit(rank.phase))
+            and rank.age > (self.hang_seconds if rank.is_stopped else self.limit(rank.phase))
         ]
 
     def hang(self, late: Sequence[Heard], odd: Sequence[int] = ()) -> Fault:
         """Who the others wait for: a process that is stopped; else the one that is behind; else
         the one whose stack is another (`odd`)."""
-        stopped = [rank for rank in late if rank.state in "Tt"]
+        stopped = [rank for rank in late if rank.is_stopped]
         behind = self._behind()
         named = stopped or behind or [self.ranks[rank] for rank in odd if rank in self.ranks]
-        if not named:
+        if not 0 < len({rank.node for rank in named}) <= MOST_TO_BLAME:
             slowest = max(late, key=lambda rank: rank.age)
             what = (
                 f"no rank has gone on for {slowest.age:.0f} s at step {slowest.step} "
@@ -127,7 +145,7 @@ class Watchdog:
             )
             return Fault(Kind.HANG, what)
         first = named[0]
-        how = "stopped" if first.state in "Tt" else "hung"
+        how = "stopped" if first.is_stopped else "hung"
         what = (
             f"{name_ranks([rank.rank for rank in named])} on "
             f"{', '.join(dict.fromkeys(rank.node for rank in named))} {how} at step {first.step}, "
@@ -139,17 +157,21 @@ class Watchdog:
     def stragglers(self) -> list[tuple[Heard, float, str]]:
         """Ranks that have become slow since this was last asked: with the factor, and in words."""
         found = []
+        usual, usual_wait = self._median("probe_seconds"), self._median("data_wait")
         for rank in self.ranks.values():
-            factor = self.slowness(rank)
+            factor = rank.probe_seconds / usual if usual > 0 else 1.0
+            if rank.has_new_reading:
+                rank.slow_readings = rank.slow_readings + 1 if factor > SLOW else 0
+                rank.has_new_reading = False
             is_slow = rank.slow_readings >= SLOW_READINGS
-            waits = rank.data_wait - self._median("data_wait")
+            waits = rank.data_wait - usual_wait
             if (is_slow or waits > LATE_DATA) and rank.rank not in self._named_slow:
                 self._named_slow.add(rank.rank)
                 what = (
                     f"computes {factor:.1f} × as long as the median"
                     if is_slow
                     else f"waits {rank.data_wait:.0%} of its time for data, the median rank "
-                    f"{self._median('data_wait'):.0%}"
+                    f"{usual_wait:.0%}"
                 )
                 found.append((rank, factor, what))
             elif not is_slow and waits <= LATE_DATA:
@@ -172,10 +194,6 @@ class Watchdog:
             self._first_step = rank.step
         if rank.step >= self._first_step + UNTYPICAL_STEPS:
             self._longest[rank.phase] = max(self._longest.get(rank.phase, 0.0), rank.age)
-
-    def _note_pace(self, rank: Heard) -> None:
-        if self.slowness(rank) <= SLOW:
-            rank.slow_readings = 0
 
     def _median(self, what: str) -> float:
         values = [getattr(rank, what) for rank in self.ranks.values()]

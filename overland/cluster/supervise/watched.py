@@ -43,9 +43,16 @@ class Watched:
         """Nodes that are silent, of which srun has nothing to say and whose ranks had not ended."""
         now = time.monotonic()
         hung_up = [n for n, since in self.hung_up.items() if now - since > HANG_UP_SECONDS]
-        ended = {end.node for end in self.attempt.findings.ends}
+        ended = {node for end in self.attempt.findings.ends for node in end.nodes}
+        ended |= {said.node for said in self.attempt.findings.said}
         ended |= {rank.node for rank in self.dog.ranks.values() if rank.is_over}
         return [node for node in [*hung_up, *self.dog.silent_nodes(now)] if node not in ended]
+
+    def forgive(self) -> None:
+        """Nobody listened for a while."""
+        now = time.monotonic()
+        self.dog.forgive(now)
+        self.hung_up = dict.fromkeys(self.hung_up, now)
 
     def ask_all(self, order: Message) -> None:
         for wire in list(self.wires):

@@ -10,10 +10,21 @@ import torch
 
 from overland.checkpoint.errors import CheckpointError
 from overland.cluster.errors import ClusterError
-from overland.cluster.supervise.faults import SAYS, Findings, Kind, expand_ranks, kind_of, say
+from overland.cluster.last_words import SAYS, Kind, kind_of, say
+from overland.cluster.supervise.faults import Findings, expand_ranks
 from overland.config.errors import ConfigError
 from overland.data.errors import DataError
 from overland.training.errors import TakenError, TrainingError
+
+
+def caused_by(cause: Exception, error: Exception) -> Exception:
+    try:
+        try:
+            raise cause
+        except OSError:
+            raise error from None
+    except Exception as raised:
+        return raised
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,8 @@ from overland.training.errors import TakenError, TrainingError
         (ConnectionResetError("reset"), Kind.NETWORK),
         (KeyError("embedding"), Kind.CODE),
         (OSError(errno.ESTALE, "Stale file handle"), Kind.UNKNOWN),
+        (caused_by(OSError(errno.EIO, "Input/output error"), DataError("x: cannot be read")),
+         Kind.UNKNOWN),
     ],
 )  # fmt: skip
 def test_an_error_has_a_kind(error: BaseException, kind: Kind) -> None:
@@ -156,3 +169,69 @@ def test_an_attempt_that_stopped_is_told_from_one_that_failed() -> None:
 def test_ranges_of_ranks() -> None:
     assert expand_ranks("0-2,7") == (0, 1, 2, 7)
     assert expand_ranks("5") == (5,)
+
+
+def test_a_node_where_srun_could_not_start_is_lost_and_no_other() -> None:
+    fault = findings(
+        "srun: error: Task launch for StepId=12.0 failed on node n3: Connection failure",
+        "srun: error: Application launch failed: Communication connection failure",
+        "srun: error: n2: tasks 0-1: Killed",
+    ).fault()
+    assert (fault.kind, fault.nodes) == (Kind.NODE, ("n3",))
+
+
+def test_lists_of_nodes_are_written_out() -> None:
+    found = findings(
+        "srun: error: Node failure on n[2-3]", "srun: error: n[1-2]: tasks 0-3: Killed"
+    )
+    found.num_nodes = 8
+    assert found.fault().nodes == ("n2", "n3")
+    assert found.ends[0].nodes == ("n1", "n2")
+
+
+def test_if_most_nodes_fall_silent_at_once_none_is_to_blame() -> None:
+    for lost, kind in ((["n1"], Kind.NODE), (["n1", "n2"], Kind.NETWORK)):
+        found = Findings(num_nodes=2, lost=lost)
+        assert found.fault().kind is kind
+
+
+def test_a_rank_killed_while_the_others_start_is_no_stop() -> None:
+    """srun's SIGTERM, which follows, is a wish to stop for ranks that have not begun."""
+    found = findings(
+        "srun: error: n1: task 1: Exited with exit code 137",
+        said(0, Kind.STOPPED, "stopped before the first step", 1.0),
+    )
+    assert not found.stopped()
+    assert found.fault().kind is Kind.KILLED
+
+
+def test_other_exit_codes_that_begin_with_two_are_no_config_errors() -> None:
+    for code in (24, 255):
+        line = f"srun: error: n1: task 0: Exited with exit code {code}"
+        assert findings(line).fault().kind is Kind.UNKNOWN
+
+
+def test_ranks_that_srun_killed_after_one_had_spoken_are_innocent() -> None:
+    fault = findings(
+        said(3, Kind.NETWORK, "Connection closed by peer", 1.0),
+        "srun: error: n1: task 3: Exited with exit code 1",
+        "srun: error: n0: tasks 0-1: Killed",
+    ).fault()
+    assert (fault.kind, fault.nodes) == (Kind.NETWORK, ())
+
+
+def test_nccls_own_watchdog_blames_no_node() -> None:
+    fault = findings(
+        "0: [E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)",
+        "srun: error: n0: task 0: Aborted",
+        "srun: error: n1: task 2: Aborted",
+    ).fault()
+    assert (fault.kind, fault.nodes) == (Kind.HANG, ())
+
+
+def test_the_trace_of_one_rank_is_not_lost_among_those_of_others() -> None:
+    trace = ["Traceback (most recent call last):", *["  File x"] * 20, "ImportError: y"]
+    lines = [f"{rank}: {text}" for rank in range(16) for text in trace]
+    fault = findings(*lines, "srun: error: n0: task 0: Exited with exit code 1").fault()
+    assert fault.kind is Kind.CODE
+    assert fault.what.endswith("ImportError: y")

@@ -9,6 +9,7 @@ from overland.cluster.supervise.logbook import (
     Logbook,
     barren_attempts,
     furthest_step,
+    of_submission,
     read_events,
 )
 from overland.cluster.supervise.roster import Roster
@@ -48,6 +49,19 @@ def test_attempts_without_a_new_step_are_counted_across_sessions() -> None:
     assert barren_attempts([fault(0), fault(0), {"event": "end", "how": "failed"}, session]) == 0
     assert barren_attempts([fault(0), {"event": "recovered"}, fault(0)]) == 1
     assert barren_attempts([]) == 0
+
+
+def test_a_fault_whose_cause_was_left_out_does_not_count() -> None:
+    assert barren_attempts([fault(0), {**fault(0), "excluded": ["n3"]}]) == 1
+
+
+def test_only_the_last_submission_counts() -> None:
+    first: Event = {"event": "session", "config": "1.toml"}
+    second: Event = {"event": "session", "config": "2.toml"}
+    events = [first, fault(9, step=900), second, fault(0, step=7), second]
+    assert of_submission(events, "2.toml") == events[2:]
+    assert of_submission(events, "3.toml") == []
+    assert furthest_step(of_submission(events, "2.toml")) == 7
 
 
 def test_the_furthest_step_is_remembered() -> None:

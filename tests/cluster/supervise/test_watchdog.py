@@ -99,15 +99,42 @@ def test_a_node_that_falls_silent_is_named() -> None:
 
 def test_a_node_that_never_spoke_is_named_when_most_have() -> None:
     dog = Watchdog(10.0, ["n0", "n1", "n2"], started=0.0)
-    for now in (200.0,):  # a slow file system: half of the nodes took 40 s
-        dog.call("n0", 40.0)
-        dog.call("n1", 40.0)
-        dog.hear("n0", [], now)
-        dog.hear("n1", [], now)
-        assert dog.silent_nodes(now) == []
-    dog.hear("n0", [], 201.0)
-    dog.hear("n1", [], 201.0)
-    assert dog.silent_nodes(201.0) == ["n2"]
+    for node in ("n0", "n1"):
+        dog.call(node, 40.0)  # a slow file system
+    for now, silent in ((200.0, []), (201.0, ["n2"])):
+        for node in ("n0", "n1"):
+            dog.hear(node, [], now)
+        assert dog.silent_nodes(now) == silent
+
+
+def test_what_was_not_heard_while_nobody_listened_means_nothing() -> None:
+    dog = dog_after(step_seconds=0.5)
+    assert dog.silent_nodes(100.0) == ["n0", "n1"]
+    dog.forgive(100.0)
+    assert dog.silent_nodes(100.0) == []
+
+
+def test_a_save_may_wait_for_the_one_before() -> None:
+    dog = dog_after(step_seconds=0.5)
+    for step in range(20, 30):
+        hear_all(dog, *((rank, step, Phase.SAVING, 0.2) for rank in range(4)), now=float(step))
+    hear_all(dog, *((rank, 30, Phase.SAVING, 300.0) for rank in range(4)), now=400.0)
+    assert not dog.late_ranks()
+
+
+def test_a_process_that_is_gone_is_not_taken_for_a_stopped_one() -> None:
+    dog = Watchdog(10.0, ["n0"], started=0.0)
+    dog.hear("n0", beats((0, 0, Phase.BUILDING, 11.0), state=""), 20.0)
+    assert not dog.late_ranks()
+
+
+def test_where_many_nodes_stand_out_none_is_blamed() -> None:
+    dog = dog_after(step_seconds=0.5, num_ranks=16)
+    odd = [(rank, 10, Phase.DATA if rank < 6 else Phase.COMPUTING, 20.0) for rank in range(16)]
+    for step in range(5):
+        dog.hear("n0", beats((0, step, Phase.DATA, 0.1)), 1.0)
+    hear_all(dog, *odd, now=30.0)
+    assert dog.hang(dog.late_ranks()).nodes == ()
 
 
 def pace(*seconds: float, data_wait: float = 0.0) -> Beats:
