@@ -65,7 +65,7 @@ class SubmittedRun:
             "metrics.enable_tensorboard=false",
             "validation.enable=false",
             "checkpoint.interval=10",
-            "health.hang_seconds=6",
+            "health.hang_seconds=12",
             "job.custom_import=slow",
             *(settings or []),
         ]
@@ -118,9 +118,16 @@ class SubmittedRun:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: self.step() >= step, f"step {step}")
 
-    def wait_for_recovery(self, count: int) -> None:
-        """Until that many faults are made good."""
-        self.wait_until(lambda: len(self.events("recovered")) >= count, f"recovery {count}")
+    def survives(self, kind: str, act: Callable[[], object]) -> None:
+        """Lets it happen, and waits until training has gone on from it. A busy machine may cause
+        a hang of its own besides."""
+
+        def recovered() -> int:
+            return sum(event["kind"] == kind for event in self.events("recovered"))
+
+        before = recovered()
+        act()
+        self.wait_until(lambda: recovered() > before, f"it recovers from a {kind}")
 
     def wait(self) -> str:
         """Until the last job has ended; what Slurm says of it."""

@@ -136,6 +136,12 @@ class Supervisor:
             tell(f"preflight: {error}")
             self.logbook.write("preflight", seconds=0.0, bad={}, error=str(error))
             return  # the attempt itself will show what is wrong
+        if set(report.bad) >= set(nodes):
+            words = ", ".join(sorted(set(report.bad.values())))
+            tell(
+                f"preflight: every node is bad, so it is not the nodes; going on with them: {words}"
+            )
+            report.bad.clear()
         for node, reason in report.bad.items():
             tell(f"preflight: {node} is left out: {reason}")
             self.roster.exclude(node, reason)

@@ -16,7 +16,7 @@ from tests.cluster.supervised import SubmittedRun
 def small_disk(folder: Path) -> Iterator[Path]:
     """Mounted there, or else a plain folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=300m", "none", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=1500m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
     try:
         yield folder
@@ -28,11 +28,10 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def fill(disk: Path, run: SubmittedRun) -> None:
     """Until the ranks end for want of room; then there is some again."""
     ballast = disk / "ballast"
-    with ballast.open("wb") as file:
+    with ballast.open("wb", buffering=0) as file:
         try:
             while True:
-                file.write(bytes(2**16))
-                file.flush()
+                file.write(bytes(2**20))
         except OSError:
             pass
     run.wait_until(lambda: not run.ranks(), "the ranks have ended")
