@@ -17,6 +17,7 @@ import torch
 
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.read import open_checkpoint
+from overland.cluster.supervise.logbook import read_events
 from tests.cli.processes import TINY, environment, losses, overland
 from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of
 
@@ -86,10 +87,7 @@ class SubmittedRun:
     # What it tells
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        path = self.root / "attempts.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        events = [json.loads(line) for line in lines]
-        return [event for event in events if kind in (None, event["event"])]
+        return [event for event in read_events(self.root) if kind in (None, event["event"])]
 
     def live(self) -> dict[str, Any]:
         try:
