@@ -26,8 +26,7 @@ class Submit(TyperCommand):
     """`--site` without a name lists the sites."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], "--"]
-        pairs = zip(args, following, strict=True)
+        pairs = zip(args, [*args[1:], "--"], strict=False)
         args = ["--sites" if a == "--site" and b.startswith("--") else a for a, b in pairs]
         return super().parse_args(ctx, args)
 

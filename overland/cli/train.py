@@ -178,6 +178,8 @@ def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
     folder, steps = run.folder, run.config.training.steps
     if not finished:
         saved = f"saved step {run.progress.step}" if run.config.checkpoint.enable else "not saved"
+        if run.beat.is_read:  # in a job
+            return f"\nStopped after step {run.progress.step} of {steps}; {saved}."
         return (
             f"\nStopped after step {run.progress.step} of {steps}; {saved}. To go on:\n\n"
             f"  overland train {folder.config}\n"

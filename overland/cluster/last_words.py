@@ -113,6 +113,8 @@ def say(rank: int, kind: Kind, what: str, step: int = 0) -> None:
 
 
 def last_words(rank: int, kind: Kind, what: str, step: int = 0) -> str:
+    if kind is Kind.NETWORK:  # libraries add where in their source, and advice that is not ours
+        what = re.sub(r"\[/[^\]]*\]\s*", "", what).split(". ")[0]
     said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step)
     return f"\n{SAYS}{json.dumps(asdict(said))}"
 

@@ -51,6 +51,9 @@ def submit(job: Job, script: Path) -> list[str]:
         try:
             ids.append(_sbatch(script))
         except ClusterError as error:  # a limit on jobs per user, say: what is queued stays so
+            if not ids:
+                script.unlink(missing_ok=True)
+                job.place.config.unlink(missing_ok=True)
             queued = f"; queued before it: {', '.join(ids)}" if ids else ""
             raise ClusterError(f"{error}{queued}") from None
     return ids
@@ -94,6 +97,7 @@ def how_to_follow(job: Job, ids: list[str]) -> list[str]:
     """Commands, with what they do."""
     if job.site.facts.scheduler == "none":
         return [
+            f"overland watch {job.place.run}    # all of it, live",
             f"tail -f {job.place.logs}/job.log    # what it says",
             f"touch {job.place.run}/STOP    # save and stop",
         ]

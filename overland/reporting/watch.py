@@ -161,9 +161,9 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     done = read_text(run / "done")
     if done.isdecimal() and int(done) >= (seen.steps or 0):
         return "finished", ""
-    if reason := read_text(run / "stopped"):
-        return "stopped", reason
     end = events.all[-1] if events.all and events.all[-1]["event"] == "end" else {}
+    if reason := read_text(run / "stopped"):
+        return "failed" if end.get("how") == "failed" else "stopped", reason
     running = [job for job in seen.queue or [] if job.runs]
     if running and not (end and end.get("job") == running[0].id):
         words = f"job {running[0].id} is running"

@@ -96,7 +96,8 @@ def session(seen: Snapshot) -> Text | None:
     if seen.nodes:
         shown = ", ".join(seen.nodes[:4]) + (", …" if len(seen.nodes) > 4 else "")
         words.append(f"{len(seen.nodes)} node{'s' * (len(seen.nodes) > 1)} ({shown})")
-    if seen.session_ends and seen.session_ends > seen.time:
+    is_over = seen.state in ("finished", "stopped", "failed", "waiting")
+    if seen.session_ends and seen.session_ends > seen.time and not is_over:
         words.append(f"ends in {duration(seen.session_ends - seen.time)}")
     return Text(", ".join(words)) if words else None
 

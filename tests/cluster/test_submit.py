@@ -250,7 +250,7 @@ def test_a_run_that_is_finished_is_not_submitted_again(tmp_path: Path) -> None:
 # What is shown and written
 
 
-@pytest.mark.parametrize("words", [["--site"], ["--sites"]])
+@pytest.mark.parametrize("words", [["--site"], ["--sites"], []])
 def test_the_sites_are_listed(words: list[str]) -> None:
     done = overland(*words)
     assert done.exit_code == 0

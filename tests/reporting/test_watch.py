@@ -148,6 +148,8 @@ def test_a_chain_that_was_stopped_says_why(tmp_path: Path, monkeypatch: pytest.M
     set_live(run, state="ended")
     seen = look(run)
     assert (seen.state, seen.because) == ("stopped", "two attempts without a new step")
+    add_events(run, SESSION, {"event": "end", "how": "failed", "step": 50, "what": "code error"})
+    assert look(run).state == "failed"
     assert "stopped: two attempts without a new step" in shown(seen)
 
 

@@ -49,7 +49,10 @@ def check_scratch(site: NamedSite | None, env: Mapping[str, str]) -> Finding:
             way = f"export SCRATCH_ROOT={advice or 'a folder of yours on the scratch file system'}"
             return warning("SCRATCH_ROOT", "not set: `overland fetch` writes below here", way)
         return ok("SCRATCH_ROOT", "not set: `overland fetch` writes into ./assets and ./data")
-    return check_folder("SCRATCH_ROOT", Path(root).expanduser(), "another folder")
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        return wrong("SCRATCH_ROOT", f"{folder} is no folder", "make it, or set another")
+    return check_folder("SCRATCH_ROOT", folder, "another folder")
 
 
 def check_cache(cache: Cache, site: NamedSite | None, env: Mapping[str, str]) -> Finding:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -31,11 +32,14 @@ class Logbook:
         line = json.dumps({"time": time.time(), "job": self.job, "event": event, **facts})
         self._unwritten.append(line + "\n")
         try:
-            with (self.run / ATTEMPTS).open("a") as file:
-                file.write("".join(self._unwritten))
-            self._unwritten.clear()
+            with (self.run / ATTEMPTS).open("ab", buffering=0) as file:
+                while self._unwritten:
+                    data = self._unwritten[0].encode()
+                    if file.write(data) < len(data):
+                        raise OSError(errno.ENOSPC, "half of a line was written")
+                    self._unwritten.pop(0)
         except OSError:
-            self._unwritten.insert(0, "\n")  # the half of a line may be there
+            self._unwritten.insert(0, "\n")  # half of a line may be there
 
     def live(self, **facts: Any) -> None:
         """At once where the state has changed, else now and then."""

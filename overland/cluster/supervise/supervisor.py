@@ -292,7 +292,10 @@ class Supervisor:
         self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
         tell(f"{how}: {what}")
         if how == "failed":
-            self.logbook.stop_chain(what)
+            step = self.newest_checkpoint()
+            self.logbook.stop_chain(
+                f"{what}. Submitted again, once that is mended, it goes on from step {step}"
+            )
         return 1 if how == "failed" else 0
 
     def not_enough_nodes(self) -> int:
@@ -335,9 +338,9 @@ class Supervisor:
     def show(self, dog: Watchdog) -> None:
         slowest = dog.slowest()
         self.logbook.live(
-            state="training" if dog.step else "starting",
+            state="training" if dog.step else "restarting" if self.faults else "starting",
             attempt=self.number,
-            step=max(dog.step, 0),
+            step=max(dog.step, self.begun),
             phase=dog.phase.words,
             ranks=len(dog.ranks),
             nodes=len(dog.nodes),

@@ -64,7 +64,7 @@ def prove_faults(count: int, seed: int) -> str:
     with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder) / "disk") as disk:
         try:
             run = SubmittedRun(
-                slurm, disk, 14 * count, NODES, "--spares", str(SPARES), "--time", "03:00:00",
+                slurm, disk, 30 * count, NODES, "--spares", str(SPARES), "--time", "03:00:00",
                 ranks_per_node=RANKS_PER_NODE,
             )  # fmt: skip
             for number in range(1, count + 1):

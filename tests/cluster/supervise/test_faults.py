@@ -97,6 +97,13 @@ def test_a_broken_connection_is_nobodys_fault() -> None:
     assert "rank 0" in fault.what
 
 
+def test_last_words_on_the_network_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    say(0, Kind.NETWORK, "RuntimeError: [/x/gloo/pair.cc:5] Connection closed. This is typically")
+    assert findings(capsys.readouterr().out.strip()).said[0].what == (
+        "RuntimeError: Connection closed"
+    )
+
+
 def test_of_equal_causes_the_first_counts() -> None:
     fault = findings(
         said(4, Kind.CODE, "KeyError: later", 2.0), said(2, Kind.CODE, "KeyError: first", 1.0)
