@@ -28,6 +28,7 @@ from overland.cluster.beat import (
 )
 from overland.cluster.last_words import kind_of, say
 from overland.cluster.signals import SIGNALS
+from overland.cluster.supervise.slurm import ask
 from overland.cluster.wire import Wire
 from overland.cluster.world import World
 
@@ -35,6 +36,7 @@ BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
 CALL_AGAIN_SECONDS = (1, 2, 4, 8)
 RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s
+REQUEUE = "OVERLAND_REQUEUE"
 PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
 
@@ -81,8 +83,11 @@ def main() -> None:
         wire = _call_first_node()
         job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
         wire.send({"node": node_name(), "step": f"{job}.{step}" if step else ""})
-        watch(wire, folder)
-    except OSError:  # nobody is there any more
+        try:
+            watch(wire, folder)
+        except OSError:  # the first node hung up, without a word
+            give_job_back()
+    except OSError:  # it was not to be reached
         pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -108,9 +113,21 @@ def watch(wire: Wire, folder: Path) -> None:
             return
         orders = wire.receive(BEAT_SECONDS)
         if orders is None:
+            raise ConnectionError
+        if any("bye" in order for order in orders):
             return
         if any("dump" in order for order in orders):
             wire.send({"stacks": dump(folder, signs)})
+
+
+def give_job_back(env: Mapping[str, str] = os.environ) -> None:
+    """The job's first node is lost, and the supervisor with it. With --no-kill Slurm would keep
+    such a job, an empty shell, until its time is over: so it is run again, or ended for the next
+    link. All nodes ask for that at once, and late ones must not end what runs by then."""
+    job, restarts = env.get("SLURM_JOB_ID", ""), env.get("SLURM_RESTART_COUNT") or "0"
+    shown = ask("scontrol", "show", "job", job, "--oneliner") if job else ""
+    if f" Restarts={restarts} " in shown and " JobState=RUNNING " in shown:
+        ask(*(["scontrol", "requeue", job] if env.get(REQUEUE) else ["scancel", job]))
 
 
 def _heard(sign: Sign) -> list[object]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from overland.cluster.agent import RECORDS
+from overland.cluster.agent import RECORDS, REQUEUE
 from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.errors import ClusterError
 from overland.cluster.last_words import Kind
@@ -175,6 +175,7 @@ class Supervisor:
         finally:
             attempt.end()
             self.hear_all(watched)
+            watched.ask_all({"bye": True})
             board.close()
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if nothing is in it
@@ -403,6 +404,7 @@ class Supervisor:
             **self.env,
             **board.environment(),
             BEATS: beats_prefix(job, self.number),
+            **({REQUEUE: "1"} if self.job.requeue else {}),
             RECORDS: str(self.fault_folder().absolute() / "nccl_rank_"),
         }
 

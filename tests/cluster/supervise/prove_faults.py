@@ -1,10 +1,10 @@
 """The long proofs of `make prove-all` on a real Slurm of virtual nodes: twenty faults, at random,
-in one job with spares; a chain of six sessions; and the loss of the batch host.
+in one job with spares; a chain of six sessions; the loss of the batch host.
 
-    python -m tests.cluster.supervise.prove_faults --table docs/evidence/faults.md
+    python -m tests.cluster.supervise.prove_faults --into docs/evidence
 
 Each ends by itself, and its last checkpoint is compared, bit for bit, with that of a plain
-`overland train` to which nothing happened.
+`overland train` to which nothing happened. What has a page already is not done again.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ BATCH_HOST = "n1"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--table", type=Path)
+    parser.add_argument("--into", type=Path, required=True)
     options = parser.parse_args()
-    text = "\n\n".join(
-        [
-            HEAD.format(seed=options.seed),
-            prove_faults(options.faults, options.seed),
-            prove_chain(options.sessions),
-            prove_batch_host(),
-        ]
-    )
-    print(text)
-    if options.table:
-        options.table.write_text(text + "\n")
+    proofs = {
+        "faults.md": lambda: prove_faults(options.faults, options.seed),
+        "chain.md": lambda: prove_chain(options.sessions),
+        "batch_host.md": prove_batch_host,
+    }
+    for name, prove in proofs.items():
+        path = options.into / name
+        if path.exists():
+            say(f"{path} is there already")
+            continue
+        text = f"{prove()}\n\n{HOW}\n"
+        print(text)
+        path.write_text(text)
 
 
-HEAD = """\
-# Faults
-
-`python -m tests.cluster.supervise.prove_faults --seed {seed}` (part of `make prove-all`), on a \
-real Slurm whose nodes are all on one machine of two cores. Seconds are that machine's: a start of \
-eight ranks takes about twenty of them there."""
+HOW = """\
+By `python -m tests.cluster.supervise.prove_faults` (part of `make prove-all`), on a real Slurm \
+whose nodes are all on one machine of two cores. Seconds are that machine's: it starts eight ranks \
+in about ten."""
 
 
 def prove_faults(count: int, seed: int) -> str:
@@ -128,7 +128,7 @@ def table_of_faults(run: SubmittedRun, end: str) -> str:
     [tested] = run.events("preflight")[:1] or [{"seconds": 0}]
     return "\n".join(
         [
-            f"## {len(rows)} faults in one job",
+            f"# {len(rows)} faults in one job",
             "",
             f"{NODES} nodes × {RANKS_PER_NODE} ranks and {SPARES} spares, {run.steps} steps, a "
             f"checkpoint every 10; preflight {tested['seconds']:.0f} s. Final weights, moments and "
@@ -165,7 +165,7 @@ def prove_chain(sessions: int) -> str:
             end = verdict(run, Path(folder) / "unbroken")
             return "\n".join(
                 [
-                    f"## A chain of {len(ends)} sessions",
+                    f"# A chain of {len(ends)} sessions",
                     "",
                     f"4 nodes × 2 ranks, {run.steps} steps, jobs of two minutes; stopped by the "
                     f"walltime at step {', '.join(str(e['step']) for e in ends[:-1])}; "
@@ -195,7 +195,7 @@ def prove_batch_host() -> str:
             times = [event["time"] for event in run.events("attempt")]
             return "\n".join(
                 [
-                    "## The batch host is lost",
+                    "# The batch host is lost",
                     "",
                     f"2 nodes × 2 ranks of 4 nodes. Slurm ran the job again (SLURM_RESTART_COUNT "
                     f"{restarts[-1]}), from step {begun[-1]}, {times[-1] - times[0]:.0f} s after "
