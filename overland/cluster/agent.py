@@ -86,7 +86,8 @@ def main() -> None:
         try:
             watch(wire, folder)
         except OSError:  # the first node hung up, without a word
-            give_job_back()
+            if not _first_node_lives():
+                give_job_back()
     except OSError:  # it was not to be reached
         pass
     finally:
@@ -101,6 +102,15 @@ def _call_first_node() -> Wire:
         except OSError:
             time.sleep(seconds)
     return Wire.to_first_node()
+
+
+def _first_node_lives() -> bool:
+    """It was the connection that broke, and not the supervisor."""
+    try:
+        Wire.to_first_node(seconds=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def watch(wire: Wire, folder: Path) -> None:
