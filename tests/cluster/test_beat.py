@@ -45,9 +45,9 @@ def test_no_reader_sees_half_a_sign(tmp_path: Path) -> None:
         try:
             for _ in range(3000):
                 for sign in read_signs(tmp_path):
-                    assert (sign.pid, sign.phase) == (writer.pid, Phase.COMPUTING)
-                    assert sign.step > 0
+                    assert sign.pid == writer.pid
                     assert sign.since > 0
+                    assert sign.phase is (Phase.COMPUTING if sign.step else Phase.STARTING)
         finally:
             writer.kill()
 

@@ -21,7 +21,8 @@ ASK = (
 def test_only_a_task_of_srun_finds_a_world_in_a_batch_script(slurm: Slurm) -> None:
     script = f"{ASK}; srun {ASK}; srun -N1 -n1 {ASK}"
     job, output = slurm.batch(script, "-N2", "--ntasks-per-node=2", env=environment())
-    alone, *tasks, one_task = output.splitlines()
+    # Of a busy machine, srun may say that it tries again.
+    alone, *tasks, one_task = [x for x in output.splitlines() if not x.startswith("srun:")]
     assert (alone, one_task) == ("None", "None")
     places = [tuple(map(int, re.findall(r"(?:rank|size)=(\d+)", line))) for line in tasks]
     assert sorted(places) == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
