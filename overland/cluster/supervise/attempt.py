@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from overland.cluster.supervise.faults import Findings
+from overland.cluster.supervise.slurm import ask
 
 END_SECONDS = 20.0
 
@@ -103,16 +104,8 @@ class Attempt:
     def _ask_for_step(self) -> str:
         """The newest step of this job: ours, if no node has called yet."""
         job = os.environ.get("SLURM_JOB_ID", "")
-        try:
-            asked = subprocess.run(
-                ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i"],
-                capture_output=True,
-                text=True,
-                timeout=10,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        steps = [int(number) for number in re.findall(rf"{job}\.(\d+)\b", asked.stdout)]
+        shown = ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i")
+        steps = [int(number) for number in re.findall(rf"{job}\.(\d+)\b", shown)]
         return f"{job}.{max(steps)}" if job and steps else ""
 
 
