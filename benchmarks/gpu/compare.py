@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/compare.py 1B 8B-fp8 --store results.json [--peers FOLDER] [--profile]
 
-Each trainer runs in a process of its own and ours and the peer's rows of a shape are always taken
+Each trainer runs in a process of its own, and our rows of a shape and the peer's are always taken
 back to back. Rows are kept in the store, so that a table can be filled over several short runs;
 `--print` shows what is there and runs nothing. FOLDER holds the peers:
 
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from shapes import PEAK_FLOPS, SHAPES, Shape
 
 HERE = Path(__file__).parent
+NARROW = "overland, bf16 moments"
 Rows = dict[str, dict[str, Any]]
 
 
@@ -45,6 +46,8 @@ def main() -> None:
         rows[f"{name} overland"] = run([HERE / "ours.py", name, *profile], args.seconds)
         peer = [HERE / "peer_torchtitan.py", name]
         rows[f"{name} torchtitan"] = run(peer, args.seconds, args.peers)
+        narrow = [HERE / "ours.py", name, "optimizer.bf16_moments=true"]
+        rows[f"{name} {NARROW}"] = run(narrow, args.seconds)
         args.store.parent.mkdir(parents=True, exist_ok=True)
         args.store.write_text(json.dumps(rows, indent=1))
         print(table(rows, [name]), flush=True)
@@ -84,11 +87,8 @@ def table(rows: Rows, names: list[str]) -> str:
     for name in names:
         shape = SHAPES[name]
         ours = rows.get(f"{name} overland", {})
-        for trainer in (
-            "overland",
-            "torchtitan",
-            "transformers",
-        ):  # the last has a script of its own
+        # transformers has a script of its own
+        for trainer in ("overland", NARROW, "torchtitan", "transformers"):
             row = rows.get(f"{name} {trainer}")
             if row is not None:
                 lines.append(line(shape, trainer, row, ours))
@@ -103,9 +103,10 @@ def line(shape: Shape, trainer: str, row: dict[str, Any], ours: dict[str, Any]) 
     mfu = rate * shape.flops_per_token() / PEAK_FLOPS
     ratio = goal = ""
     share = f"{rate / shape.limit:.1%}" if shape.limit else ""
-    if trainer == "overland" and shape.goal:
+    is_ours = trainer.startswith("overland")
+    if is_ours and shape.goal:
         goal = f"{rate / shape.goal:.1%} of {shape.goal:,}"
-    if trainer != "overland" and "tokens_per_second" in ours:
+    if not is_ours and "tokens_per_second" in ours:
         ratio = f"{ours['tokens_per_second'] / rate:.3f}"
     return (
         f"| {work} | {trainer} | {rate:,.0f} | {mfu:.1%} | {row['memory_gib']:.1f} | {ratio} "

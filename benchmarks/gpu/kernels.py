@@ -13,7 +13,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.kernels import adamw_triton, cross_entropy_triton, float8, float8_triton
-from overland.kernels.adamw import Rates, SplitState, update_split, update_split_plain
+from overland.kernels.adamw import Rates, UpdateState, update, update_plain
 from overland.kernels.cross_entropy import cross_entropy_, cross_entropy_plain_
 from overland.kernels.float8 import E4M3, E5M2, cast_both, cast_plain, product, scale_for
 from overland.kernels.norm import sum_of_squares, sum_of_squares_plain
@@ -83,37 +83,55 @@ def check_loss() -> None:
 
 
 def check_adamw() -> None:
-    def state(size: int) -> SplitState:
+    def state(size: int, kind: torch.dtype = torch.float32) -> UpdateState:
         generator = torch.Generator(GPU).manual_seed(0)
         numbers = [torch.randn(size, device=GPU, generator=generator) for _ in range(2)]
-        zeros = [torch.zeros(size, device=GPU) for _ in range(2)]
-        return SplitState(*split(numbers[0] * 0.02), numbers[1].bfloat16(), *zeros)
+        zeros = [torch.zeros(size, device=GPU, dtype=kind) for _ in range(2)]
+        return UpdateState(*split(numbers[0] * 0.02), numbers[1].bfloat16(), *zeros, number=3)
 
-    for decoupled in (True, False):
-        rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
-        kernel, twin = state(1_000_003), state(1_000_003)
-        exact = torch.nn.Parameter(join(kernel.narrow, kernel.rest).double())
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        reference = kind([exact], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
-        start = exact.detach().clone()
-        for count in range(1, 6):
-            numbers = [torch.tensor(x, device=GPU) for x in (float(count), 2.5, 0.0)]
-            update_split([kernel], numbers[0], rates, numbers[1], numbers[2])
-            update_split([kernel], numbers[0], rates, numbers[1], torch.ones_like(numbers[2]))
-            update_split_plain([twin], numbers[0], rates, numbers[1], numbers[2])
-            exact.grad = kernel.gradient.double() / 2.5
-            reference.step()
-        moved = exact.detach() - start
-        for name, it in (("kernel", kernel), ("twin", twin)):
-            got = join(it.narrow, it.rest).double() - start
-            print(f"adamw decoupled={decoupled} {name}: movement off by {error(got, moved):.1e}")
-    big = state(1 << 28)
+    def master(it: UpdateState) -> Tensor:
+        assert it.rest is not None
+        return join(it.parameter, it.rest).double()
+
+    for kind in (torch.float32, torch.bfloat16):
+        for decoupled in (True, False):
+            rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
+            kernel, twin = state(1_000_003, kind), state(1_000_003, kind)
+            exact = torch.nn.Parameter(master(kernel))
+            reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+                [exact], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1
+            )
+            start = exact.detach().clone()
+            for count in range(1, 6):
+                numbers = [torch.tensor(x, device=GPU) for x in (float(count), 2.5, 0.0)]
+                update([kernel], numbers[0], rates, numbers[1], numbers[2])
+                update([kernel], numbers[0], rates, numbers[1], torch.ones_like(numbers[2]))
+                update_plain([twin], numbers[0], rates, numbers[1], numbers[2])
+                exact.grad = kernel.gradient.double() / 2.5
+                reference.step()
+            moved = exact.detach() - start
+            for name, it in (("kernel", kernel), ("twin", twin)):
+                off = error(master(it) - start, moved)
+                means = [reference.state[exact][key] for key in ("exp_avg", "exp_avg_sq")]
+                moments = [
+                    f"{error(a, b):.1e}, mean {float(a.double().mean() / b.mean() - 1):.1e}"
+                    for a, b in zip((it.exp_avg, it.exp_avg_sq), means, strict=True)
+                ]
+                print(f"adamw {kind} decoupled={decoupled} {name}: movement off by {off:.1e}, "
+                      f"moments by {moments}")  # fmt: skip
+            differ = [
+                float((getattr(kernel, key) != getattr(twin, key)).double().mean())
+                for key in ("exp_avg", "exp_avg_sq")
+            ]
+            print(f"adamw {kind} kernel and twin: shares of moments that differ {differ}")
     one, zero = torch.ones((), device=GPU), torch.zeros((), device=GPU)
-    for block, warps in ((1024, 4), (2048, 8), (4096, 8), (2048, 4)):
-        adamw_triton.BLOCK, adamw_triton.WARPS = block, warps
-        took = milliseconds(lambda: update_split([big], one, rates, one, zero))
-        print(f"adamw block {block}, {warps} warps: {took:.2f} ms, "
-              f"{26 * big.narrow.numel() / took / 1e9:.2f} TB/s")  # fmt: skip
+    for kind, moved_bytes in ((torch.float32, 26), (torch.bfloat16, 18)):
+        big = state(1 << 28, kind)
+        for block, warps in ((1024, 4), (2048, 8), (4096, 8), (2048, 4)):
+            adamw_triton.BLOCK, adamw_triton.WARPS = block, warps
+            took = milliseconds(lambda: update([big], one, rates, one, zero))  # noqa: B023
+            print(f"adamw {kind} block {block}, {warps} warps: {took:.2f} ms, "
+                  f"{moved_bytes * (1 << 28) / took / 1e9:.2f} TB/s")  # fmt: skip
 
 
 def check_norm_and_scale() -> None:

@@ -27,6 +27,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (parallelism.check_splits, ("model", "parallelism", "training.seq_len")),
     (schedule.check_warmup, ("lr_scheduler", "training.steps")),
     (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
+    (schedule.check_moments, ("optimizer.bf16_moments", "training.dtype")),
     (schedule.check_recompute, ("activation_checkpoint",)),
     (schedule.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),

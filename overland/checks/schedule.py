@@ -1,4 +1,4 @@
-"""The learning-rate schedule fits into the run."""
+"""The learning-rate schedule fits into the run, and settings fit each other."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def check_lowest_rate(loaded: Loaded) -> Iterator[Problem]:
         key = "lr_scheduler.min_lr"
         message = f"expected at most the peak rate (optimizer.lr = {peak:g})"
         yield Problem(message, loaded.where(key), key, lowest)
+
+
+def check_moments(loaded: Loaded) -> Iterator[Problem]:
+    key, dtype = "optimizer.bf16_moments", loaded.config.training.dtype
+    if loaded.config.optimizer.bf16_moments and dtype != "float32":
+        message = f"needs training.dtype = float32, not {dtype}"
+        yield Problem(message, loaded.where(key), key, True)
 
 
 def check_recompute(loaded: Loaded) -> Iterator[Problem]:

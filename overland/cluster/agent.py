@@ -26,7 +26,7 @@ from overland.cluster.beat import (
     read_signs,
     stacks_signal,
 )
-from overland.cluster.last_words import kind_of, say
+from overland.cluster.last_words import Kind, kind_of, say
 from overland.cluster.signals import SIGNALS
 from overland.cluster.supervise.slurm import ask
 from overland.cluster.wire import Wire
@@ -55,6 +55,9 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
         except Exception as error:
             if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
                 say(world.rank, kind_of(error), f"{type(error).__name__}: {error}", beat.step)
+            raise
+        except SystemExit as error:  # of the user's own code: we end otherwise
+            say(world.rank, Kind.CODE, f"it left, by SystemExit({error.code})", beat.step)
             raise
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job
+from overland.cluster.supervise.slurm import ask
 
 
 def next_files(run: Path) -> tuple[Path, Path]:
@@ -38,6 +39,21 @@ def check_scheduler(job: Job) -> None:
             f"there is no sbatch here: submit from a login node of {job.site.name}, or look at the "
             "script with --dry-run"
         )
+    if job.site.facts.scheduler == "slurm":
+        check_folder_is_free(job)
+
+
+def check_folder_is_free(job: Job) -> None:
+    """Jobs of one name wait for each other. Those of two names would meet in the run folder, and
+    the second would wait for nodes only to be turned away there."""
+    scripts = (path.read_text() for path in (job.place.run / "submit").glob("*.sh"))
+    found = [re.search(r"^#SBATCH --job-name=(\S+)", text, re.MULTILINE) for text in scripts]
+    for name in {match[1] for match in found if match} - {job.name}:
+        if ids := ask("squeue", "--me", "--noheader", f"--name={name}", "--format=%i").split():
+            raise ClusterError(
+                f"{job.place.run} is the folder of job {ids[0]}, {name}, which is not over: with "
+                f"--name {name} this one goes on after it; `scancel --me --name={name}` ends it"
+            )
 
 
 def submit(job: Job, script: Path) -> list[str]:

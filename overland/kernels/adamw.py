@@ -1,7 +1,9 @@
-"""AdamW on float32 parameters that are kept in halves (see split.py), in one pass.
+"""AdamW on float32 parameters that are kept in halves (see split.py), in one pass; and on moments
+that are kept in bfloat16 (see rounding.py).
 
 Per parameter 26 bytes are moved: both halves and both moments in and out, a bfloat16 gradient in.
-A float32 parameter with a bfloat16 copy would take 30, and 2 more bytes of memory.
+A float32 parameter with a bfloat16 copy would take 30, and 2 more bytes of memory. With narrow
+moments it is 18.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from overland.kernels.choice import triton_takes
+from overland.kernels.rounding import noise, round_by_chance
 from overland.kernels.split import join, split
 
 
@@ -27,18 +30,19 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class SplitState:
+class UpdateState:
     """One parameter with all that an update of it reads and writes."""
 
-    narrow: Tensor  # bfloat16
-    rest: Tensor  # int16
+    parameter: Tensor  # bfloat16 with a rest, else float32
+    rest: Tensor | None  # int16
     gradient: Tensor  # any floating-point type
-    exp_avg: Tensor  # float32
-    exp_avg_sq: Tensor  # float32
+    exp_avg: Tensor  # float32, or bfloat16, rounded by chance
+    exp_avg_sq: Tensor  # likewise
+    number: int = 0  # of the parameter: each has a chance of its own
 
 
-def update_split(
-    states: Sequence[SplitState],
+def update(
+    states: Sequence[UpdateState],
     num_updates: Tensor,
     rates: Rates,
     divisor: Tensor,
@@ -50,42 +54,66 @@ def update_split(
     """
     if not states:
         return
-    if triton_takes(states[0].narrow):
-        from overland.kernels.adamw_triton import update_split_triton
+    if states[0].rest is not None and triton_takes(states[0].parameter):
+        from overland.kernels.adamw_triton import update_triton
 
-        update_split_triton(states, num_updates, rates, divisor, skip)
+        update_triton(states, num_updates, rates, divisor, skip)
     else:
-        update_split_plain(states, num_updates, rates, divisor, skip)
+        update_plain(states, num_updates, rates, divisor, skip)
 
 
-def update_split_plain(
-    states: Sequence[SplitState],
+def update_plain(
+    states: Sequence[UpdateState],
     num_updates: Tensor,
     rates: Rates,
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
-    """The definition: join, PyTorch's own fused update, split."""
-    kernel = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
+    """The definition: all in float32, PyTorch's own fused update, and back."""
     for state in states:
-        wide = join(state.narrow, state.rest)
-        kernel(
-            [wide],
-            [state.gradient.to(torch.float32, copy=True)],  # the kernel writes into it
-            [state.exp_avg],
-            [state.exp_avg_sq],
-            [],
-            [num_updates],
-            lr=rates.lr,
-            beta1=rates.beta1,
-            beta2=rates.beta2,
-            weight_decay=rates.weight_decay,
-            eps=rates.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=skip,
-        )
-        narrow, rest = split(wide)
-        state.narrow.copy_(narrow)
-        state.rest.copy_(rest)
+        if not state.parameter.numel():
+            continue
+        parameter, rest = state.parameter, state.rest
+        wide = parameter if rest is None else join(parameter, rest)
+        gradient = state.gradient.to(torch.float32, copy=True)  # the kernel writes into it
+        exp_avg, exp_avg_sq = state.exp_avg.float(), state.exp_avg_sq.float()
+        update_whole([wide], [gradient], [exp_avg], [exp_avg_sq], num_updates, rates, divisor, skip)
+        if rest is not None:
+            narrow, left_over = split(wide)
+            parameter.copy_(narrow)
+            rest.copy_(left_over)
+        if state.exp_avg.dtype == torch.bfloat16:
+            bits = noise(wide.numel(), num_updates, state.number)
+            state.exp_avg.copy_(round_by_chance(exp_avg, bits & 0xFFFF))
+            state.exp_avg_sq.copy_(round_by_chance(exp_avg_sq, bits >> 16))
+
+
+def update_whole(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    num_updates: Tensor,
+    rates: Rates,
+    divisor: Tensor,
+    skip: Tensor,
+) -> None:
+    """PyTorch's own kernel, which takes any number of parameters at once."""
+    kernel = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
+    kernel(
+        parameters,
+        gradients,
+        averages,
+        squares,
+        [],
+        [num_updates] * len(parameters),
+        lr=rates.lr,
+        beta1=rates.beta1,
+        beta2=rates.beta2,
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=skip,
+    )

@@ -1,4 +1,4 @@
-"""`update_split` as a Triton kernel: every number is read once and written once."""
+"""`update` of parameters in halves in Triton: every number is read once and written once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overland.kernels.adamw import Rates, SplitState
+from overland.kernels.adamw import Rates, UpdateState
 
 BLOCK, WARPS = 2048, 8  # 8 elements per thread: the 16-bit halves move in 16-byte pieces
 
 
-def update_split_triton(
-    states: Sequence[SplitState],
+def update_triton(
+    states: Sequence[UpdateState],
     num_updates: Tensor,
     rates: Rates,
     divisor: Tensor,
@@ -25,12 +25,13 @@ def update_split_triton(
     count = num_updates.double()
     step_size = rates.lr / (1 - rates.beta1**count)
     root = (1 - rates.beta2**count).sqrt()
-    numbers = torch.stack([divisor.double(), skip.double(), step_size, root]).float()
+    numbers = torch.stack([divisor.double(), skip.double(), step_size, root, count]).float()
     for state in states:
-        assert state.gradient.stride() == state.narrow.stride()  # the kernel sees rows of numbers
-        size = state.narrow.numel()
+        # The kernel sees rows of numbers.
+        assert state.gradient.stride() == state.parameter.stride()
+        size = state.parameter.numel()
         _update[(triton.cdiv(size, BLOCK),)](
-            state.narrow.view(torch.int16),
+            state.parameter.view(torch.int16),
             state.rest,
             state.gradient,
             state.exp_avg,
@@ -43,13 +44,15 @@ def update_split_triton(
             1 - rates.beta2,
             rates.eps,
             rates.weight_decay * (rates.lr if rates.decoupled else 1.0),
+            state.number,
+            NARROW=state.exp_avg.dtype == torch.bfloat16,
             DECOUPLED=rates.decoupled,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _update(  # type: ignore[no-untyped-def]
     narrow_ptr,
     rest_ptr,
@@ -64,6 +67,8 @@ def _update(  # type: ignore[no-untyped-def]
     keep2,
     eps,
     decay,
+    number,
+    NARROW: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -78,8 +83,8 @@ def _update(  # type: ignore[no-untyped-def]
         upper = tl.load(narrow_ptr + place, mask=inside, other=0).to(tl.int32)
         rest = tl.load(rest_ptr + place, mask=inside, other=0).to(tl.int32)
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32) / divisor
-        exp_avg = tl.load(exp_avg_ptr + place, mask=inside, other=0.0)
-        exp_avg_sq = tl.load(exp_avg_sq_ptr + place, mask=inside, other=0.0)
+        exp_avg = tl.load(exp_avg_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + place, mask=inside, other=0.0).to(tl.float32)
 
         wide = ((upper << 16) + rest).to(tl.float32, bitcast=True)
         if DECOUPLED:
@@ -95,5 +100,24 @@ def _update(  # type: ignore[no-untyped-def]
         rest = bits - (upper << 16)
         tl.store(narrow_ptr + place, upper.to(tl.int16), mask=inside)
         tl.store(rest_ptr + place, rest.to(tl.int16), mask=inside)
+        if NARROW:  # the same bits of chance as in rounding.py
+            count = tl.load(numbers_ptr + 4).to(tl.uint32)
+            key = _mix(count * 0x9E3779B9 + number.to(tl.uint32))
+            bits = _mix(place.to(tl.uint32) ^ key)
+            exp_avg = _round_by_chance(exp_avg, bits & 0xFFFF)
+            exp_avg_sq = _round_by_chance(exp_avg_sq, bits >> 16)
         tl.store(exp_avg_ptr + place, exp_avg, mask=inside)
         tl.store(exp_avg_sq_ptr + place, exp_avg_sq, mask=inside)
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _round_by_chance(wide, bits):  # type: ignore[no-untyped-def]
+    carried = wide.to(tl.uint32, bitcast=True) + bits
+    return (carried >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

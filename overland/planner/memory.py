@@ -146,18 +146,19 @@ def _state(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> tuple[f
     layer, ends = counts.per_layer / degrees.tp, ends / degrees.tp
     number = layers * layer + ends
     wide, size = SIZES[training.dtype], SIZES[training.mixed_precision_param]
+    moments = 2 * (2 if config.optimizer.bf16_moments else wide)
     accumulates = _rows_of_rank(config, degrees) > training.local_batch_size
     if degrees.world_size == 1 and not training.enable_cpu_offload:
         # Kept in halves, gradients are as narrow as the pass unless several add up.
         summed = SIZES[training.mixed_precision_reduce] if accumulates else size
-        return 3 * wide * number, min(summed, wide) * number
+        return (wide + moments) * number, min(summed, wide) * number
     shards = degrees.dp_shard * degrees.cp
     # FSDP: the root is gathered for the whole step, blocks for their turn (two at a time).
     gathered = size * (ends + 2 * layer) if degrees.reshard_after_forward else size * number
     reducing = 2 * layer * (size + SIZES[training.mixed_precision_reduce])
     if training.enable_cpu_offload:
         return gathered + reducing, 0.0
-    return 3 * wide * number / shards + gathered + reducing, wide * number / shards
+    return (wide + moments) * number / shards + gathered + reducing, wide * number / shards
 
 
 def _rows_of_rank(config: JobConfig, degrees: Degrees) -> float:

@@ -8,7 +8,8 @@ was good.
 The kernel is called on the shards themselves. An update is elementwise, so it need not know of any
 layout; going through DTensor costs a second per call the first time and milliseconds ever after.
 On one device parameters are split into halves (see parallel/single.py) and have a kernel of their
-own, which does the same arithmetic.
+own, which does the same arithmetic. With `optimizer.bf16_moments` shards are updated one by one,
+each with its moments widened for as long as that takes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overland.config.schema import Optimizer
-from overland.kernels.adamw import Rates, SplitState, update_split
+from overland.kernels.adamw import Rates, UpdateState, update, update_whole
 from overland.kernels.norm import sum_of_squares
 from overland.parallel.apply import ParallelModel
 from overland.parallel.comm import sum_over
@@ -44,12 +45,14 @@ class AdamW:
     def __init__(self, parts: Sequence[nn.Module], settings: Optimizer) -> None:
         self.settings = settings
         self.parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
-        self.moments = {
-            parameter: Moments(torch.zeros_like(parameter), torch.zeros_like(parameter))
-            for parameter in self.parameters
-        }
+        self.moments = {p: self._no_moments(p) for p in self.parameters}
         self.num_updates = torch.zeros((), device=self.parameters[0].device)
         self.masters = Masters(parts)
+
+    def _no_moments(self, parameter: nn.Parameter) -> Moments:
+        dtype = torch.bfloat16 if self.settings.bf16_moments else parameter.dtype
+        like = parameter.detach()
+        return Moments(torch.zeros_like(like, dtype=dtype), torch.zeros_like(like, dtype=dtype))
 
     def update(
         self,
@@ -76,52 +79,39 @@ class AdamW:
             parameter.grad = None
 
     def _update_group(self, decays: bool, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        members = [p for p in self.parameters if p.grad is not None and (p.ndim >= 2) == decays]
         settings = self.settings
         decay = settings.weight_decay if decays else 0.0
-        rests = self.masters.rests
-        if rests:
-            decoupled = settings.name == "AdamW"
-            rates = Rates(rate, settings.beta1, settings.beta2, settings.eps, decay, decoupled)
-            states = [self._split_state(p, rests[p]) for p in members]
-            update_split(states, self.num_updates, rates, divisor, skip)
-            return
-        lists = [
-            [shard_of(p.detach()) for p in members],
-            [shard_of(p.grad) for p in members if p.grad is not None],
-            [shard_of(self.moments[p].exp_avg) for p in members],
-            [shard_of(self.moments[p].exp_avg_sq) for p in members],
+        decoupled = settings.name == "AdamW"
+        rates = Rates(rate, settings.beta1, settings.beta2, settings.eps, decay, decoupled)
+        states = [
+            self._update_state(number, parameter)
+            for number, parameter in enumerate(self.parameters)
+            if parameter.grad is not None and (parameter.ndim >= 2) == decays
         ]
-        parameters, gradients, averages, squares = (
-            [tensor for tensor, parameter in zip(some, lists[0], strict=True) if parameter.numel()]
-            for some in lists
-        )
-        if not parameters:
-            return
-        kernel = torch._fused_adamw_ if settings.name == "AdamW" else torch._fused_adam_
-        kernel(
-            parameters,
-            gradients,
-            averages,
-            squares,
-            [],
-            [self.num_updates] * len(parameters),
-            lr=rate,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            weight_decay=decay,
-            eps=settings.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=skip,
-        )
+        if self.masters.rests or settings.bf16_moments:
+            update(states, self.num_updates, rates, divisor, skip)
+        elif states := [state for state in states if state.parameter.numel()]:
+            update_whole(
+                [state.parameter for state in states],
+                [state.gradient for state in states],
+                [state.exp_avg for state in states],
+                [state.exp_avg_sq for state in states],
+                self.num_updates,
+                rates,
+                divisor,
+                skip,
+            )
 
-    def _split_state(self, parameter: nn.Parameter, rest: Tensor) -> SplitState:
+    def _update_state(self, number: int, parameter: nn.Parameter) -> UpdateState:
         assert parameter.grad is not None
         moments = self.moments[parameter]
-        return SplitState(
-            parameter.detach(), rest, parameter.grad, moments.exp_avg, moments.exp_avg_sq
+        return UpdateState(
+            shard_of(parameter.detach()),
+            self.masters.rests.get(parameter),
+            shard_of(parameter.grad),
+            shard_of(moments.exp_avg),
+            shard_of(moments.exp_avg_sq),
+            number,
         )
 
 

@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,27 @@ class SubmittedRun:
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.ranks()[rank][0], number)
+
+    @contextmanager
+    def slowed(self, rank: int) -> Iterator[str]:
+        """Stopped for most of every hundredth of a second, as a device that is throttled; its
+        node."""
+        pid, node = self.ranks()[rank]
+        is_over = threading.Event()
+
+        def pulse() -> None:
+            while not is_over.wait(0.002):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.008)
+                os.kill(pid, signal.SIGCONT)
+
+        thread = threading.Thread(target=pulse)
+        thread.start()
+        try:
+            yield node
+        finally:
+            is_over.set()
+            thread.join()
 
     def kill_node(self, node: str) -> None:
         """Its slurmd, its step's daemons first, so that nobody can tell, then all processes."""

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from overland.cluster.agent import dump, state_of
-from overland.cluster.beat import Beat, Phase, beats_folder, beats_prefix, read_signs
+import pytest
+
+from overland.cluster.agent import PIPES, dump, state_of, under_watch
+from overland.cluster.beat import BEATS, Beat, Phase, beats_folder, beats_prefix, read_signs
+from overland.cluster.world import World
 
 WRITER = """
 import sys
@@ -70,3 +73,14 @@ def test_the_stacks_of_a_rank_are_to_be_had_whatever_it_does(tmp_path: Path) -> 
 
 def test_two_starts_of_one_job_never_share_a_folder() -> None:
     assert beats_prefix("12", 1) != beats_prefix("12", 1)
+
+
+def test_a_rank_that_leaves_by_itself_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 0 srun has nothing to say, and the others would blame the network."""
+    monkeypatch.setenv(PIPES, "")  # to have it as it was afterwards
+    world = World(rank=3, size=4, local_rank=1, local_size=2)
+    with pytest.raises(SystemExit), under_watch(world, {BEATS: str(tmp_path / "beats")}):
+        raise SystemExit(0)
+    assert '"kind": "code error", "what": "it left, by SystemExit(0)"' in capsys.readouterr().out

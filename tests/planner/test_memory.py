@@ -48,6 +48,7 @@ def estimate(
 
 UNTIED = {"overrides": {"tie_word_embeddings": False}}
 FLOAT8 = {"float8": "tensorwise"}
+NARROW = {"bf16_moments": True}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,10 @@ FLOAT8 = {"float8": "tensorwise"}
         (82.71, {"flavor": "3B", "rows": 2, "model": UNTIED}),
         (38.50, {"flavor": "1B", "rows": 2, "model": UNTIED}),
         (36.00, {"flavor": "1B", "rows": 2, "model": UNTIED, "training": FLOAT8}),
+        (98.06, {"flavor": "8B", "rows": 1, "optimizer": NARROW}),
+        (93.57, {"flavor": "8B", "rows": 1, "optimizer": NARROW, "training": FLOAT8}),
+        (69.27, {"flavor": "3B", "rows": 2, "optimizer": NARROW, "model": UNTIED}),
+        (32.95, {"flavor": "1B", "rows": 2, "optimizer": NARROW, "model": UNTIED}),
         (35.56, {"flavor": "1B", "rows": 2}),
         (29.56, {"flavor": "1B", "rows": 2, "recompute": "selective"}),
         (18.04, {"flavor": "1B", "rows": 2, "recompute": "full"}),

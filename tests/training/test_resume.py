@@ -111,6 +111,45 @@ def test_parameters_in_halves_go_on_with_the_same_bits(
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_narrow_moments_go_on_with_the_same_bits(
+    ranks: RankPool, tmp_path: Path, num_ranks: int
+) -> None:
+    """In halves on one rank, sharded on two: chance is the same in a second session."""
+
+    def narrow(name: str, steps: int) -> JobConfig:
+        config = job(
+            tmp_path / name, steps=steps, num_ranks=num_ranks, optimizer={"bf16_moments": True}
+        )
+        training = config.training.model_copy(update=HALVES)
+        return config.model_copy(update={"training": training})
+
+    unbroken = ranks.run(num_ranks, plain_story, narrow("a", STEPS))
+    first = ranks.run(num_ranks, plain_story, narrow("b", 5))
+    second = ranks.run(num_ranks, plain_story, narrow("b", STEPS))
+    assert first[0] + second[0] == unbroken[0]
+    a, b = weights(tmp_path / "a", STEPS), weights(tmp_path / "b", STEPS)
+    moments = {name for name in a if name.startswith("optimizer.") and "exp_avg" in name}
+    assert {a[name].dtype for name in moments} == {torch.bfloat16}
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_moments_may_become_narrow_and_wide_again(ranks: RankPool, tmp_path: Path) -> None:
+    def narrow(on: bool, steps: int) -> JobConfig:
+        config = job(tmp_path / "run", steps=steps, optimizer={"bf16_moments": on})
+        training = config.training.model_copy(update=HALVES)
+        return config.model_copy(update={"training": training})
+
+    ranks.run(1, story, narrow(False, 3))
+    _, said = ranks.run(1, start, narrow(True, 5))[0]
+    assert "optimizer.bf16_moments is True; when this was saved, it was False" in "\n".join(said)
+    ranks.run(1, story, narrow(True, 5))
+    ranks.run(1, story, narrow(False, STEPS))
+    before, after = weights(tmp_path / "run", 5), weights(tmp_path / "run", STEPS)
+    name = next(name for name in after if name.endswith("exp_avg"))
+    assert (before[name].dtype, after[name].dtype) == (torch.bfloat16, torch.float32)
+
+
 def plain_story(world: World, config: JobConfig) -> list[float]:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     recorder = Recorder(run)

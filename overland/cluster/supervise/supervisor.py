@@ -15,7 +15,6 @@ import contextlib
 import os
 import re
 import resource
-import shutil
 import signal
 import statistics
 import time
@@ -39,6 +38,7 @@ from overland.cluster.supervise.logbook import (
     furthest_step,
     of_submission,
 )
+from overland.cluster.supervise.room import has_room, room_needed
 from overland.cluster.supervise.roster import Roster
 from overland.cluster.supervise.slurm import allocated_nodes, requeue, shun
 from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
@@ -383,15 +383,9 @@ class Supervisor:
         return left < self.job.margin_seconds + 30
 
     def wait_for_room(self) -> None:
-        """A run that starts on a full disk fails at its next save: it waits, as long as the job
-        lasts, until as much is free as the newest checkpoint takes twice."""
-        folder = self.job.run / self.job.checkpoint_folder
-        newest = folder / "latest"
-        sizes = [0]
-        with contextlib.suppress(OSError):
-            sizes = [file.stat().st_size for file in newest.rglob("*") if file.is_file()]
-        needed = max(2 * sum(sizes), 64 * 2**20)
-        while shutil.disk_usage(self.job.run).free < needed and not self.reason_to_end():
+        """As long as the job lasts."""
+        needed = room_needed(self.job.run / self.job.checkpoint_folder)
+        while not has_room(self.job.run, needed) and not self.reason_to_end():
             tell(f"{self.job.run}: waiting until {needed / 1e9:.1f} GB are free")
             self.logbook.live(state="waiting for room", attempt=self.number, step=self.furthest)
             time.sleep(ROOM_SECONDS)

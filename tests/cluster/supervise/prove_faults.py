@@ -1,5 +1,5 @@
 """The long proofs of `make prove-all` on a real Slurm of virtual nodes: twenty faults, at random,
-in one job with spares; a chain of six sessions; the loss of the batch host.
+in one job with spares, and a chain of six sessions.
 
     python -m tests.cluster.supervise.prove_faults --into docs/evidence
 
@@ -39,7 +39,6 @@ def main() -> None:
     proofs = {
         "faults.md": lambda: prove_faults(options.faults, options.seed),
         "chain.md": lambda: prove_chain(options.sessions),
-        "batch_host.md": prove_batch_host,
     }
     for name, prove in proofs.items():
         path = options.into / name
@@ -149,12 +148,13 @@ def table_of_faults(run: SubmittedRun, end: str) -> str:
 
 
 def prove_chain(sessions: int) -> str:
-    """Jobs of two minutes that stop a minute before their end, with work for `sessions`."""
+    """Jobs of two minutes that stop a minute before their end, after about 62 steps, with work for
+    `sessions`."""
     slurm = Slurm(4)
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = SubmittedRun(
-                slurm, Path(folder) / "chain", 60 * (sessions - 1), 4,
+                slurm, Path(folder) / "chain", 64 * sessions - 30, 4,
                 "--sessions", str(2 * sessions), "--time", "00:02:00", "--no-preflight",
                 settings=["checkpoint.walltime_margin_minutes=0.9"], step_seconds=0.5,
             )  # fmt: skip
@@ -171,36 +171,6 @@ def prove_chain(sessions: int) -> str:
                     f"walltime at step {', '.join(str(e['step']) for e in ends[:-1])}; "
                     f"{len(run.jobs) - len(ends)} surplus links ended at once. Final weights, "
                     f"moments and all losses against the unbroken run: **{end}**.",
-                ]
-            )
-        finally:
-            slurm.stop()
-
-
-def prove_batch_host() -> str:
-    """Slurm puts the job back into the queue, and it goes on with other nodes."""
-    slurm = Slurm(4)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run = SubmittedRun(
-                slurm, Path(folder) / "run", 100, 2, "--time", "00:20:00", "--no-preflight"
-            )
-            run.wait_for_step(25)
-            run.kill_node(BATCH_HOST)
-            say("the batch host is lost")
-            run.wait()
-            end = verdict(run, Path(folder) / "unbroken")
-            restarts = [event["restart"] for event in run.events("session")]
-            begun = [event["from_step"] for event in run.events("attempt")]
-            times = [event["time"] for event in run.events("attempt")]
-            return "\n".join(
-                [
-                    "# The batch host is lost",
-                    "",
-                    f"2 nodes × 2 ranks of 4 nodes. Slurm ran the job again (SLURM_RESTART_COUNT "
-                    f"{restarts[-1]}), from step {begun[-1]}, {times[-1] - times[0]:.0f} s after "
-                    f"its first start. Final weights, moments and all losses against the unbroken "
-                    f"run: **{end}**.",
                 ]
             )
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.cli.processes import losses
+from tests.cli.processes import environment, losses, overland
 from tests.cluster.slurm import Slurm
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
@@ -85,3 +85,16 @@ def test_two_attempts_without_a_new_step_stop_the_run(slurm: Slurm, tmp_path: Pa
     assert faults[-3]["new_steps"] > 0
     assert ({fault["action"] for fault in earlier}, last["action"]) == ({"restart"}, "stop")
     assert re.search(r"2 attempts without a new step", (run.root / "stopped").read_text())
+
+
+def test_a_folder_takes_the_jobs_of_one_name(slurm: Slurm, tmp_path: Path) -> None:
+    """While they are not over."""
+    flags = ["--time", "00:10:00", "--sbatch", "--hold", "--name"]
+    run = SubmittedRun(slurm, tmp_path / "run", 5, 1, *flags, "first")
+    words = ["submit", "quickstart", *run.settings, "--site", "site.toml", *flags, "second"]
+    env = slurm.environment(environment())
+    refused = overland(*words, cwd=run.folder, code=2, **env)
+    assert f"is the folder of job {run.jobs[0]}, first, which is not over" in refused.stderr
+    slurm.run("scancel", str(run.jobs[0]))
+    assert "as second" in overland(*words, cwd=run.folder, **env).stdout
+    slurm.run("scancel", "--me", "--name=second")

@@ -16,7 +16,8 @@ from tests.cluster.slurm import PROGRAMS, Slurm
 from tests.cluster.supervise.disk import fill, small_disk
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
-STEPS = 100
+STEPS = 120
+SLOW_RANK = 2
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +37,14 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def story(nodes: Slurm, disk: Path) -> SubmittedRun:
-    """Rank 0's node is lost; a rank is killed, another one stopped, the disk filled; one more node
-    is lost. Each time it has gone on before the next."""
+    """One rank is slow for a while. Then rank 0's node is lost; a rank is killed, another one
+    stopped, the disk filled; one more node is lost. Each time it has gone on before the next."""
     run = SubmittedRun(
         nodes, disk, STEPS, 2, "--spares", "2", "--time", "00:20:00", "--no-preflight"
     )
+    run.wait_for_step(5)
+    with run.slowed(SLOW_RANK):
+        run.wait_until(lambda: named_slow(run), f"rank {SLOW_RANK} is named as slow")
     run.wait_for_step(12)
     run.survives("node lost", lambda: run.kill_node(run.ranks()[0][1]))
     run.survives("rank killed", lambda: run.signal_rank(3, signal.SIGKILL))
@@ -53,6 +57,10 @@ def story(nodes: Slurm, disk: Path) -> SubmittedRun:
     run.survives("node lost", lambda: run.kill_node(others[0]))
     run.wait()
     return run
+
+
+def named_slow(run: SubmittedRun) -> bool:
+    return any(event["rank"] == SLOW_RANK for event in run.events("straggler"))
 
 
 def test_it_ends_by_itself_with_the_right_bits(story: SubmittedRun, tmp_path: Path) -> None:
@@ -79,6 +87,14 @@ def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> No
     text = stacks.read_text()
     assert "is stopped, as by SIGSTOP" in text
     assert text.count("in run_rank") == 3, "the stacks of all others show where they wait"
+
+
+def test_a_slow_rank_is_named_with_its_node_and_goes_on(story: SubmittedRun) -> None:
+    [slow, *_] = [event for event in story.events("straggler") if event["rank"] == SLOW_RANK]
+    nodes = story.events("attempt")[0]["nodes"]
+    assert slow["node"] in nodes
+    assert slow["factor"] > 1.5
+    assert f"rank {SLOW_RANK} on {slow['node']} is slow: it computes" in story.log()
 
 
 def test_watch_tells_the_story(story: SubmittedRun) -> None:

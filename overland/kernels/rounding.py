@@ -1,0 +1,35 @@
+"""float32 rounded to bfloat16 up or down by chance, the nearer the likelier.
+
+A moment moves by a twentieth or a thousandth of itself per step, and bfloat16 tells apart numbers
+that are a 256th apart: rounded to nearest, a slow mean would stand still. By chance, it is right on
+average.
+
+Chance is a hash of a key and a number's place. So it needs no state, and a resumed run rounds as
+the unbroken one does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOW_32 = 0xFFFFFFFF
+
+
+def noise(size: int, count: Tensor, number: int) -> Tensor:
+    """32 random bits per place (in int64), another set for each count and each number."""
+    key = mix((count.to(torch.int64) * 0x9E3779B9 + number) & LOW_32)
+    return mix(torch.arange(size, device=count.device) ^ key)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Every bit of the result depends on every bit of x (the constants are C. Wellons')."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW_32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW_32
+    return x ^ (x >> 16)
+
+
+def round_by_chance(wide: Tensor, bits: Tensor) -> Tensor:
+    """`wide`, float32, in bfloat16, by 16 random bits for each of its numbers."""
+    carried = wide.view(torch.int32) + bits.to(torch.int32).view(wide.shape)
+    return (carried >> 16).to(torch.int16).view(torch.bfloat16)
