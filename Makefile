@@ -24,13 +24,13 @@ TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
 
 setup: .venv/ready-$(TORCH)
 
-.venv/ready-$(TORCH): pyproject.toml constraints.txt
+.venv/ready-$(TORCH): Makefile pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "Overland needs Python 3.11 or newer, and none is on the PATH."; exit 2; }
 	@case "$(TORCH)" in cpu|cuda|rocm) ;; *) echo "TORCH=$(TORCH): expected cpu, cuda or rocm."; exit 2;; esac
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH_FROM_$(TORCH)) torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[text]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[text,data,cluster,hub]'
 	@rm -f .venv/ready-* && touch $@
 
 .venv/ready-dev: .venv/ready-$(TORCH)

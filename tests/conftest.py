@@ -1,9 +1,16 @@
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from overland.cluster.pool import RankPool
+
+
+def pytest_configure() -> None:
+    """A shell that starts tests in the background lets them, and all that they start, ignore
+    Ctrl-C, which some of them send."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

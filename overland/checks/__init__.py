@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from overland.checks import batch, files, machine, model, parallelism, schedule
+from overland.checks import batch, combinations, files, machine, model, parallelism, schedule
 from overland.config.errors import ConfigError, Kind, Problem
 from overland.config.load import Loaded, in_order, load_config
 
@@ -27,9 +27,9 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (parallelism.check_splits, ("model", "parallelism", "training.seq_len")),
     (schedule.check_warmup, ("lr_scheduler", "training.steps")),
     (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
-    (schedule.check_moments, ("optimizer.bf16_moments", "training.dtype")),
-    (schedule.check_recompute, ("activation_checkpoint",)),
-    (schedule.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
+    (combinations.check_moments, ("optimizer.bf16_moments", "training.dtype")),
+    (combinations.check_recompute, ("activation_checkpoint",)),
+    (combinations.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
     (files.check_checkpoints, ("checkpoint.resume", "checkpoint.initial_load_path")),
     (files.check_training_data, ("training.dataset", "training.dataset_path", "data")),

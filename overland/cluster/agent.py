@@ -28,14 +28,15 @@ from overland.cluster.beat import (
 )
 from overland.cluster.last_words import Kind, kind_of, say
 from overland.cluster.signals import SIGNALS
-from overland.cluster.supervise.slurm import ask
-from overland.cluster.wire import Wire
+from overland.cluster.slurm import ask
+from overland.cluster.wire import Door, Wire
 from overland.cluster.world import World
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
 CALL_AGAIN_SECONDS = (1, 2, 4, 8)
 RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s
+GIVE_BACK_TRIES = 3
 REQUEUE = "OVERLAND_REQUEUE"
 PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
@@ -54,7 +55,10 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
             yield beat
         except Exception as error:
             if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
-                say(world.rank, kind_of(error), f"{type(error).__name__}: {error}", beat.step)
+                kind = kind_of(error)
+                say(world.rank, kind, f"{type(error).__name__}: {error}", beat.step)
+                if kind is Kind.NETWORK and world.local_rank == 0:
+                    _mind_the_job(env)
             raise
         except SystemExit as error:  # of the user's own code: we end otherwise
             say(world.rank, Kind.CODE, f"it left, by SystemExit({error.code})", beat.step)
@@ -89,8 +93,7 @@ def main() -> None:
         try:
             watch(wire, folder)
         except OSError:  # the first node hung up, without a word
-            if not _first_node_lives():
-                give_job_back()
+            _mind_the_job(os.environ)
     except OSError:  # it was not to be reached
         pass
     finally:
@@ -107,13 +110,11 @@ def _call_first_node() -> Wire:
     return Wire.to_first_node()
 
 
-def _first_node_lives() -> bool:
-    """It was the connection that broke, and not the supervisor."""
-    try:
-        Wire.to_first_node(seconds=5).close()
-    except OSError:
-        return False
-    return True
+def _mind_the_job(env: Mapping[str, str]) -> None:
+    """Where the supervisor is gone, and not just a connection. Agents see to it, and so do ranks
+    that fail, since Slurm ends an agent with the last rank of its node."""
+    if not Door.is_open(env):
+        give_job_back(env)
 
 
 def watch(wire: Wire, folder: Path) -> None:
@@ -133,14 +134,18 @@ def watch(wire: Wire, folder: Path) -> None:
             wire.send({"stacks": dump(folder, signs)})
 
 
-def give_job_back(env: Mapping[str, str] = os.environ) -> None:
+def give_job_back(env: Mapping[str, str]) -> None:
     """The job's first node is lost, and the supervisor with it. With --no-kill Slurm would keep
     such a job, an empty shell, until its time is over: so it is run again, or ended for the next
     link. All nodes ask for that at once, and late ones must not end what runs by then."""
     job, restarts = env.get("SLURM_JOB_ID", ""), env.get("SLURM_RESTART_COUNT") or "0"
-    shown = ask("scontrol", "show", "job", job, "--oneliner") if job else ""
-    if f" Restarts={restarts} " in shown and " JobState=RUNNING " in shown:
-        ask(*(["scontrol", "requeue", job] if env.get(REQUEUE) else ["scancel", job]))
+    order = ["scontrol", "requeue", job] if env.get(REQUEUE) else ["scancel", job]
+    for _ in range(GIVE_BACK_TRIES):
+        shown = ask("scontrol", "show", "job", job, "--oneliner") if job else ""
+        if shown and not (f" Restarts={restarts} " in shown and " JobState=RUNNING " in shown):
+            return
+        ask(*order)
+        time.sleep(BEAT_SECONDS)
 
 
 def _heard(sign: Sign) -> list[object]:

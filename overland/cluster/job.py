@@ -16,6 +16,13 @@ from overland.cluster.walltime import choose_walltime, parse_walltime
 
 LEAST_SIGNAL_SECONDS = 60  # Slurm's clock for signals ticks once a minute
 MOST_SIGNAL_SECONDS = 65535
+# Flags of sbatch that a script cannot be given behind its back.
+OURS = {
+    **dict.fromkeys(("--nodes", "-N"), "give --nodes, and --spares"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "give --devices-per-node"),
+    **dict.fromkeys(("--job-name", "-J"), "give --name"),
+    **dict.fromkeys(("--time", "-t"), "give --time"),
+}
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,8 @@ def _may_chain(site: NamedSite, wanted: Wanted) -> bool:
 def _check_words(wanted: Wanted) -> None:
     for flag in ("account", "partition", "qos", "name"):
         value = getattr(wanted, flag)
-        if value is not None and not re.fullmatch(r"[\w.:@+,-]+", value):
+        letters = r"[\w.:@+-]+" if flag == "name" else r"[\w.:@+,-]+"
+        if value is not None and not re.fullmatch(letters, value):
             raise ClusterError(f"--{flag} {value!r}: expected one word")
     for name in wanted.env_names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -198,4 +206,7 @@ def _check_words(wanted: Wanted) -> None:
             "--sbatch: a value in --export would lie in the script for all to read; `--env NAME` "
             "passes a variable on by its name"
         )
-    sbatch_words(wanted.sbatch)
+    for word in sbatch_words(wanted.sbatch):
+        flag = re.split(r"[= ]", word)[0] if word.startswith("--") else word[:2]
+        if flag in OURS:
+            raise ClusterError(f"--sbatch {word}: the rest of the script must know; {OURS[flag]}")

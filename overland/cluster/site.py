@@ -135,8 +135,8 @@ def load_site(name: str, env: Mapping[str, str] = os.environ) -> NamedSite:
     path = Path(name).expanduser() if name.endswith(".toml") else files.get(name)
     if path is None or not path.is_file():
         near = nearest_name(name, files)
-        known = f" (sites: {', '.join(sorted(files))})" if path is None else ""
-        raise ConfigError([Problem(f"no such site{known}", "command line", "--site", name, near)])
+        known = f" (sites: {', '.join(sorted(files))})" if path is None else ", and no such file"
+        raise ConfigError([Problem(f"no such site{known}", "command line", "site", name, near)])
     return read_site(path.read_text(encoding="utf-8"), str(path), path.stem)
 
 

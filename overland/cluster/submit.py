@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job
-from overland.cluster.supervise.slurm import ask
+from overland.cluster.slurm import ask
 
 
 def next_files(run: Path) -> tuple[Path, Path]:
@@ -44,16 +45,25 @@ def check_scheduler(job: Job) -> None:
 
 
 def check_folder_is_free(job: Job) -> None:
-    """Jobs of one name wait for each other. Those of two names would meet in the run folder, and
-    the second would wait for nodes only to be turned away there."""
-    scripts = (path.read_text() for path in (job.place.run / "submit").glob("*.sh"))
-    found = [re.search(r"^#SBATCH --job-name=(\S+)", text, re.MULTILINE) for text in scripts]
-    for name in {match[1] for match in found if match} - {job.name}:
+    """Jobs of one name wait for each other, where a site lets them. Others would meet in the run
+    folder: the second would wait for nodes only to be turned away there."""
+    for name in names_before(job.place.run) - ({job.name} if job.chained else set()):
         if ids := ask("squeue", "--me", "--noheader", f"--name={name}", "--format=%i").split():
+            after = f"with --name {name} this one goes on after it; " if job.chained else ""
             raise ClusterError(
-                f"{job.place.run} is the folder of job {ids[0]}, {name}, which is not over: with "
-                f"--name {name} this one goes on after it; `scancel --me --name={name}` ends it"
+                f"{job.place.run} is the folder of job {ids[0]}, {name}, which is not over: {after}"
+                f"`scancel --me --name={name}` ends it"
             )
+
+
+def names_before(run: Path) -> set[str]:
+    """Of the jobs that were submitted for a run."""
+    names = set()
+    for script in (run / "submit").glob("*.sh"):
+        with contextlib.suppress(OSError):  # another user's
+            found = re.search(r"^#SBATCH --job-name=(\S+)", script.read_text(), re.MULTILINE)
+            names |= {found[1]} if found else set()
+    return names
 
 
 def submit(job: Job, script: Path) -> list[str]:

@@ -40,6 +40,8 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         path = tuple(name.strip().replace("-", "_").split("."))
         if len(path) < 2 or not all(path) or not (equals or word.startswith("--")):
             message = "expected section.key=value, such as training.steps=20"
+            if word.startswith("--"):
+                message = f"no such option (`--help` lists them); {message}"
             found.problems.append(Problem(message, where=COMMAND_LINE, value=word))
             continue
         path, negated = _without_no(path)

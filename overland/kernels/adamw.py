@@ -1,4 +1,4 @@
-"""AdamW on float32 parameters that are kept in halves (see split.py), in one pass; and on moments
+"""AdamW in one pass on float32 parameters that are kept in halves (see split.py), and on moments
 that are kept in bfloat16 (see rounding.py).
 
 Per parameter 26 bytes are moved: both halves and both moments in and out, a bfloat16 gradient in.
@@ -38,7 +38,7 @@ class UpdateState:
     gradient: Tensor  # any floating-point type
     exp_avg: Tensor  # float32, or bfloat16, rounded by chance
     exp_avg_sq: Tensor  # likewise
-    number: int = 0  # of the parameter: each has a chance of its own
+    number: int = 0  # the parameter's own, so that each has a chance of its own
 
 
 def update(
@@ -54,7 +54,8 @@ def update(
     """
     if not states:
         return
-    if states[0].rest is not None and triton_takes(states[0].parameter):
+    assert len({state.rest is None for state in states}) == 1
+    if triton_takes(states[0].parameter):
         from overland.kernels.adamw_triton import update_triton
 
         update_triton(states, num_updates, rates, divisor, skip)

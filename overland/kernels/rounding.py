@@ -4,8 +4,8 @@ A moment moves by a twentieth or a thousandth of itself per step, and bfloat16 t
 that are a 256th apart: rounded to nearest, a slow mean would stand still. By chance, it is right on
 average.
 
-Chance is a hash of a key and a number's place. So it needs no state, and a resumed run rounds as
-the unbroken one does.
+Chance is a hash of a key and a number's place in its shard. So it needs no state, and a run that is
+resumed in the same layout rounds as the unbroken one does.
 """
 
 from __future__ import annotations
@@ -31,5 +31,6 @@ def mix(x: Tensor) -> Tensor:
 
 def round_by_chance(wide: Tensor, bits: Tensor) -> Tensor:
     """`wide`, float32, in bfloat16, by 16 random bits for each of its numbers."""
-    carried = wide.view(torch.int32) + bits.to(torch.int32).view(wide.shape)
+    chance = bits.to(torch.int32).view(wide.shape).where(wide == wide, 0)  # else NaN may carry over
+    carried = wide.view(torch.int32) + chance
     return (carried >> 16).to(torch.int16).view(torch.bfloat16)

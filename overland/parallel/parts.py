@@ -34,6 +34,11 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {name: found[0] for name, found in _by_name(parts).items()}
 
 
+def parameter_names(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """The same the other way round: copies of a tied matrix have one name."""
+    return {parameter: name for name, found in _by_name(parts).items() for parameter in found}
+
+
 def tied_copies(parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """(parameter, its copy) where both ends of a pipeline, and so both copies of a tied matrix,
     are on this rank."""

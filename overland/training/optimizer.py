@@ -7,15 +7,15 @@ was good.
 
 The kernel is called on the shards themselves. An update is elementwise, so it need not know of any
 layout; going through DTensor costs a second per call the first time and milliseconds ever after.
-On one device parameters are split into halves (see parallel/single.py) and have a kernel of their
-own, which does the same arithmetic. With `optimizer.bf16_moments` shards are updated one by one,
-each with its moments widened for as long as that takes.
+On one device parameters are split into halves (see parallel/single.py) and have a kernel of our
+own, which does the same arithmetic; so have parameters with `optimizer.bf16_moments`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from overland.kernels.norm import sum_of_squares
 from overland.parallel.apply import ParallelModel
 from overland.parallel.comm import sum_over
 from overland.parallel.mesh import Mesh
-from overland.parallel.parts import shard_of
+from overland.parallel.parts import parameter_names, shard_of
 from overland.parallel.single import Masters
 
 
@@ -46,6 +46,9 @@ class AdamW:
         self.settings = settings
         self.parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
         self.moments = {p: self._no_moments(p) for p in self.parameters}
+        # By name: both ends of a tied matrix must be rounded alike, wherever they are.
+        names = parameter_names(parts)
+        self._numbers = {p: crc32(names[p].encode()) >> 1 for p in self.parameters}
         self.num_updates = torch.zeros((), device=self.parameters[0].device)
         self.masters = Masters(parts)
 
@@ -84,8 +87,8 @@ class AdamW:
         decoupled = settings.name == "AdamW"
         rates = Rates(rate, settings.beta1, settings.beta2, settings.eps, decay, decoupled)
         states = [
-            self._update_state(number, parameter)
-            for number, parameter in enumerate(self.parameters)
+            self._update_state(parameter)
+            for parameter in self.parameters
             if parameter.grad is not None and (parameter.ndim >= 2) == decays
         ]
         if self.masters.rests or settings.bf16_moments:
@@ -102,7 +105,7 @@ class AdamW:
                 skip,
             )
 
-    def _update_state(self, number: int, parameter: nn.Parameter) -> UpdateState:
+    def _update_state(self, parameter: nn.Parameter) -> UpdateState:
         assert parameter.grad is not None
         moments = self.moments[parameter]
         return UpdateState(
@@ -111,7 +114,7 @@ class AdamW:
             shard_of(parameter.grad),
             shard_of(moments.exp_avg),
             shard_of(moments.exp_avg_sq),
-            number,
+            self._numbers[parameter],
         )
 
 

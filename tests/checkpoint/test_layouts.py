@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from overland.cluster.pool import RankPool
+from overland.cluster.world import World
 from overland.config.schema import JobConfig
+from overland.parallel.parts import named_parameters, shard_of
 from overland.proofs.layout import curve, difference, proof_job
 from overland.proofs.layouts import parse
+from overland.training.loop import train
+from overland.training.run import build_run
 
 
 def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:
@@ -38,3 +43,18 @@ def test_a_run_goes_on_in_another_layout(
     for curve_of_rank in rest:
         assert difference(curve_of_rank, unbroken[3:], 0) < 1e-9
         assert difference(curve_of_rank, unbroken[3:], 1) < 1e-9
+
+
+def test_both_ends_of_a_tied_pipeline_are_rounded_alike(ranks: RankPool, tmp_path: Path) -> None:
+    """Moments are rounded by chance; a checkpoint keeps one of the two ends."""
+    narrow = {"optimizer": {"bf16_moments": True}}
+    config = proof_job(parse("pp2:1F1B"), ("tied",), "float32", 6, tmp_path, narrow)
+    first, last = ranks.run(2, tied_matrix, config)
+    assert torch.equal(first, last)
+
+
+def tied_matrix(world: World, config: JobConfig) -> torch.Tensor:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    train(run)
+    matrix = named_parameters(run.model.parts)["model.embed_tokens.weight"]
+    return shard_of(matrix.detach()).clone()

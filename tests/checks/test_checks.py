@@ -95,6 +95,8 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
         (["training.global_batch_size=0"], "expected -1 (one local batch"),
         (["training.global_batch_size=3"], "the least is 64"),
         (["lr_scheduler.min_lr=1.0"], "expected at most the peak rate (optimizer.lr = 0.0008)"),
+        (["optimizer.bf16_moments=true", "training.dtype=float64"],
+         "needs training.dtype = float32, not float64"),
         (["activation_checkpoint.selective_ac_option=ops"], 'expected "op" or a positive'),
         (["model.name=lama3"], "there is no model 'lama3'; did you mean 'llama3'?"),
         (["model.overrides.hiden_size=64"], "did you mean 'hidden_size'?"),

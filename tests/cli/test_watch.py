@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from overland.cli.main import app
 from overland.cli.watch import follow
 from overland.reporting.watch import Watch
-from tests.cli.processes import environment
+from tests.cli.processes import LIMIT_SECONDS, environment
 from tests.reporting.runs import add_events, line, make_run, set_live
 
 END = {"event": "end", "how": "failed", "step": 5, "what": "disk full"}
@@ -89,6 +90,7 @@ class Terminal:
             env = environment(TERM="xterm", COLUMNS="100", LINES="40", PATH="/usr/bin:/bin")
             os.execve(sys.executable, [sys.executable, *words], env)
         self._written = b""
+        self._deadline = time.monotonic() + LIMIT_SECONDS
 
     @property
     def seen(self) -> str:
@@ -96,14 +98,24 @@ class Terminal:
 
     def until(self, words: str) -> None:
         while words not in self.seen:
-            self._written += os.read(self.end, 65536)
+            self._read()
 
     def exit_code(self) -> int:
         with contextlib.suppress(OSError):  # the other end is closed
-            while more := os.read(self.end, 65536):
-                self._written += more
+            while self._read():
+                continue
         os.close(self.end)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _read(self) -> bytes:
+        """What the screen shows next."""
+        left = self._deadline - time.monotonic()
+        ready, _, _ = select.select([self.end], [], [], max(0, left))
+        assert ready, self.seen[-2000:]
+        assert left > 0, self.seen[-2000:]
+        more = os.read(self.end, 65536)
+        self._written += more
+        return more
 
 
 @pytest.mark.parametrize("how", ["q", "Ctrl-C", "finished"])

@@ -116,7 +116,7 @@ def test_frontiers_script_has_what_frontier_needs() -> None:
 def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
     text = render_job(make_job("frontier", place(RUN), nodes=2, packed_env="/scratch/env.tar.gz"))
     assert_good_bash(text)
-    assert 'sbcast --preserve --force /scratch/env.tar.gz "$node_env.tar.gz" || log' in text
+    assert 'sbcast --preserve --force /scratch/env.tar.gz "$packed" || packed=' in text
     assert '    "$node_env/bin/python" -m overland\n' in text
     assert 'exec "$node_env/bin/python" -m overland supervise' in text
     with pytest.raises(ClusterError, match="generic-amd has no disk"):
@@ -204,6 +204,14 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
         (["--site", "frontier", "--account", "abc123", "--sbatch", "--export=HF_TOKEN=hf_abc"],
          "--sbatch: a value in --export would lie in the script for all to read; `--env NAME` "
          "passes a variable on by its name"),
+        (["--site", "frontier", "--account", "abc123", "--sbatch", "--mem=1G --nodes=5"],
+         "--sbatch --nodes=5: the rest of the script must know; give --nodes, and --spares"),
+        (["--site", "frontier", "--account", "abc123", "--sbatch", "-N5"],
+         "--sbatch -N5: the rest of the script must know; give --nodes, and --spares"),
+        (["--site", "frontier", "--account", "abc123", "--nodez", "--dry-run"],
+         'command line: "--nodez": no such option (`--help` lists them); expected '
+         "section.key=value, such as training.steps=20"),
+        (["--site", "my.toml"], 'command line: site = "my.toml": no such site, and no such file'),
         (["--site", "frontier", "--account", "abc123", "--env", "HF_TOKEN=hf_abc"],
          "--env HF_TOKEN=…: expected the name of a variable; its value is taken from the "
          "environment, and never written down"),

@@ -29,8 +29,9 @@ def test_what_bfloat16_can_hold_stays(value: float) -> None:
     assert torch.equal(round_by_chance(wide, noise(1000, COUNT, 0) & 0xFFFF).float(), wide)
 
 
-def test_not_a_number_stays_one() -> None:
-    wide = torch.full((1000,), float("nan"))
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1])  # a CPU's, a GPU's
+def test_not_a_number_stays_one(bits: int) -> None:
+    wide = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
     assert round_by_chance(wide, noise(1000, COUNT, 0) & 0xFFFF).isnan().all()
 
 

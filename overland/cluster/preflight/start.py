@@ -20,6 +20,7 @@ from typing import IO
 from overland.cluster.errors import ClusterError
 from overland.cluster.hosts import expand_hosts
 from overland.cluster.launch import free_port
+from overland.cluster.slurm import signal_step
 
 TASK = ("preflight", "--task")
 GRACE_SECONDS = 5.0
@@ -73,11 +74,7 @@ class Started:
 
     def _cancel(self) -> None:
         if self.is_all and self.step is not None:
-            command = ["scancel", "--signal=KILL", self.step]
-            try:
-                subprocess.run(command, env=self._env, capture_output=True, timeout=GRACE_SECONDS)
-            except (OSError, subprocess.TimeoutExpired):
-                return
+            signal_step(self.step, signal.SIGKILL, self._env)
 
     def _terminate(self) -> None:
         for process in self.processes:

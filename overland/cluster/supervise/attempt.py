@@ -6,14 +6,14 @@ import contextlib
 import os
 import queue
 import re
+import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from overland.cluster.slurm import ask, signal_step
 from overland.cluster.supervise.faults import Findings
-from overland.cluster.supervise.slurm import ask
 
 END_SECONDS = 20.0
 
@@ -74,20 +74,20 @@ class Attempt:
     def signal(self, number: int) -> bool:
         """To all ranks; returns whether there are any to send it to, as far as is known."""
         if self.step_id:
-            _start("scancel", f"--signal={number}", self.step_id)
+            signal_step(self.step_id, number)
         return bool(self.step_id)
 
     def end(self) -> None:
-        """No rank is left afterwards on any node that can be reached. scancel may wait long for one
-        that cannot, and srun too: neither is waited for."""
+        """No rank is left afterwards on any node that can be reached. srun may wait long for one
+        that cannot, and is not waited for."""
         if self.code() is not None:
             return
-        step = self.step_id or self._ask_for_step()
-        asked = _start("scancel", "--signal=KILL", step) if step else None
+        if step := self.step_id or self._ask_for_step():
+            signal_step(step, signal.SIGKILL)
         deadline = time.monotonic() + END_SECONDS
         while self._srun.poll() is None and time.monotonic() < deadline:
             self.listen()
-            if self.findings.lost and asked is not None and time.monotonic() > deadline - 15:
+            if self.findings.lost and step and time.monotonic() > deadline - 15:
                 break
             time.sleep(0.1)
         if self._srun.poll() is None:
@@ -107,12 +107,3 @@ class Attempt:
         shown = ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i")
         steps = [int(number) for number in re.findall(rf"{job}\.(\d+)\b", shown)]
         return f"{job}.{max(steps)}" if job and steps else ""
-
-
-def _start(*command: str) -> subprocess.Popen[bytes] | None:
-    try:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=sys.stderr
-        )
-    except OSError:
-        return None

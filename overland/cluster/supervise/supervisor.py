@@ -30,6 +30,7 @@ from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.errors import ClusterError
 from overland.cluster.last_words import Kind
 from overland.cluster.signals import SIGNALS
+from overland.cluster.slurm import allocated_nodes, requeue, shun
 from overland.cluster.supervise.attempt import Attempt, srun_on
 from overland.cluster.supervise.faults import HARDWARE, Fault
 from overland.cluster.supervise.logbook import (
@@ -40,11 +41,10 @@ from overland.cluster.supervise.logbook import (
 )
 from overland.cluster.supervise.room import has_room, room_needed
 from overland.cluster.supervise.roster import Roster
-from overland.cluster.supervise.slurm import allocated_nodes, requeue, shun
 from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
 from overland.cluster.supervise.watchdog import Watchdog
 from overland.cluster.supervise.watched import Watched
-from overland.cluster.wire import Switchboard
+from overland.cluster.wire import Door, Switchboard
 
 BARREN_ATTEMPTS = 2
 MAY_BE_THE_NODE = (Kind.DEVICE, Kind.HANG, Kind.KILLED, Kind.MEMORY, Kind.UNKNOWN)
@@ -85,6 +85,7 @@ class Supervisor:
     env: Mapping[str, str]
     roster: Roster
     logbook: Logbook
+    door: Door
     asked_to_end: int = 0
     """A signal's number."""
     number: int = 0
@@ -397,6 +398,7 @@ class Supervisor:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             **self.env,
             **board.environment(),
+            **self.door.environment(),
             BEATS: beats_prefix(job, self.number),
             **({REQUEUE: "1"} if self.job.requeue else {}),
             RECORDS: str(self.fault_folder().absolute() / "nccl_rank_"),
@@ -416,7 +418,8 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
         )
     logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
     events = of_submission(logbook.events(), str(job.config))
-    supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
+    door = Door([node for node in allocation if node != host], env)
+    supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook, door)
     supervisor.furthest = max(furthest_step(events), supervisor.newest_checkpoint())
     supervisor.barren = barren_attempts(events)
     allow_many_files()

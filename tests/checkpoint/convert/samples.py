@@ -48,12 +48,17 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return DecoderConfig.from_hf(hf("llama", **changes)).to_hf()
 
 
-def tiny_source(config: dict[str, Any], optimizer: bool = True, seed: int = 0) -> Source:
+def tiny_source(
+    config: dict[str, Any],
+    optimizer: bool = True,
+    seed: int = 0,
+    moments: torch.dtype = torch.float32,
+) -> Source:
     """Weights of order one and moments, all different, with some progress."""
     generator = torch.Generator().manual_seed(seed)
 
-    def some(shape: tuple[int, ...]) -> Lazy:
-        return held(torch.randn(shape, generator=generator))
+    def some(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Lazy:
+        return held(torch.randn(shape, generator=generator).to(dtype))
 
     shapes = DecoderConfig.from_hf(config).parameter_shapes()
     tensors = {f"model.{name}": some(tuple(shape)) for name, shape in shapes.items()}
@@ -61,7 +66,7 @@ def tiny_source(config: dict[str, Any], optimizer: bool = True, seed: int = 0) -
     if optimizer:
         for name, shape in shapes.items():
             for kind in ("exp_avg", "exp_avg_sq"):
-                tensors[f"optimizer.{name}.{kind}"] = some(tuple(shape))
+                tensors[f"optimizer.{name}.{kind}"] = some(tuple(shape), moments)
         tensors["optimizer.num_updates"] = held(torch.tensor(7.0))
         tensors["scaler.scale"] = held(torch.tensor(1024.0))
         tensors["scaler.good_steps"] = held(torch.tensor(3, dtype=torch.int32))

@@ -29,6 +29,16 @@ def path_of(folder: Path, name: str) -> Path:
     return folder / (f"{name}.safetensors" if name == "safetensors" else name)
 
 
+@pytest.mark.parametrize("name", WITH_OPTIMIZER)
+def test_narrow_moments_stay_so(name: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    source = tiny_source(config, moments=torch.bfloat16)
+    start = tmp_path / "start"
+    start.mkdir()
+    FORMATS[name].write(source, start, Options())
+    assert_same(contents(open_source(start, config)), contents(source))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", TARGETS)
 def test_any_to_any_keeps_every_bit(first: str, kind: str, tmp_path: Path) -> None:

@@ -24,16 +24,16 @@ def nodes() -> Iterator[Slurm]:
 
 def test_a_job_without_its_batch_host_is_run_again(nodes: Slurm, tmp_path: Path) -> None:
     run = SubmittedRun(nodes, tmp_path / "run", 60, 2, "--time", "00:20:00", "--no-preflight")
-    run.wait_for_step(15)
+    saved = run.root / "checkpoint" / "step_10"
+    run.wait_until(lambda: (saved / "COMMITTED").exists(), "step 10 is saved")
     [session] = run.events("session")
     batch_host = session["nodes"][0]
     run.kill_node(batch_host)
     run.wait()
-    restarts = [event["restart"] for event in run.events("session")]
-    assert restarts == [0, 1]
-    _, second = run.events("attempt")
-    assert second["from_step"] >= 10
-    assert batch_host not in second["nodes"]
+    assert run.events("session")[-1]["restart"] >= 1
+    last = run.events("attempt")[-1]
+    assert batch_host not in last["nodes"]
+    assert last["from_step"] >= 10
     assert run.events("end")[-1]["how"] == "finished", run.log()[-5000:]
     unbroken = train_unbroken(run, tmp_path / "unbroken")
     assert final_state(run.root) == final_state(unbroken)

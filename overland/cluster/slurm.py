@@ -1,7 +1,9 @@
-"""What is asked of Slurm while a job runs."""
+"""What is asked of Slurm, by its own commands."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 from collections.abc import Iterable, Mapping
 
@@ -34,6 +36,20 @@ def requeue(env: Mapping[str, str]) -> None:
     """This job, to get other nodes: a few times, or it would go on for ever."""
     if int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS:
         ask("scontrol", "requeue", env.get("SLURM_JOB_ID", ""))
+
+
+def signal_step(step: str, number: int, env: Mapping[str, str] = os.environ) -> None:
+    """To all tasks of a step. scancel may wait long for a node that is gone, so that nobody waits
+    for scancel."""
+    command = ["scancel", f"--signal={number}", step]
+    with contextlib.suppress(OSError):
+        subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def ask(*command: str) -> str:
