@@ -28,6 +28,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scontr
 START_SECONDS = 60
 LIMIT_SECONDS = 240
 FOLDERS = "overland-slurm-"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY",
+         "BOOT_FAIL", "DEADLINE")  # fmt: skip
 
 CONFIG = """\
 ClusterName=overland
@@ -128,7 +130,7 @@ class Slurm:
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
             shown = self.run("scontrol", "show", "job", str(job), "--oneliner")
-            if not re.search(r" JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING|REQUEUED)", shown):
+            if re.search(rf" JobState=({'|'.join(ENDED)}) ", shown):
                 return shown
             assert time.monotonic() < deadline, shown
             time.sleep(0.2)

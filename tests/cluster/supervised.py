@@ -8,10 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,18 @@ from overland.training.callbacks import Callback, register_callback
 class Slow(Callback):
     def on_step(self, run):
         time.sleep({seconds})
+"""
+# A process of its own, ahead of all others where it may be: on a busy machine too, what runs between
+# two stops is short.
+PULSE = """\
+import contextlib, os, signal, sys, time
+with contextlib.suppress(PermissionError):
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+while True:
+    os.kill(int(sys.argv[1]), signal.SIGCONT)
+    time.sleep(0.0001)
+    os.kill(int(sys.argv[1]), signal.SIGSTOP)
+    time.sleep(0.002)
 """
 
 
@@ -148,29 +159,15 @@ class SubmittedRun:
 
     @contextmanager
     def slowed(self, rank: int) -> Iterator[str]:
-        """Stopped for most of every 4 ms, like a throttled device; its node. What a rank times
+        """Stopped for most of every 2 ms, like a throttled device; its node. What a rank times
         of itself takes less than a ms, and must not fit in between."""
         pid, node = self.ranks()[rank]
-        is_over = threading.Event()
-
-        def pulse() -> None:
-            with suppress(PermissionError):  # ahead of all others, on a busy machine too
-                os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-            with suppress(ProcessLookupError):
-                while not is_over.is_set():
-                    os.kill(pid, signal.SIGCONT)
-                    time.sleep(0.0001)
-                    os.kill(pid, signal.SIGSTOP)
-                    time.sleep(0.004)
-                os.kill(pid, signal.SIGCONT)
-
-        thread = threading.Thread(target=pulse)
-        thread.start()
-        try:
-            yield node
-        finally:
-            is_over.set()
-            thread.join()
+        with subprocess.Popen([sys.executable, "-c", PULSE, str(pid)]) as pulse:
+            try:
+                yield node
+            finally:
+                pulse.kill()
+        os.kill(pid, signal.SIGCONT)
 
     def kill_node(self, node: str) -> None:
         """Its slurmd, its step's daemons first, so that nobody can tell, then all processes."""
