@@ -42,8 +42,8 @@ class Slow(Callback):
     def on_step(self, run):
         time.sleep({seconds})
 """
-# A process of its own, ahead of all others where it may be: on a busy machine too, what runs between
-# two stops is short.
+# A process of its own, ahead of all others where it may be, so that what runs between two stops is
+# short on a busy machine too.
 PULSE = """\
 import contextlib, os, signal, sys, time
 with contextlib.suppress(PermissionError):
