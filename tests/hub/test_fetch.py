@@ -19,7 +19,7 @@ from overland.config.load import load_config
 from overland.data.sources.open import open_source
 from overland.hub import download as downloading
 from overland.hub import fetch as fetching
-from tests.cli.processes import overland, start_overland
+from tests.cli.processes import LIMIT_SECONDS, overland, start_overland
 from tests.hub.server import TOKEN, Hub
 
 MODEL = {
@@ -178,11 +178,14 @@ def test_a_killed_fetch_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path
     hub.hold[name] = 15_000
     words = ["fetch", "model", "me/llama", "--to", "there"]
     process = start_overland(*words, cwd=tmp_path, HF_ENDPOINT=hub.url)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_SECONDS
     partial = tmp_path / "there" / ".overland" / "partial"
 
     def has_come() -> bool:
-        sizes = [path.stat().st_size for path in partial.glob("*")] if partial.is_dir() else []
+        try:
+            sizes = [path.stat().st_size for path in partial.glob("*")]
+        except FileNotFoundError:  # one has just become whole, and was moved
+            return False
         others = (tmp_path / "there" / "model-00002-of-00002.safetensors").is_file()
         return sizes == [15_000] and others
 
