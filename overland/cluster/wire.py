@@ -26,6 +26,7 @@ from overland.cluster.meeting import LOOPBACK, reachable
 Message = dict[str, Any]
 
 ADDRESS, KEY = "OVERLAND_WIRE_ADDRESS", "OVERLAND_WIRE_KEY"
+CALL_SECONDS = 60.0
 DOOR, HERE = "OVERLAND_DOOR", b"."
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LONGEST_LINE = 64 * 2**20  # stacks of all ranks of a node fit; a stranger's noise does not go on
@@ -41,9 +42,9 @@ class Wire:
         self._sending = threading.Lock()
 
     @classmethod
-    def to_first_node(cls, env: Mapping[str, str] = os.environ, seconds: float = 60.0) -> Wire:
+    def to_first_node(cls, env: Mapping[str, str] = os.environ) -> Wire:
         host, _, port = env[ADDRESS].rpartition(":")
-        wire = cls(socket.create_connection((host, int(port)), timeout=seconds))
+        wire = cls(socket.create_connection((host, int(port)), timeout=CALL_SECONDS))
         wire.socket.settimeout(None)
         wire.send({"key": env[KEY]})
         return wire

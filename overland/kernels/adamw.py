@@ -55,7 +55,7 @@ def update(
     if not states:
         return
     assert len({state.rest is None for state in states}) == 1
-    if triton_takes(states[0].parameter):
+    if states[0].rest is not None and triton_takes(states[0].parameter):
         from overland.kernels.adamw_triton import update_triton
 
         update_triton(states, num_updates, rates, divisor, skip)

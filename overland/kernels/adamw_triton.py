@@ -1,4 +1,4 @@
-"""`update` in Triton: every number is read once and written once."""
+"""`update` of parameters in halves in Triton: every number is read once and written once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def update_triton(
         assert state.gradient.stride() == state.parameter.stride()
         size = state.parameter.numel()
         _update[(triton.cdiv(size, BLOCK),)](
-            state.parameter if state.rest is None else state.parameter.view(torch.int16),
+            state.parameter.view(torch.int16),
             state.rest,
             state.gradient,
             state.exp_avg,
@@ -45,7 +45,6 @@ def update_triton(
             rates.eps,
             rates.weight_decay * (rates.lr if rates.decoupled else 1.0),
             state.number,
-            HALVES=state.rest is not None,
             NARROW=state.exp_avg.dtype == torch.bfloat16,
             DECOUPLED=rates.decoupled,
             BLOCK=BLOCK,
@@ -55,7 +54,7 @@ def update_triton(
 
 @triton.jit(do_not_specialize=["number"])
 def _update(  # type: ignore[no-untyped-def]
-    parameter_ptr,
+    narrow_ptr,
     rest_ptr,
     gradient_ptr,
     exp_avg_ptr,
@@ -69,7 +68,6 @@ def _update(  # type: ignore[no-untyped-def]
     eps,
     decay,
     number,
-    HALVES: tl.constexpr,
     NARROW: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -82,16 +80,13 @@ def _update(  # type: ignore[no-untyped-def]
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < size
 
-        if HALVES:
-            upper = tl.load(parameter_ptr + place, mask=inside, other=0).to(tl.int32)
-            rest = tl.load(rest_ptr + place, mask=inside, other=0).to(tl.int32)
-            wide = ((upper << 16) + rest).to(tl.float32, bitcast=True)
-        else:
-            wide = tl.load(parameter_ptr + place, mask=inside, other=0.0)
+        upper = tl.load(narrow_ptr + place, mask=inside, other=0).to(tl.int32)
+        rest = tl.load(rest_ptr + place, mask=inside, other=0).to(tl.int32)
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32) / divisor
         exp_avg = tl.load(exp_avg_ptr + place, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + place, mask=inside, other=0.0).to(tl.float32)
 
+        wide = ((upper << 16) + rest).to(tl.float32, bitcast=True)
         if DECOUPLED:
             wide -= decay * wide
         else:
@@ -100,20 +95,17 @@ def _update(  # type: ignore[no-untyped-def]
         exp_avg_sq = beta2 * exp_avg_sq + keep2 * gradient * gradient
         wide -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) / root + eps)
 
-        if HALVES:
-            bits = wide.to(tl.int32, bitcast=True)
-            upper = (bits + 32768) >> 16
-            rest = bits - (upper << 16)
-            tl.store(parameter_ptr + place, upper.to(tl.int16), mask=inside)
-            tl.store(rest_ptr + place, rest.to(tl.int16), mask=inside)
-        else:
-            tl.store(parameter_ptr + place, wide, mask=inside)
+        bits = wide.to(tl.int32, bitcast=True)
+        upper = (bits + 32768) >> 16
+        rest = bits - (upper << 16)
+        tl.store(narrow_ptr + place, upper.to(tl.int16), mask=inside)
+        tl.store(rest_ptr + place, rest.to(tl.int16), mask=inside)
         if NARROW:  # the same bits of chance as in rounding.py
             count = tl.load(numbers_ptr + 4).to(tl.uint32)
             key = _mix(count * 0x9E3779B9 + number.to(tl.uint32))
-            chance = _mix(place.to(tl.uint32) ^ key)
-            exp_avg = _round_by_chance(exp_avg, chance & 0xFFFF)
-            exp_avg_sq = _round_by_chance(exp_avg_sq, chance >> 16)
+            bits = _mix(place.to(tl.uint32) ^ key)
+            exp_avg = _round_by_chance(exp_avg, bits & 0xFFFF)
+            exp_avg_sq = _round_by_chance(exp_avg_sq, bits >> 16)
         tl.store(exp_avg_ptr + place, exp_avg, mask=inside)
         tl.store(exp_avg_sq_ptr + place, exp_avg_sq, mask=inside)
 
@@ -127,6 +119,5 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _round_by_chance(wide, bits):  # type: ignore[no-untyped-def]
-    chance = tl.where(wide == wide, bits, 0)  # what is not a number stays so
-    carried = wide.to(tl.uint32, bitcast=True) + chance
+    carried = wide.to(tl.uint32, bitcast=True) + bits
     return (carried >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -158,13 +158,13 @@ class SubmittedRun:
         os.kill(self.ranks()[rank][0], number)
 
     @contextmanager
-    def slowed(self, rank: int) -> Iterator[str]:
-        """Stopped for most of every 2 ms, like a throttled device; its node. What a rank times
+    def slowed(self, rank: int) -> Iterator[None]:
+        """Stopped for most of every 2 ms, like a throttled device. What a rank times
         of itself takes less than a ms, and must not fit in between."""
-        pid, node = self.ranks()[rank]
+        pid, _ = self.ranks()[rank]
         with subprocess.Popen([sys.executable, "-c", PULSE, str(pid)]) as pulse:
             try:
-                yield node
+                yield
             finally:
                 pulse.kill()
         os.kill(pid, signal.SIGCONT)
