@@ -76,6 +76,26 @@ launch=(
     /scratch/me/envs/overland/bin/python -m overland
 )
 
+# Slurm keeps a job that has lost its first node, an empty shell, until its time is over: --no-kill.
+# So other nodes look for that every half minute, and give such a job back.
+# shellcheck disable=SC2016
+guard='trap : USR1 USR2
+while :; do
+    sleep 30
+    job=$(scontrol show job "$SLURM_JOB_ID" --oneliner)
+    nodes=${job#* NodeList=}
+    nodes=$(scontrol show hostnames "${nodes%% *}" | tr "\n" " ")
+    if [[ $job == *" JobState=RUNNING "* && $nodes && " $nodes" != *" $1 "* ]]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+done'
+for ((node = 1; node <= 3; node++)); do
+    # Beside the ranks, and with nothing that they need.
+    env -u SLURM_GPUS_PER_NODE srun --job-name=guard --relative="$node" --nodes=1 --ntasks=1 \
+        --ntasks-per-node=1 --cpus-per-task=1 --mem=0 --gres=none --overlap --no-kill --mpi=none \
+        bash -c "$guard" guard "$SLURMD_NODENAME" &
+done >>/scratch/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log" 2>&1
+
 # Tests the nodes, starts the ranks on 4 good ones, watches them, and starts them again where a
 # rank or a node is lost; docs/clusters.md tells how. `exec`: signals reach it.
 exec /scratch/me/envs/overland/bin/python -m overland supervise /scratch/me/runs/llama/submit/1.toml \

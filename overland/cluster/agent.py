@@ -28,16 +28,13 @@ from overland.cluster.beat import (
 )
 from overland.cluster.last_words import Kind, kind_of, say
 from overland.cluster.signals import SIGNALS
-from overland.cluster.slurm import ask
-from overland.cluster.wire import Door, Wire
+from overland.cluster.wire import Wire
 from overland.cluster.world import World
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
 CALL_AGAIN_SECONDS = (1, 2, 4, 8)
 RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s
-GIVE_BACK_TRIES = 3
-REQUEUE = "OVERLAND_REQUEUE"
 PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
 
@@ -57,8 +54,6 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
             if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
                 kind = kind_of(error)
                 say(world.rank, kind, f"{type(error).__name__}: {error}", beat.step)
-                if kind is Kind.NETWORK and world.local_rank == 0:
-                    _mind_the_job(env)
             raise
         except SystemExit as error:  # of the user's own code: we end otherwise
             say(world.rank, Kind.CODE, f"it left, by SystemExit({error.code})", beat.step)
@@ -90,11 +85,8 @@ def main() -> None:
         wire = _call_first_node()
         job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
         wire.send({"node": node_name(), "step": f"{job}.{step}" if step else ""})
-        try:
-            watch(wire, folder)
-        except OSError:  # the first node hung up, without a word
-            _mind_the_job(os.environ)
-    except OSError:  # it was not to be reached
+        watch(wire, folder)
+    except OSError:  # the first node was not to be reached, or hung up without a word
         pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,13 +102,6 @@ def _call_first_node() -> Wire:
     return Wire.to_first_node()
 
 
-def _mind_the_job(env: Mapping[str, str]) -> None:
-    """Where the supervisor is gone, and not just a connection. Agents see to it, and so do ranks
-    that fail, since Slurm ends an agent with the last rank of its node."""
-    if not Door.is_open(env):
-        give_job_back(env)
-
-
 def watch(wire: Wire, folder: Path) -> None:
     """Until the first node hangs up, or the ranks and who started them are gone."""
     parent = os.getppid()
@@ -127,25 +112,11 @@ def watch(wire: Wire, folder: Path) -> None:
             return
         orders = wire.receive(BEAT_SECONDS)
         if orders is None:
-            raise ConnectionError
+            return
         if any("bye" in order for order in orders):
             return
         if any("dump" in order for order in orders):
             wire.send({"stacks": dump(folder, signs)})
-
-
-def give_job_back(env: Mapping[str, str]) -> None:
-    """The job's first node is lost, and the supervisor with it. With --no-kill Slurm would keep
-    such a job, an empty shell, until its time is over: so it is run again, or ended for the next
-    link. All nodes ask for that at once, and late ones must not end what runs by then."""
-    job, restarts = env.get("SLURM_JOB_ID", ""), env.get("SLURM_RESTART_COUNT") or "0"
-    order = ["scontrol", "requeue", job] if env.get(REQUEUE) else ["scancel", job]
-    for _ in range(GIVE_BACK_TRIES):
-        shown = ask("scontrol", "show", "job", job, "--oneliner") if job else ""
-        if shown and not (f" Restarts={restarts} " in shown and " JobState=RUNNING " in shown):
-            return
-        ask(*order)
-        time.sleep(BEAT_SECONDS)
 
 
 def _heard(sign: Sign) -> list[object]:

@@ -27,7 +27,6 @@ Message = dict[str, Any]
 
 ADDRESS, KEY = "OVERLAND_WIRE_ADDRESS", "OVERLAND_WIRE_KEY"
 CALL_SECONDS = 60.0
-DOOR, HERE = "OVERLAND_DOOR", b"."
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LONGEST_LINE = 64 * 2**20  # stacks of all ranks of a node fit; a stranger's noise does not go on
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -76,36 +75,6 @@ class Wire:
 
     def close(self) -> None:
         self.socket.close()
-
-
-class Door:
-    """Open as long as the supervisor lives. A switchboard is not: each attempt has its own."""
-
-    def __init__(self, others: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
-        self._listener = socket.create_server((own_address(others, env), 0), backlog=4096)
-        threading.Thread(target=self._answer, name="door", daemon=True).start()
-
-    def environment(self) -> dict[str, str]:
-        host, port = self._listener.getsockname()
-        return {DOOR: f"{host}:{port}"}
-
-    @staticmethod
-    def is_open(env: Mapping[str, str], seconds: float = 15.0) -> bool:
-        """Whether someone answers: a connection alone is made for a process that is just dying."""
-        host, _, port = env[DOOR].rpartition(":")
-        try:
-            with socket.create_connection((host, int(port)), timeout=seconds) as caller:
-                return caller.recv(1) == HERE
-        except OSError:
-            return False
-
-    def _answer(self) -> None:
-        while True:
-            try:
-                with self._listener.accept()[0] as caller:
-                    caller.sendall(HERE)
-            except OSError:  # the caller is gone again, or too many files are open
-                time.sleep(0.1)
 
 
 class Switchboard:

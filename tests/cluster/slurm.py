@@ -39,7 +39,8 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
-AuthInfo=socket={folder}/munge.socket
+# a job that was given back waits as long as that before it runs again: 120 s by default
+AuthInfo=socket={folder}/munge.socket,cred_expire=30
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -125,14 +126,14 @@ class Slurm:
         assert " JobState=COMPLETED " in shown, f"{shown}\nThe job wrote:\n{written}"
         return job, written
 
-    def wait_for(self, job: int) -> str:
+    def wait_for(self, job: int, log: Callable[[], str] = str) -> str:
         """What Slurm says of a job that has ended. `sbatch --wait` would ask ever more rarely."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
             shown = self.run("scontrol", "show", "job", str(job), "--oneliner")
             if re.search(rf" JobState=({'|'.join(ENDED)}) ", shown):
                 return shown
-            assert time.monotonic() < deadline, shown
+            assert time.monotonic() < deadline, f"{shown}\n{log()[-5000:]}\n{self._logs()}"
             time.sleep(0.2)
 
     def start_node(self, name: str) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class SubmittedRun:
 
     def wait(self) -> str:
         """Until the last job has ended; what Slurm says of it."""
-        return [self.slurm.wait_for(job) for job in self.jobs][-1]
+        return [self.slurm.wait_for(job, self.log) for job in self.jobs][-1]
 
     # What happens to it
 
@@ -170,17 +170,17 @@ class SubmittedRun:
         os.kill(pid, signal.SIGCONT)
 
     def kill_node(self, node: str) -> None:
-        """Its slurmd, its step's daemons first, so that nobody can tell, then all processes."""
+        """Its slurmd, its steps' daemons, and all processes, as if at once: none acts while others
+        are gone already, as a srun would that still lives."""
         here = [(pid, env, cmd) for pid, env, cmd in self._processes()]
         tasks = [pid for pid, env, _ in here if env.get("SLURMD_NODENAME") == node]
         daemons = [pid for pid, _, cmd in here if cmd[-2:] == ["-N", node]]
         parents = {parent_of(pid) for pid in tasks}
         steps = [pid for pid in parents if pid and "slurmstepd" in command_of(pid)[0]]
-        for pid in [*daemons, *steps, *tasks]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in [*daemons, *steps, *tasks]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _processes(self) -> list[tuple[int, dict[str, str], list[str]]]:
         found = []

@@ -160,9 +160,61 @@ def test_a_job_sources_what_the_setup_wrote() -> None:
 
 
 def test_a_job_that_must_not_be_repeated_is_not_requeued() -> None:
-    text = render_job(make_job("generic-amd", replace(place(RUN), repeatable=False)))
+    text = render_job(make_job("generic-amd", replace(place(RUN), repeatable=False), nodes=2))
     assert "--no-requeue" in directives(text)
     assert "--requeue" not in directives(text)
+    assert 'scancel "$SLURM_JOB_ID"' in text
+    assert "scontrol requeue" not in text
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "guards"), [(1, 0, 0), (1, 1, 1), (2, 0, 1), (8, 2, 3)]
+)
+def test_other_nodes_guard_the_job(nodes: int, spares: int, guards: int) -> None:
+    text = render_job(make_job("generic-amd", place(RUN), nodes=nodes, spares=spares))
+    assert (f"node <= {guards}; " in text) == bool(guards)
+    assert ("guard" in text) == bool(guards)
+
+
+SCONTROL = """\
+#!/bin/bash
+case "$2" in
+job) printf '%s' "$SHOWN" ;;
+hostnames) [ -z "$3" ] || printf '%s\\n' ${3//,/ } ;;
+*) echo "$@" ;;
+esac
+"""
+SLEEP_ONCE = """\
+#!/bin/bash
+[ ! -e "$0.again" ] || kill "$PPID"
+touch "$0.again"
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "ordered"),
+    [
+        (" JobState=RUNNING ExcNodeList=(null) NodeList=n2,n11 BatchHost=n1 ", "requeue 7\n"),
+        (" JobState=RUNNING ExcNodeList=n3 NodeList=n1,n2 BatchHost=n1 ", ""),
+        (" JobState=RUNNING ExcNodeList=n3 NodeList=n2,n1 BatchHost=n1 ", ""),
+        (" JobState=COMPLETING ExcNodeList=(null) NodeList=n2 BatchHost=n1 ", ""),
+        (" JobState=RUNNING ExcNodeList=(null) NodeList= BatchHost=n1 ", ""),
+        ("", ""),
+    ],
+)
+def test_a_guard_gives_back_a_job_without_its_first_node_alone(
+    shown: str, ordered: str, tmp_path: Path
+) -> None:
+    text = render_job(make_job("generic-amd", place(RUN), nodes=2))
+    guard = text.split("guard='")[1].split("done'")[0] + "done"
+    for name, program in (("scontrol", SCONTROL), ("sleep", SLEEP_ONCE)):
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SHOWN": shown, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", guard, "guard", "n1"], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.returncode) == (ordered, -signal.SIGTERM), done.stderr
 
 
 def test_the_script_has_the_last_word_over_the_environment() -> None:

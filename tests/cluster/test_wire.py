@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from overland.cluster.errors import ClusterError
-from overland.cluster.wire import ADDRESS, DOOR, KEY, Door, Switchboard, Wire, own_address
+from overland.cluster.wire import ADDRESS, KEY, Switchboard, Wire, own_address
 
 
 @pytest.fixture
@@ -61,31 +59,3 @@ def test_it_listens_where_the_others_reach_it_and_nowhere_else() -> None:
     assert own_address([], {"NCCL_SOCKET_IFNAME": "=lo,eth7"}) == "127.0.0.1"
     with pytest.raises(ClusterError, match=r"no interface hsn0 with an address; it has .*lo"):
         own_address([], {"NCCL_SOCKET_IFNAME": "hsn0"})
-
-
-SUPERVISOR = """
-import time
-from overland.cluster.wire import DOOR, Door
-print(Door([], {}).environment()[DOOR], flush=True)
-time.sleep(1000)
-"""
-
-
-def test_a_door_is_open_as_long_as_the_supervisor_lives() -> None:
-    command = [sys.executable, "-c", SUPERVISOR]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
-        assert supervisor.stdout is not None
-        env = {DOOR: supervisor.stdout.readline().strip()}
-        try:
-            assert all(Door.is_open(env) for _ in range(300))
-        finally:
-            supervisor.kill()
-            supervisor.wait()
-    assert not Door.is_open(env)
-
-
-def test_a_process_that_is_dying_has_no_open_door() -> None:
-    """Its port still takes connections, for a moment, and nobody answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        env = {DOOR: f"127.0.0.1:{listener.getsockname()[1]}"}
-        assert not Door.is_open(env, seconds=0.1)

@@ -102,8 +102,8 @@ class Attempt:
                 self._lines.put(line)
 
     def _ask_for_step(self) -> str:
-        """The newest step of this job: ours, if no node has called yet."""
+        """The newest step of this job but for its guards: ours, if no node has called yet."""
         job = os.environ.get("SLURM_JOB_ID", "")
-        shown = ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i")
-        steps = [int(number) for number in re.findall(rf"{job}\.(\d+)\b", shown)]
+        shown = ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %j")
+        steps = [int(number) for number in re.findall(rf"{job}\.(\d+) (?!guard\b)", shown)]
         return f"{job}.{max(steps)}" if job and steps else ""

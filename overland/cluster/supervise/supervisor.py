@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from overland.cluster.agent import RECORDS, REQUEUE
+from overland.cluster.agent import RECORDS
 from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.errors import ClusterError
 from overland.cluster.last_words import Kind
@@ -44,7 +44,7 @@ from overland.cluster.supervise.roster import Roster
 from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
 from overland.cluster.supervise.watchdog import Watchdog
 from overland.cluster.supervise.watched import Watched
-from overland.cluster.wire import Door, Switchboard
+from overland.cluster.wire import Switchboard
 
 BARREN_ATTEMPTS = 2
 MAY_BE_THE_NODE = (Kind.DEVICE, Kind.HANG, Kind.KILLED, Kind.MEMORY, Kind.UNKNOWN)
@@ -85,7 +85,6 @@ class Supervisor:
     env: Mapping[str, str]
     roster: Roster
     logbook: Logbook
-    door: Door
     asked_to_end: int = 0
     """A signal's number."""
     number: int = 0
@@ -398,9 +397,7 @@ class Supervisor:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             **self.env,
             **board.environment(),
-            **self.door.environment(),
             BEATS: beats_prefix(job, self.number),
-            **({REQUEUE: "1"} if self.job.requeue else {}),
             RECORDS: str(self.fault_folder().absolute() / "nccl_rank_"),
         }
 
@@ -418,8 +415,7 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
         )
     logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
     events = of_submission(logbook.events(), str(job.config))
-    door = Door([node for node in allocation if node != host], env)
-    supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook, door)
+    supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
     supervisor.furthest = max(furthest_step(events), supervisor.newest_checkpoint())
     supervisor.barren = barren_attempts(events)
     allow_many_files()

@@ -1,5 +1,5 @@
-"""The node that the supervisor itself runs on is lost: the other nodes give the job back to Slurm,
-which runs it again on good ones."""
+"""The node that the supervisor itself runs on is lost: a guard on another one gives the job back to
+Slurm, which runs it again on good ones."""
 
 from __future__ import annotations
 
