@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -170,17 +170,18 @@ class SubmittedRun:
         os.kill(pid, signal.SIGCONT)
 
     def kill_node(self, node: str) -> None:
-        """Its slurmd, its steps' daemons, and all processes, as if at once: none acts while others
-        are gone already, as a srun would that still lives."""
-        here = [(pid, env, cmd) for pid, env, cmd in self._processes()]
-        tasks = [pid for pid, env, _ in here if env.get("SLURMD_NODENAME") == node]
-        daemons = [pid for pid, _, cmd in here if cmd[-2:] == ["-N", node]]
-        parents = {parent_of(pid) for pid in tasks}
-        steps = [pid for pid in parents if pid and "slurmstepd" in command_of(pid)[0]]
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in [*daemons, *steps, *tasks]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        """All that runs there, in an order in which nobody can act on the others' end. A srun has
+        a child that would cancel its step on all nodes."""
+        here = self._processes()
+        tasks = {pid: cmd for pid, env, cmd in here if env.get("SLURMD_NODENAME") == node}
+        slurmd = [pid for pid, _, cmd in here if cmd[-2:] == ["-N", node]]
+        supervisor = [pid for pid, cmd in tasks.items() if "supervise" in cmd]
+        sruns = [pid for pid, cmd in tasks.items() if Path(cmd[0]).name == "srun"]
+        sruns = sorted(sruns, key=lambda pid: parent_of(pid) not in sruns)  # children first
+        of_batch, of_steps = daemons_of(supervisor), daemons_of(tasks)
+        for pid in [*slurmd, *of_batch, *supervisor, *sruns, *of_steps, *tasks]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _processes(self) -> list[tuple[int, dict[str, str], list[str]]]:
         found = []
@@ -197,6 +198,11 @@ class SubmittedRun:
 def command_of(pid: int) -> list[str]:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     return words[:-1] if len(words) > 1 else words
+
+
+def daemons_of(tasks: Iterable[int]) -> list[int]:
+    parents = {parent_of(pid) for pid in tasks}
+    return [pid for pid in parents if pid and "slurmstepd" in command_of(pid)[0]]
 
 
 def parent_of(pid: int) -> int:
