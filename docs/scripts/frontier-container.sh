@@ -106,7 +106,7 @@ launch=(
 )
 
 # Slurm keeps a job that has lost its first node, an empty shell, until its time is over: --no-kill.
-# So other nodes look for that every half minute, and give such a job back.
+# So other nodes look for that every half minute, and give such a job back, unless it runs again.
 # shellcheck disable=SC2016
 guard='trap : USR1 USR2
 while :; do
@@ -114,15 +114,21 @@ while :; do
     job=$(scontrol show job "$SLURM_JOB_ID" --oneliner)
     nodes=${job#* NodeList=}
     nodes=$(scontrol show hostnames "${nodes%% *}" | tr "\n" " ")
-    if [[ $job == *" JobState=RUNNING "* && $nodes && " $nodes" != *" $1 "* ]]; then
-        scontrol requeue "$SLURM_JOB_ID"
+    if [[ $job == *" JobState=RUNNING "* && $job == *" Restarts=$2 "* ]] &&
+        [[ $nodes && " $nodes" != *" $1 "* ]]; then
+        if [ "$2" -lt 10 ]; then
+            scontrol requeue "$SLURM_JOB_ID"
+        else
+            scancel "$SLURM_JOB_ID"
+        fi
     fi
 done'
-for ((node = 1; node <= 3; node++)); do
-    # Beside the ranks, and with nothing that they need.
+for ((guard_number = 1; guard_number <= 3; guard_number++)); do
+    # Far apart; beside the ranks, and with nothing that they need.
+    node=$((guard_number * (SLURM_JOB_NUM_NODES - 1) / 3))
     env -u SLURM_GPUS_PER_NODE srun --job-name=guard --relative="$node" --nodes=1 --ntasks=1 \
         --ntasks-per-node=1 --cpus-per-task=1 --mem=0 --gres=none --overlap --no-kill --mpi=none \
-        bash -c "$guard" guard "$SLURMD_NODENAME" &
+        bash -c "$guard" guard "$SLURMD_NODENAME" "${SLURM_RESTART_COUNT:-0}" &
 done >>/lustre/orion/abc123/scratch/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log" 2>&1
 
 # Tests the nodes, starts the ranks on 64 good ones of 66, watches them, and starts them again where a

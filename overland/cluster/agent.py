@@ -56,7 +56,10 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
                 say(world.rank, kind, f"{type(error).__name__}: {error}", beat.step)
             raise
         except SystemExit as error:  # of the user's own code: we end otherwise
-            say(world.rank, Kind.CODE, f"it left, by SystemExit({error.code})", beat.step)
+            cause = error.__context__  # it may have left for what another rank had done
+            kind = kind_of(cause) if isinstance(cause, Exception) else Kind.CODE
+            why = f", for {type(cause).__name__}: {cause}" if cause else ""
+            say(world.rank, kind, f"it left, by SystemExit({error.code}){why}", beat.step)
             raise
 
 

@@ -13,6 +13,7 @@ from overland.cluster.job import Job, sbatch_words
 from overland.cluster.site import SECRET
 
 GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell
+MOST_RESTARTS = 10  # of a run that loses its first node whenever it starts; preemptions count too
 SHORTEST_SECRET = 6  # a shorter value is in any text by chance
 
 
@@ -28,6 +29,7 @@ def render_job(job: Job) -> str:
         headers=headers(job),
         more_headers=sbatch_words(job.wanted.sbatch),
         srun=srun_flags(job),
+        most_restarts=MOST_RESTARTS,
         num_guards=min(GUARDS, job.wanted.nodes + job.wanted.spares - 1),
         command=command(job),
         supervisor=f"{python(job)} -m overland",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 
@@ -34,8 +35,16 @@ def shun(nodes: Iterable[str], env: Mapping[str, str]) -> None:
 
 def requeue(env: Mapping[str, str]) -> None:
     """This job, to get other nodes: a few times, or it would go on for ever."""
-    if int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS:
+    if int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS and not was_requeued(env):
         ask("scontrol", "requeue", env.get("SLURM_JOB_ID", ""))
+
+
+def was_requeued(env: Mapping[str, str]) -> bool:
+    """Whether the job went back into the queue, and this process is left over from before: on a
+    node that Slurm could not reach, say, and took from the job."""
+    shown = ask("scontrol", "show", "job", env.get("SLURM_JOB_ID", ""), "--oneliner")
+    restarts = re.search(r" Restarts=(\d+) ", shown)
+    return restarts is not None and int(restarts[1]) > int(env.get("SLURM_RESTART_COUNT") or 0)
 
 
 def signal_step(step: str, number: int, env: Mapping[str, str] = os.environ) -> None:

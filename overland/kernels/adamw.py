@@ -8,7 +8,7 @@ moments it is 18.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from overland.kernels.choice import triton_takes
 from overland.kernels.rounding import noise, round_by_chance
 from overland.kernels.split import join, split
+
+PIECE = 2**23
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,7 @@ def update_plain(
     skip: Tensor,
 ) -> None:
     """The definition: all in float32, PyTorch's own fused update, and back."""
-    for state in states:
-        if not state.parameter.numel():
-            continue
+    for first, state in in_pieces(states):
         parameter, rest = state.parameter, state.rest
         wide = parameter if rest is None else join(parameter, rest)
         gradient = state.gradient.to(torch.float32, copy=True)  # the kernel writes into it
@@ -84,9 +84,31 @@ def update_plain(
             parameter.copy_(narrow)
             rest.copy_(left_over)
         if state.exp_avg.dtype == torch.bfloat16:
-            bits = noise(wide.numel(), num_updates, state.number)
+            bits = noise(wide.numel(), num_updates, state.number, first)
             state.exp_avg.copy_(round_by_chance(exp_avg, bits & 0xFFFF))
             state.exp_avg_sq.copy_(round_by_chance(exp_avg_sq, bits >> 16))
+
+
+def in_pieces(states: Sequence[UpdateState]) -> Iterator[tuple[int, UpdateState]]:
+    """With the place of the first number of each. An update holds up to 51 bytes per number on the
+    way: of a whole embedding, tens of GB."""
+    for state in states:
+        parameter, gradient = state.parameter.view(-1), state.gradient.reshape(-1)
+        rest = None if state.rest is None else state.rest.view(-1)
+        exp_avg, exp_avg_sq = state.exp_avg.view(-1), state.exp_avg_sq.view(-1)
+        for first in range(0, parameter.numel(), PIECE):
+            here = slice(first, first + PIECE)
+            yield (
+                first,
+                UpdateState(
+                    parameter[here],
+                    None if rest is None else rest[here],
+                    gradient[here],
+                    exp_avg[here],
+                    exp_avg_sq[here],
+                    state.number,
+                ),
+            )
 
 
 def update_whole(

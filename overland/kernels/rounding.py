@@ -16,10 +16,10 @@ from torch import Tensor
 LOW_32 = 0xFFFFFFFF
 
 
-def noise(size: int, count: Tensor, number: int) -> Tensor:
-    """32 random bits per place (in int64), another set for each count and each number."""
+def noise(size: int, count: Tensor, number: int, first: int = 0) -> Tensor:
+    """32 random bits per place from the first (in int64), others for each count and number."""
     key = mix((count.to(torch.int64) * 0x9E3779B9 + number) & LOW_32)
-    return mix(torch.arange(size, device=count.device) ^ key)
+    return mix(torch.arange(first, first + size, device=count.device) ^ key)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -84,3 +84,20 @@ def test_a_rank_that_leaves_by_itself_says_so(
     with pytest.raises(SystemExit), under_watch(world, {BEATS: str(tmp_path / "beats")}):
         raise SystemExit(0)
     assert '"kind": "code error", "what": "it left, by SystemExit(0)"' in capsys.readouterr().out
+
+
+def test_leaving_for_what_another_rank_did_is_no_mistake_in_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PIPES, "")
+
+    def leave() -> None:
+        try:
+            raise ConnectionError("Connection closed by peer")
+        except ConnectionError:
+            sys.exit(1)
+
+    world = World(rank=1, size=2, local_rank=1, local_size=2)
+    with pytest.raises(SystemExit), under_watch(world, {BEATS: str(tmp_path / "beats")}):
+        leave()
+    assert '"kind": "network", "what": "it left, by SystemExit(1), for' in capsys.readouterr().out

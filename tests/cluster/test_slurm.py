@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from overland.cluster.slurm import requeue, was_requeued
 from tests.cli.processes import environment
 from tests.cluster.packages import need
-from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of
+from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of, wait_until
 
 ASK = (
     f"{sys.executable} -c 'from overland.cluster.launchers import find_world; print(find_world())'"
@@ -61,3 +64,26 @@ def test_a_slurm_whose_test_run_was_killed_is_ended_by_the_next() -> None:
     assert not processes_of(folder)
     assert not folder.exists()
     assert os.getpid() not in left
+
+
+def test_who_is_left_over_from_before_a_requeue_is_told(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm.config))
+    words = ["sbatch", "--parsable", "--requeue", "--output=/dev/null", "--wrap=sleep 60"]
+    job = slurm.run(*words).strip()
+    try:
+        wait_until(lambda: " JobState=RUNNING " in shown(slurm, job), "it runs", lambda: "")
+        before = {"SLURM_JOB_ID": job}
+        assert not was_requeued(before)
+        requeue(before)
+        assert was_requeued(before)
+        assert not was_requeued({**before, "SLURM_RESTART_COUNT": "1"})
+        requeue(before)  # by a process that is left over: nothing happens
+        assert " Restarts=1 " in shown(slurm, job)
+    finally:
+        slurm.run("scancel", job)
+
+
+def shown(slurm: Slurm, job: str) -> str:
+    return slurm.run("scontrol", "show", "job", job, "--oneliner")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from typer.testing import CliRunner
 
 from overland.cli.main import app
 from overland.cluster.errors import ClusterError
+from overland.cluster.job import Wanted, plan_job
 from overland.cluster.script import render_job
+from overland.cluster.site import load_site
 from overland.cluster.submit import next_files, submit, without_slurms_own, write_private
 from tests.cli.processes import ROOT
 from tests.cluster.scripts import LEFT_OPEN, assert_good_bash, make_job, place
@@ -116,11 +120,65 @@ def test_frontiers_script_has_what_frontier_needs() -> None:
 def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
     text = render_job(make_job("frontier", place(RUN), nodes=2, packed_env="/scratch/env.tar.gz"))
     assert_good_bash(text)
-    assert 'sbcast --preserve --force /scratch/env.tar.gz "$packed" || packed=' in text
+    assert 'sbcast --force /scratch/env.tar.gz "$packed" || packed=' in text
     assert '    "$node_env/bin/python" -m overland\n' in text
     assert 'exec "$node_env/bin/python" -m overland supervise' in text
     with pytest.raises(ClusterError, match="generic-amd has no disk"):
         make_job("generic-amd", place(RUN), packed_env="/scratch/env.tar.gz")
+
+
+SBCAST = """\
+#!/bin/bash
+[ -z "$BROKEN" ] || exit 1
+[[ $* == *--preserve* ]] && keep=-p
+cp $keep "${@: -2}"
+"""
+SRUN = """\
+#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+"$@"
+"""
+
+
+@pytest.mark.parametrize("broken", ["", "1"])
+def test_an_old_packed_environment_is_unpacked_and_those_of_old_jobs_are_gone(
+    broken: str, tmp_path: Path
+) -> None:
+    disk, bin_folder, packed = tmp_path / "disk", tmp_path / "env" / "bin", tmp_path / "env.tar.gz"
+    for folder in (disk, bin_folder):
+        folder.mkdir(parents=True)
+    for folder, name, program in (
+        (bin_folder, "python", "#!/bin/bash\n"),
+        (tmp_path, "sbcast", SBCAST),
+        (tmp_path, "srun", SRUN),
+    ):
+        (folder / name).write_text(program)
+        (folder / name).chmod(0o755)
+    subprocess.run(["tar", "-czf", packed, "-C", tmp_path / "env", "."], check=True)
+    month_ago = time.time() - 30 * 86400
+    os.utime(packed, (month_ago, month_ago))
+    (disk / "overland-env-3").mkdir()
+    os.utime(disk / "overland-env-3", (month_ago, month_ago))
+    site = tmp_path / "cpus.toml"
+    site.write_text(
+        'description = "cpus"\naccelerator = "none"\n[slurm]\ngpus = "none"\n'
+        f'devices_per_node = 2\n[disk]\nnode_local = "{disk}"\n'
+    )
+    wanted = Wanted(nodes=2, time="00:10:00", packed_env=str(packed))
+    text = render_job(plan_job(load_site(str(site)), wanted, place(RUN)))
+    script = "log() { :; }\n" + text[text.index("node_env=") : text.index("# Around each rank")]
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "USER": getpass.getuser(),
+        "BROKEN": broken,
+    }
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (disk / "overland-env-7" / "bin" / "python").exists()
+    assert not (disk / "overland-env-3").exists()
+    assert not (disk / "overland-env-7.part").exists()
 
 
 def test_a_container_stands_between_srun_and_python() -> None:
@@ -163,7 +221,7 @@ def test_a_job_that_must_not_be_repeated_is_not_requeued() -> None:
     text = render_job(make_job("generic-amd", replace(place(RUN), repeatable=False), nodes=2))
     assert "--no-requeue" in directives(text)
     assert "--requeue" not in directives(text)
-    assert 'scancel "$SLURM_JOB_ID"' in text
+    assert "scancel" in text
     assert "scontrol requeue" not in text
 
 
@@ -172,7 +230,7 @@ def test_a_job_that_must_not_be_repeated_is_not_requeued() -> None:
 )
 def test_other_nodes_guard_the_job(nodes: int, spares: int, guards: int) -> None:
     text = render_job(make_job("generic-amd", place(RUN), nodes=nodes, spares=spares))
-    assert (f"node <= {guards}; " in text) == bool(guards)
+    assert (f"guard_number <= {guards}; " in text) == bool(guards)
     assert ("guard" in text) == bool(guards)
 
 
@@ -184,6 +242,7 @@ hostnames) [ -z "$3" ] || printf '%s\\n' ${3//,/ } ;;
 *) echo "$@" ;;
 esac
 """
+RUNS = " JobState=RUNNING Restarts=1 ReqNodeList=n7 ExcNodeList=n3 "
 SLEEP_ONCE = """\
 #!/bin/bash
 [ ! -e "$0.again" ] || kill "$PPID"
@@ -194,11 +253,12 @@ touch "$0.again"
 @pytest.mark.parametrize(
     ("shown", "ordered"),
     [
-        (" JobState=RUNNING ExcNodeList=(null) NodeList=n2,n11 BatchHost=n1 ", "requeue 7\n"),
-        (" JobState=RUNNING ExcNodeList=n3 NodeList=n1,n2 BatchHost=n1 ", ""),
-        (" JobState=RUNNING ExcNodeList=n3 NodeList=n2,n1 BatchHost=n1 ", ""),
-        (" JobState=COMPLETING ExcNodeList=(null) NodeList=n2 BatchHost=n1 ", ""),
-        (" JobState=RUNNING ExcNodeList=(null) NodeList= BatchHost=n1 ", ""),
+        (RUNS + "NodeList=n2,n11 BatchHost=n1 ", "requeue 7\n"),
+        (RUNS.replace("=1 ", "=2 ") + "NodeList=n2,n3 BatchHost=n2 ", ""),  # runs again
+        (RUNS + "NodeList=n1,n2 BatchHost=n1 ", ""),
+        (RUNS + "NodeList=n2,n1 BatchHost=n1 ", ""),
+        (RUNS.replace("RUNNING", "COMPLETING") + "NodeList=n2 BatchHost=n1 ", ""),
+        (RUNS + "NodeList= BatchHost=n1 ", ""),
         ("", ""),
     ],
 )
@@ -212,7 +272,11 @@ def test_a_guard_gives_back_a_job_without_its_first_node_alone(
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SHOWN": shown, "SLURM_JOB_ID": "7"}
     done = subprocess.run(
-        ["bash", "-c", guard, "guard", "n1"], env=env, capture_output=True, text=True, timeout=60
+        ["bash", "-c", guard, "guard", "n1", "1"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.stdout, done.returncode) == (ordered, -signal.SIGTERM), done.stderr
 

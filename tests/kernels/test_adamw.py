@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overland.kernels import adamw
 from overland.kernels.adamw import Rates, UpdateState, update
 from overland.kernels.split import join, split
 
@@ -63,3 +64,21 @@ def test_a_skipped_update_leaves_narrow_moments_as_they_are() -> None:
     rates = Rates(1e-3, 0.9, 0.95, 1e-8, 0.0, True)
     update([state], torch.tensor(3.0), rates, torch.tensor(1.0), skip=torch.tensor(1.0))
     assert torch.equal(moments, before)
+
+
+@pytest.mark.parametrize("in_halves", [True, False])
+def test_pieces_have_the_bits_of_the_whole(
+    in_halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Rates(1e-2, 0.9, 0.95, 1e-8, 0.1, True)
+    results = []
+    for piece in (2**23, 1024):
+        monkeypatch.setattr(adamw, "PIECE", piece)
+        torch.manual_seed(0)
+        wide, gradient = torch.randn(50, 60), torch.randn(60, 50).T
+        parameter, rest = split(wide) if in_halves else (wide, None)
+        moments = torch.rand(2, 50, 60).bfloat16()
+        state = UpdateState(parameter, rest, gradient, moments[0], moments[1], number=7)
+        update([state], torch.tensor(3.0), rates, torch.tensor(1.0), skip=torch.tensor(0.0))
+        results.append([wide if rest is None else join(parameter, rest), moments])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))

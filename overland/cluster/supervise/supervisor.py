@@ -30,7 +30,7 @@ from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.errors import ClusterError
 from overland.cluster.last_words import Kind
 from overland.cluster.signals import SIGNALS
-from overland.cluster.slurm import allocated_nodes, requeue, shun
+from overland.cluster.slurm import allocated_nodes, requeue, shun, was_requeued
 from overland.cluster.supervise.attempt import Attempt, srun_on
 from overland.cluster.supervise.faults import HARDWARE, Fault
 from overland.cluster.supervise.logbook import (
@@ -264,6 +264,8 @@ class Supervisor:
             return Answer("next session", fault.what)
         if reason := self.reason_to_end():
             return Answer("next session", reason)
+        if was_requeued(self.env):
+            return Answer("next session", "the job went back into the queue")
         if self.barren >= BARREN_ATTEMPTS:
             return Answer(
                 "stop", f"{self.barren} attempts without a new step, the last one: {fault.what}"
