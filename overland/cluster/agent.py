@@ -52,8 +52,7 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
             yield beat
         except Exception as error:
             if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
-                kind = kind_of(error)
-                say(world.rank, kind, f"{type(error).__name__}: {error}", beat.step)
+                say(world.rank, kind_of(error), f"{type(error).__name__}: {error}", beat.step)
             raise
         except SystemExit as error:  # of the user's own code: we end otherwise
             cause = error.__context__  # it may have left for what another rank had done
@@ -114,9 +113,7 @@ def watch(wire: Wire, folder: Path) -> None:
         if os.getppid() != parent and not any(state_of(sign.pid) for sign in signs):
             return
         orders = wire.receive(BEAT_SECONDS)
-        if orders is None:
-            return
-        if any("bye" in order for order in orders):
+        if orders is None or any("bye" in order for order in orders):
             return
         if any("dump" in order for order in orders):
             wire.send({"stacks": dump(folder, signs)})

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from overland.cluster.errors import ClusterError
 from overland.cluster.hosts import expand_hosts
 
-MOST_RESTARTS = 3
+MOST_RESTARTS = 10  # preemptions count too
 
 
 def allocated_nodes(env: Mapping[str, str]) -> list[str]:
