@@ -15,6 +15,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Hub:
         self.release = threading.Event()
         self.gitignored: set[str] = set()
         self.no_ranges = self.portal = False
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.server = Server(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -112,6 +113,13 @@ class Hub:
 
         Handler.hub = hub
         return Handler
+
+
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client may hang up, and a server says nothing on the client's own stderr."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Answer(Exception):
