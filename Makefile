@@ -35,6 +35,8 @@ setup: .venv/ready-$(TORCH)
 
 .venv/ready-dev: .venv/ready-$(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@[ $(TORCH) != cpu ] || $(BIN)/pip install --quiet --constraint constraints.txt triton || \
+		echo "Triton, which runs the GPU's kernels in the tests, could not be installed: they are left out."
 	@touch $@
 
 train: setup

@@ -134,6 +134,22 @@ def check_adamw() -> None:
                   f"{moved_bytes * (1 << 28) / took / 1e9:.2f} TB/s")  # fmt: skip
 
 
+def check_not_a_number() -> None:
+    """It stays none wherever it is written, or a run that is broken would look sound."""
+    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    one, zero = torch.ones((), device=GPU), torch.zeros((), device=GPU)
+    for kind in (torch.float32, torch.bfloat16):
+        numbers = torch.full((100_000,), float("nan"), device=GPU)
+        zeros = [torch.zeros_like(numbers, dtype=kind) for _ in range(2)]
+        state = UpdateState(*split(torch.zeros_like(numbers)), numbers, *zeros)
+        update([state], one, rates, one, zero)
+        kept = [bool(x.isnan().all()) for x in (state.parameter, state.exp_avg, state.exp_avg_sq)]
+        print(f"adamw {kind}: not a number stays none in parameter and moments: {kept}")
+    x = torch.full((256, 256), float("nan"), device=GPU, dtype=torch.bfloat16)
+    kept = [bool(y.float().isnan().all()) for y in cast_both(x, one, E4M3)]
+    print(f"float8 cast: not a number stays none: {kept}")
+
+
 def check_norm_and_scale() -> None:
     sizes = (1 << 28, 1_000_003, 5)
     tensors = [torch.randn(size, device=GPU, dtype=torch.bfloat16) for size in sizes]
@@ -204,7 +220,7 @@ def check_float8_product() -> None:
 
 CHECKS = {
     "loss": (check_cross_entropy, check_loss),
-    "optimizer": (check_adamw, check_norm_and_scale),
+    "optimizer": (check_adamw, check_not_a_number, check_norm_and_scale),
     "float8": (check_float8, check_float8_product),
 }
 

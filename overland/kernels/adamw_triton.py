@@ -95,7 +95,7 @@ def _update(  # type: ignore[no-untyped-def]
         exp_avg_sq = beta2 * exp_avg_sq + keep2 * gradient * gradient
         wide -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) / root + eps)
 
-        bits = wide.to(tl.int32, bitcast=True)
+        bits = tl.where(wide == wide, wide.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 32768) >> 16
         rest = bits - (upper << 16)
         tl.store(narrow_ptr + place, upper.to(tl.int16), mask=inside)
@@ -119,5 +119,6 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _round_by_chance(wide, bits):  # type: ignore[no-untyped-def]
+    bits = tl.where(wide == wide, bits, 0)  # else what is not a number may carry over
     carried = wide.to(tl.uint32, bitcast=True) + bits
     return (carried >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

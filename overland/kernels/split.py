@@ -2,7 +2,8 @@
 
 Together they are the float32 number, bit for bit, in the same four bytes; but the upper half can be
 computed with as it is. Rounding is to nearest, ties away from zero: then the remainder of every
-number fits into 16 signed bits (with ties to even, both ±2^15 would occur).
+number fits into 16 signed bits (with ties to even, both ±2^15 would occur). What is not a number
+stays none in both, in one form: rounded as the others are, a GPU's (all bits 1) would become -0.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+NOT_A_NUMBER = 0x7FC00000
 HALF = 1 << 15  # half a unit in the last place of the bfloat16 number, in units of the float32's
 
 
 def split(wide: Tensor) -> tuple[Tensor, Tensor]:
     """(bfloat16, int16) of a float32 tensor."""
-    bits = wide.view(torch.int32)
+    bits = wide.view(torch.int32).where(wide == wide, NOT_A_NUMBER)
     upper = (bits + HALF) >> 16  # a carry into the exponent is right: it is the next number
     rest = bits - (upper << 16)
     return upper.to(torch.int16).view(torch.bfloat16), rest.to(torch.int16)

@@ -16,9 +16,20 @@ def every_kind_of_number() -> torch.Tensor:
 
 def test_halves_put_together_are_the_same_bits() -> None:
     bits = every_kind_of_number()
-    narrow, rest = split(bits.view(torch.float32))
+    wide = bits.view(torch.float32)
+    narrow, rest = split(wide)
     assert narrow.dtype == torch.bfloat16
-    assert torch.equal(join(narrow, rest).view(torch.int32), bits)
+    is_number = ~wide.isnan()
+    assert torch.equal(join(narrow, rest).view(torch.int32)[is_number], bits[is_number])
+
+
+def test_not_a_number_stays_none_in_both_halves() -> None:
+    wide = every_kind_of_number().view(torch.float32)
+    wide = wide[wide.isnan()]
+    assert len(wide) > 500
+    narrow, rest = split(wide)
+    assert narrow.isnan().all()
+    assert join(narrow, rest).isnan().all()
 
 
 def test_the_upper_half_is_the_nearest_bfloat16() -> None:

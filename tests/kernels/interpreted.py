@@ -1,0 +1,152 @@
+"""What the Triton kernels compute, beside what their plain twins define and float64.
+
+Run by test_triton.py, in Triton's interpreter. It cuts off digits where a GPU rounds to the nearest
+number, and loses its way where an 8-bit one is rounded up: numbers that fit are compared exactly,
+others within one step of their type. On a GPU, benchmarks/gpu/kernels.py compares all bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from overland.kernels.adamw import Rates, UpdateState, update_plain
+from overland.kernels.adamw_triton import update_triton
+from overland.kernels.cross_entropy import cross_entropy_plain_
+from overland.kernels.cross_entropy_triton import cross_entropy_triton_
+from overland.kernels.float8 import E4M3, E5M2, cast_plain
+from overland.kernels.float8_triton import cast_triton
+from overland.kernels.norm import sum_of_squares_plain
+from overland.kernels.norm_triton import PIECE, sum_of_squares_triton
+from overland.kernels.scale import scaled_plain
+from overland.kernels.scale_triton import scaled_triton
+from overland.kernels.split import join, split
+
+# optimizer
+
+
+def state_of(shape: tuple[int, ...], moments: torch.dtype) -> UpdateState:
+    torch.manual_seed(0)
+    narrow, rest = split(torch.randn(shape) * 0.02)
+    zeros = [torch.zeros(shape, dtype=moments) for _ in range(2)]
+    return UpdateState(narrow, rest, torch.randn(shape).bfloat16(), *zeros, number=3)
+
+
+def master(state: UpdateState) -> Tensor:
+    assert state.rest is not None
+    return join(state.parameter, state.rest).double()
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_update(moments: torch.dtype, decoupled: bool) -> None:
+    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
+    kernel, twin = state_of((61, 67), moments), state_of((61, 67), moments)
+    exact = torch.nn.Parameter(master(kernel))
+    start = exact.detach().clone()
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = kind([exact], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+    go, skip, divisor = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(2.5)
+    for count in range(1, 6):
+        update_triton([kernel], torch.tensor(float(count)), rates, divisor, go)
+        before = [kernel.parameter.clone(), kernel.exp_avg.clone(), kernel.exp_avg_sq.clone()]
+        update_triton([kernel], torch.tensor(float(count)), rates, divisor, skip)
+        assert all(map(torch.equal, before, (kernel.parameter, kernel.exp_avg, kernel.exp_avg_sq)))
+        update_plain([twin], torch.tensor(float(count)), rates, divisor, go)
+        exact.grad = kernel.gradient.double() / 2.5
+        reference.step()
+    moved = (exact.detach() - start).norm()
+    bound = 2e-5 if moments == torch.float32 else 3e-3
+    for one in (kernel, twin):
+        assert (master(one) - exact.detach()).norm() / moved < bound
+    for one, other in ((kernel.exp_avg, twin.exp_avg), (kernel.exp_avg_sq, twin.exp_avg_sq)):
+        # Float32 sums may differ in the last bit, and chance then tips a few numbers the other way.
+        assert (one != other).double().mean() < (0.01 if moments == torch.bfloat16 else 1)
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_what_is_not_a_number_stays_none(moments: torch.dtype) -> None:
+    """Or a run that is broken would look sound. All bits are 1, as in a GPU's own."""
+    state = state_of((3000,), moments)
+    bad = torch.full((3000,), -1, dtype=torch.int32).view(torch.float32)
+    state = replace(state, gradient=bad)
+    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    update_triton([state], torch.tensor(5.0), rates, torch.tensor(1.0), torch.tensor(0.0))
+    for tensor in (state.parameter, state.exp_avg, state.exp_avg_sq):
+        assert tensor.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sum_of_squares(dtype: torch.dtype) -> None:
+    sizes = (PIECE + 5, PIECE, 3, 0)
+    tensors = [torch.randn(size).to(dtype) for size in sizes] + [torch.randn(40, 30).to(dtype).t()]
+    exact = sum(tensor.double().square().sum() for tensor in tensors)
+    for function in (sum_of_squares_triton, sum_of_squares_plain):
+        assert float(function(tensors)) == pytest.approx(float(exact), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scaled(dtype: torch.dtype) -> None:
+    fits = torch.randint(-50, 50, (71, 67)).float()
+    for wide, factor, steps in ((fits, torch.tensor(0.25), 0), (fits, torch.tensor(1 / 3), 1)):
+        got, twin = (function(wide, factor, dtype) for function in (scaled_triton, scaled_plain))
+        torch.testing.assert_close(got, twin, rtol=steps * torch.finfo(dtype).eps, atol=0)
+    assert scaled_triton(wide[:0], factor, dtype).shape == (0, 67)
+
+
+# loss
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_classes", [100, 8192, 20_001])
+def test_cross_entropy(dtype: torch.dtype, num_classes: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(9, num_classes) * 3).to(dtype)
+    labels = torch.randint(0, num_classes, (9,))
+    labels[[0, 5]] = -100
+    labels[1], labels[2] = 0, num_classes - 1
+    exact = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    losses.sum().backward()
+    assert exact.grad is not None
+    for function in (cross_entropy_triton_, cross_entropy_plain_):
+        got = logits.clone()
+        torch.testing.assert_close(
+            function(got, labels, -100).double(), losses.detach(), rtol=1e-5, atol=1e-5
+        )
+        rounding = 2**-7 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got.double(), exact.grad, rtol=rounding, atol=1e-6)
+        assert not got[labels == -100].any()
+    assert cross_entropy_triton_(logits[:0], labels[:0], -100).shape == (0,)
+
+
+def test_cross_entropy_of_rows_of_a_wider_tensor() -> None:
+    whole = torch.randn(4, 64)
+    rows, beyond = whole[:, :50].clone(), whole[:, 50:].clone()
+    labels = torch.tensor([0, 49, 7, -100])
+    losses = cross_entropy_triton_(whole[:, :50], labels, -100)
+    torch.testing.assert_close(losses, cross_entropy_plain_(rows, labels, -100))
+    torch.testing.assert_close(whole[:, :50], rows)
+    assert torch.equal(whole[:, 50:], beyond)
+
+
+# 8-bit numbers
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(128, 256), (100, 37), (0, 16)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_float8_cast(dtype: torch.dtype, shape: tuple[int, int], turned: bool) -> None:
+    torch.manual_seed(0)
+    fits = torch.randint(-4, 5, shape).bfloat16()
+    beyond = torch.full(shape, 1e30).bfloat16() * fits.sign()
+    for x, scale in ((fits, torch.tensor(8.0)), (beyond, torch.tensor(1.0))):
+        x = x.t() if turned else x
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            got = cast_triton(x, scale, dtype, rows, columns)
+            for one, other in zip(got, cast_plain(x, scale, dtype, rows, columns), strict=True):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -1,0 +1,67 @@
+"""The Triton kernels compute what they should, and compile for the GPUs of the field; no GPU is
+needed here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: its kernels are not tried")
+
+
+def test_what_they_compute() -> None:
+    """In a process of its own: the interpreter must be asked for before Triton is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider",
+         "tests/kernels/interpreted.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adamw": ("_update", "*i16 *i16 *bf16 *fp32 *fp32 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
+              {"NARROW": False, "DECOUPLED": True, "BLOCK": 2048}),
+    "adamw, narrow": (
+        "_update", "*i16 *i16 *bf16 *bf16 *bf16 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
+        {"NARROW": True, "DECOUPLED": True, "BLOCK": 2048}),
+    "cross_entropy": ("_cross_entropy", "*bf16 *i64 *fp32 i32 i32 i32", {"BLOCK": 8192}),
+    "norm": ("_sum_of_squares", "*bf16 *fp32 i64", {"BLOCK": 4096, "ROUNDS": 4}),
+    "scale": ("_scaled", "*fp32 *bf16 *fp32 i64", {"BLOCK": 4096}),
+    "float8": ("_cast", "*bf16 *fp8e4nv *fp8e4nv *fp32 i32 i32 i32 i32",
+               {"MOST": 448.0, "ROWS": True, "COLUMNS": True, "BLOCK": 128}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])  # A100, H100 and H200, B200
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(
+    name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if name == "float8" and capability < 89:
+        pytest.skip("no 8-bit products there")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function, types, constants = KERNELS[name]
+    module = importlib.import_module(f"overland.kernels.{name.partition(',')[0]}_triton")
+    kernel = getattr(module, function)
+    given = [argument for argument in kernel.arg_names if argument not in constants]
+    signature = dict(zip(given, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
+    places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, places),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": module.WARPS},
+    )
+    assert compiled.asm["cubin"]
