@@ -83,20 +83,22 @@ def check_loss() -> None:
 
 
 def check_adamw() -> None:
-    def state(size: int, kind: torch.dtype = torch.float32) -> UpdateState:
+    def state(size: int, kind: torch.dtype, in_halves: bool) -> UpdateState:
         generator = torch.Generator(GPU).manual_seed(0)
         numbers = [torch.randn(size, device=GPU, generator=generator) for _ in range(2)]
         zeros = [torch.zeros(size, device=GPU, dtype=kind) for _ in range(2)]
-        return UpdateState(*split(numbers[0] * 0.02), numbers[1].bfloat16(), *zeros, number=3)
+        parameter, rest = split(numbers[0] * 0.02) if in_halves else (numbers[0] * 0.02, None)
+        gradient = numbers[1].bfloat16() if in_halves else numbers[1]
+        return UpdateState(parameter, rest, gradient, *zeros, number=3)
 
     def master(it: UpdateState) -> Tensor:
-        assert it.rest is not None
-        return join(it.parameter, it.rest).double()
+        return (it.parameter if it.rest is None else join(it.parameter, it.rest)).double()
 
-    for kind in (torch.float32, torch.bfloat16):
+    kinds = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
+    for kind, in_halves in kinds:
         for decoupled in (True, False):
             rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
-            kernel, twin = state(1_000_003, kind), state(1_000_003, kind)
+            kernel, twin = (state(1_000_003, kind, in_halves) for _ in range(2))
             exact = torch.nn.Parameter(master(kernel))
             reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
                 [exact], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1
@@ -117,20 +119,20 @@ def check_adamw() -> None:
                     f"{error(a, b):.1e}, mean {float(a.double().mean() / b.mean() - 1):.1e}"
                     for a, b in zip((it.exp_avg, it.exp_avg_sq), means, strict=True)
                 ]
-                print(f"adamw {kind} decoupled={decoupled} {name}: movement off by {off:.1e}, "
-                      f"moments by {moments}")  # fmt: skip
+                print(f"adamw {kind} halves={in_halves} decoupled={decoupled} {name}: "
+                      f"movement off by {off:.1e}, moments by {moments}")  # fmt: skip
             differ = [
                 float((getattr(kernel, key) != getattr(twin, key)).double().mean())
                 for key in ("exp_avg", "exp_avg_sq")
             ]
             print(f"adamw {kind} kernel and twin: shares of moments that differ {differ}")
     one, zero = torch.ones((), device=GPU), torch.zeros((), device=GPU)
-    for kind, moved_bytes in ((torch.float32, 26), (torch.bfloat16, 18)):
-        big = state(1 << 28, kind)
+    for (kind, in_halves), moved_bytes in zip(kinds, (26, 18, 20), strict=True):
+        big = state(1 << 28, kind, in_halves)
         for block, warps in ((1024, 4), (2048, 8), (4096, 8), (2048, 4)):
             adamw_triton.BLOCK, adamw_triton.WARPS = block, warps
             took = milliseconds(lambda: update([big], one, rates, one, zero))  # noqa: B023
-            print(f"adamw {kind} block {block}, {warps} warps: {took:.2f} ms, "
+            print(f"adamw {kind} halves={in_halves} block {block}, {warps} warps: {took:.2f} ms, "
                   f"{moved_bytes * (1 << 28) / took / 1e9:.2f} TB/s")  # fmt: skip
 
 

@@ -3,7 +3,7 @@ that are kept in bfloat16 (see rounding.py).
 
 Per parameter 26 bytes are moved: both halves and both moments in and out, a bfloat16 gradient in.
 A float32 parameter with a bfloat16 copy would take 30, and 2 more bytes of memory. With narrow
-moments it is 18.
+moments it is 18, and 20 for a float32 shard with its float32 gradient.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def update(
     if not states:
         return
     assert len({state.rest is None for state in states}) == 1
-    if states[0].rest is not None and triton_takes(states[0].parameter):
+    parameter, rest = states[0].parameter, states[0].rest
+    if triton_takes(parameter) and (rest is not None or parameter.dtype == torch.float32):
         from overland.kernels.adamw_triton import update_triton
 
         update_triton(states, num_updates, rates, divisor, skip)

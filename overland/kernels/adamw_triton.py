@@ -1,4 +1,4 @@
-"""`update` of parameters in halves in Triton: every number is read once and written once."""
+"""`update` in Triton, of parameters in halves or whole: every number is read once, written once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ def update_triton(
     root = (1 - rates.beta2**count).sqrt()
     numbers = torch.stack([divisor.double(), skip.double(), step_size, root, count]).float()
     for state in states:
-        # The kernel sees rows of numbers.
-        assert state.gradient.stride() == state.parameter.stride()
-        size = state.parameter.numel()
+        size, in_halves = state.parameter.numel(), state.rest is not None
+        if not size:  # a shard may be empty
+            continue
+        gradient = state.gradient
+        if gradient.stride() != state.parameter.stride():  # the kernel sees rows of numbers
+            assert state.parameter.is_contiguous()
+            gradient = gradient.contiguous()
         _update[(triton.cdiv(size, BLOCK),)](
-            state.parameter.view(torch.int16),
-            state.rest,
-            state.gradient,
+            state.parameter.view(torch.int16) if in_halves else state.parameter,
+            state.rest if in_halves else state.parameter,
+            gradient,
             state.exp_avg,
             state.exp_avg_sq,
             numbers,
@@ -45,6 +49,7 @@ def update_triton(
             rates.eps,
             rates.weight_decay * (rates.lr if rates.decoupled else 1.0),
             state.number,
+            HALVES=in_halves,
             NARROW=state.exp_avg.dtype == torch.bfloat16,
             DECOUPLED=rates.decoupled,
             BLOCK=BLOCK,
@@ -54,7 +59,7 @@ def update_triton(
 
 @triton.jit(do_not_specialize=["number"])
 def _update(  # type: ignore[no-untyped-def]
-    narrow_ptr,
+    parameter_ptr,
     rest_ptr,
     gradient_ptr,
     exp_avg_ptr,
@@ -68,6 +73,7 @@ def _update(  # type: ignore[no-untyped-def]
     eps,
     decay,
     number,
+    HALVES: tl.constexpr,
     NARROW: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,13 +86,16 @@ def _update(  # type: ignore[no-untyped-def]
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < size
 
-        upper = tl.load(narrow_ptr + place, mask=inside, other=0).to(tl.int32)
-        rest = tl.load(rest_ptr + place, mask=inside, other=0).to(tl.int32)
+        if HALVES:
+            upper = tl.load(parameter_ptr + place, mask=inside, other=0).to(tl.int32)
+            rest = tl.load(rest_ptr + place, mask=inside, other=0).to(tl.int32)
+            wide = ((upper << 16) + rest).to(tl.float32, bitcast=True)
+        else:
+            wide = tl.load(parameter_ptr + place, mask=inside, other=0.0)
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32) / divisor
         exp_avg = tl.load(exp_avg_ptr + place, mask=inside, other=0.0).to(tl.float32)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + place, mask=inside, other=0.0).to(tl.float32)
 
-        wide = ((upper << 16) + rest).to(tl.float32, bitcast=True)
         if DECOUPLED:
             wide -= decay * wide
         else:
@@ -95,17 +104,20 @@ def _update(  # type: ignore[no-untyped-def]
         exp_avg_sq = beta2 * exp_avg_sq + keep2 * gradient * gradient
         wide -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) / root + eps)
 
-        bits = tl.where(wide == wide, wide.to(tl.int32, bitcast=True), 0x7FC00000)
-        upper = (bits + 32768) >> 16
-        rest = bits - (upper << 16)
-        tl.store(narrow_ptr + place, upper.to(tl.int16), mask=inside)
-        tl.store(rest_ptr + place, rest.to(tl.int16), mask=inside)
+        if HALVES:
+            bits = tl.where(wide == wide, wide.to(tl.int32, bitcast=True), 0x7FC00000)
+            upper = (bits + 32768) >> 16
+            rest = bits - (upper << 16)
+            tl.store(parameter_ptr + place, upper.to(tl.int16), mask=inside)
+            tl.store(rest_ptr + place, rest.to(tl.int16), mask=inside)
+        else:
+            tl.store(parameter_ptr + place, wide, mask=inside)
         if NARROW:  # the same bits of chance as in rounding.py
             count = tl.load(numbers_ptr + 4).to(tl.uint32)
             key = _mix(count * 0x9E3779B9 + number.to(tl.uint32))
-            bits = _mix(place.to(tl.uint32) ^ key)
-            exp_avg = _round_by_chance(exp_avg, bits & 0xFFFF)
-            exp_avg_sq = _round_by_chance(exp_avg_sq, bits >> 16)
+            chance = _mix(place.to(tl.uint32) ^ key)
+            exp_avg = _round_by_chance(exp_avg, chance & 0xFFFF)
+            exp_avg_sq = _round_by_chance(exp_avg_sq, chance >> 16)
         tl.store(exp_avg_ptr + place, exp_avg, mask=inside)
         tl.store(exp_avg_sq_ptr + place, exp_avg_sq, mask=inside)
 

@@ -8,8 +8,7 @@ was good.
 The kernel is called on the shards themselves. An update is elementwise, so it need not know of any
 layout; going through DTensor costs a second per call the first time and milliseconds ever after.
 On one device parameters are split into halves (see parallel/single.py) and have a kernel of our
-own, which does the same arithmetic. With `optimizer.bf16_moments` shards are updated one by one,
-each with its moments widened for as long as that takes.
+own, which does the same arithmetic, as shards have with `optimizer.bf16_moments`.
 """
 
 from __future__ import annotations

@@ -28,23 +28,28 @@ from overland.kernels.split import join, split
 # optimizer
 
 
-def state_of(shape: tuple[int, ...], moments: torch.dtype) -> UpdateState:
+def state_of(shape: tuple[int, ...], moments: torch.dtype, in_halves: bool) -> UpdateState:
     torch.manual_seed(0)
-    narrow, rest = split(torch.randn(shape) * 0.02)
+    wide = torch.randn(shape) * 0.02
+    narrow, rest = split(wide)
     zeros = [torch.zeros(shape, dtype=moments) for _ in range(2)]
-    return UpdateState(narrow, rest, torch.randn(shape).bfloat16(), *zeros, number=3)
+    gradient = torch.randn(shape).bfloat16()
+    if in_halves:
+        return UpdateState(narrow, rest, gradient, *zeros, number=3)
+    return UpdateState(wide, None, gradient.float(), *zeros, number=3)
 
 
 def master(state: UpdateState) -> Tensor:
-    assert state.rest is not None
-    return join(state.parameter, state.rest).double()
+    whole = state.parameter if state.rest is None else join(state.parameter, state.rest)
+    return whole.double()
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_update(moments: torch.dtype, decoupled: bool) -> None:
+@pytest.mark.parametrize("in_halves", [True, False])
+def test_update(moments: torch.dtype, decoupled: bool, in_halves: bool) -> None:
     rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
-    kernel, twin = state_of((61, 67), moments), state_of((61, 67), moments)
+    kernel, twin = (state_of((61, 67), moments, in_halves) for _ in range(2))
     exact = torch.nn.Parameter(master(kernel))
     start = exact.detach().clone()
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -68,12 +73,24 @@ def test_update(moments: torch.dtype, decoupled: bool) -> None:
         torch.testing.assert_close(one, other, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("in_halves", [True, False])
+def test_a_gradient_may_lie_the_other_way_round_and_a_shard_be_empty(in_halves: bool) -> None:
+    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    numbers = torch.tensor(1.0), rates, torch.tensor(1.0), torch.tensor(0.0)
+    as_it_is, turned = (state_of((61, 67), torch.float32, in_halves) for _ in range(2))
+    turned = replace(turned, gradient=turned.gradient.t().contiguous().t())
+    empty = state_of((0, 67), torch.float32, in_halves)
+    update_triton([empty, as_it_is], *numbers)
+    update_triton([turned, empty], *numbers)
+    assert torch.equal(master(as_it_is), master(turned))
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_what_is_not_a_number_stays_none(moments: torch.dtype) -> None:
+@pytest.mark.parametrize("in_halves", [True, False])
+def test_what_is_not_a_number_stays_none(moments: torch.dtype, in_halves: bool) -> None:
     """Or a run that is broken would look sound. All bits are 1, as in a GPU's own."""
-    state = state_of((3000,), moments)
     bad = torch.full((3000,), -1, dtype=torch.int32).view(torch.float32)
-    state = replace(state, gradient=bad)
+    state = replace(state_of((3000,), moments, in_halves), gradient=bad)
     rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
     update_triton([state], torch.tensor(5.0), rates, torch.tensor(1.0), torch.tensor(0.0))
     for tensor in (state.parameter, state.exp_avg, state.exp_avg_sq):
