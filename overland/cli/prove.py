@@ -51,6 +51,7 @@ def layout(
     except ValueError as error:
         raise ConfigError([Problem(str(error), "command line", "--layouts")]) from None
 
+    settings = settings_of(config)
     evidence = Evidence(table, HEAD, keys=(0, 2))
     pool = RankPool()
     wrong = 0
@@ -58,7 +59,7 @@ def layout(
         print(f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  verdict")
     try:
         todo = [one for one in chosen if not evidence.holds(one.name, dtype)]
-        for verdict in prove_layouts(todo, pool, dtype, steps, settings_of(config)):
+        for verdict in prove_layouts(todo, pool, dtype, steps, settings):
             wrong += not verdict.is_equal
             evidence.add(*verdict.cells())
             if as_json:
