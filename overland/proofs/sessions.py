@@ -42,7 +42,7 @@ WINDOW_DOCUMENTS = 64
 SAVED_EVERY = 5
 WEIGHTS = {"wide": 5.0, "narrow": 2.0, "rare": 1.0}
 DOCUMENTS = {"many": (400, 120, 30), "few": (7, 3, 2)}
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 600.0
 PAUSE_SECONDS = 0.02  # per batch: a step takes time, and a kill should fall between two
 HEAD = """# Killed sessions read what one unbroken run reads
 

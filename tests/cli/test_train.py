@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.processes import (
+    LIMIT_SECONDS,
     ROOT,
     TINY,
     environment,
@@ -162,7 +163,7 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1 was ended by SIGKILL" in output
 
@@ -179,7 +180,7 @@ def test_torchrun_is_joined(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          "-m", "overland", *words],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240,
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "runs/quickstart/README.md").read_text()
@@ -192,7 +193,7 @@ def test_resume_none_under_torchrun_takes_one_folder_for_all_ranks(tmp_path: Pat
     for _ in range(2):
         subprocess.run(
             [*torchrun, "--nproc_per_node=2", "-m", "overland", *words, "--resume", "none"],
-            cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=240,
+            cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=LIMIT_SECONDS,
         )  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         "quickstart",
@@ -243,7 +244,7 @@ def run_train_sh(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProc
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         [str(ROOT / "run_train.sh"), *words], cwd=cwd, env=environment(PATH=path, **env),
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ from overland.cluster.launch import free_port
 from tests.cluster.packages import program
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "salloc", "scontrol", "sinfo")
-START_SECONDS = 60
-LIMIT_SECONDS = 240
+START_SECONDS = 180
+LIMIT_SECONDS = 600  # only a hang takes so long
 FOLDERS = "overland-slurm-"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY",
          "BOOT_FAIL", "DEADLINE")  # fmt: skip

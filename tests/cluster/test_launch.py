@@ -41,7 +41,7 @@ def test_a_rank_ends_when_its_launcher_is_killed() -> None:
     assert is_alive(rank)
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(rank)

@@ -38,7 +38,7 @@ def test_the_links_of_a_chain_are_seen_by_their_name(
 
 
 def look_until(run: Path, state: str) -> Snapshot:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while (seen := Watch(run).look(patience=20.0)).state != state:
         assert time.monotonic() < deadline, seen
         time.sleep(0.2)

@@ -444,7 +444,7 @@ def test_without_sbatch_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 def run_script(text: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash"], input=text, capture_output=True, text=True, timeout=30,
+        ["bash"], input=text, capture_output=True, text=True, timeout=60,
         env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8",
              "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_END_TIME": "4102444800", **env},
     )  # fmt: skip
@@ -506,7 +506,7 @@ def test_the_shell_around_a_rank_outlives_the_signal_that_stops_it() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGUSR1)
-    assert process.communicate(timeout=20)[0] == "saved\n"
+    assert process.communicate(timeout=60)[0] == "saved\n"
     assert process.returncode == 0
 
 

@@ -18,7 +18,7 @@ from overland.data.sources import Document, JsonLines
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = ["the", "a", "train", "went", "over", "land", "and", "sea", "with", "tokens"]
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 600.0
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:

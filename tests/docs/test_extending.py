@@ -58,7 +58,7 @@ def test_the_model_is_the_one_that_was_trained_and_exported(folder: Path) -> Non
     assert json.loads((run / "hf" / "config.json").read_text())["hidden_act"] == "relu"
     done = subprocess.run(
         [sys.executable, "-c", SAME_LOGITS],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     with_relu, with_silu = map(float, done.stdout.split())

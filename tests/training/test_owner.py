@@ -281,13 +281,13 @@ def test_an_owner_that_was_taken_for_dead_ends_before_it_writes_more(tmp_path: P
     assert process.stdout is not None
     assert process.stdout.readline() == "mine\n"
     held_by(tmp_path, job="9")
-    said, problem = process.communicate(timeout=30)
+    said, problem = process.communicate(timeout=60)
     assert (said, process.returncode) == ("", 2)
     assert f"{tmp_path} was taken over by job 9, process 4711 on elsewhere" in problem
 
 
 def wait_until(is_true: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
