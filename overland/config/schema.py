@@ -142,7 +142,7 @@ class Optimizer(Section):
     """Decay of matrices and embeddings."""
     bf16_moments: bool = False
     """Keep both moments in bfloat16, rounded by chance, so that means stay right on average: 4
-    bytes per parameter less; a shorter update on one NVIDIA GPU, a longer one elsewhere."""
+    bytes per parameter less; a shorter update on NVIDIA GPUs (timed on one), a longer elsewhere."""
 
 
 class LRScheduler(Section):
