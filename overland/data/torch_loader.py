@@ -3,7 +3,7 @@
 loader = build_train_loader(mds_root="fineweb-edu", strategy="pack", tokenizer_name="llama",
                             seq_len=2048, micro_blocks=64, local_cache="/tmp/mds_cache")
 for batch in loader:                       # never ends
-    model(batch["input_ids"], …)
+    model(**batch).loss.backward()         # a Hugging Face model; others: shifted=True
 torch.save(loader.state_dict(), …)         # a number, and the plan it counts in
 """
 
@@ -20,7 +20,7 @@ import torch
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
 from overland.data.blocks import Rows
 from overland.data.errors import DataError
-from overland.data.fields import Fields, tokens_and_labels, with_borders
+from overland.data.fields import Array, Fields, tokens_and_labels, with_borders
 from overland.data.loader import read_ahead
 from overland.data.pack import Packing
 from overland.data.prepare import Dataset, Place, training_data
@@ -32,7 +32,7 @@ def build_train_loader(
     strategy: Literal["pack", "overflow", "trunc", "best_fit"] = "pack",
     tokenizer_name: str | None = None,
     seq_len: int = 2048,
-    micro_blocks: int = 8,
+    micro_blocks: int = 64,
     local_cache: str | Path | None = None,
     *,
     rank: int | None = None,
@@ -40,8 +40,14 @@ def build_train_loader(
     seed: int = 0,
     document_mask: bool = False,
     skip_bad: bool = True,
+    shifted: bool = False,
 ) -> TrainLoader:
-    """Batches of `micro_blocks` sequences for this rank, from a corpus of any format.
+    """Returns batches of `micro_blocks` sequences for this rank, from a corpus of any format.
+
+    A batch is what a Hugging Face model takes, `model(**batch).loss`: `labels` are the `input_ids`
+    themselves (-100 where no loss is taken) and the model shifts them by one. So the last token of
+    a row has nothing to predict there: a row of `seq_len` tokens gives `seq_len - 1` predictions,
+    and the one across the end of a full row is lost. With `shifted=True` none is.
 
     Args:
         mds_root: A folder of MDS shards, or any other that `overland data inspect` reads.
@@ -55,7 +61,13 @@ def build_train_loader(
         world_size: Ranks that share the data.
         seed: Of the order.
         document_mask: Take no loss across documents, and count positions from their beginnings.
-        skip_bad: Pass over documents that are empty or no UTF-8, and count them (`num_skipped`).
+            The batch then has `position_ids` and no `attention_mask`, from which a Hugging Face
+            model sees the borders; set `model.config.use_cache = False`, or it ignores them.
+        skip_bad: Skip documents that are empty or not UTF-8, and count them (`num_skipped`).
+        shifted: For a loss of one's own, `cross_entropy(logits, labels)`: each label is the token
+            after its input, also at the end of a row. The batch has `input_ids`, `labels`,
+            `position_ids` and `document_ids`. Do not give these labels to a Hugging Face model: it
+            would shift them again, and learn the token after next.
     """
     if micro_blocks < 1 or seq_len < 1:
         raise DataError("micro_blocks and seq_len must be 1 or more")
@@ -82,15 +94,16 @@ def build_train_loader(
     local_rank = _from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)
     place = Place(tokenises=local_rank == 0)
     dataset = training_data(config, micro_blocks * world_size, None, place)
-    return TrainLoader(dataset, rank, world_size)
+    return TrainLoader(dataset, rank, world_size, shifted)
 
 
 class TrainLoader:
     """Goes on for ever, epoch after epoch. After `load_state_dict` it goes on behind the last row
     that any rank was given, on any number of ranks."""
 
-    def __init__(self, dataset: Dataset, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: Dataset, rank: int, world_size: int, shifted: bool) -> None:
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.shifted = shifted
         self.step = 0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -124,21 +137,36 @@ class TrainLoader:
         self.dataset.close()
 
     def _batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        form = _shifted if self.shifted else _aligned
         while True:
             rows = self.dataset.rows.read(step, self.rank, self.world_size)
-            yield _as_tensors(rows, self.dataset.plan.segment(step).document_mask)
+            fields = form(rows, self.dataset.plan.segment(step).document_mask)
+            yield {name: torch.from_numpy(np.array(field)) for name, field in fields.items()}
             step += 1
 
 
-def _as_tensors(rows: Rows, mask: bool) -> dict[str, torch.Tensor]:
+def _shifted(rows: Rows, mask: bool) -> dict[str, Array]:
     fields = with_borders(rows)
     if not mask:
         tokens, labels = tokens_and_labels(rows)
         places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
         fields = Fields(tokens, labels, places, fields.documents)
     names = ("input_ids", "labels", "position_ids", "document_ids")
-    values = (torch.from_numpy(np.array(field)) for field in fields)
-    return dict(zip(names, values, strict=True))
+    return dict(zip(names, fields, strict=True))
+
+
+def _aligned(rows: Rows, mask: bool) -> dict[str, Array]:
+    """As Hugging Face has it: each label stands at its own token, and the model shifts them."""
+    if mask:
+        tokens, labels, positions, _ = with_borders(rows)
+        more = {"position_ids": positions}
+    else:
+        tokens, labels = tokens_and_labels(rows)
+        real = np.arange(tokens.shape[1]) < rows.num_tokens[:, None]
+        more = {"attention_mask": real.astype(np.int64)}
+    # The first label of a row is never looked at: nothing comes before it.
+    labels = np.concatenate([tokens[:, :1], labels[:, :-1]], axis=1)
+    return {"input_ids": tokens, "labels": labels, **more}
 
 
 def _from_environment(name: str, slurm: str, default: int) -> int:

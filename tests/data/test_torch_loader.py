@@ -1,5 +1,6 @@
 """The loader by itself, as a training script of one's own uses it."""
 
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,79 @@ def some(loader: Any, count: int) -> list[dict[str, torch.Tensor]]:
 def test_the_call_of_the_playground_works(settings: dict[str, Any], strategy: str) -> None:
     loader = build_train_loader(**settings, strategy=strategy, micro_blocks=4)
     for batch in some(loader, 5):
+        assert set(batch) == {"input_ids", "labels", "attention_mask"}
         assert {field.shape for field in batch.values()} == {(4, 64)}
-        valid = batch["labels"] != IGNORED
-        assert valid.any()
-        after = batch["input_ids"].roll(-1, 1)
-        assert (batch["labels"] == after)[:, :-1][valid[:, :-1]].all()
-        assert torch.equal(batch["position_ids"], torch.arange(64).expand(4, 64))
+        assert torch.equal(batch["labels"] != IGNORED, batch["attention_mask"] == 1)
+        real = batch["attention_mask"] == 1
+        assert torch.equal(batch["labels"][real], batch["input_ids"][real])
     loader.close()
 
 
+def test_its_defaults_are_those_of_the_playground() -> None:
+    call = {"strategy": "pack", "seq_len": 2048, "micro_blocks": 64}
+    parameters = inspect.signature(build_train_loader).parameters
+    assert {name: parameters[name].default for name in call} == call
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        use_cache=False, initializer_range=0.2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["plain", "documents"])
+@pytest.mark.parametrize("strategy", ["pack", "trunc"])
+def test_a_hugging_face_model_learns_the_next_token(
+    settings: dict[str, Any], llama: Any, strategy: str, mask: bool
+) -> None:
+    """Its loss is the mean of the next-token losses, worked out here from the shifted labels, less
+    the one at the end of each full row."""
+    ours, theirs = (
+        build_train_loader(
+            **settings, strategy=strategy, micro_blocks=4, document_mask=mask, shifted=shifted
+        )
+        for shifted in (True, False)
+    )
+    for mine, batch in zip(some(ours, 3), some(theirs, 3), strict=True):
+        assert torch.equal(mine["input_ids"], batch["input_ids"])
+        with torch.no_grad():
+            output = llama(**batch)
+        losses = torch.nn.functional.cross_entropy(
+            output.logits[:, :-1].transpose(1, 2), mine["labels"][:, :-1], reduction="none"
+        )
+        count = (mine["labels"][:, :-1] != IGNORED).sum()
+        assert torch.isclose(output.loss, (losses.sum() / count).float(), rtol=1e-6)
+
+
+def test_a_hugging_face_model_keeps_documents_apart(settings: dict[str, Any], llama: Any) -> None:
+    loader = build_train_loader(**settings, micro_blocks=256, document_mask=True)
+    (batch,) = some(loader, 1)
+    row, begin = (batch["position_ids"][:, 1:] == 0).nonzero()[0].tolist()
+    assert batch["labels"][row, begin + 1] == IGNORED
+    with torch.no_grad():
+        packed = llama(**{name: field[row : row + 1] for name, field in batch.items()}).logits[0]
+        alone = llama(input_ids=batch["input_ids"][row : row + 1, begin + 1 : begin + 2]).logits
+    assert torch.allclose(packed[begin + 1], alone[0, 0], rtol=0, atol=1e-12)
+
+
+def test_labels_are_shifted_where_that_is_asked_for(settings: dict[str, Any]) -> None:
+    loader = build_train_loader(**settings, micro_blocks=4, shifted=True)
+    for batch in some(loader, 3):
+        valid = batch["labels"] != IGNORED
+        assert valid[:, -1].any()  # the prediction that a model's own shift would lose
+        after = batch["input_ids"].roll(-1, 1)
+        assert (batch["labels"] == after)[:, :-1][valid[:, :-1]].all()
+        assert torch.equal(batch["position_ids"], torch.arange(64).expand(4, 64))
+
+
 def test_borders_count_where_they_are_asked_for(settings: dict[str, Any]) -> None:
-    loader = build_train_loader(**settings, micro_blocks=4, document_mask=True)
+    loader = build_train_loader(**settings, micro_blocks=4, document_mask=True, shifted=True)
     for batch in some(loader, 3):
         begins = batch["position_ids"] == 0
         assert torch.equal(begins.cumsum(1) - 1, batch["document_ids"])
@@ -97,7 +160,7 @@ def test_a_batch_that_was_read_ahead_but_not_taken_comes_again(settings: dict[st
 
 def test_every_document_of_the_fixture_comes_once(settings: dict[str, Any]) -> None:
     tokenizer = Tokenizer(Path(settings["tokenizer_name"]))
-    loader = build_train_loader(**settings, strategy="overflow", micro_blocks=1)
+    loader = build_train_loader(**settings, strategy="overflow", micro_blocks=1, shifted=True)
     lane = loader.dataset.rows.lanes(0).lanes[0]
     num_blocks = lane.num_blocks(lane.windows.per_epoch)  # type: ignore[union-attr]
     ends = sum(
