@@ -5,6 +5,7 @@ checkpoint/
   step_137.preempt/    committed; saved because the session was ending
   latest -> step_137.preempt
   step_200.set-aside/  of a later step than the one that was resumed by hand
+  step_220.nonfinite/  with values that are not finite: kept to be looked at, never resumed
   .step_250.tmp/       being written, or left over by a killed session
 """
 
@@ -43,6 +44,11 @@ class Found:
 
 def name_of(step: int, preempt: bool = False) -> str:
     return f"step_{step}" + (".preempt" if preempt else "")
+
+
+def broken(path: Path) -> Path:
+    """The name that the state of a checkpoint gets if it is not finite."""
+    return path.with_name(f"{path.name}.nonfinite")
 
 
 def list_checkpoints(folder: Path) -> list[Found]:

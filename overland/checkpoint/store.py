@@ -4,7 +4,9 @@
    loop goes on.
 2. A thread writes the snapshot to `.step_N.tmp/`, block by block with checksums, and syncs it.
 3. Rank 0 gathers everyone's checksums, writes the index and then COMMITTED, and renames the folder
-   to `step_N`. From this moment the checkpoint exists. `latest` is pointed at it.
+   to `step_N`. From this moment the checkpoint exists. `latest` is pointed at it. A state with
+   values that are not finite is kept as `step_N.nonfinite`, which nobody resumes, and nothing else
+   changes.
 4. Old checkpoints that nobody asked to keep are deleted.
 5. `poll` tells the loop how it went. An error is told, and never ends the run.
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -30,6 +32,7 @@ from overland.checkpoint.disk import Disk
 from overland.checkpoint.errors import sentence
 from overland.checkpoint.folder import (
     LATEST,
+    broken,
     delete,
     list_checkpoints,
     name_of,
@@ -43,6 +46,7 @@ from overland.checkpoint.plan import (
     State,
     broadcast,
     gather,
+    local_name,
     local_state,
     plan_local_save,
     plan_save,
@@ -58,7 +62,8 @@ PATIENCE = timedelta(hours=6)
 @dataclass(frozen=True)
 class Outcome:
     """How a save ended. `seconds` from the call to the commit; `waited` is what the loop lost. An
-    error: there is no such checkpoint. A note: there is, but something about it went wrong."""
+    error: there is no such checkpoint. A note: there is, but something about it went wrong. Names
+    that are not finite: the state is kept in `path`, but it is none to resume from."""
 
     path: Path
     seconds: float
@@ -66,6 +71,7 @@ class Outcome:
     num_bytes: int
     error: str = ""
     note: str = ""
+    not_finite: tuple[str, ...] = ()
 
 
 class Store:
@@ -136,14 +142,18 @@ class Store:
         run: Mapping[str, Any],
         preempt: bool = False,
         validation_loss: float | None = None,
+        tested: Collection[str] | None = None,
     ) -> None:
-        """Starts a save; `poll` or `finish` tell its outcome."""
+        """Starts a save; `poll` or `finish` tell its outcome. `tested` names the tensors that must
+        be finite, which are all of them unless told otherwise."""
         started = time.monotonic()
         if self._plan is None:
             self.prepare(state)
         assert self._plan is not None
         self.wait()
-        self._snapshot.take(self._named(state))
+        named = self._named(state)
+        tested = set(named if tested is None else self._names(tested))
+        self._snapshot.take(named, tested)
         about = {
             "step": step,
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -185,6 +195,10 @@ class Store:
     def _named(self, state: State) -> State:
         return local_state(state, self._rank) if self.settings.type == "local" else state
 
+    def _names(self, names: Collection[str]) -> Collection[str]:
+        is_local = self.settings.type == "local"
+        return [local_name(name, self._rank) for name in names] if is_local else names
+
     def _write(
         self,
         plan: Plan,
@@ -197,20 +211,28 @@ class Store:
         """`waited`: what the loop has lost; without it, the loop waits for all of this."""
         beside, error, note = self.folder / f".{name}.tmp", "", ""
         written: list[Written] = []
+        not_finite: list[str] = []
         try:
             self._snapshot.copy()
+            not_finite = self._snapshot.not_finite()
             written = write_files(beside, plan.files, self._snapshot.read, self.disk)
         except Exception as problem:
             error = f"rank {self._rank}: {sentence(problem)}"
-        reports = gather((error, written), self.group)
+        reports = gather((error, not_finite, written), self.group)
         if self._rank == 0:
-            errors = [text for text, _ in reports if text]
-            error = errors[0] if errors else self._commit(plan, name, run, about, reports)
-            note = self._tidy_up(name, error)
-        error = broadcast(error, self.group)
+            errors = [text for text, _, _ in reports if text]
+            not_finite = list(dict.fromkeys(name for _, names, _ in reports for name in names))
+            about = {**about, "not_finite": not_finite} if not_finite else about
+            done = [files for _, _, files in reports]
+            error = errors[0] if errors else self._commit(plan, name, run, about, done)
+            note = self._tidy_up(name, error, is_good=not not_finite)
+        error, not_finite = broadcast((error, not_finite), self.group)
+        path = self.folder / name
+        path = broken(path) if not_finite else path
         seconds = time.monotonic() - started
         waited = seconds if waited is None else waited
-        self.last = Outcome(self.folder / name, seconds, waited, plan.num_bytes, error, note)
+        size = plan.num_bytes
+        self.last = Outcome(path, seconds, waited, size, error, note, tuple(not_finite))
         self._outcomes.put(self.last)
 
     def _commit(
@@ -219,29 +241,34 @@ class Store:
         name: str,
         run: dict[str, Any],
         about: dict[str, Any],
-        reports: list[tuple[str, list[Written]]],
+        written: list[list[Written]],
     ) -> str:
         """Rank 0 only. Whatever goes wrong here leaves the earlier checkpoints as they are."""
         beside, path = self.folder / f".{name}.tmp", self.folder / name
         try:
             kind = self.settings.type
-            index = build_index(kind, plan.files_of_ranks, [done for _, done in reports], run)
+            index = build_index(kind, plan.files_of_ranks, written, run)
             if kind == "full":
                 write_full(beside, index, about, self.settings.full_format, self.disk)
             else:
                 commit(beside, index, about, self.disk)
-            if path.exists():  # damaged, or of a run that went another way from here
+            if about.get("not_finite"):
+                path = broken(path)
+                self.disk.remove_folder(path)  # of an earlier attempt that went the same way
+            elif path.exists():  # damaged, or of a run that went another way from here
                 set_aside(path, self.disk)
             self.disk.rename(beside, path)
         except Exception as problem:
             return sentence(problem)
         return ""
 
-    def _tidy_up(self, name: str, error: str) -> str:
+    def _tidy_up(self, name: str, error: str, is_good: bool) -> str:
         """Rank 0 only, once the new checkpoint is safe, or is known not to be."""
         try:
             if error:  # on a full disk, the room is needed
                 self.disk.remove_folder(self.folder / f".{name}.tmp")
+                return ""
+            if not is_good:  # what is there is better
                 return ""
             self.disk.point(self.folder / LATEST, name)
             for old in superfluous(list_checkpoints(self.folder), self.settings, name):

@@ -127,9 +127,8 @@ def train_and_tell(
     config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Beat
 ) -> bool:
     """Whether it got to the last step."""
-    from overland.checkpoint.errors import CheckpointError
     from overland.cluster.beat import Phase
-    from overland.training.loop import conclude
+    from overland.training.loop import check_last_save, conclude
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
 
@@ -140,9 +139,7 @@ def train_and_tell(
         print(run.folder.config.read_text())
     finished = train_loop(run)
     end_at_signal("stopped; all that was saved is safe")
-    if run.store.last is not None and run.store.last.error:
-        last = run.store.last
-        raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
+    check_last_save(run)
     if finished:
         conclude(run)
     sample = sample_text(run) if finished else ""

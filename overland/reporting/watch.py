@@ -37,6 +37,7 @@ SILENT_STEPS = 20
 OWNER_SECONDS = 120.0  # renewed every 15 s, and NFS may show it a minute late
 CURVE_POINTS = 2000
 CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
+NOT_FINITE = re.compile(r"step_(\d+)(\.preempt)?\.nonfinite")
 SAVING = re.compile(r"\.step_(\d+)(\.preempt)?\.tmp")
 
 
@@ -51,6 +52,8 @@ class Checkpoints:
     saved_at: float | None = None
     saving: str | None = None
     """One that is being written."""
+    not_finite: str | None = None
+    """A later state, put aside because it holds values that are not finite."""
 
 
 @dataclass
@@ -228,7 +231,7 @@ def started_after(job: QueuedJob, sign: float) -> bool:
 
 def read_checkpoints(folder: Path) -> Checkpoints:
     """By their names and markers alone."""
-    found, saving = [], []
+    found, saving, broken = [], [], []
     try:
         children = list(folder.iterdir())
     except OSError:
@@ -238,8 +241,11 @@ def read_checkpoints(folder: Path) -> Checkpoints:
             found.append((int(named[1]), path.name, saved))
         elif named := SAVING.fullmatch(path.name):
             saving.append((int(named[1]), path.name.removeprefix(".").removesuffix(".tmp")))
-    _, newest, saved_at = max(found, default=(0, None, None))
-    return Checkpoints(len(found), newest, saved_at, max(saving, default=(0, None))[1])
+        elif named := NOT_FINITE.fullmatch(path.name):
+            broken.append((int(named[1]), path.name))
+    step, newest, saved_at = max(found, default=(0, None, None))
+    later = max((one for one in broken if one[0] > step), default=(0, None))[1]
+    return Checkpoints(len(found), newest, saved_at, max(saving, default=(0, None))[1], later)
 
 
 def read_config(run: Path) -> dict[str, Any]:

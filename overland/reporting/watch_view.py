@@ -154,7 +154,11 @@ def checkpoints(seen: Snapshot) -> Text | None:
         words.append(f"{found.count} in all")
     if found.saving:
         words.append(f"saving {found.saving}")
-    return Text("   ".join(words)) if words else None
+    text = Text("   ".join(words))
+    if found.not_finite:
+        text.append("   " if words else "")
+        text.append(f"{found.not_finite} is NOT FINITE and will not be resumed", style="bold red")
+    return text if text else None
 
 
 def slurm(seen: Snapshot) -> Text | None:

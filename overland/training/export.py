@@ -19,11 +19,12 @@ from overland.checkpoint.convert.overland import source_of
 from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.disk import Disk
 from overland.checkpoint.errors import CheckpointError, sentence
+from overland.checkpoint.finite import in_words
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import Checkpoint
 from overland.checkpoint.snapshot import Direct
 from overland.checkpoint.write import Written, build_index, write_files
-from overland.training.state import run_facts, saved_state
+from overland.training.state import learned_names, run_facts, saved_state
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -34,11 +35,14 @@ def export_hf(run: Run) -> Path:
     group, shards = run.store.group, run.folder.root / ".hf.shards"
     state = {name: value for name, value in saved_state(run).items() if name.startswith("model.")}
     plan, parts = plan_save(state, group), Direct()
-    parts.take(state)
+    parts.take(state, learned_names(run))
     written: list[Written] = []
     error = ""
     try:
-        written = write_files(shards, plan.files, parts.read, Disk())
+        if names := parts.not_finite():
+            error = f"{in_words(names)} holds values that are not finite"
+        else:
+            written = write_files(shards, plan.files, parts.read, Disk())
     except OSError as problem:
         error = sentence(problem)
     reports = gather((error, written), group)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.finite import in_words
+from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Outcome
 from overland.cluster.beat import Phase
 from overland.data.batch import Batch
@@ -77,6 +80,9 @@ def train(run: Run) -> bool:
                     run.call("on_validation", held_out)
                     meter.restart(run)
                 wish = stop.agreed()
+                if wish is Wish.GIVE_UP:
+                    run.store.wait()  # until this rank, too, knows how the save ended
+                    check_last_save(run)
                 if config.checkpoint.enable and save_is_due(run, wish, held_out):
                     run.beat.enter(Phase.SAVING)
                     fed.write(sync=True)
@@ -130,16 +136,44 @@ def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
 
 
 def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None:
-    """A save that failed is told and does not end the run: the next one may succeed."""
+    """A save that failed is told and does not end the run: the next one may succeed. A state that
+    is not finite ends it."""
     for outcome in outcomes:
         if outcome.error:
             run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
+        elif outcome.not_finite:
+            what = in_words(list(outcome.not_finite))
+            run.call("on_message", f"NOT FINITE: {what}; kept as {outcome.path}, not to be resumed")
+            if clock is not None:
+                clock.gives_up = True
         else:
             run.call("on_save", outcome)
         if outcome.note:
             run.call("on_message", outcome.note)
         if clock is not None:
             clock.saved(outcome.seconds)
+
+
+def check_last_save(run: Run) -> None:
+    """Raises if the newest save is not there to resume from."""
+    last = run.store.last
+    if last is None:
+        return
+    if last.error:
+        raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
+    if last.not_finite:
+        good = committed(run.store.folder)
+        raise TrainingError(
+            f"the state is not finite any more ({in_words(list(last.not_finite))}), and training "
+            f"cannot recover from that. It is kept as {last.path}, which is never resumed. "
+            + (
+                f"The newest good checkpoint is {good[-1]}: resume from it with the same command "
+                f"and a lower optimizer.lr or training.max_norm"
+                if good
+                else "There is no good checkpoint: start again with a lower optimizer.lr or "
+                "training.max_norm, and checkpoint.interval"
+            )
+        )
 
 
 def open_data(run: Run) -> Data:

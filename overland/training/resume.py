@@ -14,7 +14,7 @@ from overland.checkpoint.folder import committed, newest_in, set_later_aside, un
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
 from overland.parallel.parts import local_part, named_parameters, tied_copies
-from overland.training.state import restore
+from overland.training.state import check_finite, restore
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -33,7 +33,14 @@ def start_from(run: Run, report: Report) -> None:
         pass
     elif settings.initial_load_path is not None:
         source = Path(settings.initial_load_path).expanduser()
+        problem = ""
         load_weights(run, source)
+        try:
+            check_finite(run, source, skip_optimizer=True)
+        except CheckpointError as error:
+            problem = str(error)
+        if problem := first_problem(problem):
+            raise CheckpointError(problem)
         report(f"starting from the weights in {source}")
 
 

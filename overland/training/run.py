@@ -45,7 +45,7 @@ from overland.training.profile import Profiler
 from overland.training.progress import Progress
 from overland.training.resume import start_from
 from overland.training.seeds import set_seeds
-from overland.training.state import run_facts, saved_state
+from overland.training.state import learned_names, run_facts, saved_state
 from overland.training.timeouts import Timeouts
 
 T = TypeVar("T")
@@ -81,7 +81,8 @@ class Run:
     def save(self, preempt: bool = False, validation_loss: float | None = None) -> None:
         """Starts a save; the store tells how it went when it is done."""
         step, facts = self.progress.step, run_facts(self)
-        self.store.save(step, saved_state(self), facts, preempt, validation_loss)
+        tested = learned_names(self)
+        self.store.save(step, saved_state(self), facts, preempt, validation_loss, tested)
         self.saved_step = step
 
 

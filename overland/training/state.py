@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import overland
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.plan import Packed, State
+from overland.checkpoint.finite import Largest, in_words
+from overland.checkpoint.plan import Packed, State, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_checkpoint
 from overland.data.plan import differences
 from overland.kernels.split import join
@@ -52,6 +53,13 @@ def saved_state(run: Run) -> State:
         if parameter in rests:
             state[f"model.{name}"] = _master(parameter, rests[parameter])
     return {**state, **random_tensors(run)}
+
+
+def learned_names(run: Run) -> set[str]:
+    """Names of the tensors that must be finite: parameters, and what the optimizer keeps. A
+    model's own buffers may hold what they like."""
+    names = {f"model.{name}" for name in named_parameters(run.model.parts)}
+    return names | {name for name in run_tensors(run) if name.startswith("optimizer.")}
 
 
 def _master(parameter: nn.Parameter, rest: Tensor) -> Packed:
@@ -92,6 +100,7 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     with open_checkpoint(path) as checkpoint:
         with run.optimizer.masters.whole():
             load_tensors(run, checkpoint, skip_optimizer)
+            check_finite(run, path, skip_optimizer)
         facts = checkpoint.run
         run.progress.restore(facts["progress"])
         run.saved_step = run.progress.step
@@ -123,6 +132,18 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None
             copy.copy_(parameter)
             theirs.exp_avg.copy_(ours.exp_avg)
             theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
+
+
+def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:
+    """Refuses weights or optimizer state that nothing can be learned from."""
+    tested = learned_names(run)
+    tensors = run_tensors(run, skip_optimizer).items()
+    found = Largest((name, local_tensor(one)) for name, one in tensors if name in tested)
+    if names := found.not_finite():
+        raise CheckpointError(
+            f"{path} holds values that are not finite, in {in_words(names)}: nothing can be "
+            f"learned from there on"
+        )
 
 
 def changes(run: Run, facts: dict[str, Any]) -> list[str]:

@@ -4,7 +4,8 @@ A run stops early, saves and can be resumed when
 - a signal comes to any rank: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2;
 - a file STOP appears in the run folder;
 - the session has lasted `checkpoint.stop_after_minutes`, or the Slurm job is about to end.
-The last two, and saves by the clock, are for rank 0 to see.
+The last two, and saves by the clock, are for rank 0 to see. So is a save whose state turned out not
+to be finite, after which the run stops without another save.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Wish(IntEnum):
     SESSION_OVER = 3
     WALLTIME = 4
     SIGNAL = 5
+    GIVE_UP = 6
 
     @property
     def stops(self) -> bool:
@@ -48,6 +50,7 @@ class Wish(IntEnum):
             Wish.SESSION_OVER: "checkpoint.stop_after_minutes is over",
             Wish.WALLTIME: "the job is about to end",
             Wish.SIGNAL: "a signal",
+            Wish.GIVE_UP: "the state is not finite",
         }.get(self, "")
 
 
@@ -64,8 +67,12 @@ class Clock:
         self._started = self._saved = time.monotonic()
         self._looked = -LOOK_EVERY_SECONDS  # a file that lies there already counts at once
         self._slowest_save = 0.0
+        self.gives_up = False
+        """Set once the state is known not to be finite: it never recovers from that."""
 
     def wish(self) -> Wish:
+        if self.gives_up:
+            return Wish.GIVE_UP
         now = time.monotonic()
         # Saving once more must fit in, whatever the margin says.
         if time.time() + max(self._margin, 2 * self._slowest_save) >= self._job_end:
@@ -108,7 +115,7 @@ class StopRequest:
 
     def ask(self) -> None:
         wish = self.clock.wish() if self.clock is not None else Wish.NOTHING
-        self._flag.fill_(Wish.SIGNAL if self.signal is not None else wish)
+        self._flag.fill_(max(wish, Wish.SIGNAL) if self.signal is not None else wish)
         if self._group is not None:
             self._answer = dist.all_reduce(
                 self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True

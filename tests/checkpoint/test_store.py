@@ -306,3 +306,47 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
         (path / "COMMITTED").write_bytes(marker(text, {"step": 1}))
         with pytest.raises(CheckpointError, match="names a file outside its folder"):
             open_checkpoint(path)
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+@pytest.mark.parametrize("kind", ["shard", "full", "local"])
+def test_a_state_that_is_not_finite_replaces_no_good_one(
+    tmp_path: Path, kind: str, mode: str
+) -> None:
+    """It is kept under another name, nothing points at it, and it pushes nothing out."""
+    settings = Settings.model_validate({"type": kind, "async_mode": mode, "keep_latest_k": 1})
+    store, state = Store(tmp_path, settings), some_state(1)
+    for step, value in ((1, 0.0), (2, float("nan")), (3, float("inf"))):
+        state["model.long"][40_000] = value
+        store.save(step, state, {"progress": {"step": step}})
+    store.close()
+    outcomes = store.poll()
+    name = "rank_00000/model.long" if kind == "local" else "model.long"
+    assert [outcome.not_finite for outcome in outcomes] == [(), (name,), (name,)]
+    assert [outcome.path.name for outcome in outcomes][1:] == [
+        "step_2.nonfinite", "step_3.nonfinite",
+    ]  # fmt: skip
+    assert not any(outcome.error for outcome in outcomes)
+    assert [one.path.name for one in list_checkpoints(tmp_path)] == ["step_1"]
+    assert os.readlink(tmp_path / LATEST) == "step_1"
+    for outcome in outcomes:  # whole, for whoever wants to look into it
+        assert verify(outcome.path) == []
+
+
+def test_only_what_is_learned_must_be_finite(tmp_path: Path) -> None:
+    """A mask among a model's buffers may hold infinities."""
+    store, state = Store(tmp_path, Settings()), some_state(1)
+    state["model.mask"] = torch.tensor([0.0, float("-inf")])
+    store.save(1, state, {"progress": {"step": 1}}, tested={"model.matrix", "model.long"})
+    store.close()
+    assert [one.path.name for one in list_checkpoints(tmp_path)] == ["step_1"]
+
+
+def test_a_master_weight_in_two_parts_is_tested(tmp_path: Path) -> None:
+    wide = torch.randn(300)
+    wide[7] = float("nan")
+    store = Store(tmp_path, Settings())
+    store.save(1, {"model.w": Packed((300,), torch.float32, split(wide), join)}, {})
+    store.close()
+    assert store.last is not None
+    assert store.last.not_finite == ("model.w",)

@@ -6,15 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.checkpoint.folder import list_checkpoints
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
 from overland.parallel.parts import shard_of
+from overland.reporting.watch import read_checkpoints
 from overland.training import step as step_module
+from overland.training.callbacks import Callback
+from overland.training.errors import TrainingError
 from overland.training.health import SpikeGuard
-from overland.training.run import build_run
-from tests.jobs import Recorder, losses, tiny_job
+from overland.training.loop import check_last_save, train
+from overland.training.resume import resume_newest
+from overland.training.run import Run, build_run
+from overland.training.state import run_facts, saved_state
+from tests.jobs import Recorder, losses, run_job, tiny_job
 
 
 def run_with_losses_changed(
@@ -33,8 +40,6 @@ def run_with_losses_changed(
         run.model.loss = changed
         recorder = Recorder(run)
         run.callbacks.append(recorder)
-        from overland.training.loop import train
-
         train(run)
         return recorder.losses, recorder.messages, ""
     except Exception as error:
@@ -154,3 +159,83 @@ def test_float16_and_bfloat16_learn_as_float32_does(ranks: RankPool, tmp_path: P
     expected = ranks.run(1, losses, job("float32"))[0]
     for narrow in ("float16", "bfloat16"):
         assert ranks.run(1, losses, job(narrow))[0] == pytest.approx(expected, rel=0.01)
+
+
+class Breaks(Callback):
+    """Makes a value of this rank's parameters or moments infinite after a step, as a finite step
+    that overflows does."""
+
+    def __init__(self, run: Run, what: str) -> None:
+        self.what = what
+
+    def on_step(self, run: Run) -> None:
+        if run.progress.step == 3 and run.world.rank == run.world.size - 1:
+            parameter = run.optimizer.parameters[-1]
+            moments = run.optimizer.moments[parameter]
+            broken = parameter.detach() if self.what == "weights" else moments.exp_avg_sq
+            shard_of(broken)[0] = float("inf")
+
+
+def run_that_breaks(world: World, config: JobConfig, what: str) -> tuple[list[str], str]:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder = Recorder(run)
+    run.callbacks += [recorder, Breaks(run, what)]
+    try:
+        train(run)
+        check_last_save(run)
+        return recorder.messages, ""
+    except TrainingError as error:
+        return recorder.messages, str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "steps", "axis"),
+    [
+        ("weights", 50, "pipeline_parallel_degree"),
+        ("moments", 50, "data_parallel_shard_degree"),
+        ("moments", 4, "tensor_parallel_degree"),  # found by the last save
+    ],
+)
+def test_a_state_that_is_not_finite_ends_the_run_and_is_never_resumed(
+    ranks: RankPool, tmp_path: Path, what: str, steps: int, axis: str
+) -> None:
+    config = tiny_job(
+        tmp_path,
+        training={"steps": steps, "local_batch_size": 8 if "data" not in axis else 4},
+        parallelism={axis: 2},
+        health={"max_bad_steps": 50},
+        checkpoint={"enable": True, "interval": 2, "keep_latest_k": 1},
+    )
+    folder = tmp_path / "checkpoint"
+    for messages, error in ranks.run(2, run_that_breaks, config, what):
+        assert any(m.startswith("NOT FINITE: ") and "step_4.nonfinite" in m for m in messages)
+        assert error.startswith("the state is not finite any more (")
+        assert f"The newest good checkpoint is {folder / 'step_2'}" in error
+    good = [one.path.name for one in list_checkpoints(folder)]
+    assert good == ["step_2"]
+    assert (folder / "latest").readlink() == Path("step_2")
+    assert read_checkpoints(folder).not_finite == "step_4.nonfinite"
+
+
+def run_after_a_checkpoint_broke(world: World, config: JobConfig) -> list[str]:
+    """Saves steps 2 and 4; the latter with NaN, as earlier versions did."""
+    run_job(world, config)
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    with torch.no_grad():
+        shard_of(run.optimizer.parameters[0])[0] = float("nan")
+    run.store.save(4, saved_state(run), run_facts(run), tested=())
+    run.store.close()
+    messages: list[str] = []
+    resume_newest(run, messages.append)
+    return messages
+
+
+def test_a_checkpoint_that_is_not_finite_is_passed_over(ranks: RankPool, tmp_path: Path) -> None:
+    config = tiny_job(tmp_path, training={"steps": 4}, checkpoint={"enable": True, "interval": 2})
+    (messages,) = ranks.run(1, run_after_a_checkpoint_broke, config)
+    folder = tmp_path / "checkpoint"
+    assert messages[:2] == [
+        f"{folder}/step_4 holds values that are not finite, in model.model.embed_tokens.weight: "
+        f"nothing can be learned from there on. Looking for an older checkpoint",
+        f"resumed {folder}/step_2 at step 2",
+    ]
