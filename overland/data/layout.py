@@ -25,9 +25,9 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,8 @@ import numpy.typing as npt
 from overland.data import shard
 from overland.data.errors import DataError
 from overland.data.sources.compression import SUFFIXES
-from overland.data.sources.marks import FileMark, digest_of
-from overland.data.sources.source import FileSource, Kind, Source
+from overland.data.sources.marks import FileMark, digest_of, unsure_of
+from overland.data.sources.source import RULES, FileSource, Kind, Source
 from overland.data.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -139,13 +139,54 @@ def lay_out(
     skip_bad: bool = False,
     vocab_size: int | None = None,
     report: Report = lambda message: None,
+    expected: str | None = None,
 ) -> Path:
     """The folder of the corpus that these make, found under `root` or made there.
 
     One under any name is found if the same was asked for and no file changed since, which takes a
-    look at the files' sizes and times only. Two processes may do it at once.
+    look at the files' sizes and times only. Two processes may do it at once. If `expected` is the
+    fingerprint that these made under earlier rules, they are laid out by those again.
     """
     policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
+    asked = partial(_ask, name, source, policy, shard_documents)
+    described = partial(_describe, name, source, policy, shard_documents, root)
+    files = tokenizer.files() if tokenizer is not None and policy["kind"] == "text" else []
+    newest, *earlier = RULES if isinstance(source, FileSource) else RULES[:1]
+    for rules in earlier if expected is not None else ():
+        with _under(source, rules):
+            layout, lines = described(asked())
+            if layout.fingerprint == expected:
+                _write(layout, lines, files)
+                return layout.folder
+    for rules in (newest, *earlier):
+        with _under(source, rules):
+            found = _find(name, source, root, asked().request, report)
+        if found is not None:
+            return found
+    layout, lines = described(asked())
+    _write(layout, lines, files)
+    return layout.folder
+
+
+class _Asked(NamedTuple):
+    request: str
+    chunks: list[str]
+
+
+@contextlib.contextmanager
+def _under(source: Source, rules: int) -> Iterator[None]:
+    """The source as it was under earlier rules."""
+    if not isinstance(source, FileSource):
+        yield
+        return
+    before, source.rules = source.rules, rules
+    try:
+        yield
+    finally:
+        source.rules = before
+
+
+def _ask(name: str, source: Source, policy: dict[str, Any], shard_documents: int) -> _Asked:
     chunks = list(source.chunks())
     about = [FORMAT, shard.FORMAT, shard_documents, SHARD_BYTES, policy]
     described = [
@@ -153,10 +194,19 @@ def lay_out(
         getattr(source, "dtype", None),
         "" if isinstance(source, FileSource) else _fingerprint(name, source),
     ]  # fmt: skip
-    request = digest_of([about, described, _digest(chunks)])
-    found = _find(name, source, root, request, report)
-    if found is not None:
-        return found
+    return _Asked(digest_of([about, described, _digest(chunks)]), chunks)
+
+
+def _describe(
+    name: str,
+    source: Source,
+    policy: dict[str, Any],
+    shard_documents: int,
+    root: Path,
+    asked: _Asked,
+) -> tuple[Layout, Iterator[bytes]]:
+    """The layout, and the lines of its chunks."""
+    request, chunks = asked
     if not chunks:
         raise DataError(f"{_place(source)} is empty: it lists no chunks")
     marks: dict[str, FileMark] = source.marks() if isinstance(source, FileSource) else {}
@@ -174,9 +224,7 @@ def lay_out(
         documents_per_shard=sum(documents for documents, _ in weights) / len(groups),
         folder=root / f"{name.replace('/', '-')}-{fingerprint}",
     )
-    files = tokenizer.files() if tokenizer is not None and layout.kind == "text" else []
-    _write(layout, _lines(source, groups, marks), files)
-    return layout.folder
+    return layout, _lines(source, groups, marks)
 
 
 def read_layout(folder: Path) -> Layout:
@@ -250,10 +298,25 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
                 continue
             changed = changes(folder, source)
             if not changed:
+                _say_what_is_unsure(folder, source, report)
                 return folder
             more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
             report(f"{changed[0]}{more}: {name} is made anew")
     return None
+
+
+def _say_what_is_unsure(folder: Path, source: Source, report: Report) -> None:
+    """Touched files count as unchanged, if need be by samples; then that is said."""
+    if not isinstance(source, FileSource):
+        return
+    unsure = unsure_of(source.root, read_layout(folder).all_chunks()[1])
+    if unsure:
+        more = f" (and {len(unsure) - 1:,} more)" if len(unsure) > 1 else ""
+        report(
+            f"note: {source.root / unsure[0]}{more} was touched, copied or edited since {folder} "
+            "was laid out. Its size and samples of its content are the same, so it is taken as "
+            "unchanged; this corpus keeps no hash of the whole file"
+        )
 
 
 def _weigh(

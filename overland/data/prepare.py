@@ -52,6 +52,10 @@ class Place:
     """Folder of the tokenizer that a run has trained before."""
 
 
+Reopen = Callable[[str, str], Corpus | None]
+"""The corpus of a source, by its name and a fingerprint, as an earlier version laid it out."""
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Rows to train on, and the tokenizer that made them (none for tokens that came as such)."""
@@ -59,6 +63,7 @@ class Dataset:
     name: str
     rows: PlannedRows
     tokenizer: Tokenizer | None
+    reopen: Reopen = lambda name, fingerprint: None
 
     @property
     def plan(self) -> Plan:
@@ -78,10 +83,16 @@ class Dataset:
                 f"the data source {missing[0]} is part of this run: keep it in the config, with "
                 f"weight = 0 if nothing more is to be read from it"
             )
+        corpora = _as_planned(plan, self.rows.corpora, self.reopen)
+        sources = {
+            name: replace(source, fingerprint=corpora[name].fingerprint)
+            for name, source in self.plan.sources.items()
+        }
         try:
-            return self.with_plan(plan.continued(self.plan, batch))
+            continued = plan.continued(replace(self.plan, sources=sources), batch)
         except ChangedSource as error:
             raise self._explained(error, plan) from None
+        return replace(self, rows=PlannedRows(continued, corpora, self.rows.reading))
 
     def with_plan(self, plan: Plan) -> Dataset:
         rows = self.rows
@@ -139,7 +150,7 @@ def training_data(
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
     rows = PlannedRows(plan, corpora, reading)
-    return Dataset(name, rows, tokenizer)
+    return Dataset(name, rows, tokenizer, partial(_reopen, config, tokenizer, vocab_size, place))
 
 
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
@@ -165,6 +176,8 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
             corpora[name] = _open(Path(folders[name]), source, tokenizer, config, processes=0)
         elif name in wanted:
             corpora[name] = open_data(name, wanted[name], config, tokenizer, vocab_size, Place())
+    reopen = partial(_reopen, config, tokenizer, vocab_size, Place(tokenises=False))
+    corpora = _as_planned(plan, corpora, reopen)
     reading = Reading(plan.seed, True, plan.window_documents, run / "data")
     rows = PlannedRows(plan, corpora, reading)
     return Dataset(config.training.dataset, rows, tokenizer)
@@ -250,22 +263,11 @@ def _stream(
     vocab_size: int | None,
     place: Place,
 ) -> Corpus:
-    data = config.data
-    root = Path(data.cache_folder or data.folder).expanduser()
+    root = _root(config)
 
     def prepare() -> str:
-        return lay_out(
-            name,
-            open_source(),
-            tokenizer,
-            root,
-            shard_documents=max(
-                1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW)
-            ),
-            skip_bad=data.bad_documents == "skip",
-            vocab_size=vocab_size,
-            report=place.report,
-        ).name.rpartition("-")[2]
+        folder = _lay_out(name, open_source(), tokenizer, config, vocab_size, place.report)
+        return folder.name.rpartition("-")[2]
 
     fingerprint = place.once(prepare)
     if place.tokenises and _find(root, fingerprint) is None:  # the folder is this node's own
@@ -273,11 +275,79 @@ def _stream(
     folder = _wait_for(root, fingerprint, name)
     if not (folder / "shards").exists():
         place.report(f"{name} is tokenised ahead of training, into {folder}")
-    processes = data.tokenise_processes
+    return _open(folder, open_source, tokenizer, config, _processes(config) * place.tokenises)
+
+
+def _root(config: JobConfig) -> Path:
+    return Path(config.data.cache_folder or config.data.folder).expanduser()
+
+
+def _lay_out(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    config: JobConfig,
+    vocab_size: int | None,
+    report: Callable[[str], None] = lambda message: None,
+    expected: str | None = None,
+) -> Path:
+    data = config.data
+    return lay_out(
+        name,
+        source,
+        tokenizer,
+        _root(config),
+        shard_documents=max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW)),
+        skip_bad=data.bad_documents == "skip",
+        vocab_size=vocab_size,
+        report=report,
+        expected=expected,
+    )
+
+
+def _processes(config: JobConfig) -> int:
+    """Background processes for one source, on a node."""
+    processes = config.data.tokenise_processes
     if processes is None:
         processes = min(MAX_PROCESSES, (os.cpu_count() or 1) // 2)
-    share = max(1, processes // max(len(data.sources), 1)) if processes else 0
-    return _open(folder, open_source, tokenizer, config, share if place.tokenises else 0)
+    return max(1, processes // max(len(config.data.sources), 1)) if processes else 0
+
+
+def _as_planned(plan: Plan, corpora: Mapping[str, Data], reopen: Reopen) -> dict[str, Data]:
+    """The corpora, each as the plan has it where it was laid out by an earlier version."""
+    found = dict(corpora)
+    for name, source in plan.sources.items():
+        corpus = found.get(name)
+        if isinstance(corpus, Corpus) and corpus.fingerprint != source.fingerprint:
+            again = reopen(name, source.fingerprint)
+            if again is not None:
+                corpus.close()
+                found[name] = again
+    return found
+
+
+def _reopen(
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    place: Place,
+    name: str,
+    fingerprint: str,
+) -> Corpus | None:
+    """Every rank does this by itself: some may have failed to read the checkpoint that asks."""
+    wanted = sources_of(config).get(name)
+    if wanted is None:
+        return None
+    folder = registry.find_folder(name, wanted, config.data)
+    if registry.is_random(name, wanted) or (folder is not None and is_corpus(folder)):
+        return None
+    source = partial(registry.open_source, name, wanted, config.data)
+    found = _find(_root(config), fingerprint)
+    if found is None:
+        found = _lay_out(name, source(), tokenizer, config, vocab_size, expected=fingerprint)
+    if not found.name.endswith(fingerprint) or changes(found, source()):
+        return None
+    return _open(found, source, tokenizer, config, _processes(config) * place.tokenises)
 
 
 def _find(root: Path, fingerprint: str) -> Path | None:

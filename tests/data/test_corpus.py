@@ -14,7 +14,15 @@ from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.errors import DataError
 from overland.data.sources import Document, RandomTokens, Source, open_source
 from overland.data.tokenizer import Tokenizer
-from tests.data.making import built, bytes_of, documents_of, leftovers, streamed, write_lines
+from tests.data.making import (
+    built,
+    bytes_of,
+    documents_of,
+    leftovers,
+    lines_of,
+    streamed,
+    write_lines,
+)
 
 
 def opened(source: Source, tokenizer: Tokenizer | None, root: Path, **policy: object) -> Corpus:
@@ -169,6 +177,22 @@ def test_a_corpus_without_a_document_is_an_error(tmp_path: Path, tokenizer: Toke
         corpus.shard(1)
     with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones were skipped"):
         build(corpus.folder, source, tokenizer, processes=2)
+
+
+def test_no_shard_is_made_from_a_file_that_was_edited_in_its_middle(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    lines = write_lines(tmp_path / "lines", 1, documents_per_file=5000)
+    folder = lay_out("a", lines_of(lines), tokenizer, tmp_path)
+    corpus = open_corpus(folder, lambda: lines_of(lines), lambda: tokenizer, wait=False)
+    os.utime(lines / "000.jsonl", (1, 1))
+    assert corpus.shard(0).info.num_documents == 5000
+    corpus.layout.shard_path(0).unlink()
+    text = (lines / "000.jsonl").read_text()
+    (lines / "000.jsonl").write_text(text.replace('"0 2501 ', '"0 2502 '))
+    corpus = open_corpus(folder, lambda: lines_of(lines), lambda: tokenizer, wait=False)
+    with pytest.raises(DataError, match=r"000\.jsonl changed: its size is the same, its content"):
+        corpus.shard(0)
 
 
 def test_no_shard_is_made_from_a_file_that_changed(tmp_path: Path, tokenizer: Tokenizer) -> None:

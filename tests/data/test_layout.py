@@ -11,7 +11,7 @@ import pytest
 from overland.data.corpus import changes, lay_out
 from overland.data.errors import DataError
 from overland.data.layout import read_layout
-from overland.data.sources import JsonLines, RandomTokens, TextFolder
+from overland.data.sources import JsonLines, RandomTokens, TextFolder, open_source
 from overland.data.tokenizer import Tokenizer
 from tests.data.making import lines_of, write_lines
 
@@ -144,3 +144,42 @@ def test_text_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
 def test_a_source_without_chunks_is_empty(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="is empty"):
         lay_out("a", Sums(0), tokenizer, tmp_path)
+
+
+# What version 0.1 gave for this very file: 1 MB, so marked by blocks of it.
+EARLIER = "416bcad8273136fb"
+
+
+def write_ids(folder: Path) -> Path:
+    folder.mkdir()
+    with (folder / "ids.jsonl").open("w") as file:
+        for i in range(4000):
+            file.write(json.dumps({"tokens": [(i * 7 + j) % 997 for j in range(50)]}) + "\n")
+    return folder
+
+
+def test_a_corpus_of_an_earlier_version_is_found_also_after_a_touch(tmp_path: Path) -> None:
+    ids = write_ids(tmp_path / "ids")
+    again = lay_out(
+        "ids", open_source(ids), None, tmp_path / "a", vocab_size=1000, expected=EARLIER
+    )
+    assert again.name == f"ids-{EARLIER}"
+    assert lay_out("ids", open_source(ids), None, tmp_path / "b", vocab_size=1000) != again
+    os.utime(ids / "ids.jsonl", (1, 1))
+    said: list[str] = []
+    found = lay_out(
+        "ids", open_source(ids), None, tmp_path / "a", vocab_size=1000, report=said.append
+    )
+    assert found == again
+    assert len(said) == 1
+    assert "keeps no hash of the whole file" in said[0]
+
+
+def test_a_file_that_changed_is_not_taken_for_what_an_earlier_version_read(tmp_path: Path) -> None:
+    ids = write_ids(tmp_path / "ids")
+    with (ids / "ids.jsonl").open("a") as file:
+        file.write('{"tokens": [1]}\n')
+    folder = lay_out(
+        "ids", open_source(ids), None, tmp_path / "a", vocab_size=1000, expected=EARLIER
+    )
+    assert EARLIER not in folder.name

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,32 @@ def test_every_document_of_the_fixture_comes_once(settings: dict[str, Any]) -> N
         for info in [lane.windows.corpus.shard(number).info]  # type: ignore[union-attr]
     )
     assert ends == documents > 0
+
+
+def test_a_state_of_an_earlier_version_goes_on_without_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ids.jsonl").write_text(
+        "".join(f'{{"tokens": {[i * 7 + j for j in range(50)]}}}\n' for i in range(4000))
+    )
+    settings = {"mds_root": tmp_path / "ids.jsonl", "seq_len": 63, "micro_blocks": 4,
+                "local_cache": tmp_path / "cache"}  # fmt: skip
+    with monkeypatch.context() as earlier:
+        earlier.setattr("overland.data.layout.RULES", (1,))
+        earlier.setattr("overland.data.sources.source.FileSource.rules", 1)
+        loader = build_train_loader(**settings)
+        some(loader, 3)
+        state = loader.state_dict()
+        after = some(loader, 3)
+        loader.close()
+    shutil.rmtree(tmp_path / "cache")
+    loader = build_train_loader(**settings)
+    assert loader.state_dict()["fingerprint"] != state["fingerprint"]
+    loader.load_state_dict(state)
+    assert loader.state_dict()["fingerprint"] == state["fingerprint"]
+    for mine, theirs in zip(some(loader, 3), after, strict=True):
+        assert torch.equal(mine["input_ids"], theirs["input_ids"])
+    loader.close()
 
 
 def test_tokens_need_no_tokenizer(tmp_path: Path) -> None:

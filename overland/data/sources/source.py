@@ -22,6 +22,9 @@ Kind = Literal["text", "tokens"]
 Tokens: TypeAlias = npt.NDArray[np.int64]
 Document: TypeAlias = str | Tokens
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+RULES = (2, 1)
+"""How files are marked and cut into chunks. What was laid out under earlier rules keeps them:
+1 marks large files by blocks of them, and cuts JSON lines every 64 MiB."""
 Bad: TypeAlias = Callable[[str], None]
 """Told of a document that cannot be used; raises, or counts and lets the reader go on."""
 
@@ -44,6 +47,7 @@ class FileSource:
     """The column that documents are taken from, where the format has columns."""
     dtype: str | None = None
     """Of token ids, where the files do not say it."""
+    rules = RULES[0]
 
     def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
         self.root = root
@@ -78,7 +82,7 @@ class FileSource:
 
     def marks(self) -> dict[str, FileMark]:
         """A mark of each of these files, to be kept and given to `changes_since`."""
-        return mark_files(self.root, self.depends_on())
+        return mark_files(self.root, self.depends_on(), whole=self.rules > 1)
 
     def changes_since(self, marks: Mapping[str, FileMark]) -> list[str]:
         """A sentence for each file that is not as it was when marked, is gone, or is new."""

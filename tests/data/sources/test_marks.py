@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from overland.data.sources import open_source
+from overland.data.sources.marks import unsure_of
 from tests.data.sources.samples import copied
 
 LARGE = 1 << 20
@@ -47,6 +48,40 @@ def test_other_bytes_of_the_same_size_are_named(folder: Path, name: str) -> None
         f"{folder / name} changed: its size is the same, its content is not"
     ]
     assert open_source(folder).fingerprint() != fingerprint
+
+
+def test_an_edit_in_the_middle_of_a_large_file_is_seen(folder: Path) -> None:
+    """Between the sixteen blocks that large files were once judged by."""
+    source = open_source(folder)
+    marks, fingerprint = json.dumps(source.marks()), source.fingerprint()
+    with (folder / "b.txt").open("r+b") as file:
+        file.seek(LARGE // 2)
+        file.write(b"y")
+    os.utime(folder / "b.txt", (1, 1))
+    assert len(changes(folder, marks)) == 1
+    assert open_source(folder).fingerprint() != fingerprint
+
+
+def test_marks_of_an_earlier_version_hold_after_a_touch_and_say_what_they_cannot_tell(
+    folder: Path,
+) -> None:
+    source = open_source(folder)
+    source.rules = 1
+    marks = source.marks()
+    assert not marks["b.txt"].sample.startswith("whole:")
+    assert unsure_of(folder, marks) == []
+    os.utime(folder / "a.txt", (1, 1))
+    os.utime(folder / "b.txt", (1, 1))
+    assert changes(folder, json.dumps(marks)) == []
+    assert unsure_of(folder, marks) == ["b.txt"]
+    assert unsure_of(folder, open_source(folder).marks()) == []
+
+
+def test_a_corpus_too_large_to_hash_is_marked_by_samples(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overland.data.sources.marks.WHOLE_BYTES", LARGE)
+    assert not open_source(folder).marks()["b.txt"].is_sure
 
 
 def test_a_file_that_grew_is_gone_or_is_new_is_named(folder: Path) -> None:
