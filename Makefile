@@ -73,6 +73,7 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/overland prove resume --layouts dozen --table docs/evidence/resume.md
 	$(BIN)/overland prove sessions --stories all --table docs/evidence/sessions.md
 	$(BIN)/python -m tests.cluster.supervise.prove_faults --into docs/evidence
+	$(BIN)/python -m tests.cluster.supervise.prove_restarts --into docs/evidence
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -23,6 +23,7 @@ def supervise(
     ] = False,
 ) -> None:
     """Start, watch and restart the ranks of a job: used by the scripts of `overland submit`."""
+    from overland.cluster.supervise.policy import MAX_FAILED_STARTS
     from overland.cluster.supervise.supervisor import Supervised, supervise
 
     with config.open("rb") as file:
@@ -35,6 +36,7 @@ def supervise(
         num_nodes=nodes,
         tasks_per_node=tasks_per_node,
         hang_seconds=settings["health"]["hang_seconds"],
+        max_failed_starts=settings["health"].get("max_failed_starts", MAX_FAILED_STARTS),
         margin_seconds=settings["checkpoint"]["walltime_margin_minutes"] * 60,
         checkpoint_folder=settings["checkpoint"]["folder"],
         preflight=preflight,

@@ -26,7 +26,7 @@ from overland.cluster.beat import (
     read_signs,
     stacks_signal,
 )
-from overland.cluster.last_words import Kind, kind_of, say
+from overland.cluster.last_words import Kind, kind_of, place_of, say
 from overland.cluster.signals import SIGNALS
 from overland.cluster.wire import Wire
 from overland.cluster.world import World
@@ -52,13 +52,15 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
             yield beat
         except Exception as error:
             if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
-                say(world.rank, kind_of(error), f"{type(error).__name__}: {error}", beat.step)
+                what = f"{type(error).__name__}: {error}"
+                say(world.rank, kind_of(error), what, beat.step, place_of(error))
             raise
         except SystemExit as error:  # of the user's own code: we end otherwise
             cause = error.__context__  # it may have left for what another rank had done
             kind = kind_of(cause) if isinstance(cause, Exception) else Kind.CODE
             why = f", for {type(cause).__name__}: {cause}" if cause else ""
-            say(world.rank, kind, f"it left, by SystemExit({error.code}){why}", beat.step)
+            what = f"it left, by SystemExit({error.code}){why}"
+            say(world.rank, kind, what, beat.step, place_of(cause or error))
             raise
 
 

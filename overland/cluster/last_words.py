@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -33,8 +34,8 @@ class Kind(StrEnum):
     STOPPED = "stopped"
 
     @property
-    def is_final(self) -> bool:
-        """Whether the same would happen again."""
+    def is_of_the_program(self) -> bool:
+        """Whether the same would happen again on any node."""
         return self in (Kind.CONFIG, Kind.DATA, Kind.TRAINING, Kind.CODE)
 
 
@@ -48,9 +49,12 @@ class Said:
     what: str
     time: float
     step: int = 0
+    place: str = ""
+    """Where in the program, if that tells two errors apart."""
 
 
-FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO)
+FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO,
+               errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EROFS)  # fmt: skip
 # By the name of the class, so that nothing heavy is imported to compare with.
 KIND_OF_ERROR = {
     "ConfigError": Kind.CONFIG,
@@ -71,6 +75,10 @@ KIND_OF_ERROR = {
     "TimeoutError": Kind.NETWORK,
     "AcceleratorError": Kind.DEVICE,
 }
+# Python's own words for a mistake in the code. Whatever else is in neither table is unknown, and no
+# chain ends with its first unknown error: the next release of a library may bring one.
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
+            NotImplementedError, RecursionError, SyntaxError, TypeError, ValueError)  # fmt: skip
 # What libraries write, looked for before the class is asked. An assertion on a device is a mistake
 # in the code, such as an index out of range; it comes as an error of the device.
 SIGNATURES = [
@@ -88,6 +96,10 @@ SIGNATURES = [
         r"|Broken pipe|Socket [Tt]imeout|Timed out waiting|libfabric|TCPStore|recvValue|sendBytes",
     ),
 ]
+# Errors of an operating system that a wrong path causes as often as a file system that is away.
+WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError,
+              PermissionError)  # fmt: skip
+COLLECTIVES = re.compile(r"torch/distributed/(distributed_c10d|rendezvous|_functional_collectives)")
 
 
 def kind_of(error: BaseException) -> Kind:
@@ -99,23 +111,45 @@ def kind_of(error: BaseException) -> Kind:
     names = [kind.__name__ for kind in type(error).__mro__]
     ours = next((KIND_OF_ERROR[name] for name in names if name in KIND_OF_ERROR), None)
     for kind, pattern in SIGNATURES:
-        is_clear = ours is Kind.TAKEN or (ours is not None and ours.is_final)
+        is_clear = ours is Kind.TAKEN or (ours is not None and ours.is_of_the_program)
         if re.search(pattern, text) and (kind is Kind.DISK or not is_clear):
             return kind
     if ours is not None:
         return ours
-    return Kind.UNKNOWN if isinstance(error, OSError) else Kind.CODE
+    if isinstance(error, MISTAKES):
+        return Kind.CODE
+    return Kind.NETWORK if COLLECTIVES.search("".join(_frames(error)[-1:])) else Kind.UNKNOWN
 
 
-def say(rank: int, kind: Kind, what: str, step: int = 0) -> None:
+def place_of(error: BaseException) -> str:
+    """The type of an error and the innermost line outside of torch that it came from. Empty for a
+    file system that failed: whatever reads next fails."""
+    if _file_system_failed(error):
+        return ""
+    if isinstance(error, OSError) and not isinstance(error, WRONG_PATH):
+        return ""
+    frames = _frames(error)
+    ours = [frame for frame in frames if "/torch/" not in frame] or frames
+    # An environment may be unpacked anywhere, so that only the end of the path is compared.
+    where = [f" at {'/'.join(frame.split('/')[-3:])}" for frame in ours[-1:]]
+    return "".join([type(error).__name__, *where])
+
+
+def _frames(error: BaseException) -> list[str]:
+    """Files and lines of its traceback, outermost first."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
+
+
+def say(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> None:
     """For whoever reads this rank's output."""
-    print(last_words(rank, kind, what, step), flush=True)
+    print(last_words(rank, kind, what, step, place), flush=True)
 
 
-def last_words(rank: int, kind: Kind, what: str, step: int = 0) -> str:
+def last_words(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> str:
     if kind is Kind.NETWORK:  # libraries add where in their source, and advice that is not ours
         what = re.sub(r"\[/[^\]]*\]\s*", "", what).split(". ")[0]
-    said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step)
+    said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step, place)
     return f"\n{SAYS}{json.dumps(asdict(said))}"
 
 

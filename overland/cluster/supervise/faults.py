@@ -29,6 +29,8 @@ class Fault:
     what: str
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
+    place: str = ""
+    """Where in the program, so that the same error can be told from another one of its kind."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,23 @@ class Findings:
         return min(causes, key=lambda fault: order.index(fault.kind), default=self._unexplained())
 
     def _said_causes(self) -> list[Fault]:
-        """Of each kind, who said so first."""
-        first: dict[Kind, Said] = {}
+        """Of each kind, who said so first. What several nodes say is not the fault of one."""
+        by_kind: dict[Kind, list[Said]] = {}
         for said in sorted(self.said, key=lambda said: said.time):
-            first.setdefault(said.kind, said)
+            by_kind.setdefault(said.kind, []).append(said)
         faults = []
-        for kind, said in first.items():
-            what = f"rank {said.rank} on {said.node}: {said.what}"
+        for kind, all_said in by_kind.items():
+            first = all_said[0]
+            what = f"rank {first.rank} on {first.node}: {first.what}"
+            alike = {said.node for said in all_said if said.place == first.place}
+            nodes = tuple(alike) if len(alike) == 1 else ()
             if kind is Kind.NETWORK:  # whoever notices it first may be the most innocent
                 faults.append(Fault(kind, what))
             elif kind is not Kind.STOPPED:
-                faults.append(Fault(kind, what, (said.rank,), (said.node,)))
+                place = first.place
+                if kind in (Kind.DEVICE, Kind.MEMORY) and nodes:
+                    place = f"rank {first.rank}: {place}"  # of any other, it is another device's
+                faults.append(Fault(kind, what, (first.rank,), nodes, place))
         return faults
 
     def _seen_causes(self) -> list[Fault]:
@@ -136,12 +144,16 @@ class Findings:
             if self._timed_out and "Aborted" in end.how:  # NCCL's watchdog ends whoever waits
                 return [Fault(Kind.HANG, f"a collective timed out; {who}: {end.how}")]
             if re.search(KILLED, end.how):
-                return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, end.nodes)]
-            if re.search(r"exit code 2\b", end.how):  # a sentence, before the ranks met
-                return [Fault(Kind.CONFIG, f"{who}: {self._last_words(end.ranks)}", end.ranks)]
+                # SIGKILL comes from outside of the program, other signals from what it did
+                place = "" if "Killed" in end.how else f"{name_ranks(end.ranks)}: {end.how}"
+                return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, end.nodes, place)]
             if "exit code" in end.how:
+                words = self._last_words(end.ranks)
                 kind = Kind.CODE if self._has_trace(end.ranks) else Kind.UNKNOWN
-                return [Fault(kind, f"{who}: {self._last_words(end.ranks)}", end.ranks, end.nodes)]
+                if re.search(r"exit code 2\b", end.how):  # a sentence, before the ranks met
+                    kind = Kind.CONFIG
+                place = words if kind.is_of_the_program else ""
+                return [Fault(kind, f"{who}: {words}", end.ranks, end.nodes, place)]
         return []
 
     def _lines_of(self, ranks: Sequence[int]) -> list[str]:

@@ -96,21 +96,5 @@ def of_submission(events: list[Event], config: str) -> list[Event]:
     return events[first:]
 
 
-def barren_attempts(events: list[Event]) -> int:
-    """How many attempts in a row, up to now, ended in a fault without a step that was new. What was
-    before someone submitted the run anew does not count."""
-    count = 0
-    for event in reversed(events):
-        if event["event"] == "end" and event.get("how") == "failed":
-            break
-        if event["event"] == "fault":
-            if event.get("new_steps", 0) > 0:
-                break
-            count += not event.get("excluded")
-        if event["event"] == "recovered":
-            break
-    return count
-
-
 def furthest_step(events: list[Event]) -> int:
     return max((int(event.get("step") or 0) for event in events), default=0)

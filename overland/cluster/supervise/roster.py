@@ -14,6 +14,8 @@ class Roster:
         self.out: dict[str, str] = {}
         """Nodes that are not used any more, and why."""
         self._strikes: Counter[str] = Counter()
+        self._suspicions: Counter[str] = Counter()
+        self._chosen: list[str] = []
 
     @property
     def good(self) -> list[str]:
@@ -23,12 +25,16 @@ class Roster:
         """Those to train on, if there are enough. The batch host is the last to be taken: the job
         ends with it anyway, and without it rank 0 may be lost."""
         order = {node: number for number, node in enumerate(self.nodes)}
-        best = sorted(
-            self.good, key=lambda node: (self._strikes[node], node == self.batch_host, order[node])
-        )
+
+        def doubt(node: str) -> tuple[int, int, bool, int]:
+            is_host = node == self.batch_host
+            return self._strikes[node], self._suspicions[node], is_host, order[node]
+
+        best = sorted(self.good, key=doubt)
         if len(best) < self.wanted:
             return None
-        return sorted(best[: self.wanted], key=order.__getitem__)
+        self._chosen = sorted(best[: self.wanted], key=order.__getitem__)
+        return self._chosen
 
     def exclude(self, node: str, reason: str) -> None:
         if node in self.nodes:
@@ -43,3 +49,8 @@ class Roster:
             self.out[node] = reason
             return True
         return False
+
+    def suspect_all(self) -> None:
+        """One of those that were chosen may be at fault, and nobody knows which: the next time
+        spares take the place of as many as they can."""
+        self._suspicions.update(self._chosen)

@@ -4,9 +4,9 @@ a node is lost, starts them again from the last checkpoint.
 1. Preflight: every node of the allocation is tested; bad ones are left out.
 2. As many of the good ones as training needs are chosen; the others are spares.
 3. The ranks are started and watched: by their signs of life, their output, and Slurm.
-4. What ended them is found out. A mistake in code, config or data stops the run and its chain of
-   jobs: it would happen again. Anything else is tried again, without the node that was to blame.
-   Two attempts without a new step stop the run too.
+4. What ended them is found out, and `policy` decides: start them again, with or without the node
+   that was to blame; give the nodes back to get others; or stop the run and its chain of jobs,
+   since the same would happen again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from overland.cluster.signals import SIGNALS
 from overland.cluster.slurm import allocated_nodes, requeue, shun, was_requeued
 from overland.cluster.supervise.attempt import Attempt, srun_on
 from overland.cluster.supervise.faults import HARDWARE, Fault
-from overland.cluster.supervise.logbook import (
-    Logbook,
-    barren_attempts,
-    furthest_step,
-    of_submission,
+from overland.cluster.supervise.logbook import Logbook, furthest_step, of_submission
+from overland.cluster.supervise.policy import (
+    MAX_FAILED_STARTS,
+    Answer,
+    Failure,
+    decide,
+    read_streak,
+    with_failure,
 )
 from overland.cluster.supervise.room import has_room, room_needed
 from overland.cluster.supervise.roster import Roster
@@ -46,8 +49,6 @@ from overland.cluster.supervise.watchdog import Watchdog
 from overland.cluster.supervise.watched import Watched
 from overland.cluster.wire import Switchboard
 
-BARREN_ATTEMPTS = 2
-MAY_BE_THE_NODE = (Kind.DEVICE, Kind.HANG, Kind.KILLED, Kind.MEMORY, Kind.UNKNOWN)
 AWAY_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
@@ -65,18 +66,11 @@ class Supervised:
     num_nodes: int
     tasks_per_node: int
     hang_seconds: float = 60.0
+    max_failed_starts: int = MAX_FAILED_STARTS
     margin_seconds: float = 180.0
     checkpoint_folder: str = "checkpoint"
     preflight: bool = True
     requeue: bool = False
-
-
-@dataclass(frozen=True)
-class Answer:
-    """To a fault."""
-
-    action: Literal["restart", "stop", "next session"]
-    reason: str = ""
 
 
 @dataclass
@@ -98,7 +92,10 @@ class Supervisor:
     """The step of the checkpoint that this attempt began from."""
     faults: list[Fault] = field(default_factory=list)
     """Those that no new step has made good yet."""
-    barren: int = 0
+    streak: list[Failure] = field(default_factory=list)
+    """The chain's failures since its last new step."""
+    session: int = 1
+    """Of the chain."""
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=32))
 
     # The story of a session
@@ -122,6 +119,7 @@ class Supervisor:
                 return self.end("failed" if answer.action == "stop" else "stopped", answer.reason)
             if how.kind is Kind.DISK:
                 self.wait_for_room()
+            self.pause(answer.pause_seconds)
             untested = self.job.preflight and not how.nodes  # whose fault it was, tests may tell
 
     def test_nodes(self) -> None:
@@ -232,17 +230,18 @@ class Supervisor:
     def answer(self, fault: Fault) -> Answer:
         excluded = self.leave_out(fault)
         new = max(self.furthest - self.before, self.newest_checkpoint() - self.begun, 0)
-        if new:
-            self.barren = 0
-        elif not excluded:  # without its cause, it is another try
-            self.barren += 1
-        answer = self.decide(fault, new)
+        failure = Failure(
+            fault.kind, fault.place, fault.nodes, new, bool(excluded), self.session, self.furthest
+        )
+        self.streak = with_failure(self.streak, failure)
+        answer = self.decide(fault)
         tell(f"{fault.kind}: {fault.what}" + ("; starting again" if not answer.reason else ""))
         self.logbook.write(
             "fault",
             attempt=self.number,
             kind=fault.kind,
             what=fault.what,
+            place=fault.place,
             ranks=list(fault.ranks),
             nodes=list(fault.nodes),
             step=self.furthest,
@@ -255,22 +254,17 @@ class Supervisor:
         self.faults.append(fault)
         return answer
 
-    def decide(self, fault: Fault, new_steps: int) -> Answer:
-        if fault.kind.is_final:
-            return Answer("stop", f"{fault.kind}: {fault.what}")
-        if fault.kind is Kind.MEMORY and not self.furthest:
-            return Answer("stop", f"out of memory, and it would be again: {fault.what}")
-        if fault.kind is Kind.TAKEN:
-            return Answer("next session", fault.what)
-        if reason := self.reason_to_end():
+    def decide(self, fault: Fault) -> Answer:
+        """As the policy has it, unless the job is about to end anyway."""
+        answer = decide(self.streak, self.job.max_failed_starts)
+        if answer.action == "restart" and (reason := self.reason_to_end()):
             return Answer("next session", reason)
         if was_requeued(self.env):
             return Answer("next session", "the job went back into the queue")
-        if self.barren >= BARREN_ATTEMPTS:
-            return Answer(
-                "stop", f"{self.barren} attempts without a new step, the last one: {fault.what}"
-            )
-        return Answer("restart")
+        if answer.action == "restart":
+            return answer
+        why = f" ({answer.reason})" if answer.reason else ""
+        return Answer(answer.action, f"{fault.kind}: {fault.what}{why}")
 
     def reason_to_end(self) -> str:
         """Before the last step, without a fault."""
@@ -286,8 +280,10 @@ class Supervisor:
             if fault.kind is Kind.NODE or broken:
                 self.roster.exclude(node, f"{fault.kind}: {fault.what}")
                 excluded.append(node)
-            elif fault.kind in MAY_BE_THE_NODE and self.roster.strike(node, fault.what):
+            elif self.roster.strike(node, fault.what):
                 excluded.append(node)
+        if not fault.nodes:
+            self.roster.suspect_all()
         return excluded
 
     def end(self, how: Literal["finished", "stopped", "failed"], what: str) -> int:
@@ -384,6 +380,15 @@ class Supervisor:
         left = float(end) - time.time() if end.isdecimal() else float("inf")
         return left < self.job.margin_seconds + 30
 
+    def pause(self, seconds: float) -> None:
+        """For what may pass by itself."""
+        until = time.monotonic() + seconds
+        if seconds:
+            tell(f"starting again in {seconds:.0f} s")
+        while time.monotonic() < until and not self.reason_to_end():
+            self.logbook.live(state="restarting", attempt=self.number, step=self.furthest)
+            time.sleep(LOOK_SECONDS)
+
     def wait_for_room(self) -> None:
         """As long as the job lasts."""
         needed = room_needed(self.job.run / self.job.checkpoint_folder)
@@ -419,7 +424,8 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     events = of_submission(logbook.events(), str(job.config))
     supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
     supervisor.furthest = max(furthest_step(events), supervisor.newest_checkpoint())
-    supervisor.barren = barren_attempts(events)
+    supervisor.streak, sessions = read_streak(events)
+    supervisor.session = sessions + 1
     allow_many_files()
     ends = env.get("SLURM_JOB_END_TIME", "")
     logbook.write(

@@ -51,40 +51,53 @@ class Broken(Callback):
 """
 
 
-def submit_broken(slurm: Slurm, folder: Path, act: str, *flags: str) -> SubmittedRun:
+def submit_broken(
+    slurm: Slurm, folder: Path, act: str, *flags: str, tries: int = 8
+) -> SubmittedRun:
     folder.mkdir()
     (folder / "broken.py").write_text(BROKEN.format(act=act))
     return SubmittedRun(
         slurm, folder, 50, 1, "--time", "00:10:00", "--no-preflight", *flags,
-        settings=["job.custom_import=broken", "checkpoint.interval=5"],
+        settings=["job.custom_import=broken", "checkpoint.interval=5",
+                  f"health.max_failed_starts={tries}"],
     )  # fmt: skip
 
 
-def test_a_mistake_in_the_code_is_not_tried_again_and_ends_the_chain(
+def test_a_mistake_in_the_code_is_tried_once_more_and_then_ends_the_chain(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     run = submit_broken(slurm, tmp_path / "run", "raise KeyError('embedding')", "--sessions", "2")
     states = [slurm.wait_for(job) for job in run.jobs]
     assert [state_of(shown) for shown in states] == ["FAILED", "FAILED"]
-    assert len(run.events("attempt")) == 1
-    [fault] = run.events("fault")
-    assert (fault["kind"], fault["action"], fault["ranks"]) == ("code error", "stop", [1])
-    assert "KeyError: 'embedding'" in fault["what"]
+    assert len(run.events("attempt")) == 2
+    for fault, action in zip(run.events("fault"), ["restart", "stop"], strict=True):
+        assert (fault["kind"], fault["action"], fault["ranks"]) == ("code error", action, [1])
+        assert "KeyError: 'embedding'" in fault["what"]
+        assert re.search(r"KeyError at .*/broken\.py:8$", fault["place"])
     assert "Traceback" in run.log(run.jobs[0])
     assert "not started, since this run was stopped: code error" in run.log(run.jobs[1])
+    assert "the same error at the same place twice" in (run.root / "stopped").read_text()
     assert (run.root / "stopped").stat().st_mode & 0o777 == 0o600
 
 
-def test_two_attempts_without_a_new_step_stop_the_run(slurm: Slurm, tmp_path: Path) -> None:
-    run = submit_broken(slurm, tmp_path / "run", "os.kill(os.getpid(), 9)")
-    assert state_of(run.wait()) == "FAILED"
+def test_a_job_that_gets_to_no_new_step_leaves_the_rest_to_the_next(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    """Killed at every seventh step: the first job tries twice in vain, the second one once."""
+    flags = ["--sessions", "2"]
+    run = submit_broken(slurm, tmp_path / "run", "os.kill(os.getpid(), 9)", *flags, tries=2)
+    states = [slurm.wait_for(job) for job in run.jobs]
+    assert [state_of(shown) for shown in states] == ["COMPLETED", "COMPLETED"]
     faults = run.events("fault")
     assert {fault["kind"] for fault in faults} == {"rank killed"}
-    *earlier, last = faults
-    assert [fault["new_steps"] > 0 for fault in faults[-2:]] == [False, False]
-    assert faults[-3]["new_steps"] > 0
-    assert ({fault["action"] for fault in earlier}, last["action"]) == ({"restart"}, "stop")
-    assert re.search(r"2 attempts without a new step", (run.root / "stopped").read_text())
+    given_back = [fault["action"] for fault in faults].index("next session")
+    assert [fault["new_steps"] > 0 for fault in faults[given_back - 1 :]] == [False] * 3
+    assert len(faults) == given_back + 2
+    ends = run.events("end")
+    assert [end["how"] for end in ends] == ["stopped", "stopped"]
+    assert "2 attempts without a new step; the next job continues" in ends[0]["what"]
+    assert "1 attempt without a new step" in ends[1]["what"]
+    assert not (run.root / "stopped").exists()
 
 
 def test_a_folder_takes_the_jobs_of_one_name(slurm: Slurm, tmp_path: Path) -> None:

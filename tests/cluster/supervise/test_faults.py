@@ -109,7 +109,7 @@ def test_of_equal_causes_the_first_counts() -> None:
         said(4, Kind.CODE, "KeyError: later", 2.0), said(2, Kind.CODE, "KeyError: first", 1.0)
     ).fault()
     assert fault.ranks == (2,)
-    assert fault.kind.is_final
+    assert fault.kind.is_of_the_program
 
 
 @pytest.mark.parametrize("how", ["Killed", "Exited with exit code 137", "Segmentation fault",

@@ -10,7 +10,7 @@ from overland.cluster.last_words import Kind
 from overland.cluster.supervise.faults import Fault
 from overland.cluster.supervise.logbook import Logbook
 from overland.cluster.supervise.roster import Roster
-from overland.cluster.supervise.supervisor import BARREN_ATTEMPTS, Supervised, Supervisor
+from overland.cluster.supervise.supervisor import Supervised, Supervisor
 
 
 @pytest.mark.parametrize(("restarts", "action"), [(0, "stop"), (1, "next session")])
@@ -24,6 +24,6 @@ def test_it_does_not_stop_the_chain_of_what_runs_again(
     job = Supervised(tmp_path, tmp_path / "1.toml", 100, ["srun"], num_nodes=1, tasks_per_node=1)
     roster = Roster(["n1", "n2"], wanted=1, batch_host="n1")
     supervisor = Supervisor(job, {"SLURM_JOB_ID": "7"}, roster, Logbook(tmp_path, "7"))
-    supervisor.barren = BARREN_ATTEMPTS
-    fault = Fault(Kind.UNKNOWN, "srun: error: Unable to create step")
-    assert supervisor.decide(fault, new_steps=0).action == action
+    fault = Fault(Kind.CODE, "KeyError: 'x'", place="KeyError at model.py:3")
+    supervisor.answer(fault)
+    assert supervisor.answer(fault).action == action

@@ -7,7 +7,6 @@ from pathlib import Path
 from overland.cluster.supervise.logbook import (
     Event,
     Logbook,
-    barren_attempts,
     furthest_step,
     of_submission,
     read_events,
@@ -38,21 +37,17 @@ def test_a_node_that_may_be_innocent_is_not_given_up_without_another() -> None:
     assert roster.choose() == ["n1", "n2"]
 
 
+def test_after_a_fault_of_nobody_in_particular_spares_take_the_place_of_others() -> None:
+    roster = Roster(["n1", "n2", "n3", "n4", "n5"], wanted=3, batch_host="n1")
+    assert roster.choose() == ["n2", "n3", "n4"]
+    roster.suspect_all()
+    assert roster.choose() == ["n1", "n2", "n5"]
+    roster.suspect_all()
+    assert roster.choose() == ["n3", "n4", "n5"]
+
+
 def fault(new_steps: int, step: int = 0) -> Event:
     return {"event": "fault", "new_steps": new_steps, "step": step}
-
-
-def test_attempts_without_a_new_step_are_counted_across_sessions() -> None:
-    session: Event = {"event": "session"}
-    stopped: Event = {"event": "end", "how": "stopped"}
-    assert barren_attempts([fault(3), fault(0), stopped, session, fault(0)]) == 2
-    assert barren_attempts([fault(0), fault(0), {"event": "end", "how": "failed"}, session]) == 0
-    assert barren_attempts([fault(0), {"event": "recovered"}, fault(0)]) == 1
-    assert barren_attempts([]) == 0
-
-
-def test_a_fault_whose_cause_was_left_out_does_not_count() -> None:
-    assert barren_attempts([fault(0), {**fault(0), "excluded": ["n3"]}]) == 1
 
 
 def test_only_the_last_submission_counts() -> None:

@@ -1,0 +1,127 @@
+"""What to do after an attempt that failed, decided from the attempts since the last new step alone.
+
+- The same error at the same place twice ends the chain: it would happen again. Where one and the
+  same node may be the reason, the job gives its nodes back first, and the next job shows.
+- Everything else may pass: the network, a node's memory, a file system. It is tried again, on
+  other nodes where there are spares, after a pause that doubles each time.
+- A job that cannot get to a new step gives its nodes back, and the next job of the chain continues
+  on others. Each such job halves the tries of the next, so that what never passes stays cheap.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from overland.cluster.last_words import Kind
+
+MAX_FAILED_STARTS = 8
+"""Of ten starts on 640 nodes of Frontier, five to six failed: with eight tries 1 job in 100 gives
+up, and with two 1 in 3 did (docs/evidence/restarts.md)."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 15.0, 600.0
+MAY_PASS = (Kind.NETWORK, Kind.HANG, Kind.UNKNOWN, Kind.DISK)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An attempt that failed."""
+
+    kind: Kind
+    place: str = ""
+    """Where in the program; empty where that says nothing, as for a broken connection."""
+    nodes: tuple[str, ...] = ()
+    """Those to blame, as far as is known."""
+    new_steps: int = 0
+    replaced: bool = False
+    """Whether the node to blame was left out, so that the next attempt is another one."""
+    session: int = 0
+    step: int = 0
+
+    @property
+    def is_barren(self) -> bool:
+        return not self.new_steps and not self.replaced
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To a failure."""
+
+    action: Literal["restart", "stop", "next session"]
+    reason: str = ""
+    pause_seconds: float = 0.0
+
+
+def decide(streak: Sequence[Failure], max_failed_starts: int = MAX_FAILED_STARTS) -> Answer:
+    """The answer to the last of these failures, which are those since the last new step."""
+    last = streak[-1]
+    if last.kind is Kind.TAKEN:
+        return Answer("next session")
+    same = [past for past in streak[:-1] if _is_same(past, last)]
+    if any(_rules_out_the_node(past, last) for past in same):
+        return Answer("stop", "the same error at the same place twice")
+    if same and not last.replaced:
+        return Answer(
+            "next session", f"the same error twice on {', '.join(last.nodes)}, without a spare"
+        )
+    tries = _tries(streak, max_failed_starts)
+    failed = sum(past.is_barren for past in streak if past.session == last.session)
+    if failed >= tries:
+        attempts = "1 attempt" if failed == 1 else f"{failed} attempts"
+        return Answer("next session", f"{attempts} without a new step; the next job continues")
+    return Answer("restart", pause_seconds=_pause(last, failed))
+
+
+def with_failure(streak: Sequence[Failure], failure: Failure) -> list[Failure]:
+    """The failures since the last new step, with this one: it may have done new steps itself."""
+    is_over = failure.new_steps > 0 or any(failure.step > past.step for past in streak)
+    return [*([] if is_over else streak), failure]
+
+
+def read_streak(events: Iterable[dict[str, Any]]) -> tuple[list[Failure], int]:
+    """From a chain's logbook: its failures since the last new step, and its number of sessions."""
+    streak: list[Failure] = []
+    sessions = 0
+    for event in events:
+        sessions += event["event"] == "session"
+        step = int(event.get("step") or 0)
+        if event["event"] == "fault":
+            failure = Failure(
+                Kind(event["kind"]) if event.get("kind") in set(Kind) else Kind.UNKNOWN,
+                str(event.get("place") or ""),
+                tuple(event.get("nodes") or ()),
+                int(event.get("new_steps") or 0),
+                bool(event.get("excluded")),
+                sessions,
+                step,
+            )
+            streak = with_failure(streak, failure)
+        elif any(step > past.step for past in streak) or event.get("how") == "failed":
+            streak = []
+    return streak, sessions
+
+
+def _is_same(past: Failure, last: Failure) -> bool:
+    return bool(last.place) and (past.kind, past.place) == (last.kind, last.place)
+
+
+def _rules_out_the_node(past: Failure, last: Failure) -> bool:
+    """Whether it is the program that failed twice: on other nodes, or on several at once."""
+    return last.kind.is_of_the_program or not last.nodes or past.nodes != last.nodes
+
+
+def _tries(streak: Sequence[Failure], max_failed_starts: int) -> int:
+    """Of the session that runs: half of the tries of the one before, if that has used them up."""
+    failed = Counter(past.session for past in streak if past.is_barren)
+    tries = max_failed_starts
+    for session in sorted(failed):
+        if session != streak[-1].session and failed[session] >= tries:
+            tries = max(1, tries // 2)
+    return tries
+
+
+def _pause(last: Failure, failed: int) -> float:
+    if not last.is_barren or last.kind not in MAY_PASS:
+        return 0.0
+    return float(min(PAUSE_SECONDS * 2 ** (failed - 1), LONGEST_PAUSE_SECONDS))
