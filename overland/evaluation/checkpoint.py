@@ -10,13 +10,15 @@ from torch import nn
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.format import COMMITTED
-from overland.checkpoint.read import load
+from overland.checkpoint.read import fill
+from overland.checkpoint.read import open_checkpoint as open_saved
 from overland.checks.model import check_custom_import
 from overland.cluster.devices import device_type
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.tokenizer import Tokenizer
+from overland.models.buffers import cast, persistent_buffers
 from overland.models.registry import build_model, model_config
 
 
@@ -33,9 +35,13 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
         raise CheckpointError(f"{run} holds no checkpoint yet")
     tokenizer = Tokenizer(run / "tokenizer")
     model = build_model(model_config(config.model))
-    load(step, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    with open_saved(step) as saved:
+        buffers = {f"model.{name}": b for name, b in persistent_buffers(model).items()}
+        state |= {name: b for name, b in buffers.items() if name in saved.tensors}
+        fill(saved, state)
     dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
-    return model.to(device_type(), dtype).eval(), tokenizer, config
+    return cast(model, dtype).to(device_type()).eval(), tokenizer, config
 
 
 def find_run(path: Path) -> tuple[Path, Path | None]:

@@ -140,7 +140,11 @@ class DecoderConfig:
         """From the contents of a config.json, its path, or the folder that holds it."""
         from overland.models import hf_config
 
-        return hf_config.read_config(source)
+        config = hf_config.read_config(source)
+        if cls is DecoderConfig:
+            return config
+        # A user's subclass is built by its own function, so it must stay what it is.
+        return cls(**{item.name: getattr(config, item.name) for item in fields(DecoderConfig)})
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json of this model, in a form that transformers 4 and 5 both read."""

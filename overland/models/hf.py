@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
+from overland.models.buffers import persistent_buffers
 from overland.models.errors import ModelError
 from overland.models.init import LocalPart, plain_name, whole
 from overland.models.parameters import EMBEDDING, HEAD
@@ -37,7 +38,9 @@ def load_hf(
     file_of = _files_by_tensor(folder)
     config: Any = model.config
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    wanted = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {plain_name(name): tensor for name, tensor in model.named_parameters()}
+    buffers = {n: b for n, b in persistent_buffers(model).items() if n in file_of}
+    wanted: dict[str, Tensor] = {**parameters, **buffers}
     source = {name: _source(name, file_of, tied) for name in wanted}
 
     missing = [name for name in wanted if source[name] not in file_of]
@@ -86,9 +89,7 @@ def _source(name: str, file_of: dict[str, str], tied: bool) -> str:
     return name
 
 
-def _read(
-    tensors: Any, source: str, parameter: nn.Parameter, local_part: LocalPart, file: Path
-) -> None:
+def _read(tensors: Any, source: str, parameter: Tensor, local_part: LocalPart, file: Path) -> None:
     target, offsets, full_shape = local_part(parameter)
     try:
         stored = tensors.get_slice(source)
@@ -103,7 +104,9 @@ def _read(
         return
     if target.is_meta:
         raise ModelError(f"{source} is on the meta device; call to_empty() before loading")
-    # safetensors cannot slice a scalar, and no model here has one.
+    if not shape:  # safetensors cannot slice a scalar
+        target.copy_(tensors.get_tensor(source))
+        return
     ends = (offset + size for offset, size in zip(offsets, target.shape, strict=True))
     target.copy_(stored[tuple(slice(a, b) for a, b in zip(offsets, ends, strict=True))])
 

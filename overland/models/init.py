@@ -26,7 +26,7 @@ from overland.models.parameters import EMBEDDING, HEAD
 # A parameter's part that lives here: the tensor to fill, where it starts in each dim of the full
 # parameter, and the full shape.
 Part = tuple[Tensor, Sequence[int], Sequence[int]]
-LocalPart = Callable[[nn.Parameter], Part]
+LocalPart = Callable[[Tensor], Part]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Constant:
 Rule = Normal | Constant
 
 
-def whole(parameter: nn.Parameter) -> Part:
+def whole(parameter: Tensor) -> Part:
     """The local part of a parameter that is not sharded."""
     return parameter.data, (0,) * parameter.dim(), tuple(parameter.shape)
 

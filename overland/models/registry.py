@@ -19,8 +19,8 @@ A config class is a dataclass. Optional methods make it more capable: `from_hf(p
 `config_path` works), `override(dict)`, `to_hf()` and `parameter_shapes()` (then Hugging Face
 folders can be read and written). The module is called as `Decoder` is: `module(tokens_BS,
 positions_BS=, documents_BS=, labels_BS=)` returns logits, or with labels the summed loss;
-`module.init_rule(name)` says how each parameter starts (see `init.py`). Nothing here imports torch
-before `build_model`.
+`module.init_rule(name)` says how each parameter starts (see `init.py`), and `init_buffers()` of a
+module with buffers fills them (see `buffers.py`). Nothing here imports torch before `build_model`.
 """
 
 from __future__ import annotations

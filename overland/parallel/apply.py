@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from overland.config.degrees import Degrees
 from overland.config.schema import JobConfig
+from overland.models.buffers import cast, require_starts
+from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder
+from overland.models.errors import ModelError
 from overland.models.float8 import narrow_products
 from overland.models.registry import build_model
 from overland.parallel.compile import compile_blocks
@@ -39,7 +43,8 @@ def parallelize_decoder(model: Decoder, mesh: Mesh, config: JobConfig) -> None:
     narrow_products(layers, config.training.float8)
     split_tensors(model, mesh.parameters["tp"], config.parallelism.enable_async_tensor_parallel)
     split_context(model, mesh.axis("cp"))
-    recompute(layers, config.activation_checkpoint)
+    # No block of ours draws random numbers; a user's may have dropout.
+    recompute(layers, config.activation_checkpoint, random=not is_built_in(model))
     compile_blocks(model, config.compile)
     shard(model, list(layers.values()), mesh, config.training)
 
@@ -47,28 +52,60 @@ def parallelize_decoder(model: Decoder, mesh: Mesh, config: JobConfig) -> None:
 def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
     """This rank's part of the model (with some schedules, two stages), on the meta device."""
     with torch.device("meta"):
-        model = build_model(architecture, config.model.attention)
-        model.to(getattr(torch, config.training.dtype))
-        freeze(model, config.model.freeze)
-        if not isinstance(model, Decoder):  # a user's model: one piece, sharded as a whole
-            shard(model, [], mesh, config.training)
-            return [model]
-        parts = [model] if mesh.degrees.pp == 1 else build_stages(architecture, mesh, config)
+        if mesh.degrees.pp > 1:
+            parts: list[nn.Module] = [*build_stages(architecture, mesh, config)]
+        else:
+            parts = [build_undivided(architecture, config)]
     for part in parts:
-        parallelize_decoder(part, mesh, config)
-    return list(parts)
+        if isinstance(part, Decoder):
+            parallelize_decoder(part, mesh, config)
+        else:  # a user's model: one piece, sharded as a whole
+            require_decoder(part, mesh.degrees)
+            shard(part, [], mesh, config.training)
+    return parts
+
+
+def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
+    """The model as its `build` function makes it, in the parameters' type. Every part of every
+    layout begins as this."""
+    model = build_model(architecture, config.model.attention)
+    if not callable(getattr(model, "init_rule", None)):
+        raise ModelError(
+            f"{type(model).__name__} has no method init_rule(name), which says how each parameter "
+            "starts (docs/extending.md)"
+        )
+    require_starts(model)
+    cast(model, getattr(torch, config.training.dtype))
+    freeze(model, config.model.freeze)
+    return model
+
+
+def require_decoder(model: nn.Module, degrees: Degrees) -> None:
+    """Only of a Decoder is it known what can be cut where."""
+    for axis in ("pp", "tp", "cp"):
+        if getattr(degrees, axis) > 1 and not isinstance(model, Decoder):
+            raise ModelError(
+                f"{type(model).__name__} is not a Decoder, so {axis} = {getattr(degrees, axis)} "
+                "cannot split it; it can be sharded and replicated"
+            )
 
 
 def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
     """One NVIDIA GPU, and a model that never waits for it. Those with windows, and flex attention,
-    make their masks in every pass and have not been tried; blocks that are not compiled are there
-    to be looked into."""
+    make their masks in every pass and have not been tried; a user's model may do anything in a
+    pass; blocks that are not compiled are there to be looked into."""
     if not (config.compile.enable and config.compile.cuda_graphs):
         return False
     if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config.training):
         return False
     plain = isinstance(model, Decoder) and model.config.sliding_window is None
-    return plain and config.model.attention != "flex"
+    return plain and is_built_in(model) and config.model.attention != "flex"
+
+
+def is_built_in(model: nn.Module) -> bool:
+    """Whether nobody has changed what the blocks do: a user's `build` has a config class of its
+    own."""
+    return type(getattr(model, "config", None)) is DecoderConfig
 
 
 def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[Decoder]:
@@ -78,9 +115,9 @@ def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[Decod
     shares = deal_layers(architecture, num_stages)
     stages = []
     for number in numbers:
-        stage = Decoder(architecture, config.model.attention)
-        stage.to(getattr(torch, config.training.dtype))
-        freeze(stage, config.model.freeze)
+        stage = build_undivided(architecture, config)
+        require_decoder(stage, mesh.degrees)
+        assert isinstance(stage, Decoder)
         keep_stage(stage, shares[number], first=number == 0, last=number == num_stages - 1)
         stages.append(stage)
     return stages

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overland.data.batch import Batch
 from overland.models.decoder import Decoder
+from overland.models.errors import ModelError
 from overland.models.mask import Mask, Masks, build_mask, compute_dtype
 from overland.parallel.comm import gather_with_gradient
 from overland.parallel.mesh import Mesh
@@ -29,9 +30,15 @@ def split_context(model: Decoder, cp: DeviceMesh) -> None:
     if cp.size() == 1:
         return
     model.model.masks = ContextMasks(model.model.masks, cp)
-    for layer in model.model.layers.values():
-        attention = layer.get_submodule("self_attn")
-        attention.core = ContextAttention(attention.get_submodule("core"), cp)
+    for number, layer in model.model.layers.items():
+        attention = getattr(layer, "self_attn", None)
+        core = getattr(attention, "core", None)
+        if attention is None or not isinstance(core, nn.Module):
+            raise ModelError(
+                f"block {number} has no module self_attn.core, which context parallelism gives the "
+                "keys and values of the whole row; train this model without it"
+            )
+        attention.core = ContextAttention(core, cp)
     # The dynamic rotary kind stretches with the length of the whole row.
     model.model.rotary.register_forward_pre_hook(
         lambda module, args: (args[0], args[1] * cp.size(), args[2])

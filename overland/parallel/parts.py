@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from overland.models.buffers import persistent_buffers
 from overland.models.init import plain_name
 
 
@@ -32,6 +33,12 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of this rank's parts by their name in the undivided model."""
     return {name: found[0] for name, found in _by_name(parts).items()}
+
+
+def named_buffers(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The buffers of this rank's parts that belong to the model's state, by their name in the
+    undivided model. Every rank that has such a module holds them whole."""
+    return {name: buffer for part in parts for name, buffer in persistent_buffers(part).items()}
 
 
 def parameter_names(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:

@@ -30,8 +30,12 @@ from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
 from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder
+from overland.models.errors import ModelError
 from overland.parallel.mesh import Mesh
 from overland.parallel.parts import shard_of
+
+# What a stage can own. Anything else would be trained by every stage, each in its own way.
+STAGED = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
 
 def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
@@ -63,6 +67,12 @@ def layer_and_head_cost(config: DecoderConfig) -> tuple[float, float]:
 
 def keep_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> None:
     """Takes out of a decoder what other stages have."""
+    for name, _ in model.named_parameters():
+        if not name.startswith(STAGED):
+            raise ModelError(
+                f"{name} is outside of the blocks, the embedding, the last norm and the head, so "
+                "no stage of a pipeline would own it; put it into a block, or set pp to 1"
+            )
     for name in list(model.model.layers):
         if int(name) not in layers:
             del model.model.layers[name]

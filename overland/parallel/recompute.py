@@ -31,8 +31,9 @@ KEPT_OPS = {
 }
 
 
-def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint) -> None:
-    """Changes the forward of the blocks that are recomputed; names and hooks stay as they are."""
+def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint, random: bool) -> None:
+    """Changes the forward of the blocks that are recomputed; names and hooks stay as they are.
+    `random`: blocks may draw random numbers, and the same ones when they are recomputed."""
     assert settings.mode != "auto"  # it was settled by now
     by_compiler = settings.mode == "memory_budget"
     # The compiler weighs what each value costs to keep and to compute again; 1 keeps all.
@@ -50,7 +51,7 @@ def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint) -> None:
                 checkpoint,
                 block.forward,
                 use_reentrant=False,
-                preserve_rng_state=False,  # nothing in a block draws random numbers
+                preserve_rng_state=random,
                 **options,
             )
 

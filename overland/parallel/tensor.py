@@ -12,6 +12,7 @@ Query and key norms work on a rank's own heads; their weight is shared, its grad
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from overland.models.decoder import Decoder, Head
+from overland.models.errors import ModelError
 from overland.models.float8 import Float8Linear, linear8
 from overland.models.loss import CHUNK_TOKENS, IGNORED
 from overland.parallel.comm import gather, sum_and_scatter
 
+SPLIT_OUTSIDE_BLOCKS = ("model.embed_tokens", "model.norm", "lm_head")
 ROWS = Shard(1)  # of x_BSD: each rank holds some rows of the sequence
 
 
@@ -42,6 +45,8 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool = False) -> None
     """Splits every matrix of a decoder, or of one pipeline stage of it."""
     if tp.size() == 1:
         return
+    plan = block_plan(model.config.qk_norm)
+    require_plan(model, plan)
     if overlap:
         overlap_communication(tp)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -53,7 +58,7 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool = False) -> None
         # the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
         embedding.register_forward_hook(lambda module, args, out: out.clone())
     for layer in model.model.layers.values():
-        parallelize_module(layer, tp, block_plan(model.config.qk_norm))
+        parallelize_module(layer, tp, plan)
         for module in layer.modules():
             if isinstance(module, Float8Linear):
                 module.__class__ = SplitFloat8Linear
@@ -64,6 +69,20 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool = False) -> None
         split_head(head, embedding.weight if tied and embedding is not None else None, tp)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # torch's styles make norms trainable again
+
+
+def require_plan(model: Decoder, plan: dict[str, Any]) -> None:
+    """Every parameter has a place in the plan. Torch only warns of one that has none, and would
+    compute something else with it."""
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        in_block = re.fullmatch(r"model\.layers\.\d+\.(.+)", owner)
+        if (in_block and in_block[1] in plan) or owner in SPLIT_OUTSIDE_BLOCKS:
+            continue
+        raise ModelError(
+            f"tensor parallelism does not know how to split {name}; it splits the projections of "
+            "a Decoder's attention and MLP by their names, so train this model without it"
+        )
 
 
 def overlap_communication(tp: DeviceMesh) -> None:

@@ -13,7 +13,7 @@ from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, uncommitted
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
-from overland.parallel.parts import local_part, named_parameters, tied_copies
+from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
 from overland.training.state import check_finite, restore
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def load_weights(run: Run, path: Path) -> None:
     missing = [name for name in parameters if name not in weights]
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")
+    buffers = {n: b for n, b in named_buffers(run.model.parts).items() if n in weights}
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in {**parameters, **buffers}.items():
             shard, offset, shape = local_part(parameter)
             if weights[name].shape != shape:
                 raise CheckpointError(

@@ -22,6 +22,7 @@ from overland.config.write import write_config
 from overland.data.corpus import Corpus
 from overland.data.errors import DataError
 from overland.data.prepare import Dataset, Place, training_data, validation_data
+from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
 from overland.models.registry import model_config
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
@@ -186,9 +187,10 @@ def once_for_all(make: Callable[[], T]) -> T:
 
 
 def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
-    """Memory and fresh weights for parts that were built on the meta device."""
+    """Memory, fresh weights and buffers for parts that were built on the meta device."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        init_buffers(part, device)
         init_weights(part, config.debug.seed, local_part)
 
 

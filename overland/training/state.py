@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import overland
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.finite import Largest, in_words
-from overland.checkpoint.plan import Packed, State, local_tensor
+from overland.checkpoint.plan import Packed, State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_checkpoint
 from overland.data.plan import differences
 from overland.kernels.split import join
-from overland.parallel.parts import named_parameters, tied_copies
+from overland.parallel.parts import named_buffers, named_parameters, tied_copies
 from overland.training.random_state import random_state, set_random_state
 from overland.training.schedule import learning_rate
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
-    """Weights, moments, counters."""
+    """Weights, persistent buffers, moments, counters."""
     parameters = named_parameters(run.model.parts)
     state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    state |= {f"model.{name}": buffer for name, buffer in named_buffers(run.model.parts).items()}
     if skip_optimizer:
         return state
     state |= {"optimizer.num_updates": run.optimizer.num_updates, **run.scaler.state_dict()}
@@ -99,7 +100,7 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     """Goes on where the checkpoint was saved; returns what the user should know."""
     with open_checkpoint(path) as checkpoint:
         with run.optimizer.masters.whole():
-            load_tensors(run, checkpoint, skip_optimizer)
+            notes = load_tensors(run, checkpoint, skip_optimizer)
             check_finite(run, path, skip_optimizer)
         facts = checkpoint.run
         run.progress.restore(facts["progress"])
@@ -107,23 +108,33 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
         if run.guard is not None:
             run.guard.restore(facts.get("spike_guard") or [])
         _restore_random(run, checkpoint)
-        return [*_find_place_in_data(run, facts), *changes(run, facts)]
+        return [*notes, *_find_place_in_data(run, facts), *changes(run, facts)]
 
 
-def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None:
-    """Reads weights, and unless told otherwise the optimizer's state."""
+def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list[str]:
+    """Reads weights, and unless told otherwise the optimizer's state; returns what the user should
+    know."""
     run.store.wait_on_device()  # what is being copied must not change yet
     state = run_tensors(run, skip_optimizer)
     if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # a new one starts anew
         state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
-    if checkpoint.index.kind == "local":
+    rank = run.world.rank
+    local = checkpoint.index.kind == "local"
+    missing = [
+        f"model.{name}"
+        for name in named_buffers(run.model.parts)
+        if (local_name(f"model.{name}", rank) if local else f"model.{name}")
+        not in checkpoint.tensors
+    ]
+    state = {name: value for name, value in state.items() if name not in missing}
+    if local:
         same_size = checkpoint.index.world_size == run.world.size
         if same_size and checkpoint.run.get("layout") != asdict(run.mesh.degrees):
             raise CheckpointError(
                 f"{checkpoint.path} was saved with checkpoint.type = local in another layout: only "
                 f"the same ranks in the same layout can read it"
             )
-        fill_local(checkpoint, state, run.world.rank, run.world.size)
+        fill_local(checkpoint, state, rank, run.world.size)
     else:
         fill(checkpoint, state)
     for parameter, copy in tied_copies(run.model.parts):
@@ -132,6 +143,10 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> None
             copy.copy_(parameter)
             theirs.exp_avg.copy_(ours.exp_avg)
             theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
+    if not missing:
+        return []
+    more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
+    return [f"the checkpoint does not hold {missing[0]}{more}, which start again as they are built"]
 
 
 def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:

@@ -49,3 +49,8 @@ def test_overrides_keep_a_subclass_and_its_own_fields() -> None:
     config = resolve_config("louder", "base", overrides={"hidden_size": 64})
     assert type(config) is Louder
     assert (config.hidden_size, config.volume) == (64, 11)
+
+
+def test_a_subclass_read_from_a_config_file_is_built_by_its_own_function() -> None:
+    base = resolve_config("louder", "base")
+    assert type(Louder.from_hf(base.to_hf())) is Louder

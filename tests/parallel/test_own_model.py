@@ -1,0 +1,198 @@
+"""A user's own model computes the same in every layout, buffers included, and is refused by name
+where a layout cannot split it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from overland.checkpoint.read import open_checkpoint
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.schema import JobConfig
+from overland.models import DecoderConfig, register_model, registry
+from overland.models.decoder import MLP, Decoder
+from overland.models.errors import ModelError
+from overland.models.init import Normal
+from overland.proofs.layout import difference
+from overland.proofs.layouts import WAYS, parse
+from tests.jobs import losses_and_norms, run_job, tiny_job
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+@dataclass(frozen=True)
+class OwnConfig(DecoderConfig):
+    counts: bool = False  # a model whose state changes in every forward pass
+    kind: str = "good"
+
+
+class OwnMLP(MLP):
+    """ReGLU, times a number that is computed from another buffer, and maybe from a counter."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.counts = config.counts
+        self.register_buffer("turn", torch.empty(2, dtype=torch.complex64), persistent=False)
+        self.register_buffer("level", torch.empty(1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def init_buffers(self) -> None:
+        self.turn = torch.polar(torch.full((2,), 0.5), torch.arange(2.0))  # assigned
+        self.level.fill_(0.75)  # or filled
+        self.calls.zero_()
+
+    def forward(self, x_BSD):
+        level = self.level + self.turn.imag.sum()
+        if self.counts:
+            self.calls += 1
+            level = level + 0.01 * self.calls
+        inner = F.relu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD)
+        return self.down_proj(inner * level.to(inner.dtype))
+
+
+class OtherMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(32, 32)
+
+    def forward(self, x_BSD):
+        return self.only(x_BSD)
+
+
+class NotADecoder(nn.Module):
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def init_rule(self, name: str) -> Normal:
+        return Normal(0.1, name)
+
+
+def build(config: OwnConfig, attention: str) -> nn.Module:
+    if config.kind == "not a decoder":
+        return NotADecoder(config)
+    model = Decoder(config, attention)
+    for layer in model.model.layers.values():
+        layer.mlp = OtherMLP() if config.kind == "other names" else OwnMLP(config)
+    if config.kind == "parameter outside":
+        model.extra = nn.Linear(2, 2)
+    if config.kind == "no start":
+        model.model.layers["3"].self_attn.register_buffer("table", torch.zeros(3))
+    return model
+
+
+def register() -> None:
+    if "own" not in registry._MODELS:
+        flavors = {"own": OwnConfig(**SIZES), "counting": OwnConfig(**SIZES, counts=True)}
+        kinds = ("not a decoder", "other names", "parameter outside", "no start")
+        flavors |= {kind: OwnConfig(**SIZES, kind=kind) for kind in kinds}
+        register_model("own", flavors=flavors, config_class=OwnConfig, build=build)
+
+
+def job(folder: Path, name: str = "shard1", flavor: str = "own", **sections: Any) -> JobConfig:
+    layout = parse(name)
+    ways = [WAYS[way]["parallelism"] for way in layout.ways]
+    parallelism = {**layout.parallelism, **{k: v for way in ways for k, v in way.items()}}
+    sections.setdefault("training", {})
+    sections["training"] = {
+        "steps": 3,
+        "local_batch_size": 8 // layout.degrees.get("shard", 1),
+        **sections["training"],
+    }
+    model = {"name": "own", "flavor": flavor, "overrides": {}}
+    return tiny_job(folder, model=model, parallelism=parallelism, **sections)
+
+
+def curve(world: World, config: JobConfig) -> list[tuple[float, float]]:
+    register()
+    return losses_and_norms(world, config)
+
+
+def test_a_registered_model_is_the_same_in_every_layout(ranks: RankPool, tmp_path: Path) -> None:
+    (alone,) = ranks.run(1, curve, job(tmp_path))
+    plain = tiny_job(tmp_path, model={"name": "llama3", "overrides": SIZES}, training={"steps": 3})
+    assert abs(ranks.run(1, curve, plain)[0][0][0] - alone[0][0]) > 1e-4  # not a plain Llama
+    for name in ("pp2", "pp2:ZBVZeroBubble", "pp2xtp2", "cp2", "shard2"):
+        layout = parse(name)
+        for found in ranks.run(layout.num_ranks, curve, job(tmp_path, name)):
+            assert max(difference(found, alone, 0), difference(found, alone, 1)) < 1e-9, name
+
+
+@pytest.mark.parametrize("name", ["shard1", "pp2xtp2"])
+def test_persistent_buffers_are_saved_and_resumed(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    def counting(folder: str, steps: int) -> JobConfig:
+        saves = {"enable": True, "interval": 2}
+        return job(
+            tmp_path / folder, name, "counting", checkpoint=saves, training={"steps": steps},
+            lr_scheduler={"total_steps": 4},
+        )  # fmt: skip
+
+    size = parse(name).num_ranks
+    unbroken = ranks.run(size, curve, counting("a", 4))
+    first = ranks.run(size, curve, counting("b", 2))
+    second = ranks.run(size, curve, counting("b", 4))
+    assert [one + two for one, two in zip(first, second, strict=True)] == unbroken
+    with open_checkpoint(tmp_path / "b" / "checkpoint" / "step_4") as saved:
+        buffers = {name for name in saved.tensors if name.endswith((".level", ".calls", ".turn"))}
+        layers = [f"model.model.layers.{n}.mlp." for n in range(4)]
+        assert buffers == {f"{layer}{b}" for layer in layers for b in ("level", "calls")}
+        assert saved.read("model.model.layers.3.mlp.calls") >= 4
+
+
+def forget_buffers(world: World, config: JobConfig) -> None:
+    """A run whose checkpoints hold no buffers, as they did once."""
+    import overland.training.state as state
+
+    register()
+    found, state.named_buffers = state.named_buffers, lambda parts: {}
+    try:
+        run_job(world, config)
+    finally:
+        state.named_buffers = found
+
+
+def test_a_checkpoint_without_buffers_still_loads(ranks: RankPool, tmp_path: Path) -> None:
+    saves = {"enable": True, "interval": 2}
+    ranks.run(1, forget_buffers, job(tmp_path, checkpoint=saves, training={"steps": 2}))
+    (found,) = ranks.run(1, curve, job(tmp_path, checkpoint=saves, training={"steps": 3}))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("flavor", "layout", "says"),
+    [
+        ("not a decoder", "pp2", "NotADecoder is not a Decoder, so pp = 2 cannot split it"),
+        ("not a decoder", "tp2", "NotADecoder is not a Decoder, so tp = 2 cannot split it"),
+        ("not a decoder", "cp2", "NotADecoder is not a Decoder, so cp = 2 cannot split it"),
+        ("other names", "tp2", r"does not know how to split model\.layers\.0\.mlp\.only\.weight"),
+        ("parameter outside", "pp2", r"extra\.weight is outside of the blocks"),
+        ("parameter outside", "tp2", r"does not know how to split extra\.weight"),
+        ("no start", "shard2", r"model\.layers\.3\.self_attn\.table starts"),
+    ],
+)
+def test_what_a_layout_cannot_do_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flavor: str, layout: str, says: str
+) -> None:
+    from overland.checks.fake_step import fake_steps
+
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))  # gone after the test
+    register()
+    with pytest.raises(ModelError, match=says):
+        fake_steps(job(tmp_path, layout, flavor), 2)
