@@ -30,6 +30,11 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (combinations.check_moments, ("optimizer.bf16_moments", "training.dtype")),
     (combinations.check_recompute, ("activation_checkpoint",)),
     (combinations.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
+    (combinations.check_profiling, ("profiling",)),
+    (
+        combinations.check_attention,
+        ("model", "data.document_mask", "parallelism", "training", "debug"),
+    ),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
     (files.check_checkpoints, ("checkpoint.resume", "checkpoint.initial_load_path")),
     (files.check_training_data, ("training.dataset", "training.dataset_path", "data")),

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from overland.config.errors import Problem
 from overland.config.load import Loaded
+from overland.config.precision import settle_dtype
+from overland.models.errors import ModelError
+from overland.models.registry import model_config
 
 
 def check_moments(loaded: Loaded) -> Iterator[Problem]:
@@ -35,3 +38,43 @@ def check_needs_compile(loaded: Loaded) -> Iterator[Problem]:
             section, name = key.split(".")
             value = getattr(getattr(config, section), name)
             yield Problem("needs compile.enable = true", loaded.where(key), key, value)
+
+
+def check_profiling(loaded: Loaded) -> Iterator[Problem]:
+    settings = loaded.config.profiling
+    observed = settings.profiler_warmup + settings.profiler_active
+    if settings.enable_profiling and settings.profile_freq < observed:
+        key = "profiling.profile_freq"
+        message = f"is less than profiler_warmup + profiler_active = {observed}"
+        yield Problem(message, loaded.where(key), key, settings.profile_freq)
+
+
+def check_attention(loaded: Loaded) -> Iterator[Problem]:
+    """A backend that is named can compute this model's masks, on a GPU."""
+    config, key = loaded.config, "model.attention"
+    if config.model.attention in ("auto", "sdpa"):
+        return
+    import torch
+
+    from overland.models.backend import choose_form
+
+    try:
+        window = getattr(model_config(config.model), "sliding_window", None)
+    except (ModelError, OSError):
+        return
+    try:
+        choose_form(
+            config.model.attention,
+            torch.device("cuda"),
+            getattr(torch, settle_dtype(config.training, "cuda").mixed_precision_param),
+            window,
+            config.data.document_mask,
+            config.parallelism.context_parallel_degree > 1,
+            config.debug.deterministic,
+        )
+    except ModelError as error:
+        yield Problem(str(error), loaded.where(key), key, config.model.attention)
+        return
+    if not torch.cuda.is_available():
+        message = 'needs a GPU, and this machine shows none; use "auto" or "sdpa"'
+        yield Problem(message, loaded.where(key), key, config.model.attention, kind="machine")

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overland.config.degrees import Degrees, resolve_degrees
+from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.models.decoder import Decoder
 from overland.models.registry import model_config
@@ -72,7 +73,8 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     kept = config.activation_checkpoint
     if kept.mode == "auto":  # what it would choose depends on a device that is not here
         kept = kept.model_copy(update={"mode": "none"})
-    update = {"compile": uncompiled, "activation_checkpoint": kept}
+    training = settle_dtype(config.training, "cuda")  # what is worth a rehearsal runs on GPUs
+    update = {"compile": uncompiled, "activation_checkpoint": kept, "training": training}
     config = config.model_copy(update=update)
     with fake_world(rank, degrees.world_size):
         mesh = build_mesh(degrees, "cpu")

@@ -51,7 +51,7 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
             key = f"data.sources.{name}.dataset"
             message = "a source has a path or is a dataset by name, not both"
             yield Problem(message, loaded.where(key), key, source.dataset)
-        if source.path is not None and not _exists(source.path):
+        if source.path is not None and not _is_data(source.path):
             yield _missing(loaded, f"data.sources.{name}.path", source.path)
         elif source.path is None:
             key = f"data.sources.{name}"
@@ -67,7 +67,7 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
         return
     if training.dataset_path is None:
         yield from _dataset(loaded, "training.dataset", training.dataset)
-    elif not _exists(training.dataset_path):
+    elif not _is_data(training.dataset_path):
         yield _missing(loaded, "training.dataset_path", training.dataset_path)
 
 
@@ -80,7 +80,7 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         message = "expected -1 (the whole set) or a positive whole number"
         yield Problem(message, loaded.where(key), key, validation.steps)
     if validation.dataset_path is not None:
-        if not _exists(validation.dataset_path):
+        if not _is_data(validation.dataset_path):
             yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
         return
     names = validation.dataset
@@ -130,3 +130,8 @@ def _near_path(path: Path) -> str | None:
 
 def _exists(path: str) -> bool:
     return Path(path).expanduser().exists()
+
+
+def _is_data(path: str) -> bool:
+    """Also by the prefix of a Megatron pair."""
+    return _exists(path) or _exists(path + ".idx")

@@ -42,10 +42,12 @@ def report(
     is a backend that this machine lacks: the run may be meant for another."""
     from overland.checks import load_checked
     from overland.config.degrees import smallest_world
+    from overland.training.rehearsal import require_start
 
     loaded, problems = load_checked(
         source, arguments, world_size=world_size, waive={"missing", "machine"}
     )
+    problems += require_start(loaded)
     world_size = world_size or smallest_world(loaded.config.parallelism)
     facts = describe(loaded.config, world_size)
     if step:

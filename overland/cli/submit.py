@@ -157,10 +157,12 @@ def load(
     from overland.checks import load_checked
     from overland.cli.train import settle_folder
     from overland.cluster.errors import ClusterError
+    from overland.training.rehearsal import require_start
 
     source, arguments = split_settings(settings)
     waive: set[Kind] = {"machine", "missing"} if waive_missing else {"machine"}
     loaded, problems = load_checked(source, arguments, world_size=world_size, waive=waive)
+    problems += require_start(loaded)
     for note in [*loaded.notes, *(str(p) for p in problems if p.kind != "machine")]:
         print(f"note: {note}", file=sys.stderr)
     loaded, _ = settle_folder(loaded, arguments)

@@ -81,8 +81,9 @@ class Training(Section):
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type that parameters and optimizer state are kept in."""
-    mixed_precision_param: Literal["bfloat16", "float32", "float16", "float64"] = "bfloat16"
-    """Type of the forward and backward pass; float16 brings a gradient scaler."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32", "float16", "float64"] = "auto"
+    """Type of the forward and backward pass; auto: bfloat16 on GPUs, float32 on CPUs, most of which
+    emulate bfloat16; float16 brings a gradient scaler."""
     mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type in which gradients are summed over devices."""
     float8: Literal["off", "tensorwise"] = "off"
@@ -336,8 +337,9 @@ class Data(Section):
     """Begin each document with the tokenizer's BOS token."""
     add_eos: bool = True
     """End each document with the tokenizer's EOS token."""
-    vocab_size: PositiveInt = 4096
-    """Size of the tokenizer trained on the text when no model.hf_assets_path is given."""
+    vocab_size: PositiveInt | None = None
+    """Size of the tokenizer trained on the text when no model.hf_assets_path is given; default:
+    4096, or the model's vocabulary if that is smaller."""
     bad_documents: Literal["error", "skip"] = "error"
     """Documents that are empty, no UTF-8 or no JSON: stop and name the first, or skip and count
     them. A file that cannot be read always stops."""

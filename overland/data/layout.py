@@ -227,6 +227,28 @@ def _describe(
     return layout, _lines(source, groups, marks)
 
 
+def sketch(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    *,
+    skip_bad: bool = False,
+    vocab_size: int | None = None,
+) -> Layout:
+    """How the documents of a source would become tokens. It has no folder and no shards: it is for
+    trying out a source before anything is written."""
+    return Layout(
+        name=name,
+        fingerprint="",
+        request="",
+        source=_place(source),
+        **_policy(name, source, tokenizer, skip_bad, vocab_size),
+        num_shards=0,
+        documents_per_shard=0,
+        folder=Path(os.devnull),
+    )
+
+
 def read_layout(folder: Path) -> Layout:
     path = folder / "corpus.json"
     try:

@@ -4,6 +4,7 @@ policy and number, whoever runs it: a background process, a build, or a reader i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -74,6 +75,18 @@ class Maker:
             )
         finally:
             claim.release()
+
+    def try_out(self, num_documents: int, num_characters: int) -> int:
+        """Prepares the first documents of the source as a shard's are, and writes nothing; returns
+        how many tokens they have."""
+        prepare = self._encode if self.layout.kind == "text" else self._check
+        tokens = read = 0
+        for batch in _batches(islice(self._records(self.source.chunks()), num_documents)):
+            tokens += sum(map(len, prepare(batch)))
+            read += sum(len(record.document) for record in batch)
+            if read >= num_characters:
+                break
+        return tokens
 
     def _documents(
         self, chunks: Sequence[str], marks: dict[str, FileMark], tick: Tick

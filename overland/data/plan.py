@@ -73,16 +73,7 @@ class Plan:
 
     def continued(self, wanted: Plan, batch: int) -> Plan:
         """This plan up to `batch`, and from there on as `wanted` says, which has one segment."""
-        for what, ours, theirs in (
-            ("debug.seed", self.seed, wanted.seed),
-            ("data.window_documents", self.window_documents, wanted.window_documents),
-            ("data.mixture", self.mixture, wanted.mixture),
-        ):
-            if ours != theirs:
-                raise DataError(
-                    f"{what} is {theirs}, and this run began with {ours}: it decides the order of "
-                    f"all data, so it cannot change in the middle of a run; set it back"
-                )
+        check_same_order(self, wanted.seed, wanted.window_documents, wanted.mixture)
         for name, source in wanted.sources.items():
             if name in self.sources and self.sources[name].fingerprint != source.fingerprint:
                 raise ChangedSource(name)
@@ -92,6 +83,20 @@ class Plan:
             kept = (*kept, new)
         sources = {**self.sources, **wanted.sources}
         return replace(self, sources=sources, segments=kept)
+
+
+def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str) -> None:
+    """What decides the order of all data is what the run began with."""
+    for what, ours, theirs in (
+        ("debug.seed", plan.seed, seed),
+        ("data.window_documents", plan.window_documents, window_documents),
+        ("data.mixture", plan.mixture, mixture),
+    ):
+        if ours != theirs:
+            raise DataError(
+                f"{what} is {theirs}, and this run began with {ours}: it decides the order of all "
+                f"data, so it cannot change in the middle of a run; set it back"
+            )
 
 
 class ChangedSource(DataError):

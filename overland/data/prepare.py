@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from overland.data.tokenizer import Tokenizer, train_tokenizer
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
 TOKENIZER_DOCUMENTS = 20_000
+TOKENIZER_SIZE = 4096
 MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and the file system
 SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
 SHARD_DOCUMENTS = 4096
@@ -77,12 +78,7 @@ class Dataset:
     def continued(self, saved: Mapping[str, Any], batch: int) -> Dataset:
         """Goes on at a batch with the plan that a checkpoint has; what changed is a new segment."""
         plan = Plan.from_json(saved)
-        missing = [name for name in plan.sources if name not in self.rows.corpora]
-        if missing and plan.mixture == "rows":  # a window that is under way has documents of it
-            raise DataError(
-                f"the data source {missing[0]} is part of this run: keep it in the config, with "
-                f"weight = 0 if nothing more is to be read from it"
-            )
+        check_still_there(plan, self.rows.corpora)
         corpora = _as_planned(plan, self.rows.corpora, self.reopen)
         sources = {
             name: replace(source, fingerprint=corpora[name].fingerprint)
@@ -114,6 +110,15 @@ class Dataset:
         return ChangedSource(error.name, tuple(changes(before, corpus.open_source())))
 
 
+def check_still_there(plan: Plan, sources: Collection[str]) -> None:
+    missing = [name for name in plan.sources if name not in sources]
+    if missing and plan.mixture == "rows":  # a window that is under way has documents of it
+        raise DataError(
+            f"the data source {missing[0]} is part of this run: keep it in the config, with "
+            f"weight = 0 if nothing more is to be read from it"
+        )
+
+
 def training_data(
     config: JobConfig,
     global_batch_size: int,
@@ -126,13 +131,13 @@ def training_data(
     _allow_open_files()
     training, data, seed = config.training, config.data, config.debug.seed
     wanted = sources_of(config)
-    tokenizer = tokenizer_for(config, wanted, place)
+    tokenizer = tokenizer_for(config, wanted, vocab_size, place)
     reading = Reading(seed, True, data.window_documents, memory, writes)
     corpora = {
         name: open_data(name, source, config, tokenizer, vocab_size, place)
         for name, source in wanted.items()
     }
-    tokenizer = _one_tokenizer(tokenizer, corpora)
+    tokenizer = one_tokenizer(tokenizer, corpora)
     segment = Segment(
         first_batch=0,
         global_batch_size=global_batch_size,
@@ -190,9 +195,6 @@ def validation_data(
     validation = config.validation
     if not validation.enable:
         return []
-    names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
-    if validation.dataset_path is not None:
-        names = [Path(validation.dataset_path).name]
     segment = Segment(
         first_batch=0,
         global_batch_size=num_rows,
@@ -200,11 +202,10 @@ def validation_data(
         weights={},
         document_mask=config.data.document_mask,
     )
-    tokenizer = tokenizer_for(config, sources_of(config), place)
+    tokenizer = tokenizer_for(config, sources_of(config), vocab_size, place)
     reading = Reading(config.debug.seed, False, config.data.window_documents)
     datasets = []
-    for name in names:
-        wanted = DataSource(path=validation.dataset_path)
+    for name, wanted in held_out_sources(config).items():
         corpus = open_data(name, wanted, config, tokenizer, vocab_size, place)
         plan = Plan(
             config.debug.seed,
@@ -227,6 +228,16 @@ def sources_of(config: JobConfig) -> dict[str, DataSource]:
     return {name: DataSource(path=training.dataset_path)}
 
 
+def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
+    """The sets to validate on, in order."""
+    validation = config.validation
+    if validation.dataset_path is not None:
+        name = Path(validation.dataset_path).name
+        return {name: DataSource(path=validation.dataset_path)}
+    names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
+    return {name: DataSource() for name in names}
+
+
 def open_data(
     name: str,
     wanted: DataSource,
@@ -239,20 +250,31 @@ def open_data(
     data = config.data
     folder = registry.find_folder(name, wanted, data)
     if registry.is_random(name, wanted):
-        return RandomBlocks(vocab_size or data.vocab_size, config.debug.seed)
+        return RandomBlocks(
+            trained_size(data, None) if vocab_size is None else vocab_size, config.debug.seed
+        )
     if folder is not None and is_corpus(folder):
-        corpus = open_corpus(folder)
-        if not corpus.is_complete:
-            raise DataError(f"{folder} is not complete: `overland data build` finishes it")
+        corpus = open_built(folder)
     else:
         source = partial(registry.open_source, name, wanted, data)
         corpus = _stream(name, source, config, tokenizer, vocab_size, place)
-    if vocab_size is not None and (corpus.vocab_size or 0) > vocab_size:
-        raise DataError(
-            f"{name} has a vocabulary of {corpus.vocab_size:,} tokens, the model only "
-            f"{vocab_size:,}: set model.overrides.vocab_size or use the model's own tokenizer"
-        )
+    check_vocabulary(name, corpus.vocab_size, vocab_size)
     return corpus
+
+
+def open_built(folder: Path) -> Corpus:
+    corpus = open_corpus(folder)
+    if not corpus.is_complete:
+        raise DataError(f"{folder} is not complete: `overland data build` finishes it")
+    return corpus
+
+
+def check_vocabulary(name: str, of_data: int | None, of_model: int | None) -> None:
+    if of_model is not None and (of_data or 0) > of_model:
+        raise DataError(
+            f"{name} has a vocabulary of {of_data:,} tokens, the model only {of_model:,}: set "
+            f"model.overrides.vocab_size = {of_data}, or use the model's own tokenizer"
+        )
 
 
 def _stream(
@@ -385,7 +407,7 @@ def _open(
 
 
 def tokenizer_for(
-    config: JobConfig, wanted: Mapping[str, DataSource], place: Place
+    config: JobConfig, wanted: Mapping[str, DataSource], vocab_size: int | None, place: Place
 ) -> Tokenizer | None:
     """The model's own tokenizer, or one trained on the training text and kept in `data.folder`."""
     data = config.data
@@ -394,32 +416,46 @@ def tokenizer_for(
         return Tokenizer(Path(config.model.hf_assets_path).expanduser(), **policy)
     if place.tokenizer is not None and place.tokenizer.is_dir():
         return Tokenizer(place.tokenizer, **policy)  # a source that joins does not change it
-    path = place.once(partial(_trained, config, wanted, place.report))
+    path = place.once(partial(_trained, config, wanted, vocab_size, place.report))
     return Tokenizer(Path(path), **policy) if path else None
 
 
-def _trained(
-    config: JobConfig, wanted: Mapping[str, DataSource], report: Callable[[str], None]
-) -> str | None:
-    """The path of a tokenizer for the text among the sources; none if there is no text."""
-    data = config.data
+def trained_size(data: Settings, vocab_size: int | None) -> int:
+    """Tokens of a tokenizer that is trained here, for a model with a vocabulary of that size."""
+    if data.vocab_size is not None:
+        return data.vocab_size
+    return TOKENIZER_SIZE if vocab_size is None else min(TOKENIZER_SIZE, vocab_size)
+
+
+def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) -> Path:
+    """Where the tokenizer that was trained on these sources is kept."""
     names = list(wanted)
     places = [
         str(registry.find_folder(name, wanted[name], data) or wanted[name].dataset)
         for name in names
     ]
     label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of([names, places])[:8]}"
-    folder = Path(data.folder).expanduser() / f"tokenizer-{label}-{data.vocab_size}"
-    path = folder / "tokenizer.json"
+    return Path(data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"
+
+
+def _trained(
+    config: JobConfig,
+    wanted: Mapping[str, DataSource],
+    vocab_size: int | None,
+    report: Callable[[str], None],
+) -> str | None:
+    """The path of a tokenizer for the text among the sources; none if there is no text."""
+    data, size = config.data, trained_size(config.data, vocab_size)
+    path = trained_path(data, wanted, size)
     if path.exists():
         return str(path)
     texts = [source for name, one in wanted.items() if (source := _text(name, one, data))]
     if not texts:
         return None
-    report(f"training a tokenizer of {data.vocab_size:,} tokens on {', '.join(names)}")
-    folder.mkdir(parents=True, exist_ok=True)
+    report(f"training a tokenizer of {size:,} tokens (data.vocab_size) on {', '.join(wanted)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    train_tokenizer(_documents(texts), data.vocab_size, beside)
+    train_tokenizer(_documents(texts), size, beside)
     beside.rename(path)
     return str(path)
 
@@ -451,7 +487,7 @@ def _pad_id(corpora: Mapping[str, Data]) -> int:
     return next((end for end in ends if end is not None), 0)
 
 
-def _one_tokenizer(given: Tokenizer | None, corpora: Mapping[str, Data]) -> Tokenizer | None:
+def one_tokenizer(given: Tokenizer | None, corpora: Mapping[str, Data]) -> Tokenizer | None:
     """The tokenizer that made all of them; a corpus that is built brings its own."""
     made_by = {
         name: corpus.layout

@@ -43,6 +43,13 @@ class Lanes:
         return self.read_before + self.schedule.before(rows)
 
 
+class NoDocuments(DataError):
+    """Raised when random tokens are to be mixed by documents."""
+
+    def __init__(self) -> None:
+        super().__init__("random tokens are no documents: mix them by tokens (data.mixture)")
+
+
 class PlannedRows:
     """The rows of every batch, by the plan."""
 
@@ -57,7 +64,7 @@ class PlannedRows:
         if plan.mixture == "rows" and any(
             isinstance(one, RandomBlocks) for one in corpora.values()
         ):
-            raise DataError("random tokens are no documents: mix them by tokens (data.mixture)")
+            raise NoDocuments
         self.corpora = corpora
         self.windows = {
             name: SourceWindows(name, number, corpus, reading, plan.sources[name].max_epochs)

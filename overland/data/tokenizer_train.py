@@ -8,6 +8,7 @@ from pathlib import Path
 from overland.data.tokenizer_encoder import need
 
 END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 257  # every byte, and the end of a document
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:

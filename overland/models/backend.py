@@ -57,8 +57,11 @@ def choose_form(
     window: int | None,
     documents: bool,
     moved: bool,
+    deterministic: bool | None = None,
 ) -> str:
     """The form of mask (see mask.py) for this backend and this mask."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     on_gpu = device.type == "cuda"  # ROCm calls itself cuda too
     if attention in ("cudnn", "flash", "flex") and not on_gpu:
         raise ModelError(
@@ -72,7 +75,7 @@ def choose_form(
         )
     if attention == "cudnn" and torch.version.hip:
         raise ModelError("attention backend 'cudnn' does not exist on ROCm; use 'flash' or 'auto'")
-    if attention == "cudnn" and torch.are_deterministic_algorithms_enabled():
+    if attention == "cudnn" and deterministic:
         raise ModelError("attention backend 'cudnn' is not deterministic; use 'flash' or 'auto'")
     if attention == "flex":
         return "block"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from overland.config.degrees import Degrees
+from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.kernels.choice import has_triton
 from overland.models.config import DecoderConfig
@@ -27,6 +28,7 @@ def settle(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> tuple[JobConfig, str]:
     """The config without `auto`, and what was decided, in a line; no line where nothing was."""
+    config = config.model_copy(update={"training": settle_dtype(config.training, device.type)})
     compile_, recompute = config.compile, config.activation_checkpoint
     notes = []
     if compile_.enable == "auto":

@@ -9,7 +9,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from overland.training.callbacks import Callback
-from overland.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -21,11 +20,6 @@ class Profiler(Callback):
     def __init__(self, run: Run) -> None:
         settings = run.config.profiling
         idle = settings.profile_freq - settings.profiler_warmup - settings.profiler_active
-        if idle < 0:
-            raise TrainingError(
-                f"profiling.profile_freq = {settings.profile_freq} is less than profiler_warmup + "
-                f"profiler_active = {settings.profiler_warmup + settings.profiler_active}"
-            )
         activities = [ProfilerActivity.CPU]
         if run.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -1,0 +1,249 @@
+"""Opens what a run opens before its first step, and writes nothing: tokenizer, data, weights and
+checkpoints. `overland check` and `overland submit` find here what `overland train` would refuse.
+
+Only the beginning of each source is read; a bad document further on still shows while training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from overland.checkpoint.convert import open_source
+from overland.checkpoint.convert.source import MODEL
+from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.folder import committed, newest_in
+from overland.checkpoint.read import open_checkpoint
+from overland.config.errors import ConfigError, Problem
+from overland.config.load import Loaded, in_order
+from overland.config.schema import DataSource, JobConfig
+from overland.data import registry
+from overland.data.corpus import Corpus
+from overland.data.errors import DataError
+from overland.data.layout import is_corpus, sketch
+from overland.data.make import Maker
+from overland.data.plan import Plan, check_same_order
+from overland.data.prepare import (
+    check_still_there,
+    check_vocabulary,
+    held_out_sources,
+    one_tokenizer,
+    open_built,
+    sources_of,
+    trained_path,
+    trained_size,
+)
+from overland.data.rows import NoDocuments
+from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_train import SMALLEST
+from overland.models.errors import ModelError
+from overland.models.hf import INDEX, SINGLE, load_hf
+from overland.models.registry import build_model, model_config
+from overland.parallel.parts import named_parameters
+from overland.training.folder import RunFolder
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+FEW_DOCUMENTS = 1000
+FEW_CHARACTERS = 4 << 20
+
+
+def require_start(loaded: Loaded) -> list[Problem]:
+    """Raises `ConfigError` with all that a run would refuse before its first step; returns notes.
+    Files that are still to be fetched are left out: `checks` lists them."""
+    rehearsal = Rehearsal(loaded)
+    rehearsal.data()
+    rehearsal.start()
+    fatal = [problem for problem in rehearsal.problems if problem.kind != "note"]
+    if fatal:
+        raise ConfigError(in_order(fatal), partial=loaded)
+    return rehearsal.problems
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """Stands in for the tokenizer that the run will train: one token per byte."""
+
+    vocab_size: int
+    bos_id: int | None = None
+    eos_id: int = 0
+    add_bos: bool = False
+    add_eos: bool = True
+    fingerprint: str = ""
+
+    def encode_documents(self, texts: list[str]) -> list[Any]:
+        return [np.frombuffer(text.encode() + b"\0", np.uint8) for text in texts]
+
+
+@dataclass
+class Rehearsal:
+    loaded: Loaded
+    problems: list[Problem] = field(default_factory=list)
+
+    @contextmanager
+    def told(self, key: str) -> Iterator[None]:
+        """Makes an error a problem of that key, and lets the rehearsal continue."""
+        try:
+            yield
+        except (DataError, ModelError, CheckpointError, OSError) as error:
+            message = " ".join(str(error).split())
+            self.problems.append(Problem(message, self.loaded.where(key), key))
+
+    def data(self) -> None:
+        config = self.loaded.config
+        wanted = sources_of(config)
+        if config.data.mixture == "rows":
+            with self.told("data.mixture"):
+                if any(registry.is_random(name, source) for name, source in wanted.items()):
+                    raise NoDocuments
+        vocab_size = getattr(model_config(config.model), "vocab_size", None)
+        size = max(SMALLEST, trained_size(config.data, vocab_size))
+        tokenizer: Any = Untrained(size, add_eos=config.data.add_eos)
+        given = None
+        with self.told("model.hf_assets_path"):
+            given = self.tokenizer(wanted, vocab_size)
+            tokenizer = given or tokenizer
+        built: dict[str, Corpus] = {}
+        for name, source in wanted.items():
+            key = self.key_of(name, source)
+            with self.told(key):
+                corpus = self.source(name, source, tokenizer, vocab_size)
+                built |= {name: corpus} if corpus is not None else {}
+        if built:
+            with self.told("data"):
+                one_tokenizer(given, built)
+        if config.validation.enable:
+            by_path = config.validation.dataset_path is not None
+            key = "validation.dataset_path" if by_path else "validation.dataset"
+            for name, source in held_out_sources(config).items():
+                with self.told(key):
+                    self.source(name, source, tokenizer, vocab_size)
+
+    def tokenizer(
+        self, wanted: Mapping[str, DataSource], vocab_size: int | None
+    ) -> Tokenizer | None:
+        """The one that the run will use, if it is there already."""
+        config = self.loaded.config
+        policy = {"add_bos": config.data.add_bos, "add_eos": config.data.add_eos}
+        path = trained_path(config.data, wanted, trained_size(config.data, vocab_size))
+        folder = RunFolder.of(config)
+        if config.model.hf_assets_path is not None:
+            path = Path(config.model.hf_assets_path).expanduser()
+        elif committed(folder.checkpoints) and folder.tokenizer.is_dir():
+            path = folder.tokenizer
+        return Tokenizer(path, **policy) if path.exists() else None
+
+    def source(
+        self, name: str, wanted: DataSource, tokenizer: Any, vocab_size: int | None
+    ) -> Corpus | None:
+        """Opens a source and reads its beginning. Returns it if it is a corpus that was built."""
+        data = self.loaded.config.data
+        folder = registry.find_folder(name, wanted, data)
+        if registry.is_random(name, wanted) or self.is_missing(name, wanted, folder):
+            return None
+        if folder is not None and is_corpus(folder):
+            corpus = open_built(folder)
+            check_vocabulary(name, corpus.vocab_size, vocab_size)
+            return corpus
+        source = registry.open_source(name, wanted, data)
+        skip_bad = data.bad_documents == "skip"
+        layout = sketch(name, source, tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
+        check_vocabulary(name, layout.vocab_size, vocab_size)
+        if layout.kind == "text" and isinstance(tokenizer, Untrained) and data.add_bos:
+            raise DataError(
+                "a tokenizer that is trained here has no beginning-of-document token; leave "
+                "data.add_bos off"
+            )
+        if not Maker(layout, source, tokenizer).try_out(FEW_DOCUMENTS, FEW_CHARACTERS):
+            raise DataError(f"{layout.source} is empty: no document in it holds a token")
+        return None
+
+    def is_missing(self, name: str, wanted: DataSource, folder: Path | None) -> bool:
+        """Still to be fetched, which `checks` reports."""
+        if folder is None:
+            return not registry.is_built_in(wanted.dataset or name)
+        return not folder.exists() and not folder.with_name(folder.name + ".idx").exists()
+
+    def key_of(self, name: str, source: DataSource) -> str:
+        if self.loaded.config.data.sources:
+            return f"data.sources.{name}"
+        return "training.dataset" if source.path is None else "training.dataset_path"
+
+    def start(self) -> None:
+        """What it would resume, or the weights that it would start from, fits model and data."""
+        config = self.loaded.config
+        settings = config.checkpoint
+        own = committed(RunFolder.of(config).checkpoints)
+        if settings.resume not in ("auto", "none"):
+            path = Path(settings.resume).expanduser()
+            if path.exists():
+                with self.told("checkpoint.resume"):
+                    try_checkpoint(newest_in(path), config)
+        elif settings.enable and settings.resume == "auto" and own:
+            with self.told("job.dump_folder"):
+                try_newest(own, config)
+        elif settings.initial_load_path is not None:
+            path = Path(settings.initial_load_path).expanduser()
+            if path.exists():
+                with self.told("checkpoint.initial_load_path"):
+                    try_weights(path, config)
+
+
+def try_newest(checkpoints: list[Path], config: JobConfig) -> None:
+    """As a run does: a checkpoint that cannot be read is passed over for the one before."""
+    for path in reversed(checkpoints):
+        try:
+            return try_checkpoint(path, config)
+        except CheckpointError:
+            if path == checkpoints[0]:
+                raise
+
+
+def try_checkpoint(path: Path, config: JobConfig) -> None:
+    with open_checkpoint(path) as checkpoint:
+        if checkpoint.index.kind != "local":  # a local one is of pieces, which its ranks know
+            has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
+            compare(path, {MODEL + name: shape for name, shape in shapes_of(config).items()}, has)
+        plan = (checkpoint.run.get("data") or {}).get("plan")
+    if plan is not None:
+        saved = Plan.from_json(plan)
+        check_still_there(saved, sources_of(config))
+        check_same_order(
+            saved, config.debug.seed, config.data.window_documents, config.data.mixture
+        )
+
+
+def try_weights(path: Path, config: JobConfig) -> None:
+    model = model_of(config)
+    if any((path / name).is_file() for name in (INDEX, SINGLE)):
+        load_hf(model, path, lambda one: (torch.empty(0), (0,) * one.ndim, tuple(one.shape)))
+        return
+    describe = getattr(model_config(config.model), "to_hf", None)
+    weights = open_source(path, describe() if describe else None).weights()
+    compare(path, shapes_of(config), {name: tuple(one.shape) for name, one in weights.items()})
+
+
+def model_of(config: JobConfig) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(model_config(config.model), config.model.attention)
+
+
+def shapes_of(config: JobConfig) -> Shapes:
+    return {name: tuple(one.shape) for name, one in named_parameters([model_of(config)]).items()}
+
+
+def compare(path: Path, needs: Shapes, has: Shapes) -> None:
+    for name, shape in needs.items():
+        if name not in has:
+            raise CheckpointError(f"{path} has no {name}, which this model needs")
+        if has[name] != shape:
+            raise CheckpointError(
+                f"{path} has {name} in shape {list(has[name])}, and this model needs {list(shape)}"
+            )

@@ -1,0 +1,182 @@
+"""`overland check` finds what `overland train` refuses before its first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overland.checks import check_config
+from overland.cli.errors import is_user_error
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.errors import ConfigError
+from overland.config.load import Loaded
+from overland.config.schema import JobConfig
+from overland.training.rehearsal import require_start
+from tests.jobs import run_job, tiny_job
+
+TEXT = "A page of text, long enough to fill a row or two of the batch. " * 40
+TRAIN = {"steps": 1, "seq_len": 16, "local_batch_size": 2, "global_batch_size": 2}
+
+
+def outcomes(world: World, configs: list[JobConfig]) -> list[str]:
+    """What training says of each config; nothing where it takes its step."""
+    said = []
+    for config in configs:
+        try:
+            run_job(world, config)
+            said.append("")
+        except Exception as error:
+            said.append(str(error) if is_user_error(error) else f"a bug: {error!r}")
+    return said
+
+
+def rehearsed(config: JobConfig) -> str:
+    loaded = Loaded(config, [], "run.toml")
+    try:
+        problems = check_config(loaded, 1) + require_start(loaded)
+    except ConfigError as error:
+        return str(error)
+    return "\n".join(str(problem) for problem in problems if problem.kind != "note")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("files")
+    for name, text in {"good": TEXT, "blank": ""}.items():
+        (root / name).mkdir()
+        (root / name / "1.txt").write_text(text)
+    (root / "nothing").mkdir()
+    lines = [{"title": "a", "id": 1}, {"title": "b", "id": 2}]
+    (root / "no_text.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (root / "broken.jsonl").write_text(json.dumps({"text": TEXT}) + "\n{\n")
+    (root / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (root / "picture.png").write_bytes(b"\x89PNG")
+    np.save(root / "ids.npy", np.full(4000, 600, np.uint16))
+    (root / "no_tokenizer").mkdir()
+    (root / "weights").mkdir()
+    (root / "half_corpus").mkdir()
+    (root / "half_corpus" / "corpus.json").write_text("{}")
+    (root / "half_corpus" / "lines.npy").write_bytes(b"")
+    return root
+
+
+# The sections of a config, and what both must say; None: both accept it.
+CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
+    "text on defaults": ({"training": {"dataset_path": "good"}}, None),
+    "a vocabulary below that of bytes": (
+        {"training": {"dataset_path": "good"}, "model": {"overrides.vocab_size": 128}},
+        "a vocabulary of 257 tokens, the model only 128",
+    ),
+    "a folder without data": ({"training": {"dataset_path": "nothing"}}, "is empty"),
+    "an unknown format": ({"training": {"dataset_path": "picture.png"}}, "format is not known"),
+    "an empty document": ({"training": {"dataset_path": "blank"}}, "blank"),
+    "no UTF-8": ({"training": {"dataset_path": "latin.txt"}}, "expected UTF-8 text"),
+    "broken JSON": ({"training": {"dataset_path": "broken.jsonl"}}, "not a JSON object"),
+    "broken JSON, skipped": (
+        {"training": {"dataset_path": "broken.jsonl"}, "data": {"bad_documents": "skip"}},
+        None,
+    ),
+    "ids beyond the vocabulary": (
+        {"training": {"dataset_path": "ids.npy"}},
+        "has the id 600, outside a vocabulary of 512",
+    ),
+    "a column that is not there": (
+        {"data": {"sources": {"a": {"path": "no_text.jsonl", "column": "body"}}}},
+        "body",
+    ),
+    "a split of one file": (
+        {"data": {"sources": {"a": {"path": "latin.txt", "split": "train"}}}},
+        "it has no subsets and no splits",
+    ),
+    "a corpus that is damaged": (
+        {"training": {"dataset_path": "half_corpus"}},
+        "holds no corpus of token shards",
+    ),
+    "a part that does not exist": ({"training": {"dataset": "stdlib:7/6"}}, "from 0 to 5"),
+    "random documents": (
+        {"data": {"sources": {"random": {}}, "mixture": "rows"}},
+        "random tokens are no documents",
+    ),
+    "a folder without a tokenizer": (
+        {"training": {"dataset_path": "good"}, "model": {"hf_assets_path": "no_tokenizer"}},
+        "holds no tokenizer.json",
+    ),
+    "no BOS to begin with": (
+        {"training": {"dataset_path": "good"}, "data": {"add_bos": True}},
+        "no beginning-of-document token",
+    ),
+    "a folder without weights": ({"checkpoint": {"initial_load_path": "weights"}}, "weights"),
+    "held-out text of another format": (
+        {"validation": {"enable": True, "dataset_path": "picture.png"}},
+        "format is not known",
+    ),
+}
+
+
+def test_check_finds_what_train_refuses_before_its_first_step(
+    ranks: RankPool, files: Path, tmp_path: Path
+) -> None:
+    configs = [
+        config_of(sections, files, tmp_path / str(number))
+        for number, (sections, _) in enumerate(CASES.values())
+    ]
+    checked = [rehearsed(config) for config in configs]
+    assert not list(tmp_path.iterdir()), "a check writes nothing"
+    (trained,) = ranks.run(1, outcomes, configs)
+    for name, (_, says), found, met in zip(CASES, CASES.values(), checked, trained, strict=True):
+        if says is None:
+            assert (found, met) == ("", ""), name
+        else:
+            assert says in met, (name, met)
+            assert says in found, (name, found)
+
+
+def config_of(sections: dict[str, dict[str, object]], files: Path, folder: Path) -> JobConfig:
+    """Relative paths are below `files`, and `a.b` is a key of a table."""
+
+    def placed(key: str, value: object) -> object:
+        if isinstance(value, dict):
+            return {name: placed(name, one) for name, one in value.items()}
+        return str(files / str(value)) if key.endswith("path") else value
+
+    config = tiny_job(folder, training=TRAIN, data={"folder": str(folder / "data")})
+    whole = config.model_dump()
+    for section, values in sections.items():
+        for key, value in values.items():
+            name, _, inner = key.partition(".")
+            if inner:
+                whole[section][name][inner] = value
+            else:
+                whole[section][name] = placed(key, value)
+    return JobConfig.model_validate(whole)
+
+
+def test_a_checkpoint_of_another_model_or_order_is_found(ranks: RankPool, tmp_path: Path) -> None:
+    saves = {"checkpoint": {"enable": True}}
+    before = tiny_job(tmp_path / "run", training=TRAIN, **saves)
+    more = {**TRAIN, "steps": 2}
+    wider = tiny_job(tmp_path / "run", training=more, **saves)
+    wider.model.overrides["intermediate_size"] = 96
+    reseeded = tiny_job(tmp_path / "run", training=more, debug={"seed": 7}, **saves)
+    deeper = tiny_job(tmp_path / "new", training=TRAIN)
+    deeper.checkpoint.initial_load_path = str(tmp_path / "run" / "checkpoint" / "step_1")
+    deeper.model.overrides["num_hidden_layers"] = 3
+    configs = [before, wider, reseeded, deeper]
+    ((first, *trained),) = ranks.run(1, outcomes, configs)
+    assert first == ""
+    checked = [rehearsed(config) for config in configs[1:]]
+    for says, found, met in zip(
+        ("can be read|in shape [64, 32]", "debug.seed is 7", "has no model.layers.2."),
+        checked,
+        trained,
+        strict=True,
+    ):
+        words = says.split("|")
+        assert words[0] in met
+        assert words[-1] in found
+    again = tiny_job(tmp_path / "run", training=more, **saves)
+    assert rehearsed(again) == ""
