@@ -8,7 +8,8 @@ The memory is taken once, when the run starts, and used again.
 
 Whoever takes a snapshot names the tensors to test for values that are not finite. On a GPU the test
 is queued with training's own kernels, before the copy; tensors in host memory are tested in the
-copy, by the thread that writes it. The loop waits for neither.
+copy, by the thread that writes it, and packed ones as they are unpacked. The loop waits for none of
+these.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
         self._tested: Collection[str] = ()
         self._largest = Largest([])
+        self._broken: set[str] = set()
         self._queued = threading.Event()
         self._queued.set()
         self._locked = False
@@ -56,6 +58,7 @@ class Snapshot:
         """From here on `state` is being copied, or is. `copy` must follow, in another thread."""
         self._locking.join()
         self._tested = tested
+        self._broken = set()
         if self._stream is None:
             for box, rooms in zip(self.boxes, self._rooms, strict=True):
                 for room, tensor in zip(rooms, _kept(state[box.name]), strict=True):
@@ -65,7 +68,7 @@ class Snapshot:
         self._largest = Largest(
             (box.name, tensor)
             for box in self.boxes
-            if box.name in tested
+            if box.name in tested and box.name not in self._unpacks
             for tensor in _kept(state[box.name])
             if tensor.is_cuda
         )
@@ -88,15 +91,17 @@ class Snapshot:
         self._copied.synchronize()
 
     def not_finite(self) -> list[str]:
-        """Which of the tested tensors hold values that are not finite; after `copy`."""
+        """Which of the tested tensors hold values that are not finite; once all are written."""
+        done = self._largest.names | self._unpacks.keys()
         in_host_memory = Largest(
             (box.name, room)
             for box, rooms in zip(self.boxes, self._rooms, strict=True)
-            if box.name in self._tested and box.name not in self._largest.names
+            if box.name in self._tested and box.name not in done
             for room in rooms
         )
         with torch.cuda.stream(self._stream):  # training's own stream is far ahead by now
-            return self._largest.not_finite() + in_host_memory.not_finite()
+            found = self._largest.not_finite() + in_host_memory.not_finite()
+        return sorted(self._broken & set(self._tested)) + found
 
     def wait_on_device(self) -> None:
         """What is queued on the device after this call runs after the copy."""
@@ -106,7 +111,7 @@ class Snapshot:
 
     def read(self, box: Box, begin: int, end: int) -> memoryview:
         rooms = self._rooms[self._number[box.name, box.start]]
-        return _bytes(box, rooms, self._unpacks.get(box.name), begin, end)
+        return _bytes(box, rooms, self._unpacks.get(box.name), begin, end, self._broken)
 
     def close(self) -> None:
         self._locking.join()
@@ -165,16 +170,19 @@ class Direct:
     def __init__(self) -> None:
         self._state: State = {}
         self._tested: Collection[str] = ()
+        self._broken: set[str] = set()
 
     def take(self, state: State, tested: Collection[str] = ()) -> None:
-        self._state, self._tested = state, tested
+        self._state, self._tested, self._broken = state, tested, set()
 
     def copy(self) -> None:
         pass
 
     def not_finite(self) -> list[str]:
         values = [(name, value) for name, value in self._state.items() if name in self._tested]
-        return Largest((name, one) for name, value in values for one in _kept(value)).not_finite()
+        plain = [(name, value) for name, value in values if not isinstance(value, Packed)]
+        found = Largest((name, one) for name, value in plain for one in _kept(value)).not_finite()
+        return sorted(self._broken & set(self._tested)) + found
 
     def wait_on_device(self) -> None:
         pass
@@ -182,7 +190,7 @@ class Direct:
     def read(self, box: Box, begin: int, end: int) -> memoryview:
         value = self._state[box.name]
         unpack = value.unpack if isinstance(value, Packed) else None
-        return _bytes(box, _kept(value), unpack, begin, end)
+        return _bytes(box, _kept(value), unpack, begin, end, self._broken)
 
     def close(self) -> None:
         self._state = {}
@@ -194,12 +202,20 @@ def _kept(value: Tensor | Packed) -> list[Tensor]:
 
 
 def _bytes(
-    box: Box, kept: list[Tensor], unpack: Callable[..., Tensor] | None, begin: int, end: int
+    box: Box,
+    kept: list[Tensor],
+    unpack: Callable[..., Tensor] | None,
+    begin: int,
+    end: int,
+    broken: set[str],
 ) -> memoryview:
-    """Bytes of what is saved, from the tensors it is kept in."""
+    """Bytes of what is saved, from the tensors it is kept in. The name of a packed tensor that is
+    not finite is added to `broken`: only unpacked does it show."""
     size = box.dtype.itemsize
     some = [tensor.reshape(-1)[begin // size : end // size].cpu() for tensor in kept]
     whole = unpack(*some) if unpack is not None else some[0]
+    if unpack is not None and not whole.isfinite().all():
+        broken.add(box.name)
     view: memoryview = whole.view(torch.uint8).numpy().data
     return view
 

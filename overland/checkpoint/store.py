@@ -214,8 +214,8 @@ class Store:
         not_finite: list[str] = []
         try:
             self._snapshot.copy()
-            not_finite = self._snapshot.not_finite()
             written = write_files(beside, plan.files, self._snapshot.read, self.disk)
+            not_finite = self._snapshot.not_finite()
         except Exception as problem:
             error = f"rank {self._rank}: {sentence(problem)}"
         reports = gather((error, not_finite, written), self.group)

@@ -39,10 +39,9 @@ def export_hf(run: Run) -> Path:
     written: list[Written] = []
     error = ""
     try:
+        written = write_files(shards, plan.files, parts.read, Disk())
         if names := parts.not_finite():
             error = f"{in_words(names)} holds values that are not finite"
-        else:
-            written = write_files(shards, plan.files, parts.read, Disk())
     except OSError as problem:
         error = sentence(problem)
     reports = gather((error, written), group)

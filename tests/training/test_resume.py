@@ -140,11 +140,11 @@ def test_moments_may_become_narrow_and_wide_again(ranks: RankPool, tmp_path: Pat
         training = config.training.model_copy(update=HALVES)
         return config.model_copy(update={"training": training})
 
-    ranks.run(1, story, narrow(False, 3))
+    ranks.run(1, plain_story, narrow(False, 3))
     _, said = ranks.run(1, start, narrow(True, 5))[0]
     assert "optimizer.bf16_moments is True; when this was saved, it was False" in "\n".join(said)
-    ranks.run(1, story, narrow(True, 5))
-    ranks.run(1, story, narrow(False, STEPS))
+    ranks.run(1, plain_story, narrow(True, 5))
+    ranks.run(1, plain_story, narrow(False, STEPS))
     before, after = weights(tmp_path / "run", 5), weights(tmp_path / "run", STEPS)
     name = next(name for name in after if name.endswith("exp_avg"))
     assert (before[name].dtype, after[name].dtype) == (torch.bfloat16, torch.float32)
