@@ -63,9 +63,9 @@ def convert(
 
     if new.exists() and not force:
         raise ConfigError([Problem(f"{new} exists already; --force overwrites it")])
-    loaded = load_config(old, env={})
+    loaded = load_config(old, env={}, resolve=False)
     heading = "\n".join([f"{loaded.config.job.description} (converted from {old})", *loaded.notes])
-    write_config(loaded.config, new, heading=heading)
+    write_config(loaded.config, new, heading=heading, resolved=False)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"Wrote {new}.")
@@ -77,7 +77,8 @@ def show(
     settings: Settings = None,
     full: Annotated[bool, typer.Option("--full", help="Also the keys at their default.")] = False,
 ) -> None:
-    """Print the resolved config: file, environment and overrides taken together."""
+    """Print the resolved config: file, environment and overrides taken together. A path with
+    variables is shown both as it is written and as it resolves here."""
     from overland.config.load import load_config
     from overland.config.write import to_toml
 
@@ -85,4 +86,5 @@ def show(
     loaded = load_config(source, arguments)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(to_toml(loaded.config, full=full, comments=full), end="")
+    text = to_toml(loaded.config, full=full, comments=full, written=loaded.written)
+    print(text, end="")

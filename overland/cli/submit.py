@@ -114,8 +114,9 @@ def submit(
     loaded = load(settings, world_size, wanted, waive_missing=dry_run)
     place = place_of(loaded.config)
     script, frozen = next_files(place.run)
-    job = plan_job(chosen, wanted, replace(place, config=frozen))
-    text, config = render_job(job), to_toml(loaded.config, full=True)
+    variables = variables_to_carry(loaded)
+    job = plan_job(chosen, wanted, replace(place, config=frozen, variables=variables))
+    text, config = render_job(job), to_toml(loaded.config, full=True, written=loaded.written)
     refuse_secrets(text + config)
     if dry_run:
         shown = json.dumps({**job.to_json(), "script": text}, indent=2) + "\n"
@@ -178,6 +179,22 @@ def load(
             "them, then the chain without"
         )
     return loaded
+
+
+JOBS_OWN = {"HOME", "USER", "LOGNAME", "PATH", "PWD", "SHELL", "TMPDIR"}
+
+
+def variables_to_carry(loaded: Loaded) -> dict[str, str]:
+    """The variables that paths of the config name, but for those that every job sets itself."""
+    from overland.cluster.errors import ClusterError
+
+    for name in loaded.variables:
+        if name.startswith(("SLURM_", "SBATCH_")):
+            raise ClusterError(
+                f"the config names ${name}, which is that of the job that `submit` runs in and not "
+                "of the one to come; write the path without it"
+            )
+    return {name: value for name, value in loaded.variables.items() if name not in JOBS_OWN}
 
 
 def can_be_repeated(config: JobConfig) -> bool:

@@ -6,7 +6,8 @@ import hashlib
 import math
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from overland.cluster.devices import num_local_ranks
@@ -60,6 +61,8 @@ class Place:
     margin_minutes: float
     repeatable: bool = True
     """Whether the same job, run again, goes on from the newest checkpoint."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the config's paths name, as they are where it was submitted."""
     setup: Path | None = None
     """What `overland env` wrote for its sessions, if Python comes from there."""
 

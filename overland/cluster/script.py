@@ -10,8 +10,8 @@ from typing import Any
 
 from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job, sbatch_words
-from overland.cluster.site import SECRET
 from overland.cluster.slurm import MOST_RESTARTS
+from overland.config.variables import SECRET
 
 GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell
 SHORTEST_SECRET = 6  # a shorter value is in any text by chance

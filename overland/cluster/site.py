@@ -22,6 +22,7 @@ from overland.config.fields import in_words
 from overland.config.schema import PositiveInt, Section
 from overland.config.source import nest, read_toml
 from overland.config.toml_lines import KeyPath, index_lines
+from overland.config.variables import SECRET
 
 
 class Limit(Section):
@@ -157,12 +158,6 @@ def read_site(text: str, shown: str, name: str) -> NamedSite:
     if problems:
         raise ConfigError(problems)
     return NamedSite(name, facts, reasons)
-
-
-# HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY; not TOKENIZERS_PARALLELISM.
-SECRET = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|APIKEY|KEY)$", re.IGNORECASE
-)
 
 
 def _bad_variable(name: str, value: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from overland.config.errors import any_of, nearest_name, show_value
-from overland.config.schema import JobConfig, Section
+from overland.config.schema import HOLDS_A_PATH, JobConfig, Section
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,13 @@ class Key:
         """The key of one of those tables: `data.sources.c4.weight`."""
         fields = self.table.model_fields if self.table else {}
         return Key(".".join(path[:3]), path[3], fields[path[3]]) if path[3] in fields else None
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether variables and `~` in its value are resolved."""
+        table = self.table.model_fields if self.table else {}
+        inner = [Key(self.dotted, name, field) for name, field in table.items()]
+        return _has_paths(self.annotation) or any(key.has_paths for key in inner)
 
     @property
     def annotation(self) -> Any:
@@ -111,6 +118,12 @@ def nearest_key(dotted: str) -> str | None:
     return None if section in sections() else nearest_name(dotted, all_keys(), cutoff=0.75)
 
 
+def _has_paths(annotation: Any) -> bool:
+    if HOLDS_A_PATH in getattr(annotation, "__metadata__", ()):
+        return True
+    return any(_has_paths(part) for part in get_args(annotation))
+
+
 def in_words(annotation: Any) -> str:
     """A type as a physicist would say it: `a positive whole number`, `one of "a" or "b"`."""
     parts = [part for part in members(annotation) if strip(part) is not type(None)]
@@ -162,7 +175,7 @@ def _one_in_words(annotation: Any) -> str:
     if get_origin(plain) is dict:
         value = get_args(plain)[1]
         kinds = {str: "texts", Any: "values"}
-        return "a table of names and " + kinds.get(value, "tables")
+        return "a table of names and " + kinds.get(strip(value), "tables")
     names = {str: "text in quotes", bool: "true or false", dict: "a table", list: "a list"}
     if plain in names:
         return names[plain]

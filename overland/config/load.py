@@ -2,7 +2,8 @@
 
 1. The file is read to entries (key path, value, place); dialects are rewritten to today's keys.
 2. COMM_BACKEND is laid over it, then the command line, which has the last word.
-3. The result is validated; whatever is wrong is told at once, each thing in one line.
+3. The result is validated; variables and `~` in its paths are resolved. Whatever is wrong is told
+   at once, each thing in one line.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from overland.config.errors import ConfigError, Problem, nearest_name
 from overland.config.schema import JobConfig
 from overland.config.source import SUFFIXES, KeyPath, overlay, read_file
 from overland.config.validate import validate
+from overland.config.variables import Resolved, resolve_paths
 
 __all__ = [
     "Loaded",
@@ -48,6 +50,10 @@ class Loaded:
     source: str
     places: dict[KeyPath, str] = field(default_factory=dict)
     dropped: frozenset[KeyPath] = frozenset()
+    written: dict[str, str] = field(default_factory=dict)
+    """The paths that had variables or `~` in them, as they were written, by key."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Those variables and their values."""
 
     def where(self, key: str) -> str:
         """Where `section.key` was set (`run.toml:12`); the file alone if it has its default."""
@@ -64,6 +70,7 @@ def load_config(
     source: str | None,
     arguments: Sequence[str] = (),
     env: Mapping[str, str] = os.environ,
+    resolve: bool = True,
 ) -> Loaded:
     """The config of a run.
 
@@ -72,6 +79,7 @@ def load_config(
             `--job.config_file` or the variable CONFIG_FILE names it.
         arguments: Overrides, as in `training.steps=20` or `--training.steps 20`.
         env: The environment.
+        resolve: Whether variables and `~` in paths are replaced.
 
     Raises:
         ConfigError: With all problems; its `partial` is a `Loaded` of everything that was right.
@@ -83,13 +91,19 @@ def load_config(
     over, over_notes = translate(given.entries, COMMAND_LINE, below=entries)
     entries = overlay(overlay(entries, from_env), over)
     config, problems, dropped = validate(entries)
-    problems = in_order(problems + given.problems + env_problems)
+    places = {key: entry.where for key, entry in entries.items() if key not in dropped}
+    paths = Resolved(config)
+    if resolve:
+        paths = resolve_paths(config, env, lambda key: places.get(tuple(key.split(".")), shown))
+    problems = in_order(problems + given.problems + env_problems + paths.problems)
     loaded = Loaded(
-        config=config,
+        config=paths.config,
         notes=notes + over_notes,
         source=shown,
-        places={key: entry.where for key, entry in entries.items() if key not in dropped},
-        dropped=frozenset(dropped),
+        places=places,
+        dropped=frozenset({*dropped, *(tuple(one.key.split(".")) for one in paths.problems)}),
+        written=paths.written,
+        variables=paths.variables,
     )
     if problems:
         raise ConfigError(problems, partial=loaded)

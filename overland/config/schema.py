@@ -20,6 +20,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 BatchSize = Annotated[int, Field(ge=-1)]
 Degree = Annotated[int, Field(gt=0)]
+HOLDS_A_PATH = "path"
+PathText = Annotated[str, HOLDS_A_PATH]  # may hold variables and ~: see variables.py
 
 
 class Section(BaseModel):
@@ -31,7 +33,7 @@ class Section(BaseModel):
 class Job(Section):
     """What this run is and where it writes."""
 
-    dump_folder: str = "./outputs"
+    dump_folder: PathText = "./outputs"
     """The run folder: metrics, TensorBoard events, checkpoints, traces and a README go below it."""
     description: str = "a training run"
     """One line about the run, shown in its README and at the start."""
@@ -48,11 +50,11 @@ class Model(Section):
     """Family: llama2, llama3, mistral, qwen2.5, qwen3, or one that `job.custom_import` adds."""
     flavor: str = "debug"
     """Named size of the family, such as 8B. Ignored when `config` is given."""
-    config: str | None = None
+    config: PathText | None = None
     """Path of a Hugging Face config.json (or the folder that holds it) in place of a flavor."""
     overrides: dict[str, Any] = {}
     """Architecture values to change, by Hugging Face name, e.g. {num_hidden_layers = 4}."""
-    hf_assets_path: str | None = None
+    hf_assets_path: PathText | None = None
     """Folder with a tokenizer: tokenizer.json, or tokenizer.model of sentencepiece or Llama 3."""
     freeze: list[str] = []
     """Parameters that are not trained, by name with wildcards, e.g. ["model.embed_tokens.*"]."""
@@ -66,7 +68,7 @@ class Training(Section):
     dataset: str = "stdlib"
     """Data source by name: stdlib (Python's own source text; stdlib:2/6 is a part of it), random,
     or a name under `data.folder`."""
-    dataset_path: str | None = None
+    dataset_path: PathText | None = None
     """File or folder of any format to train on, in place of a name."""
     local_batch_size: PositiveInt = 8
     """Sequences that one device takes in one forward pass."""
@@ -171,7 +173,7 @@ class Metrics(Section):
     """Log every this many steps."""
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: PathText = "tb"
     """Folder of the events, below the run folder."""
     enable_wandb: bool = False
     """Also log to Weights & Biases (needs the wandb package)."""
@@ -186,7 +188,7 @@ class Profiling(Section):
 
     enable_profiling: bool = False
     """Record traces (open them in Perfetto)."""
-    save_traces_folder: str = "profile_trace"
+    save_traces_folder: PathText = "profile_trace"
     """Folder of the traces, below the run folder."""
     profile_freq: PositiveInt = 10
     """One trace every this many steps."""
@@ -196,7 +198,7 @@ class Profiling(Section):
     """Steps in one trace."""
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history at the end of each trace."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: PathText = "memory_snapshot"
     """Folder of the snapshots, below the run folder."""
 
 
@@ -205,7 +207,7 @@ class Checkpoint(Section):
 
     enable: bool = True
     """Save checkpoints and resume from them."""
-    folder: str = "checkpoint"
+    folder: PathText = "checkpoint"
     """Folder of the checkpoints, below the run folder."""
     interval: PositiveInt = 500
     """Save every this many steps; the last step is always saved."""
@@ -231,12 +233,12 @@ class Checkpoint(Section):
     """Save and stop after so many minutes of this session; the next session goes on."""
     walltime_margin_minutes: NonNegativeFloat = 3.0
     """Save and stop this long before a Slurm job ends, or earlier if saving takes long."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: from the newest checkpoint of the run folder, if any; none: start anew in a fresh
     folder; or the path of a checkpoint."""
     skip_optimizer: bool = False
     """Resume the weights and the position in the data, with a new optimizer."""
-    initial_load_path: str | None = None
+    initial_load_path: PathText | None = None
     """Weights that a new run starts from: a Hugging Face folder, a checkpoint, or any other format
     that `overland convert` reads."""
     last_save_in_hf: bool = False
@@ -278,7 +280,7 @@ class Validation(Section):
     """Validate every `freq` steps and after the last one."""
     dataset: str | list[str] = "stdlib_heldout"
     """One held-out set, or several, by name."""
-    dataset_path: str | None = None
+    dataset_path: PathText | None = None
     """Folder or file to validate on, in place of a name."""
     freq: PositiveInt = 100
     """Steps between two validations."""
@@ -293,7 +295,7 @@ class Validation(Section):
 class DataSource(Section):
     """One source of a mixture; its name is the table's: [data.sources.NAME]."""
 
-    path: str | None = None
+    path: PathText | None = None
     """File or folder of any format, or a corpus that `overland data build` made."""
     dataset: str | None = None
     """Without a path: a dataset by name, as in training.dataset; default: the source's name."""
@@ -314,9 +316,9 @@ class DataSource(Section):
 class Data(Section):
     """Where text and tokens lie and how they become batches."""
 
-    folder: str = "./data"
+    folder: PathText = "./data"
     """Where named datasets are looked for, and tokenizers and token shards are kept."""
-    datasets: dict[str, str] = {}
+    datasets: dict[str, PathText] = {}
     """Names for folders, e.g. {c4 = "/scratch/c4"}."""
     sources: dict[str, DataSource] = {}
     """A mixture, in place of training.dataset: a table per source, with its path and weight."""
@@ -343,7 +345,7 @@ class Data(Section):
     bad_documents: Literal["error", "skip"] = "error"
     """Documents that are empty, no UTF-8 or no JSON: stop and name the first, or skip and count
     them. A file that cannot be read always stops."""
-    cache_folder: str | None = None
+    cache_folder: PathText | None = None
     """Where text is tokenised ahead of training: a shared folder, or one on each node (such as
     /tmp/overland); default: data.folder."""
     cache_gb: PositiveFloat = 100.0

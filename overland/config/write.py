@@ -5,19 +5,31 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from overland.config.fields import Key, all_keys, sections
 from overland.config.schema import JobConfig, Section
+from overland.config.variables import with_literal_paths
 
 
-def write_config(config: JobConfig, path: Path, full: bool = False, heading: str = "") -> None:
+def write_config(
+    config: JobConfig, path: Path, full: bool = False, heading: str = "", resolved: bool = True
+) -> None:
     """Writes `to_toml(config)` to a file."""
-    path.write_text(to_toml(config, full=full, heading=heading), encoding="utf-8")
+    text = to_toml(config, full=full, heading=heading, resolved=resolved)
+    path.write_text(text, encoding="utf-8")
 
 
-def to_toml(config: JobConfig, full: bool = False, comments: bool = True, heading: str = "") -> str:
+def to_toml(
+    config: JobConfig,
+    full: bool = False,
+    comments: bool = True,
+    heading: str = "",
+    written: Mapping[str, str] | None = None,
+    resolved: bool = True,
+) -> str:
     """The config as TOML.
 
     Args:
@@ -25,18 +37,30 @@ def to_toml(config: JobConfig, full: bool = False, comments: bool = True, headin
         full: Also write the keys that have their default.
         comments: Put each key's description above it.
         heading: Comment at the top.
+        written: Paths as they were before variables were resolved, by key; each becomes a comment.
+        resolved: Whether variables in paths were replaced; a `$` in one is then a plain one.
     """
+    if resolved:
+        config = with_literal_paths(config)
+    written = written or {}
     blocks = [_comment(heading)] if heading else []
     for section in sections():
         keys = [key for key in all_keys().values() if key.section == section]
         chosen = [key for key in keys if full or _value(config, key) != key.default]
         plain = [key for key in chosen if not (key.table and _value(config, key))]
         if plain:
-            lines = [line for key in plain for line in _lines(key, _value(config, key), comments)]
+            lines = [
+                line
+                for key in plain
+                for line in (
+                    *_as_written(key.dotted, written),
+                    *_lines(key, _value(config, key), comments),
+                )
+            ]
             blocks.append("\n".join([f"[{section}]", *lines]))
         for key in chosen:
             if key not in plain:
-                blocks += _tables(key, _value(config, key))
+                blocks += _tables(key, _value(config, key), written)
     return "\n\n".join(blocks) + "\n"
 
 
@@ -67,14 +91,24 @@ def _lines(key: Key, value: Any, comments: bool) -> list[str]:
     return lines
 
 
-def _tables(key: Key, tables: dict[str, Section]) -> list[str]:
+def _tables(key: Key, tables: dict[str, Section], written: Mapping[str, str]) -> list[str]:
     """One TOML table each, with what is set in it."""
     blocks = []
     for name, table in tables.items():
         values = table.model_dump(exclude_defaults=True)
-        lines = [f"{inner} = {toml_value(value)}" for inner, value in values.items()]
+        lines = _as_written(f"{key.dotted}.{name}", written)
+        lines += [f"{inner} = {toml_value(value)}" for inner, value in values.items()]
         blocks.append("\n".join([f"[{key.dotted}.{_toml_key(name)}]", *lines]))
     return blocks
+
+
+def _as_written(dotted: str, written: Mapping[str, str]) -> list[str]:
+    """How the paths of this key, or below it, were written."""
+    return [
+        f"# {key.rpartition('.')[2]} is written {toml_value(text)}"
+        for key, text in written.items()
+        if key == dotted or key.startswith(f"{dotted}.")
+    ]
 
 
 def _comment(text: str) -> str:

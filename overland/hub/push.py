@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from overland.cluster.script import SHORTEST_SECRET
-from overland.cluster.site import SECRET
+from overland.config.variables import SECRET
 from overland.hub.errors import HubError, in_words
 from overland.hub.repo import SECONDS, Repo, connect, list_files, open_repo
 from overland.hub.snapshot import BLOCK, OWN

@@ -393,6 +393,29 @@ def test_a_dry_run_shows_the_script_and_leaves_nothing_behind(tmp_path: Path) ->
     assert (as_json["ranks"], as_json["time"], as_json["sessions"]) == (16, "02:00:00", 1)
 
 
+def test_variables_of_the_config_reach_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job starts without the environment of the shell that submitted it."""
+    monkeypatch.setenv("SCRATCH_ROOT", str(tmp_path / "a folder"))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    words = ["quickstart", "--site", "laptop"]
+    folder = "job.dump_folder=${SCRATCH_ROOT}/$USER/run"
+    monkeypatch.setenv("USER", "me")
+    script = tmp_path / "job.sh"
+    script.write_text(overland(*words, folder, "--dry-run").output)
+    lines = script.read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("export SCRATCH_ROOT=")]
+    assert not [line for line in lines if line.startswith("export USER=")]
+    shown = ["env", "-i", "bash", "-c", f'{line}; printf %s "$SCRATCH_ROOT"']
+    assert subprocess.check_output(shown, text=True) == str(tmp_path / "a folder")
+    assert str(tmp_path / "a folder" / "me" / "run") in script.read_text()
+    assert "$USER" not in script.read_text()
+    assert "is not set here" in refusal(*words, "data.folder=$SCRATCH_ROTO/data")
+    assert "looks like a secret" in refusal(*words, "data.folder=/x/$HF_TOKEN")
+    assert "the config names $SLURM_JOB_ID" in refusal(*words, "data.folder=/x/$SLURM_JOB_ID")
+
+
 def test_a_secret_is_passed_on_by_name_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     words = ["quickstart", "--site", "frontier", "--account", "abc123", "--dry-run"]

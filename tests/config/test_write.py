@@ -17,7 +17,7 @@ from overland.config.write import to_toml, write_config
 def changed() -> JobConfig:
     return JobConfig.model_validate(
         {
-            "job": {"description": 'a "quoted" \\ line\nand é', "dump_folder": "~/x y"},
+            "job": {"description": 'a "quoted" \\ line\nand é', "dump_folder": "/x y/$1"},
             "model": {"overrides": {"rope": {"factor": 8.0}, "odd.key": [1, 2], "tie": True}},
             "training": {"steps": 7, "max_norm": 0.0, "dataset_path": "/a"},
             "optimizer": {"lr": 1e-12, "eps": 1e-20},
