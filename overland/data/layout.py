@@ -450,4 +450,4 @@ def _digest(names: Sequence[str]) -> str:
 
 
 def _place(source: Source) -> str:
-    return str(getattr(source, "root", type(source).__name__))
+    return str(getattr(source, "place", type(source).__name__))

@@ -5,24 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from overland.data.errors import DataError
 from overland.data.sources.arrow_values import (
     check_column,
+    columns_of,
     documents,
-    kinds_of,
+    examples_of,
     reading_arrow,
-    types_of,
 )
-from overland.data.sources.columns import choose_column
+from overland.data.sources.columns import Column, choose_column
 from overland.data.sources.compression import reading
 from overland.data.sources.needs import need
 from overland.data.sources.source import Document, FileSource, part_of, split_part
 
+EXAMPLE_ROWS = 4
 FILE_MAGIC = b"ARROW1"
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -40,10 +42,13 @@ class Arrow(FileSource):
                 schema = reader.schema
                 self._rows[file] = _rows_per_batch(reader) if is_file else None
             if self.column is None:
-                self.columns, kinds = types_of(schema), kinds_of(schema)
-                self.column = choose_column(root / file, column, self.columns, kinds)
-                self.kind = kinds[self.column]
-            check_column(root / file, schema, self.column, self.kind)
+                columns = columns_of(schema)
+                self.columns = {name: one.type for name, one in columns.items()}
+                examples = partial(_examples, root / file, columns)
+                self.column = choose_column(root / file, column, columns, examples)
+                chosen = columns[self.column]
+                self.kind, self._path = chosen.kind or "text", chosen.place
+            check_column(root / file, schema, self.column, chosen)
         if all(rows is not None and not sum(rows) for rows in self._rows.values()):
             raise DataError(f"{root / files[0]} is empty: it has no rows")
 
@@ -57,7 +62,7 @@ class Arrow(FileSource):
     def num_documents(self, chunk: str) -> int | None:
         file, group = split_part(chunk)
         rows = self._rows[file]
-        return None if rows is None else rows[group or 0]
+        return None if rows is None or None in self._path else rows[group or 0]
 
     def read(self, chunk: str) -> Iterator[Document]:
         file, group = split_part(chunk)
@@ -65,8 +70,8 @@ class Arrow(FileSource):
         first = sum((rows or [])[: group or 0])
         with _open(path) as (reader, is_file):
             for batch in [reader.get_batch(group)] if is_file else _batches(reader, path):
-                column = batch.column(batch.schema.get_field_index(self.column))
-                yield from documents(column, self.kind, path, first, self.bad)
+                array = batch.column(batch.schema.get_field_index(self._path[0]))
+                yield from documents(array, self._path, self.kind, path, first, self.bad)
                 first += batch.num_rows
 
 
@@ -79,6 +84,13 @@ def _open(path: Path) -> Iterator[tuple[Any, bool]]:
         is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
     with reading_arrow(path), pa.memory_map(str(path)) as data:
         yield (pa.ipc.open_file(data) if is_file else pa.ipc.open_stream(data)), is_file
+
+
+def _examples(path: Path, columns: Mapping[str, Column]) -> dict[str, Any]:
+    with _open(path) as (reader, is_file):
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        batch = next(iter(batches), None)
+        return {} if batch is None else examples_of(batch.slice(0, EXAMPLE_ROWS), columns)
 
 
 def _rows_per_batch(reader: Any) -> list[int]:

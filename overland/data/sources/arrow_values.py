@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from overland.data.errors import DataError
-from overland.data.sources.columns import did_you_mean
+from overland.data.sources.columns import Column, Place, Step, did_you_mean, name_of
 from overland.data.sources.needs import need
+from overland.data.sources.records import values_at
 from overland.data.sources.source import Bad, Document, Kind, decode, token_ids
 
 
-def kinds_of(schema: Any) -> dict[str, Kind]:
-    """The columns that hold documents."""
-    return {field.name: kind for field in schema if (kind := _kind_of(field.type))}
+def columns_of(schema: Any) -> dict[str, Column]:
+    """Every column by name; of structs and lists, what they hold."""
+    columns: dict[str, Column] = {}
+    for field in schema:
+        for place, type in _leaves((field.name,), field.type):
+            kind = _kind_of(type)
+            # Bytes may be text; under a name of token ids they are ids of an unknown type.
+            if place[-1] in ("tokens", "input_ids") and _is_binary(type):
+                kind = None
+            columns.setdefault(name_of(place), Column(str(type), place, kind))
+    return columns
 
 
-def types_of(schema: Any) -> dict[str, str]:
-    return {field.name: str(field.type) for field in schema}
-
-
-def check_column(path: Path, schema: Any, column: str, kind: Kind) -> None:
+def check_column(path: Path, schema: Any, column: str, like: Column) -> None:
     """Files of one corpus may differ; what one of them lacks is told with its name."""
-    types, kinds = types_of(schema), kinds_of(schema)
-    if column not in types:
-        has = ", ".join(types)
-        near = did_you_mean(column, types)
+    columns = columns_of(schema)
+    if column not in columns:
+        has = ", ".join(columns)
+        near = did_you_mean(column, columns)
         raise DataError(f"{path} has no column {column!r}{near}; its columns: {has}")
-    if kinds.get(column) != kind:
-        raise DataError(f"{path}: column {column!r} is {types[column]}, in other files {kind}")
+    if columns[column].kind != like.kind:
+        type = columns[column].type
+        raise DataError(f"{path}: column {column!r} is {type}, in other files {like.kind}")
 
 
-def documents(array: Any, kind: Kind, path: Path, first: int, bad: Bad) -> Iterator[Document]:
-    """Of one column; `first` is the number of its first row in the file."""
+def examples_of(table: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
+    """The first value of each column that is not null, from some rows."""
+    rows = table.to_pylist()
+    found = {}
+    for name, column in columns.items():
+        values = (value for row in rows for value in values_at(row, column.place))
+        found[name] = next((value for value in values if value is not None), None)
+    return found
+
+
+def documents(
+    array: Any, place: Place, kind: Kind, path: Path, first: int, bad: Bad
+) -> Iterator[Document]:
+    """Of one column, or of what lies at `place` in it; `first` is its first row in the file."""
     pa = need("pyarrow", str(path))
-    name = str(path)
+    rows = np.arange(first, first + len(array))
+    for step in place[1:]:
+        array, rows = _into(array, step, rows, path, bad)
     if kind == "text":
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
@@ -44,8 +67,8 @@ def documents(array: Any, kind: Kind, path: Path, first: int, bad: Bad) -> Itera
         values = array.cast(pa.large_binary()).to_pylist()
     else:
         values = [row.values if row.is_valid else None for row in array]
-    for row, value in enumerate(values, start=first):
-        where = f"{name}: row {row}"
+    for row, value in zip(rows.tolist(), values, strict=True):
+        where = f"{path}: row {row}"
         if value is None:
             bad(f"{where}: the document is null")
             continue
@@ -55,6 +78,22 @@ def documents(array: Any, kind: Kind, path: Path, first: int, bad: Bad) -> Itera
             document = token_ids(value.to_numpy(zero_copy_only=False), where, bad)
         if document is not None:
             yield document
+
+
+def _into(
+    array: Any, step: Step, rows: npt.NDArray[np.int64], path: Path, bad: Bad
+) -> tuple[Any, npt.NDArray[np.int64]]:
+    """One step into structs or lists; `rows` says of each value which row it is from."""
+    compute = need("pyarrow.compute", str(path))
+    if step is not None:
+        return compute.struct_field(array, [step]), rows
+    if array.null_count:
+        for row in rows[array.is_null().to_numpy(zero_copy_only=False)].tolist():
+            bad(f"{path}: row {row}: the list of documents is null")
+        valid = array.is_valid()
+        array, rows = array.filter(valid), rows[valid.to_numpy(zero_copy_only=False)]
+    parents = compute.list_parent_indices(array).to_numpy(zero_copy_only=False)
+    return compute.list_flatten(array), rows[parents]
 
 
 @contextmanager
@@ -67,12 +106,32 @@ def reading_arrow(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read, is cut short or damaged: {reason}") from None
 
 
+def _leaves(place: Place, type: Any) -> Iterator[tuple[Place, Any]]:
+    is_a = need("pyarrow", "arrow").types
+    if is_a.is_struct(type) and type.num_fields:
+        for field in type:
+            yield from _leaves((*place, field.name), field.type)
+    elif _is_list(type) and not is_a.is_integer(type.value_type):
+        yield from _leaves((*place, None), type.value_type)
+    else:
+        yield place, type
+
+
 def _kind_of(type: Any) -> Kind | None:
-    pa = need("pyarrow", "arrow")
-    is_a = pa.types
+    is_a = need("pyarrow", "arrow").types
     if is_a.is_dictionary(type):
         type = type.value_type
-    if is_a.is_string(type) or is_a.is_large_string(type):
+    is_text = is_a.is_string(type) or is_a.is_large_string(type) or is_a.is_string_view(type)
+    if is_text or _is_binary(type):
         return "text"
-    is_list = is_a.is_list(type) or is_a.is_large_list(type) or is_a.is_fixed_size_list(type)
-    return "tokens" if is_list and is_a.is_integer(type.value_type) else None
+    return "tokens" if _is_list(type) and is_a.is_integer(type.value_type) else None
+
+
+def _is_binary(type: Any) -> bool:
+    is_a = need("pyarrow", "arrow").types
+    return bool(is_a.is_binary(type) or is_a.is_large_binary(type) or is_a.is_binary_view(type))
+
+
+def _is_list(type: Any) -> bool:
+    is_a = need("pyarrow", "arrow").types
+    return bool(is_a.is_list(type) or is_a.is_large_list(type) or is_a.is_fixed_size_list(type))

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from overland.config.errors import nearest_name
-from overland.data.errors import DataError
+from overland.data.errors import DataError, Unsettled
 from overland.data.sources.source import inside
 
 SPLITS = {
@@ -30,22 +30,46 @@ SPLIT_OF_SHARD = re.compile(r"(?:^|/)data/([\w.]+)-\d{5}-of-\d{5}")
 
 def choose(what: str, wanted: str | None, names: Collection[str], usual: str, where: object) -> str:
     """The wanted name, the usual one, or the only one."""
-    if wanted is not None:
-        if wanted in names:
-            return wanted
-        near = nearest_name(wanted, names)
-        hint = f"; did you mean {near!r}?" if near else ""
-        has = f"it has {', '.join(names)}" if names else "it has none"
-        raise DataError(f"{where} has no {what} {wanted!r}{hint}; {has}")
+    found = _chosen(what, wanted, names, where)
+    if found is not None:
+        return found
     if usual in names:
         return usual
     if len(names) == 1:
         return next(iter(names))
-    raise DataError(f"{where} has several {what}s: choose one by --{what}: {', '.join(names)}")
+    raise Unsettled(f"{where} has several {what}s: set ", what, f" to one of {', '.join(names)}")
+
+
+def choose_split(
+    wanted: str | None, names: Collection[str], where: object, held_out: bool = False
+) -> str:
+    """The wanted split; otherwise the one to train on or, `held_out`, one to validate on."""
+    if not held_out:
+        return choose("split", wanted, names, "train", where)
+    found = _chosen("split", wanted, names, where)
+    if found is not None:
+        return found
+    for usual in ("validation", "test"):
+        for name in names:
+            if ALIASES.get(name, name) == usual:
+                return name
+    has = ", ".join(names)
+    raise Unsettled(
+        f"{where} has no validation or test split: set ", "split", f" to one of its own ({has})"
+    )
+
+
+def _chosen(what: str, wanted: str | None, names: Collection[str], where: object) -> str | None:
+    if wanted is None or wanted in names:
+        return wanted
+    near = nearest_name(wanted, names)
+    hint = f"; did you mean {near!r}?" if near else ""
+    has = f"it has {', '.join(names)}" if names else "it has none"
+    raise DataError(f"{where} has no {what} {wanted!r}{hint}; {has}")
 
 
 def saved_files(
-    folder: Path, subset: str | None, split: str | None
+    folder: Path, subset: str | None, split: str | None, held_out: bool = False
 ) -> tuple[Path, list[str]] | None:
     """The Arrow files of a `save_to_disk` folder and where they lie; None if it is none."""
     if subset is not None and (folder / subset).is_dir():
@@ -57,12 +81,12 @@ def saved_files(
         raise DataError(f"{folder} has no subset {subset!r}: it was saved from one dataset")
     if is_dict:
         splits = _json(folder / "dataset_dict.json").get("splits", [])
-        chosen = choose("split", split, splits, "train", folder)
+        chosen = choose_split(split, splits, folder, held_out)
         folder = inside(folder, chosen, folder / "dataset_dict.json")
     state_path = folder / "state.json"
     state = _json(state_path)
     if not is_dict and split is not None:
-        choose("split", split, [state["_split"]] if state.get("_split") else [], "train", folder)
+        choose_split(split, [state["_split"]] if state.get("_split") else [], folder)
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(f"{folder} was saved with indices: call flatten_indices() and save again")
     entries = state.get("_data_files")
@@ -75,17 +99,21 @@ def saved_files(
 
 
 def select_files(
-    root: Path, files: Sequence[str], subset: str | None, split: str | None
+    root: Path,
+    files: Sequence[str],
+    subset: str | None,
+    split: str | None,
+    held_out: bool = False,
 ) -> list[str]:
     """Those of `files` (relative to `root`) that belong to the subset and the split."""
     configs = _configs(root / "README.md")
     if configs:
-        return _by_readme(root, files, configs, subset, split)
+        return _by_readme(root, files, configs, subset, split, held_out)
     if subset is not None:
         folders = sorted({file.partition("/")[0] for file in files if "/" in file})
         folder = choose("subset", subset, folders, "default", root)
         files = [file for file in files if file.startswith(f"{folder}/")]
-    return _by_split(root, files, split)
+    return _by_split(root, files, split, held_out)
 
 
 def subset_files(root: Path, files: Sequence[str], subset: str, where: str) -> list[str]:
@@ -115,14 +143,14 @@ def split_of(file: str) -> str | None:
     return None
 
 
-def _by_split(root: Path, files: Sequence[str], split: str | None) -> list[str]:
+def _by_split(root: Path, files: Sequence[str], split: str | None, held_out: bool) -> list[str]:
     splits = {file: split_of(file) for file in files}
-    # Without being asked, only where every file says what it is: no text is left out by accident.
-    if split is None and None in splits.values():
-        return list(files)
     names = sorted({name for name in splits.values() if name is not None})
+    # Without being asked, only where every file says what it is: no text is left out by accident.
+    if split is None and (not names or (None in splits.values() and not held_out)):
+        return list(files)
     wanted = split if split is None or split in names else ALIASES.get(split, split)
-    chosen = choose("split", wanted, names, "train", root)
+    chosen = choose_split(wanted, names, root, held_out)
     return [file for file in files if splits[file] == chosen]
 
 
@@ -132,12 +160,13 @@ def _by_readme(
     configs: list[dict[str, Any]],
     subset: str | None,
     split: str | None,
+    held_out: bool,
 ) -> list[str]:
     name, config = _config(configs, subset, root)
     patterns = _patterns(config.get("data_files"))
     if not patterns:
-        return _by_split(root, _below(root, files, config), split)
-    chosen = choose("split", split, patterns, "train", f"{root}, subset {name},")
+        return _by_split(root, _below(root, files, config), split, held_out)
+    chosen = choose_split(split, patterns, f"{root}, subset {name},", held_out)
     found = _matching(root, files, config, patterns[chosen])
     if not found:
         page = root / "README.md"

@@ -3,19 +3,25 @@ a segment holds the lines that begin in it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
-from overland.data.sources.columns import choose_column, did_you_mean
+from overland.data.sources.columns import Place, choose_column, did_you_mean, name_of
 from overland.data.sources.compression import SUFFIXES, open_bytes, reading
+from overland.data.sources.records import Sample, kind_of, values_at
 from overland.data.sources.source import Bad, Document, FileSource, Kind, part_of, split_part
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 SEGMENT_BYTES = 64 << 20
+# Looked at to settle the column: of all files together, or a line of each file.
+SAMPLE_RECORDS = 1000
+SAMPLE_BYTES = 4 << 20
+SAMPLE_FILES = 16
 BOM = b"\xef\xbb\xbf"
 
 
@@ -28,20 +34,24 @@ class JsonLines(FileSource):
         self, root: Path, files: list[str], column: str | None = None, skip_bad: bool = False
     ) -> None:
         super().__init__(root, files, skip_bad)
-        record = _first_record(root, files)
-        self.columns = {name: _type_of(value) for name, value in record.items()}
-        kinds = {name: kind for name, value in record.items() if (kind := _kind_of(value))}
+        sample = sample_lines(root, files)
+        columns = sample.columns(column)
+        self.columns = {name: column.type for name, column in columns.items()}
         # Without a single good line there is nothing to choose from; reading will say why.
-        where = f"{root / files[0]}: its first object"
-        self.column = choose_column(where, column, self.columns, kinds) if record else column
-        self.kind = kinds.get(self.column or "", "text")
+        if columns:
+            self.column = choose_column(self.place, column, columns, lambda: sample.examples)
+        else:
+            self.column = column
+        chosen = columns.get(self.column or "")
+        self.kind = (chosen.kind if chosen else None) or "text"
+        self._path = chosen.place if chosen else (self.column or "text",)
 
     def chunks(self) -> list[str]:
         return [chunk for file in self.files for chunk in line_chunks(self.root, file)]
 
     def read(self, chunk: str) -> Iterator[Document]:
         file, part = split_part(chunk)
-        return read_lines(self.root / file, part, self.column or "text", self.kind, self.bad)
+        return read_lines(self.root / file, part, self._path, self.kind, self.bad)
 
 
 def line_chunks(root: Path, file: str) -> list[str]:
@@ -53,17 +63,24 @@ def line_chunks(root: Path, file: str) -> list[str]:
 
 
 def read_lines(
-    path: Path, part: int | None, column: str, kind: Kind, bad: Bad
+    path: Path, part: int | None, column: Place, kind: Kind, bad: Bad
 ) -> Iterator[Document]:
     for line, start, place in _lines(path, part):
         if not line.strip():
             continue
+        where = lambda start=start, place=place: f"{path}:{_lines_before(path, start) + place}"
         try:
-            document = _document(line, column, kind)
+            record, text = _parse(line)
         except _Unusable as error:
-            bad(f"{path}:{_lines_before(path, start) + place}: {error}")
-        else:
-            yield document
+            bad(f"{where()}: {error}")
+            continue
+        for value in values_at(record, column):
+            try:
+                document = _document(value, column, kind, record, text)
+            except _Unusable as error:
+                bad(f"{where()}: {error}")
+            else:
+                yield document
 
 
 class _Unusable(Exception):
@@ -100,10 +117,11 @@ def _until(file: IO[bytes], stop: int | None, offset: int = 0) -> Iterator[bytes
         yield line
 
 
-def _document(line: bytes, column: str, kind: Kind) -> Document:
+def _parse(line: bytes) -> tuple[object, str]:
+    """What a line says, and the line itself."""
     try:
         text = line.decode("utf-8")
-        record = json.loads(text)
+        return json.loads(text), text
     except UnicodeDecodeError as error:
         raise _Unusable(
             f"expected UTF-8 text, got {error.reason} at byte {error.start:,}"
@@ -113,44 +131,38 @@ def _document(line: bytes, column: str, kind: Kind) -> Document:
         raise _Unusable(f"not a JSON object: {error.msg}{hint}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits; a deep nest
         raise _Unusable("not a JSON object that can be read") from None
-    value = record.get(column) if isinstance(record, dict) else None
-    if kind == "tokens" and isinstance(value, list) and _kind_of(value) == "tokens":
-        try:
-            return np.asarray(value, dtype=np.int64)
-        except OverflowError:
-            raise _Unusable(f"{column} has an id beyond 64 bits") from None
+
+
+def _document(value: object, column: Place, kind: Kind, record: object, line: str) -> Document:
+    if kind == "tokens" and isinstance(value, list) and kind_of(value) == "tokens":
+        if value and not 0 <= min(value) <= max(value) < 1 << 63:
+            wrong = min(value) if min(value) < 0 else max(value)
+            raise _Unusable(f"{name_of(column)} has {wrong:,}, which is no token id")
+        return np.asarray(value, dtype=np.int64)
     if kind == "tokens" or not isinstance(value, str):
-        near = did_you_mean(column, record) if isinstance(record, dict) else ""
-        what = f'"{column}" of token ids' if kind == "tokens" else f'"{column}"'
-        raise _Unusable(f"expected an object with a {what}, got {text.strip()[:60]!r}{near}")
+        what = f'"{name_of(column)}"' + (" of token ids" if kind == "tokens" else "")
+        near = ""
+        if isinstance(record, dict) and column[0] not in record:
+            near = did_you_mean(str(column[0]), record)
+        raise _Unusable(f"expected an object with a {what}, got {line.strip()[:60]!r}{near}")
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can say half of a surrogate pair, which is no text
-        raise _Unusable(f"{column} has half of a surrogate pair, no UTF-8 text") from None
+        raise _Unusable(f"{name_of(column)} has half of a surrogate pair, no UTF-8 text") from None
     return value
 
 
-def _first_record(root: Path, files: list[str]) -> dict[str, Any]:
-    for file in files:
-        for line, _, _ in _lines(root / file, None):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                return record
-    return {}
-
-
-def _kind_of(value: object) -> Kind | None:
-    if isinstance(value, str):
-        return "text"
-    is_ids = isinstance(value, list) and all(type(item) is int for item in value)
-    return "tokens" if is_ids else None
-
-
-def _type_of(value: object) -> str:
-    names = {str: "string", bool: "bool", int: "int", float: "float", type(None): "null"}
-    if isinstance(value, list):
-        return "list of int" if value and _kind_of(value) else "list"
-    return names.get(type(value), "object")
+def sample_lines(root: Path, files: Sequence[str]) -> Sample:
+    """Some records of some files, spread over them, from the beginning of each."""
+    sample = Sample()
+    chosen = [files[len(files) * i // SAMPLE_FILES] for i in range(SAMPLE_FILES)]
+    chosen = list(dict.fromkeys(chosen))
+    for file in chosen:
+        num_bytes = 0
+        for number, (line, _, _) in enumerate(_lines(root / file, None), start=1):
+            with contextlib.suppress(ValueError, RecursionError):
+                sample.add(json.loads(line))
+            num_bytes += len(line)
+            if number * len(chosen) >= SAMPLE_RECORDS or num_bytes * len(chosen) >= SAMPLE_BYTES:
+                break
+    return sample

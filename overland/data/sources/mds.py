@@ -7,17 +7,22 @@ size and, if the writer was asked for them, its hashes, before and after compres
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError
-from overland.data.sources.columns import choose_column
+from overland.data.errors import DataError, Unsettled
+from overland.data.sources.columns import Column, choose_column
 from overland.data.sources.mds_columns import decode_value, kind_of
 from overland.data.sources.mds_index import INDEX, read_index, read_shard
+from overland.data.sources.records import Sample
 from overland.data.sources.source import Document, FileSource, Kind, check_dtype, token_ids
+
+LOOKED_AT = 100  # samples, to settle what a column of JSON holds
 
 
 class MDS(FileSource):
@@ -37,10 +42,15 @@ class MDS(FileSource):
         self.dtype = check_dtype(dtype) or "int64"
         first = next(iter(self._shards.values()))
         self.columns = dict(first.encodings)
-        kinds = {name: kind for name, code in self.columns.items() if (kind := kind_of(code))}
-        kinds |= self._kinds_of_json()
-        self.column = choose_column(root, column, self.columns, kinds)
-        self.kind = kinds[self.column]
+        in_json = self._kinds_of_json()
+        columns = {
+            name: Column(code, (name,), in_json.get(name) or kind_of(code))
+            for name, code in self.columns.items()
+        }
+        self.column = choose_column(root, column, columns, self._examples)
+        self.kind = columns[self.column].kind or "text"
+        if dtype is None and self.columns[self.column] == "bytes":
+            self._check_int64()
 
     def num_documents(self, chunk: str) -> int | None:
         return self._shards[chunk].num_samples
@@ -87,23 +97,42 @@ class MDS(FileSource):
         return value
 
     def _kinds_of_json(self) -> dict[str, Kind]:
+        """Of the columns whose encoding leaves it open, by some samples."""
         names = [name for name, code in self.columns.items() if code == "json"]
-        samples = (
-            self._raw(file, names) for file, shard in self._shards.items() if shard.num_samples
-        )
-        if not names or (first := next(samples, None)) is None:
-            return {}
-        found: dict[str, Kind] = {}
-        for name, data in next(first).items():
-            try:
-                value = decode_value("json", data)
-            except ValueError:  # reading will say so
-                continue
-            if isinstance(value, str):
-                found[name] = "text"
-            elif isinstance(value, list) and all(type(item) is int for item in value):
-                found[name] = "tokens"
+        sample = Sample()
+        for raw in self._some(names):
+            for name, data in raw.items():
+                with contextlib.suppress(ValueError):  # reading will say so
+                    sample.add({name: decode_value("json", data)})
+        return {name: one.kind for name, one in sample.columns("").items() if one.kind}
+
+    def _examples(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for raw in self._some(list(self.columns)):
+            for name, data in raw.items():
+                with contextlib.suppress(ValueError, IndexError):
+                    found.setdefault(name, decode_value(self.columns[name], data))
         return found
+
+    def _check_int64(self) -> None:
+        """Bytes of another type either do not divide by eight or are ids that nobody has."""
+        assert self.column is not None
+        for raw in self._some([self.column]):
+            data = raw[self.column]
+            ids = np.frombuffer(data[: len(data) // 8 * 8], "<i8")
+            if len(data) % 8 or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32):
+                raise Unsettled(
+                    f"{self.root}: column {self.column!r} holds bytes that are no int64 ids: set ",
+                    "dtype",
+                    " to their type, such as uint16",
+                )
+
+    def _some(self, names: list[str]) -> Iterator[dict[str, bytes]]:
+        """The first samples of the first shard that has any."""
+        shards = (file for file, shard in self._shards.items() if shard.num_samples)
+        file = next(shards, None)
+        if names and file is not None:
+            yield from itertools.islice(self._raw(file, names), LOOKED_AT)
 
     def _raw(self, chunk: str, names: list[str]) -> Iterator[dict[str, bytes]]:
         """The bytes of the named columns of each sample."""

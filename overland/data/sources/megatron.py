@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from overland.data.errors import DataError
 from overland.data.sources.compression import reading
-from overland.data.sources.source import FileSource, Kind, Tokens, part_of, split_part
+from overland.data.sources.source import FileSource, Kind, Tokens, part_of, split_part, token_ids
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEAD = struct.Struct("<9sQBQQ")
@@ -73,8 +73,10 @@ class Megatron(FileSource):
                     strict=True,
                 )
             ]
-            ids = np.concatenate(pieces) if pieces else np.zeros(0)
-            yield ids.astype(np.int64)
+            ids = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+            document = token_ids(ids, f"{path}: document {number:,}", self.bad)
+            if document is not None:
+                yield document
 
     def depends_on(self) -> list[str]:
         return [name for file in self.files for name in _pair(file)]

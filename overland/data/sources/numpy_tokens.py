@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError
+from overland.data.errors import DataError, Unsettled
 from overland.data.sources.compression import reading
 from overland.data.sources.source import (
     TOKEN_DTYPES,
@@ -19,6 +19,7 @@ from overland.data.sources.source import (
     check_dtype,
     part_of,
     split_part,
+    token_ids,
 )
 
 # An array in one row has no borders of documents. It is read in pieces of this many tokens, each
@@ -62,8 +63,11 @@ class NumpyTokens(FileSource):
         length = _chunk_length(self._shapes[file])
         start = (part or 0) * length
         found = self._open(file)[start : start + length]
-        for row in [found] if found.ndim == 1 else found:
-            yield np.asarray(row).astype(np.int64)
+        for number, row in enumerate([found] if found.ndim == 1 else found, start=start):
+            place = f"row {number:,}" if found.ndim > 1 else f"tokens from {number:,} on"
+            ids = token_ids(row, f"{self.root / file}: {place}", self.bad)
+            if ids is not None:
+                yield ids
 
     def _open(self, file: str) -> Any:
         path = self.root / file
@@ -89,8 +93,10 @@ def _open_npy(path: Path) -> Any:
 def _open_bin(path: Path, given: str | None) -> Any:
     named = DTYPE_IN_NAME.search(path.name)
     if given is None and named is None:
-        raise DataError(
-            f"{path}: say of what type its ids are, in its name (tokens.uint16.bin) or by --dtype"
+        raise Unsettled(
+            f"{path}: say of what type its ids are, in its name (tokens.uint16.bin) or by ",
+            "dtype",
+            "",
         )
     dtype = np.dtype(given or (named[1] if named else "")).newbyteorder("<")
     size = path.stat().st_size

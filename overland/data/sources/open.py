@@ -8,7 +8,7 @@ from pathlib import Path
 from overland.data.errors import DataError
 from overland.data.sources.arrow import Arrow
 from overland.data.sources.compression import bare_suffix
-from overland.data.sources.huggingface import choose, saved_files, select_files
+from overland.data.sources.huggingface import choose_split, saved_files, select_files
 from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
 from overland.data.sources.mds import MDS
 from overland.data.sources.mds_index import is_mds
@@ -43,11 +43,14 @@ def open_source(
     split: str | None = None,
     dtype: str | None = None,
     skip_bad: bool = False,
+    held_out: bool = False,
 ) -> FileSource:
-    """The corpus at `path`: a file, a folder, or the prefix of a Megatron pair.
+    """The corpus at `path`: a file, a folder, or the prefix of a Megatron pair. Nothing is read but
+    what it takes to settle files and column.
 
     `column` holds the documents; `subset` and `split` choose a part of a dataset; `dtype` is of
-    ids whose file does not say it. `skip_bad` passes over bad documents and counts them.
+    ids whose file does not say it. `skip_bad` passes over bad documents and counts them. `held_out`
+    takes the validation or test split of a dataset that has splits, where none is asked for.
     """
     path = Path(path).expanduser()
     path = path if path.name else path.resolve()  # "." and "/" have no name of their own
@@ -72,14 +75,14 @@ def open_source(
         from overland.data.sources.corpus import BuiltCorpus
 
         return BuiltCorpus(path, skip_bad)
-    mds = _mds_folder(path, subset, split)
+    mds = _mds_folder(path, subset, split, held_out)
     if mds is not None:
         return MDS(mds, column, dtype, skip_bad)
-    saved = saved_files(path, subset, split)
+    saved = saved_files(path, subset, split, held_out)
     if saved is not None:
         folder, files = saved
         return _open("arrow", folder, files, column, dtype, skip_bad)
-    files = select_files(path, _data_files(path), subset, split)
+    files = select_files(path, _data_files(path), subset, split, held_out)
     return _open(_one_format(path, files), path, files, column, dtype, skip_bad)
 
 
@@ -150,7 +153,7 @@ def _format_of(path: Path) -> str | None:
     return name if name in ("text", "jsonl") or bare_suffix(path) == path.suffix else None
 
 
-def _mds_folder(path: Path, subset: str | None, split: str | None) -> Path | None:
+def _mds_folder(path: Path, subset: str | None, split: str | None, held_out: bool) -> Path | None:
     """MDS keeps its splits in folders, each with an index."""
     folder = path / subset if subset and (path / subset).is_dir() else path
     if is_mds(folder):
@@ -158,7 +161,7 @@ def _mds_folder(path: Path, subset: str | None, split: str | None) -> Path | Non
             raise DataError(f"{folder} is MDS in one piece: it has no subset or split to choose")
         return folder
     splits = [one.name for one in sorted(folder.iterdir()) if one.is_dir() and is_mds(one)]
-    return folder / choose("split", split, splits, "train", folder) if splits else None
+    return folder / choose_split(split, splits, folder, held_out) if splits else None
 
 
 def _known() -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from overland.data.errors import DataError
 from overland.data.sources.arrow_values import (
     check_column,
+    columns_of,
     documents,
-    kinds_of,
+    examples_of,
     reading_arrow,
-    types_of,
 )
-from overland.data.sources.columns import choose_column
+from overland.data.sources.columns import Column, Place, choose_column
 from overland.data.sources.needs import need
 from overland.data.sources.source import Document, FileSource, part_of, split_part
 
 BATCH_ROWS = 1024
+EXAMPLE_ROWS = 4
 
 
 class Parquet(FileSource):
@@ -37,10 +39,13 @@ class Parquet(FileSource):
                 groups = range(footer.num_row_groups)
                 self._rows[file] = [footer.row_group(group).num_rows for group in groups]
             if self.column is None:
-                self.columns, kinds = types_of(schema), kinds_of(schema)
-                self.column = choose_column(root / file, column, self.columns, kinds)
-                self.kind = kinds[self.column]
-            check_column(root / file, schema, self.column, self.kind)
+                columns = columns_of(schema)
+                self.columns = {name: one.type for name, one in columns.items()}
+                examples = partial(_examples, root / file, columns)
+                self.column = choose_column(root / file, column, columns, examples)
+                chosen = columns[self.column]
+                self.kind, self._path = chosen.kind or "text", chosen.place
+            check_column(root / file, schema, self.column, chosen)
         if not any(map(sum, self._rows.values())):
             raise DataError(f"{root / files[0]} is empty: it has no rows")
 
@@ -49,18 +54,19 @@ class Parquet(FileSource):
             part_of(file, group) for file, rows in self._rows.items() for group in range(len(rows))
         ]
 
-    def num_documents(self, chunk: str) -> int:
+    def num_documents(self, chunk: str) -> int | None:
         file, group = split_part(chunk)
-        return self._rows[file][group or 0]
+        return None if None in self._path else self._rows[file][group or 0]
 
     def read(self, chunk: str) -> Iterator[Document]:
         file, group = split_part(chunk)
         path = self.root / file
         first = sum(self._rows[file][: group or 0])
         with reading_arrow(path), _open(path) as parquet:
-            batches = parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[self.column])
-            for batch in batches:
-                yield from documents(batch.column(0), self.kind, path, first, self.bad)
+            columns = _stored(parquet, self._path)
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
+                array = batch.column(0)
+                yield from documents(array, self._path, self.kind, path, first, self.bad)
                 first += batch.num_rows
 
 
@@ -68,3 +74,17 @@ def _open(path: Path) -> Any:
     module = need("pyarrow.parquet", f"{path}: parquet")
     with reading_arrow(path):
         return module.ParquetFile(path, page_checksum_verification=True)
+
+
+def _stored(parquet: Any, place: Place) -> list[str]:
+    """What the file calls the values at a place: of a nested column, not all of it is read."""
+    first, last = str(place[0]), place[-1]
+    stored = (parquet.schema.column(i).path for i in range(len(parquet.schema)))
+    inside = [one for one in stored if one.startswith(f"{first}.") and one.endswith(f".{last}")]
+    return inside if len(place) > 1 and last is not None and inside else [first]
+
+
+def _examples(path: Path, columns: Mapping[str, Column]) -> dict[str, Any]:
+    with reading_arrow(path), _open(path) as parquet:
+        batch = next(parquet.iter_batches(EXAMPLE_ROWS), None)
+        return {} if batch is None else examples_of(batch, columns)

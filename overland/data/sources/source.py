@@ -59,6 +59,11 @@ class FileSource:
         if not self.files:
             raise DataError(f"{root} is empty: it holds no {self.format} files")
 
+    @property
+    def place(self) -> Path:
+        """What messages name: the file, where there is only one."""
+        return self.root / self.files[0] if len(self.files) == 1 else self.root
+
     def chunks(self) -> list[str]:
         """Names of the chunks, always in the same order."""
         return list(self.files)
@@ -149,4 +154,9 @@ def token_ids(values: object, where: str, bad: Bad) -> Tokens | None:
     if ids.size and ids.dtype.kind not in "iu":
         bad(f"{where}: expected token ids, got values of type {ids.dtype}")
         return None
-    return ids.reshape(-1).astype(np.int64)
+    ids = ids.reshape(-1)
+    low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+    if low < 0 or high >= 1 << 63:
+        bad(f"{where}: {low if low < 0 else high:,} is no token id")
+        return None
+    return ids.astype(np.int64)

@@ -124,9 +124,9 @@ def summarise(
             raise DataError(f"{chunk} holds {found:,} documents where {expected:,} were announced")
     summary.num_bad = getattr(source, "num_bad", 0)
     if not summary.num_documents:
-        root = getattr(source, "root", summary.format)
+        place = getattr(source, "place", summary.format)
         bad = f", {summary.num_bad:,} bad ones were skipped" if summary.num_bad else ""
-        raise DataError(f"{root} is empty: it holds no documents{bad}")
+        raise DataError(f"{place} is empty: it holds no documents{bad}")
     return summary
 
 

@@ -52,7 +52,7 @@ class TextFolder(FileSource):
         if not _is_lines(file):
             yield from read_text(self.root / chunk, self.bad)
             return
-        for document in read_lines(self.root / file, part, "text", "text", self.bad):
+        for document in read_lines(self.root / file, part, ("text",), "text", self.bad):
             yield str(document)
 
 

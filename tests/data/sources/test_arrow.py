@@ -49,11 +49,49 @@ def test_rows_come_out_in_order(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "type", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+    "type",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.dictionary(pa.int32(), pa.string()),
+    ],
 )
 def test_text_of_every_arrow_type(tmp_path: Path, type: pa.DataType) -> None:
     write(tmp_path / "file.arrow", table(text=pa.array(TEXTS).cast(type)))
     assert read_all(open_source(tmp_path)) == TEXTS
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nested_text_is_read_by_its_path(tmp_path: Path, name: str) -> None:
+    """As in The Stack v2: a row is a repository, and each of its files a document."""
+    files = [[{"path": f"{i}", "text": f"{row} {i}"} for i in range(row % 4)] for row in range(25)]
+    files[5], files[6] = None, [{"path": "x", "text": None}, {"path": "y", "text": "6 1"}]  # type: ignore[call-overload]
+    owners = [{"name": f"owner {i}"} for i in range(25)]
+    repos = [f"repo {i}" for i in range(25)]
+    write(tmp_path / name, pa.table({"repo_name": repos, "owner": owners, "files": files}))
+    with pytest.raises(DataError, match=r"set --column .*repo_name \(string, such as 'repo 0'\)"):
+        open_source(tmp_path)
+    expected = [f"{row} {i}" for row in range(25) if row != 5 for i in range(row % 4)]
+    expected[expected.index("6 0")] = "6 1"
+    del expected[expected.index("6 1") + 1]
+    with pytest.raises(DataError, match=rf"{name}: row 5: the list of documents is null"):
+        read_all(open_source(tmp_path, column="files[].text"))
+    source = open_source(tmp_path, column="files[].text", skip_bad=True)
+    assert source.columns["files[].text"] == "string"
+    assert read_all(source) == expected
+    assert source.num_bad == 2
+    assert {source.num_documents(chunk) for chunk in source.chunks()} == {None}
+    owned = open_source(tmp_path, column="owner.name")
+    assert read_all(owned) == [owner["name"] for owner in owners]
+
+
+def test_bytes_of_token_ids_are_not_taken_for_text(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", pa.table({"input_ids": [b"\x01\x00\x02\x00"]}))
+    with pytest.raises(DataError, match="set --column to the column that holds the documents"):
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(

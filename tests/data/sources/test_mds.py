@@ -88,7 +88,7 @@ def test_bytes_may_be_ids_of_another_type_and_json_may_be_text(tmp_path: Path) -
 
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     write_mds(tmp_path, {"text": "pkl"}, [{"text": b"\x80\x04."}])
-    with pytest.raises(DataError, match="say which column holds the documents"):
+    with pytest.raises(DataError, match="set --column to the column that holds the documents"):
         open_source(tmp_path)
 
 

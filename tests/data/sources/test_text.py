@@ -106,11 +106,92 @@ def test_a_file_cut_short_is_never_skipped(tmp_path: Path, suffix: str) -> None:
 
 def test_a_missing_column_brings_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(["x"], "body"))
-    assert read_all(open_source(tmp_path)) == ["x"]  # the only text there is
+    assert read_all(open_source(tmp_path, column="body")) == ["x"]
     with pytest.raises(DataError, match=r"no column 'bodi'; did you mean 'body'\?"):
         open_source(tmp_path, column="bodi")
     with pytest.raises(DataError, match=r"column 'id' holds no text or token ids"):
         open_source(tmp_path, column="id")
+
+
+@pytest.mark.parametrize("first", [None, 5, ["a"], {"body": "a"}, "missing"])
+def test_a_first_record_without_text_changes_no_column(tmp_path: Path, first: object) -> None:
+    odd = {"title": "odd"} if first == "missing" else {"title": "odd", "text": first}
+    good = [{"title": f"title {i}", "text": f"text {i}"} for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [odd, *good])))
+    with pytest.raises(DataError, match=r'a\.jsonl:1: expected an object with a "text"'):
+        read_all(open_source(tmp_path))
+    for column in (None, "text"):
+        source = open_source(tmp_path, column=column, skip_bad=True)
+        assert read_all(source) == ["text 0", "text 1", "text 2"]
+        assert (source.column, source.num_bad) == ("text", 1)
+
+
+def test_a_column_that_is_asked_for_may_be_null_for_long(tmp_path: Path) -> None:
+    nulls = [{"title": "t", "body": None, "text": None}] * 2000
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(map(json.dumps, [*nulls, {"title": "t", "body": "b", "text": "x"}]))
+    )
+    assert read_all(open_source(tmp_path, column="body", skip_bad=True)) == ["b"]
+    source = open_source(tmp_path, skip_bad=True)
+    assert read_all(source) == ["x"]
+    assert source.num_bad == 2000
+
+
+def test_an_unusual_column_is_asked_for_with_an_example_of_each(tmp_path: Path) -> None:
+    records = [{"title": None, "n": 1, "body": "long " * 50}, {"title": "A title", "body": "b"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(DataError) as error:
+        open_source(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / 'a.jsonl'}: set --column to the column that holds the documents; its "
+        "columns: title (string, such as 'A title'), n (int, such as 1), body (string, such as "
+        "'long long long long long long lo'…)"
+    )
+    (tmp_path / "a.jsonl").write_text('{"body": "the only column"}\n')
+    assert read_all(open_source(tmp_path)) == ["the only column"]
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, "messages"),
+        ({"id": "1", "conversations": [{"from": "human", "value": "hi"}]}, "conversations"),
+        ({"prompt": "hi", "completion": "ho"}, "prompt and completion"),
+    ],
+)
+def test_chat_data_is_called_what_it_is(tmp_path: Path, record: object, what: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=rf"looks like chat data for fine-tuning \({what}\)"):
+        open_source(tmp_path)
+
+
+def test_nested_text_of_json_lines(tmp_path: Path) -> None:
+    records = [
+        {"repo_name": "r1", "files": [{"path": "a", "text": "1a"}, {"path": "b", "text": "1b"}]},
+        {"repo_name": "r2", "files": []},
+        {"repo_name": "r3", "files": None},
+        {"repo_name": "r4", "files": [{"path": "a", "text": None}, {"path": "b", "text": "4b"}]},
+        {"repo_name": "r5", "files": [{"path": "a", "text": "5a"}], "meta": {"lead": "in"}},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(DataError, match=r"set --column .*files\[\]\.text \(string, such as '1a'\)"):
+        open_source(tmp_path)
+    with pytest.raises(DataError, match=r"no column 'files\.text'; did you mean 'files\[\]\.text'"):
+        open_source(tmp_path, column="files.text")
+    source = open_source(tmp_path, column="files[].text", skip_bad=True)
+    assert read_all(source) == ["1a", "1b", "4b", "5a"]
+    assert source.num_bad == 2
+    assert read_all(open_source(tmp_path, column="meta.lead", skip_bad=True)) == ["in"]
+
+
+def test_ids_that_are_none_are_bad_documents(tmp_path: Path) -> None:
+    rows = ["[1, 2]", "[3, -4]", f"[{1 << 63}]", f"[{1 << 80}]", "[5]"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"input_ids": {row}}}\n' for row in rows))
+    with pytest.raises(DataError, match=r"a\.jsonl:2: input_ids has -4, which is no token id"):
+        read_all(open_source(tmp_path))
+    source = open_source(tmp_path, skip_bad=True)
+    assert [ids.tolist() for ids in read_all(source) if not isinstance(ids, str)] == [[1, 2], [5]]
+    assert source.num_bad == 3
 
 
 def test_text_and_json_lines_may_lie_together(tmp_path: Path) -> None:
