@@ -37,7 +37,10 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     ),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
     (files.check_checkpoints, ("checkpoint.resume", "checkpoint.initial_load_path")),
-    (files.check_training_data, ("training.dataset", "training.dataset_path", "data")),
+    (
+        files.check_training_data,
+        (*(f"training.{key}" for key in ("dataset", "dataset_path", *files.CHOICES)), "data"),
+    ),
     (files.check_validation_data, ("validation", "data")),
     (machine.check_backend, ("comm.backend",)),
     (machine.check_schedule, ("parallelism",)),

@@ -8,6 +8,7 @@ from pathlib import Path
 from overland.config.errors import Problem, any_of, nearest_name
 from overland.config.load import Loaded
 
+CHOICES = ("column", "subset", "split")  # keys that say which part of a dataset is read
 # torchtitan's names for parts of one public corpus, and which files of it they mean.
 C4 = {"c4": "train", "c4_test": "validation", "c4_validation": "validation"}
 
@@ -57,10 +58,11 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
             key = f"data.sources.{name}"
             yield from _dataset(loaded, key, source.dataset or name, f"{key}.path")
     if sources:
-        if training.dataset_path is not None:
-            key = "training.dataset_path"
-            message = "stands beside [data.sources], which name all that is read: take one out"
-            yield Problem(message, loaded.where(key), key, training.dataset_path)
+        for name in ("dataset_path", *CHOICES):
+            if (value := getattr(training, name)) is not None:
+                key = f"training.{name}"
+                message = "stands beside [data.sources], which name all that is read: take one out"
+                yield Problem(message, loaded.where(key), key, value)
         if not any(source.weight for source in sources.values()):
             message = "no source has a weight: nothing would be read"
             yield Problem(message, loaded.where("data.sources"), "data.sources")

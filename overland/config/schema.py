@@ -70,6 +70,13 @@ class Training(Section):
     or a name under `data.folder`."""
     dataset_path: PathText | None = None
     """File or folder of any format to train on, in place of a name."""
+    column: str | None = None
+    """Column that holds the documents, such as text or files[].text; default: text, tokens,
+    input_ids or content, or the only one."""
+    subset: str | None = None
+    """Subset (config) of a dataset folder."""
+    split: str | None = None
+    """Split of a dataset folder; default: train."""
     local_batch_size: PositiveInt = 8
     """Sequences that one device takes in one forward pass."""
     global_batch_size: BatchSize = -1
@@ -282,6 +289,14 @@ class Validation(Section):
     """One held-out set, or several, by name."""
     dataset_path: PathText | None = None
     """Folder or file to validate on, in place of a name."""
+    column: str | None = None
+    """Column that holds the documents; default: as for training.column."""
+    subset: str | None = None
+    """Subset (config) of a dataset folder."""
+    split: str | None = None
+    """Split of a dataset folder; default: validation, or else test."""
+    allow_training_data: bool = False
+    """Also validate on files that are trained on."""
     freq: PositiveInt = 100
     """Steps between two validations."""
     steps: Annotated[int, Field(ge=-1)] = 10
@@ -302,7 +317,7 @@ class DataSource(Section):
     weight: NonNegativeFloat = 1.0
     """Share of the mixture, beside the weights of the others; 0: nothing is read from it."""
     column: str | None = None
-    """Column that holds the documents; default: text, tokens, input_ids or content."""
+    """Column that holds the documents; default: as for training.column."""
     subset: str | None = None
     """Subset (config) of a dataset folder."""
     split: str | None = None

@@ -27,6 +27,15 @@ from overland.data.rows import PlannedRows
 from overland.data.sources import Source
 from overland.data.sources.marks import digest_of
 from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.data.wanted import (
+    CHOICES,
+    check_held_out,
+    held_out_sources,
+    open_wanted,
+    refuse_choices,
+    sources_of,
+    training_table,
+)
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
 TOKENIZER_DOCUMENTS = 20_000
@@ -134,7 +143,9 @@ def training_data(
     tokenizer = tokenizer_for(config, wanted, vocab_size, place)
     reading = Reading(seed, True, data.window_documents, memory, writes)
     corpora = {
-        name: open_data(name, source, config, tokenizer, vocab_size, place)
+        name: open_data(
+            training_table(config, name), name, source, config, tokenizer, vocab_size, place
+        )
         for name, source in wanted.items()
     }
     tokenizer = one_tokenizer(tokenizer, corpora)
@@ -171,16 +182,17 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
     wanted = sources_of(config)
     corpora: dict[str, Data] = {}
     for name in plan.sources:
+        table = training_table(config, name)
         if name in folders and is_corpus(Path(folders[name])):
             # One that has left the config since can be read as far as its shards are there.
             source = (
-                partial(registry.open_source, name, wanted[name], config.data)
-                if name in wanted
-                else None
+                partial(open_wanted, config, table, name, wanted[name]) if name in wanted else None
             )
             corpora[name] = _open(Path(folders[name]), source, tokenizer, config, processes=0)
         elif name in wanted:
-            corpora[name] = open_data(name, wanted[name], config, tokenizer, vocab_size, Place())
+            corpora[name] = open_data(
+                table, name, wanted[name], config, tokenizer, vocab_size, Place()
+            )
     reopen = partial(_reopen, config, tokenizer, vocab_size, Place(tokenises=False))
     corpora = _as_planned(plan, corpora, reopen)
     reading = Reading(plan.seed, True, plan.window_documents, run / "data")
@@ -193,8 +205,10 @@ def validation_data(
 ) -> list[Dataset]:
     """The held-out sets, in the order of their names; read in order, never shuffled."""
     validation = config.validation
-    if not validation.enable:
+    wanted = held_out_sources(config)
+    if not wanted:
         return []
+    place.once(partial(check_held_out, config))
     segment = Segment(
         first_batch=0,
         global_batch_size=num_rows,
@@ -205,8 +219,8 @@ def validation_data(
     tokenizer = tokenizer_for(config, sources_of(config), vocab_size, place)
     reading = Reading(config.debug.seed, False, config.data.window_documents)
     datasets = []
-    for name, wanted in held_out_sources(config).items():
-        corpus = open_data(name, wanted, config, tokenizer, vocab_size, place)
+    for name, source in wanted.items():
+        corpus = open_data("validation", name, source, config, tokenizer, vocab_size, place)
         plan = Plan(
             config.debug.seed,
             config.data.window_documents,
@@ -219,26 +233,8 @@ def validation_data(
     return datasets
 
 
-def sources_of(config: JobConfig) -> dict[str, DataSource]:
-    """The mixture, or the one dataset as a mixture of one."""
-    if config.data.sources:
-        return dict(config.data.sources)
-    training = config.training
-    name = Path(training.dataset_path).name if training.dataset_path else training.dataset
-    return {name: DataSource(path=training.dataset_path)}
-
-
-def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
-    """The sets to validate on, in order."""
-    validation = config.validation
-    if validation.dataset_path is not None:
-        name = Path(validation.dataset_path).name
-        return {name: DataSource(path=validation.dataset_path)}
-    names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
-    return {name: DataSource() for name in names}
-
-
 def open_data(
+    table: str,
     name: str,
     wanted: DataSource,
     config: JobConfig,
@@ -246,7 +242,8 @@ def open_data(
     vocab_size: int | None,
     place: Place,
 ) -> Data:
-    """A corpus that is built, or one that is made while it is read."""
+    """A corpus that is built, or one that is made while it is read; `table` of the config says
+    where it is."""
     data = config.data
     folder = registry.find_folder(name, wanted, data)
     if registry.is_random(name, wanted):
@@ -254,9 +251,10 @@ def open_data(
             trained_size(data, None) if vocab_size is None else vocab_size, config.debug.seed
         )
     if folder is not None and is_corpus(folder):
+        refuse_choices(wanted, table, f"{folder} is a built corpus, which")
         corpus = open_built(folder)
     else:
-        source = partial(registry.open_source, name, wanted, data)
+        source = partial(open_wanted, config, table, name, wanted)
         corpus = _stream(name, source, config, tokenizer, vocab_size, place)
     check_vocabulary(name, corpus.vocab_size, vocab_size)
     return corpus
@@ -434,7 +432,9 @@ def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) ->
         str(registry.find_folder(name, wanted[name], data) or wanted[name].dataset)
         for name in names
     ]
-    label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of([names, places])[:8]}"
+    choices = [[getattr(one, key) for key in CHOICES] for one in wanted.values()]
+    parts = [names, places, *([choices] if any(map(any, choices)) else [])]
+    label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of(parts)[:8]}"
     return Path(data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"
 
 
@@ -449,7 +449,7 @@ def _trained(
     path = trained_path(data, wanted, size)
     if path.exists():
         return str(path)
-    texts = [source for name, one in wanted.items() if (source := _text(name, one, data))]
+    texts = [source for name, one in wanted.items() if (source := _text(name, one, config))]
     if not texts:
         return None
     report(f"training a tokenizer of {size:,} tokens (data.vocab_size) on {', '.join(wanted)}")
@@ -460,12 +460,12 @@ def _trained(
     return str(path)
 
 
-def _text(name: str, wanted: DataSource, data: Settings) -> Source | None:
+def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
     """The source, if it is text that has yet to become tokens."""
-    folder = registry.find_folder(name, wanted, data)
+    folder = registry.find_folder(name, wanted, config.data)
     if registry.is_random(name, wanted) or (folder is not None and is_corpus(folder)):
         return None
-    source = registry.open_source(name, wanted, data)
+    source = open_wanted(config, training_table(config, name), name, wanted)
     return source if getattr(source, "kind", "text") == "text" else None
 
 

@@ -52,8 +52,9 @@ def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
     return folder if folder.exists() else None
 
 
-def open_source(name: str, wanted: DataSource, data: Data) -> Source:
-    """The source of that name; a path wins over the names that are known."""
+def open_source(name: str, wanted: DataSource, data: Data, held_out: bool = False) -> Source:
+    """The source of that name; a path wins over the names that are known. `held_out`: to validate
+    on, which decides the split where none is asked for."""
     folder = find_folder(name, wanted, data)
     if folder is not None:
         return open_path(
@@ -63,6 +64,7 @@ def open_source(name: str, wanted: DataSource, data: Data) -> Source:
             split=wanted.split,
             dtype=wanted.dtype,
             skip_bad=data.bad_documents == "skip",
+            held_out=held_out,
         )
     name = wanted.dataset or name
     if name in _sources:

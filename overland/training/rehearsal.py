@@ -33,16 +33,22 @@ from overland.data.plan import Plan, check_same_order
 from overland.data.prepare import (
     check_still_there,
     check_vocabulary,
-    held_out_sources,
     one_tokenizer,
     open_built,
-    sources_of,
     trained_path,
     trained_size,
 )
 from overland.data.rows import NoDocuments
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_train import SMALLEST
+from overland.data.wanted import (
+    check_held_out,
+    held_out_sources,
+    open_wanted,
+    refuse_choices,
+    sources_of,
+    training_table,
+)
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.registry import build_model, model_config
@@ -114,7 +120,8 @@ class Rehearsal:
         for name, source in wanted.items():
             key = self.key_of(name, source)
             with self.told(key):
-                corpus = self.source(name, source, tokenizer, vocab_size)
+                table = training_table(config, name)
+                corpus = self.source(table, name, source, tokenizer, vocab_size)
                 built |= {name: corpus} if corpus is not None else {}
         if built:
             with self.told("data"):
@@ -122,9 +129,11 @@ class Rehearsal:
         if config.validation.enable:
             by_path = config.validation.dataset_path is not None
             key = "validation.dataset_path" if by_path else "validation.dataset"
+            with self.told(key):
+                check_held_out(config)
             for name, source in held_out_sources(config).items():
                 with self.told(key):
-                    self.source(name, source, tokenizer, vocab_size)
+                    self.source("validation", name, source, tokenizer, vocab_size)
 
     def tokenizer(
         self, wanted: Mapping[str, DataSource], vocab_size: int | None
@@ -141,7 +150,7 @@ class Rehearsal:
         return Tokenizer(path, **policy) if path.exists() else None
 
     def source(
-        self, name: str, wanted: DataSource, tokenizer: Any, vocab_size: int | None
+        self, table: str, name: str, wanted: DataSource, tokenizer: Any, vocab_size: int | None
     ) -> Corpus | None:
         """Opens a source and reads its beginning. Returns it if it is a corpus that was built."""
         data = self.loaded.config.data
@@ -149,10 +158,11 @@ class Rehearsal:
         if registry.is_random(name, wanted) or self.is_missing(name, wanted, folder):
             return None
         if folder is not None and is_corpus(folder):
+            refuse_choices(wanted, table, f"{folder} is a built corpus, which")
             corpus = open_built(folder)
             check_vocabulary(name, corpus.vocab_size, vocab_size)
             return corpus
-        source = registry.open_source(name, wanted, data)
+        source = open_wanted(self.loaded.config, table, name, wanted)
         skip_bad = data.bad_documents == "skip"
         layout = sketch(name, source, tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
         check_vocabulary(name, layout.vocab_size, vocab_size)

@@ -86,6 +86,25 @@ def test_bytes_may_be_ids_of_another_type_and_json_may_be_text(tmp_path: Path) -
     assert read_all(open_source(tmp_path / "b")) == ["words"]
 
 
+def test_bytes_of_another_type_ask_for_it(tmp_path: Path) -> None:
+    for ids in (np.arange(3), np.arange(1, 9)):  # no whole number of int64, and absurd ids
+        write_mds(tmp_path, {"tokens": "bytes"}, [{"tokens": ids.astype("<u2").tobytes()}])
+        with pytest.raises(DataError, match="bytes that are no int64 ids: set --dtype to their"):
+            open_source(tmp_path)
+        (found,) = read_all(open_source(tmp_path, dtype="uint16"))
+        assert list(found) == list(ids)
+
+
+def test_a_json_column_that_begins_with_null_is_still_text(tmp_path: Path) -> None:
+    rows = [b"null", b'"text"']
+    write_mds(
+        tmp_path, {"title": "str", "text": "json"}, [{"title": b"t", "text": r} for r in rows]
+    )
+    source = open_source(tmp_path, skip_bad=True)
+    assert read_all(source) == ["text"]
+    assert source.num_bad == 1
+
+
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     write_mds(tmp_path, {"text": "pkl"}, [{"text": b"\x80\x04."}])
     with pytest.raises(DataError, match="set --column to the column that holds the documents"):

@@ -1,0 +1,111 @@
+"""Which sources a config asks for, to train and to validate on; opened, and not yet read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from overland.config.schema import DataSource, JobConfig
+from overland.data import registry
+from overland.data.errors import DataError, Unsettled
+from overland.data.layout import is_corpus
+from overland.data.sources import FileSource, Source
+
+CHOICES = ("column", "subset", "split")
+"""Keys that say which part of a dataset is read; [training], [validation] and sources have them."""
+
+
+def sources_of(config: JobConfig) -> dict[str, DataSource]:
+    """The mixture, or the one dataset as a mixture of one."""
+    if config.data.sources:
+        return dict(config.data.sources)
+    training = config.training
+    name = Path(training.dataset_path).name if training.dataset_path else training.dataset
+    choices = {key: getattr(training, key) for key in CHOICES}
+    return {name: DataSource(path=training.dataset_path, **choices)}
+
+
+def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
+    """The held-out sets, in the order of their names."""
+    validation = config.validation
+    if not validation.enable:
+        return {}
+    choices = {key: getattr(validation, key) for key in CHOICES}
+    if validation.dataset_path is not None:
+        path = validation.dataset_path
+        return {Path(path).name: DataSource(path=path, **choices)}
+    names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
+    return {name: DataSource(**choices) for name in names}
+
+
+def training_table(config: JobConfig, name: str) -> str:
+    """The table of the config that says where a source is."""
+    return f"data.sources.{name}" if config.data.sources else "training"
+
+
+def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Source:
+    """A source as a table of the config describes it; messages name the keys of that table."""
+    if registry.find_folder(name, wanted, config.data) is None:
+        refuse_choices(wanted, table, wanted.dataset or name)
+    try:
+        return registry.open_source(name, wanted, config.data, held_out=table == "validation")
+    except Unsettled as error:
+        if error.option == "dtype" and not table.startswith("data.sources"):
+            table = f"data.sources.{name}"  # the one table that has such a key
+        raise error.by(f"{table}.{error.option}") from None
+
+
+def check_held_out(config: JobConfig) -> None:
+    """Raises where validation would read what is trained on, unless that is asked for."""
+    if config.validation.allow_training_data:
+        return
+    training = sources_of(config)
+    for held_name, held in held_out_sources(config).items():
+        for name, wanted in training.items():
+            if not _may_share(config, (held_name, held), (name, wanted)):
+                continue
+            table = training_table(config, name)
+            trained_on = set(_files(config, table, name, wanted))
+            for file in _files(config, "validation", held_name, held):
+                if file in trained_on:
+                    raise DataError(
+                        f"validation would read {file}, which is trained on: choose other data in "
+                        "[validation], or allow it by validation.allow_training_data = true"
+                    )
+
+
+def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
+    """For what has no columns, subsets or splits. A source's own table is left alone: its path may
+    have been changed from the files to the corpus that was built from them."""
+    for key in CHOICES:
+        if getattr(wanted, key) is not None and not table.startswith("data.sources"):
+            raise DataError(f"{table}.{key} = {getattr(wanted, key)!r}: {what} has no {key}s")
+
+
+def _may_share(
+    config: JobConfig, one: tuple[str, DataSource], other: tuple[str, DataSource]
+) -> bool:
+    """Whether it takes a look at the files to tell; opening a large dataset is not free."""
+    if registry.is_random(*one) or registry.is_random(*other):
+        return False
+    folders = [registry.find_folder(name, wanted, config.data) for name, wanted in (one, other)]
+    if None in folders:  # built in or registered, or not here yet
+        return all(registry.is_built_in(wanted.dataset or name) for name, wanted in (one, other))
+    first, second = (folder.resolve() for folder in folders if folder is not None)
+    is_inside = first.is_relative_to(second) or second.is_relative_to(first)
+    return is_inside and first.exists() and second.exists()
+
+
+def _files(config: JobConfig, table: str, name: str, wanted: DataSource) -> Iterator[str]:
+    """What a source reads; one without files is known by its name."""
+    folder = registry.find_folder(name, wanted, config.data)
+    if folder is not None and is_corpus(folder):
+        yield str(folder.resolve())
+        return
+    source = open_wanted(config, table, name, wanted)
+    if isinstance(source, FileSource):
+        root = source.root.resolve()
+        yield from (os.path.join(root, file) for file in source.files)
+    else:
+        yield wanted.dataset or name

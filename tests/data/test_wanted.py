@@ -1,0 +1,124 @@
+"""Which sources a config asks for: the keys that choose a part of a dataset, and what may not be
+both trained and validated on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overland.config.schema import JobConfig
+from overland.data.errors import DataError
+from overland.data.sources import Document
+from overland.data.wanted import check_held_out, held_out_sources, open_wanted, sources_of
+from tests.data.sources.test_huggingface import parquet, save_to_disk
+from tests.data.sources.test_mds import write_mds
+
+README = """---
+configs:
+- config_name: default
+  data_files:
+{}
+---
+"""
+
+
+def config_of(**sections: dict[str, Any]) -> JobConfig:
+    validation = {"enable": True, **sections.pop("validation", {})}
+    return JobConfig.model_validate({**sections, "validation": validation})
+
+
+def held_out(config: JobConfig) -> list[Document]:
+    """The documents of all sets that a run would validate on."""
+    sources = [open_wanted(config, "validation", *one) for one in held_out_sources(config).items()]
+    return [text for one in sources for chunk in one.chunks() for text in one.read(chunk)]
+
+
+def trained_on(config: JobConfig) -> list[Document]:
+    sources = [open_wanted(config, "training", *one) for one in sources_of(config).items()]
+    return [text for one in sources for chunk in one.chunks() for text in one.read(chunk)]
+
+
+def dataset(folder: Path, form: str, splits: list[str]) -> Path:
+    """One document per split, which is its name."""
+    for split in splits:
+        if form == "names":
+            parquet(folder / "data" / f"{split}-00000-of-00001.parquet", split)
+        elif form == "readme":
+            parquet(folder / "data" / f"x{splits.index(split)}.parquet", split)
+        elif form == "saved":
+            save_to_disk(folder / split, [[split]], split)
+        else:
+            write_mds(folder / split, {"text": "str"}, [{"text": split.encode()}])
+    if form == "saved":
+        (folder / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    if form == "readme":
+        lines = [
+            f"  - split: {split}\n    path: data/x{number}.parquet"
+            for number, split in enumerate(splits)
+        ]
+        (folder / "README.md").write_text(README.format("\n".join(lines)))
+    return folder
+
+
+@pytest.mark.parametrize("form", ["names", "readme", "saved", "mds"])
+def test_validation_reads_the_validation_split_or_else_test(tmp_path: Path, form: str) -> None:
+    for splits, expected in (
+        (["train", "test", "validation"], "validation"),
+        (["train", "val"], "val"),
+        (["train", "test"], "test"),
+    ):
+        path = str(dataset(tmp_path / expected, form, splits))
+        both = {"dataset_path": path}
+        config = config_of(training=both, validation=both)
+        assert held_out(config) == [expected]
+        assert trained_on(config) == ["train"]
+        check_held_out(config)
+    path = str(dataset(tmp_path / "none", form, ["train", "other"]))
+    with pytest.raises(DataError, match=r"no validation or test split: set validation\.split to"):
+        held_out(config_of(validation={"dataset_path": path}))
+    assert held_out(config_of(validation={"dataset_path": path, "split": "other"})) == ["other"]
+
+
+def test_a_folder_without_splits_is_validated_on_whole(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert held_out(config_of(validation={"dataset_path": str(tmp_path)})) == ["a", "b"]
+
+
+def test_what_is_trained_on_is_not_validated_on(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    one, all_ = {"dataset_path": str(tmp_path / "a.txt")}, {"dataset_path": str(tmp_path)}
+    message = r"a\.txt, which is trained on: .*validation\.allow_training_data = true"
+    for training, validation in ((one, one), (all_, one), (one, all_)):
+        with pytest.raises(DataError, match=message):
+            check_held_out(config_of(training=training, validation=validation))
+        allowed = {**validation, "allow_training_data": True}
+        check_held_out(config_of(training=training, validation=allowed))
+    sources = {"x": {"path": str(tmp_path / "b.txt")}, "y": {"path": str(tmp_path / "a.txt")}}
+    with pytest.raises(DataError, match=message):
+        check_held_out(config_of(data={"sources": sources}, validation=one))
+    check_held_out(config_of(training={"dataset_path": str(tmp_path / "b.txt")}, validation=one))
+    with pytest.raises(DataError, match="which is trained on"):
+        check_held_out(config_of(validation={"dataset": ["stdlib_heldout", "stdlib:2/6"]}))
+    check_held_out(config_of(training={"dataset": "random"}, validation={"dataset": "random"}))
+
+
+def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        record = {"title": f"title of {split}", "body": f"body of {split}"}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(record))
+    path = {"dataset_path": str(tmp_path)}
+    with pytest.raises(DataError, match=r": set training\.column to the column.*title of train"):
+        trained_on(config_of(training=path))
+    with pytest.raises(DataError, match=r": set validation\.column to .*title of validation"):
+        held_out(config_of(validation=path))
+    mixture = config_of(data={"sources": {"mine": {"path": str(tmp_path)}}})
+    with pytest.raises(DataError, match=r": set data\.sources\.mine\.column to the column"):
+        open_wanted(mixture, "data.sources.mine", "mine", sources_of(mixture)["mine"])
+    chosen = {**path, "column": "body", "split": "validation"}
+    assert trained_on(config_of(training=chosen)) == ["body of validation"]
+    assert held_out(config_of(validation={**path, "column": "body"})) == ["body of validation"]
+    with pytest.raises(DataError, match=r"training\.split = 'train': stdlib has no splits"):
+        trained_on(config_of(training={"split": "train"}))
