@@ -71,7 +71,8 @@ def test_two_ranks_train_on_text_with_every_way_out_shut(tmp_path: Path) -> None
     train_tokenizer(CORPUS, 512, tmp_path / "assets" / "tokenizer.json")
     _, tried = train(
         tmp_path, "training.dataset_path=text", "model.hf_assets_path=assets",
-        "validation.dataset_path=text", "validation.freq=3", "training.steps=6",
+        "validation.dataset_path=text", "validation.allow_training_data=true",
+        "validation.freq=3", "training.steps=6",
         "checkpoint.interval=3",
         "metrics.enable_tensorboard=true", "metrics.sample_prompt=", "compile.enable=false",
         "lr_scheduler.warmup_steps=2", NGPU="2",

@@ -109,7 +109,10 @@ BAD = {
         b'{"tokens": [1]}\n{"tokens": [1, 300]}\n{"tokens": [299]}\n',
         r"a\.jsonl: document 1 has the id 300, outside a vocabulary of 300",
     ),
-    "negative": (b'{"tokens": [1]}\n{"tokens": [-1]}\n{"tokens": [2]}\n', "has the id -1"),
+    "negative": (
+        b'{"tokens": [1]}\n{"tokens": [-1]}\n{"tokens": [2]}\n',
+        "has -1, which is no token id",
+    ),
     "no ids": (b'{"tokens": [1]}\n{"tokens": []}\n{"tokens": [2]}\n', "holds no tokens"),
 }
 
