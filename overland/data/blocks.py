@@ -1,8 +1,8 @@
 """Blocks one after another: each window's documents packed, and the blocks permuted.
 
 A stream may begin with what another one has left over: when the length of sequences changes in the
-middle of a window, the blocks of it that nobody has read yet are cut anew, and nothing is read
-twice or left out.
+middle of a window, the blocks of it that nobody has read yet are joined and cut again. No token is
+given twice or left out, and no prediction inside a document is lost.
 """
 
 from __future__ import annotations
@@ -72,11 +72,37 @@ class Window:
     def own_pieces(self, places: Array) -> Pieces:
         """Without last tokens that come again elsewhere: over a window, every token once."""
         pieces = self.pieces(places)
-        is_last = np.append(pieces.row[1:] != pieces.row[:-1], True)
-        shared = self.cut.shares_last(self.order[places])[pieces.row]
-        stop = pieces.stop - (is_last & shared)
+        documents, which = self.documents, pieces.document
+        borrowed = documents.borrowed[which] & (pieces.stop == documents.length[which])
+        stop = pieces.stop - (self._shared(self.order[places], pieces) | borrowed)
         kept = stop > pieces.start
         return Pieces(pieces.row[kept], pieces.document[kept], pieces.start[kept], stop[kept])
+
+    def joined(self, places: Array, packing: Packing) -> Documents:
+        """The blocks at these places as documents: pieces that follow each other in a document are
+        one again, and one that is followed by a block which is not among them keeps the token that
+        both share, so that it is predicted."""
+        blocks = np.sort(self.order[places])
+        pieces = self.cut.pieces(blocks)
+        order = np.lexsort((pieces.stop, pieces.start, pieces.document))
+        document, start, stop = (
+            values[order] for values in (pieces.document, pieces.start, pieces.stop)
+        )
+        shared = self._shared(blocks, pieces)[order]
+        follows = (document[1:] == document[:-1]) & (start[1:] == stop[:-1] - 1)
+        is_first, is_last = np.append(True, ~follows), np.append(~follows, True)
+        document, start, stop = document[is_first], start[is_first], stop[is_last]
+        whole = self.documents[document]
+        borrowed = shared[is_last] | (whole.borrowed & (stop == whole.length))
+        # By itself, the first token of a document that was read is predicted from nothing.
+        kept = ~borrowed | (stop - start > 1) | (packing == "pack")
+        return _parts(whole[kept], start[kept], stop[kept], borrowed[kept])
+
+    def _shared(self, blocks: Array, pieces: Pieces) -> npt.NDArray[np.bool_]:
+        """Whether a piece ends its block and its last token is the first of another."""
+        is_last = np.append(pieces.row[1:] != pieces.row[:-1], True)
+        shared: npt.NDArray[np.bool_] = is_last & self.cut.shares_last(blocks)[pieces.row]
+        return shared
 
 
 class BlockStream:
@@ -131,8 +157,11 @@ class BlockStream:
     def open(self, window: int) -> Window:
         if window not in self._opened:
             rest = self.rest if window < self._lead else None
-            documents = rest.documents() if rest else self.windows.open(self.window_behind(window))
             shape = self.shape
+            if rest:
+                documents = rest.documents(shape.packing)
+            else:
+                documents = self.windows.open(self.window_behind(window))
             laid_out = cut(documents.length, shape.seq_len, shape.packing, shape.last_block)
             self._counts.check(window, laid_out.num_blocks)
             self._opened[window] = Window(documents, laid_out, self._order(window, laid_out))
@@ -173,27 +202,53 @@ class Rest:
     stream: BlockStream
     window: int
     place: int
+    rules: int
+    """See `plan.Segment`."""
 
     @property
     def key(self) -> str:
-        return digest_of([self.stream.key, self.window, self.place])
+        rules = [self.rules] if self.rules > 1 else []
+        return digest_of([self.stream.key, self.window, self.place, *rules])
 
-    def documents(self) -> Documents:
-        """Each piece as a document of its own."""
-        window = self.stream.open(self.window)
-        pieces = window.own_pieces(np.arange(self.place, window.cut.num_blocks))
-        picked = window.documents[pieces.document]
+    def documents(self, packing: Packing) -> Documents:
+        """The unread pieces as documents, which are to be packed like this."""
+        window, places = self._unread()
         if self.stream.shape.packing == "trunc":  # what was not read yet need not stay cut
-            return picked
-        return Documents(
-            picked.files,
-            picked.file,
-            picked.start + pieces.start,
-            pieces.stop - pieces.start,
-            picked.source,
-            picked.number,
-            picked.offset + pieces.start,
-        )
+            return window.documents[window.pieces(places).document]
+        if self.rules > 1:
+            return window.joined(places, packing)
+        pieces = window.own_pieces(places)
+        whole = window.documents[pieces.document]
+        return _parts(whole, pieces.start, pieces.stop, np.zeros(len(whole), bool))
+
+    def num_lost(self) -> int:
+        """Predictions inside documents that earlier rules gave up where blocks were cut again."""
+        if self.rules > 1 or self.stream.shape.packing == "trunc":
+            return 0
+        window, places = self._unread()
+        lengths = (self.documents("pack").length, window.joined(places, "pack").length)
+        cut, joined = (int(np.maximum(one - 1, 0).sum()) for one in lengths)
+        return joined - cut
+
+    def _unread(self) -> tuple[Window, Array]:
+        window = self.stream.open(self.window)
+        return window, np.arange(self.place, window.cut.num_blocks)
+
+
+def _parts(
+    whole: Documents, start: Array, stop: Array, borrowed: npt.NDArray[np.bool_]
+) -> Documents:
+    """A part of each document, as a document of its own."""
+    return Documents(
+        whole.files,
+        whole.file,
+        whole.start + start,
+        stop - start,
+        whole.source,
+        whole.number,
+        whole.offset + start,
+        borrowed,
+    )
 
 
 def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Array, pad_id: int) -> Array:

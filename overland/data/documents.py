@@ -52,13 +52,18 @@ class Documents:
     """Its place in its source: shard × 2³² + place in the shard."""
     offset: Array
     """Tokens of it that are not here but come before: none, unless it is a rest."""
+    borrowed: npt.NDArray[np.bool_]
+    """Whether its last token is here only to be predicted: where a rest borders on a block that was
+    read, that block has given the token to the model."""
 
     def __len__(self) -> int:
         return len(self.length)
 
     def __getitem__(self, which: Array | slice) -> Documents:
         columns = (self.file, self.start, self.length, self.source, self.number, self.offset)
-        return Documents(self.files, *(values[which] for values in columns))
+        file, start, length, source, number, offset = (values[which] for values in columns)
+        borrowed = self.borrowed[which]
+        return Documents(self.files, file, start, length, source, number, offset, borrowed)
 
 
 class Windows(Protocol):
@@ -232,6 +237,7 @@ class SourceWindows:
             np.full(total, self.source, np.int64),
             (numbers[file] << 32) + place,
             np.zeros(total, np.int64),
+            np.zeros(total, bool),
         )
         if not self.reading.shuffle or not total:
             return all_
@@ -322,4 +328,5 @@ def _joined(parts: Sequence[Documents]) -> Documents:
         np.concatenate([part.source for part in parts]),
         np.concatenate([part.number for part in parts]),
         np.concatenate([part.offset for part in parts]),
+        np.concatenate([part.borrowed for part in parts]),
     )

@@ -32,6 +32,9 @@ class Segment:
     last_block: LastBlock = "pad"
     document_mask: bool = False
     pad_id: int = 0
+    rest_rules: int = 2
+    """How blocks are cut again that the segment before has left unread: under 1, which a plan of an
+    earlier version means, the pieces stayed apart and lost the predictions between them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Plan:
         return {
             "format": FORMAT,
             **asdict(self),
-            "segments": [asdict(one) for one in self.segments],
+            "segments": [_to_json(one) for one in self.segments],
         }
 
     @classmethod
@@ -68,7 +71,7 @@ class Plan:
         if values.pop("format", None) != FORMAT:
             raise DataError("the plan of the data was written by another version of Overland")
         sources = {name: PlannedSource(**one) for name, one in values.pop("sources").items()}
-        segments = tuple(Segment(**one) for one in values.pop("segments"))
+        segments = tuple(Segment(**{"rest_rules": 1, **one}) for one in values.pop("segments"))
         return cls(sources=sources, segments=segments, **values)
 
     def continued(self, wanted: Plan, batch: int) -> Plan:
@@ -79,7 +82,7 @@ class Plan:
                 raise ChangedSource(name)
         kept = tuple(one for one in self.segments if one.first_batch < batch)
         new = replace(wanted.segments[-1], first_batch=batch)
-        if not kept or replace(kept[-1], first_batch=batch) != new:
+        if not kept or differences(kept[-1], new):
             kept = (*kept, new)
         sources = {**self.sources, **wanted.sources}
         return replace(self, sources=sources, segments=kept)
@@ -117,5 +120,13 @@ def differences(before: Segment, after: Segment) -> list[str]:
     return [
         f"{key} {old[key]} → {new[key]}"
         for key in new
-        if key != "first_batch" and old[key] != new[key]
+        if key not in ("first_batch", "rest_rules") and old[key] != new[key]
     ]
+
+
+def _to_json(segment: Segment) -> dict[str, Any]:
+    """As the version that made it wrote it, so that the fingerprint of a plan stays."""
+    values = asdict(segment)
+    if segment.rest_rules == 1:
+        del values["rest_rules"]
+    return values

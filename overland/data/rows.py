@@ -191,7 +191,8 @@ class PlannedRows:
         else:
             window, place = (int(one[0]) for one in old.places([read]))
             first = old.window_behind(window)
-            rest = Rest(old, window, place) if place or first < old.first else None
+            is_cut = place or first < old.first
+            rest = Rest(old, window, place, segment.rest_rules) if is_cut else None
             first += 1 if rest else 0
         shape = self._shape(segment)
         if not isinstance(old.windows, MixedWindows):

@@ -61,6 +61,8 @@ class Verdict:
     missing_steps: list[int] = field(default_factory=list)
     left_out: int = 0
     """Batches that the spike guard left out on purpose."""
+    lost_predictions: int = 0
+    """Where blocks were cut again by an earlier version; no token, but single predictions."""
     sources: dict[str, SourceCount] = field(default_factory=dict)
 
     @property
@@ -90,6 +92,12 @@ class Verdict:
             yield f"Not in the ledger: {number:,} steps, the first of them {first:,}."
         if self.left_out:
             yield f"{self.left_out:,} batches were left out by the spike guard."
+        if self.lost_predictions:
+            yield (
+                f"{self.lost_predictions:,} predictions were given up where the sequence length or "
+                "packing changed under an earlier version of Overland: each between the last token "
+                "of a block and the next token of its document. Later changes give up none."
+            )
         if self.first_wrong:
             yield f"{self.wrong_rows:,} of {self.rows:,} rows differ; first {self.first_wrong}."
         if self.holds:
@@ -153,6 +161,7 @@ class Replay:
             self.seen.add(step.batch)
         self._check_epochs()
         self._count_drawn(steps[-1].batch)
+        self._count_lost(steps[0].batch, steps[-1].batch)
         progress(len(steps), len(steps))
         return verdict
 
@@ -222,6 +231,16 @@ class Replay:
         drawn = lane.windows.taken(lane.window_behind(int(window)) + 1)
         for name, count in zip(self.names, drawn, strict=True):
             self.verdict.sources[name].turns = count
+
+    def _count_lost(self, first: int, last: int) -> None:
+        rests = {
+            lane.rest.key: lane.rest
+            for segment in self.dataset.plan.segments
+            if first <= segment.first_batch <= last
+            for lane in self.dataset.rows.lanes(segment.first_batch).lanes
+            if isinstance(lane, BlockStream) and lane.rest is not None
+        }
+        self.verdict.lost_predictions = sum(rest.num_lost() for rest in rests.values())
 
     def _check_epochs(self) -> None:
         """That the plan itself gives every document as often as any other, or once more. (A window

@@ -37,6 +37,16 @@ class Numbered:
             yield np.full(self.lengths[i], self.first + i)
 
 
+class Distinct(Numbered):
+    """Tokens that are all different: document i has `STRIDE · i`, `STRIDE · i + 1`, …"""
+
+    STRIDE = 256
+
+    def read(self, chunk: str) -> Iterator[npt.NDArray[np.int64]]:
+        for i in range(int(chunk), int(chunk) + self.num_documents(chunk)):
+            yield np.arange(self.lengths[i]) + self.STRIDE * i
+
+
 def make_corpus(name: str, source: Any, root: Path, built: bool = False) -> Corpus:
     folder = lay_out(name, source, None, root, shard_documents=6, vocab_size=VOCABULARY)
     corpus = open_corpus(folder, lambda: source, wait=False)

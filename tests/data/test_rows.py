@@ -1,5 +1,6 @@
 """The order of the data: everything once per epoch, the same whatever the ranks and sessions."""
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ from overland.data.errors import DataError
 from overland.data.plan import Plan
 from overland.data.random_blocks import RandomBlocks
 from overland.data.rows import PlannedRows
-from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
+from tests.data.corpora import Distinct, Numbered, make_corpus, one_segment, rows_of
 
 SOURCES = {"a": Numbered(1000, 97), "b": Numbered(5000, 31), "c": Numbered(9000, 5, 200)}
 WEIGHTS = {"a": 5.0, "b": 2.0, "c": 1.0}
+EARLIER = "fc0d07e3b4e5e1ed"  # rows of a plan with a change in it, as version 0.1 read them
 PACKINGS = ["pack", "overflow", "trunc", "best_fit"]
 
 
@@ -180,6 +182,80 @@ def test_segments_of_segments_go_on_from_the_rest_of_a_rest(streamed: dict[str, 
     fed = pieces_of(rows_of(plan, streamed), range(14))
     assert set(fed.values()) == {1}
     assert len(fed) > 500
+
+
+@pytest.fixture(scope="module")
+def distinct(tmp_path_factory: pytest.TempPathFactory) -> tuple[Distinct, Corpus]:
+    source = Distinct(0, 60, longest=90)
+    return source, make_corpus("distinct", source, tmp_path_factory.mktemp("distinct"))
+
+
+def predictions_in_an_epoch(plan: Plan, corpus: Corpus) -> Counter[int]:
+    """How often each token was predicted from the one before it in its document."""
+    rows = rows_of(plan, {"distinct": corpus})
+    last = plan.segments[-1].first_batch
+    lane = rows.lanes(last).lanes[0]
+    assert isinstance(lane, BlockStream)
+    lead = 1 if lane.rest else 0
+    num_blocks = lane.num_blocks(lane.windows.per_epoch - lane.first + lead)
+    predicted: Counter[int] = Counter()
+    for batch in range(last + num_blocks - int(rows.lanes(last).read_before[0])):
+        read = rows.read(batch)
+        for tokens, count in zip(read.tokens, read.num_tokens, strict=True):
+            pairs = itertools.pairwise(tokens[:count].tolist())
+            predicted.update(b for a, b in pairs if b == a + 1)
+    return predicted
+
+
+CHANGES: dict[str, list[dict[str, object]]] = {
+    "longer": [{"seq_len": 24}],
+    "shorter": [{"seq_len": 9}],
+    "tiny": [{"seq_len": 3}],
+    "again and again": [{"seq_len": 8}, {"seq_len": 31}, {"seq_len": 5}],
+    "packing": [{"packing": "best_fit", "seq_len": 40}],
+    "there and back": [{"packing": "overflow"}, {"packing": "best_fit"}, {"packing": "pack"}],
+}
+
+
+@pytest.mark.parametrize("packing", ["pack", "overflow", "best_fit"])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_a_change_in_a_window_loses_no_prediction(
+    distinct: tuple[Distinct, Corpus], packing: str, changes: list[dict[str, object]]
+) -> None:
+    source, corpus = distinct
+    plan = one_segment(
+        {"distinct": corpus}, {"distinct": 1.0}, packing=packing, global_batch_size=1
+    )
+    for number, change in enumerate(changes, start=1):
+        segment = replace(plan.segments[-1], **change)  # type: ignore[arg-type]
+        plan = plan.continued(replace(plan, segments=(segment,)), 7 * number)
+    predicted = predictions_in_an_epoch(plan, corpus)
+    assert len(predicted) == source.lengths.sum() - source.count
+    assert set(predicted.values()) == {1}
+
+
+def test_a_plan_of_an_earlier_version_gives_the_rows_that_it_gave(
+    distinct: tuple[Distinct, Corpus],
+) -> None:
+    """Pieces stayed apart then, and what that cost is counted."""
+    source, corpus = distinct
+    plan = one_segment({"distinct": corpus}, {"distinct": 1.0}, global_batch_size=1)
+    segment = replace(plan.segments[-1], seq_len=24)
+    plan = plan.continued(replace(plan, segments=(segment,)), 7)
+    data = plan.to_json()
+    for one in data["segments"]:
+        del one["rest_rules"]
+    earlier = Plan.from_json(data)
+    assert earlier.to_json() == data
+    assert earlier.continued(plan, 9).segments == earlier.segments  # nothing that it says changed
+    rows = rows_of(earlier, {"distinct": corpus})
+    digest = hashlib.sha256(b"".join(rows.read(batch).tokens.tobytes() for batch in range(30)))
+    assert digest.hexdigest()[:16] == EARLIER
+    lane = rows.lanes(7).lanes[0]
+    assert isinstance(lane, BlockStream)
+    assert lane.rest is not None
+    lost = source.lengths.sum() - source.count - len(predictions_in_an_epoch(earlier, corpus))
+    assert lane.rest.num_lost() >= lost > 0
 
 
 def test_a_source_that_joins_later_changes_nothing_before(streamed: dict[str, Corpus]) -> None:
