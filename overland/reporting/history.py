@@ -9,11 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from overland.reporting.plot import HELD_OUT
 from overland.reporting.tail import Tail
 
 Record = dict[str, Any]
 Points = list[tuple[int, float]]
+
+HELD_OUT = "validation_loss/"
 
 # A file of a million lines, 300 MB, is sampled down to 30,000, but for its end and what is held
 # out: parsing all of it would take seconds, and a terminal has 200 dots in a row.
@@ -24,7 +25,8 @@ PAUSE = 20  # times the median: such a gap is a restart and no part of the pace
 
 
 class History:
-    """Follows the file. Where the run went back to an earlier step, what was after it is void."""
+    """Follows the file. Where the run went back to an earlier step, what was after it is void. (A
+    session that resumes removes such lines; files of earlier versions still have them.)"""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -34,6 +36,7 @@ class History:
         self.losses: Points = []
         self.held_out: dict[str, Points] = {}
         self.recent: deque[Record] = deque(maxlen=RECENT)
+        self._step = 0
 
     def read_on(self) -> None:
         every, mark = 1, HELD_OUT.encode()
@@ -53,9 +56,15 @@ class History:
 
     def _take(self, record: Record) -> None:
         step = int(record["step"])
+        if step < self._step:
+            for points in (self.losses, *self.held_out.values()):
+                _undo(points, step)
+            while self.recent and self.recent[-1]["step"] >= step:
+                self.recent.pop()
+        self._step = step
         if "loss" in record:
             _append(self.losses, step, float(record["loss"]))
-            while self.recent and self.recent[-1]["step"] >= step:
+            if self.recent and self.recent[-1]["step"] == step:
                 self.recent.pop()
             self.recent.append(record)
         for name, value in record.items():
@@ -86,9 +95,14 @@ class History:
 
 
 def _append(points: Points, step: int, value: float) -> None:
+    _undo(points, step)
+    points.append((step, value))
+
+
+def _undo(points: Points, step: int) -> None:
+    """Drops what was logged at this step and after it."""
     while points and points[-1][0] >= step:
         points.pop()
-    points.append((step, value))
 
 
 def thinned(points: Points, most: int) -> Points:

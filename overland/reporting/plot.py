@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+
+from overland.reporting.history import History
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 52, 48
@@ -15,20 +15,15 @@ COLOURS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#7a5195", "#b58900")
 MOST_POINTS = 2000  # per line: more than a screen has pixels only makes the file large
 MOST_DOTS = 60  # a line of fewer points shows where they are
 
-HELD_OUT = "validation_loss/"
-
 Points = Sequence[tuple[float, float]]
 
 
 def plot_losses(metrics: Path, target: Path, title: str) -> None:
     """Draws the training loss, and held-out losses where there are any, from metrics.jsonl."""
-    series: dict[str, dict[int, float]] = {}
-    for record in _records(metrics):
-        for name, value in record.items():
-            if name == "loss" or name.startswith(HELD_OUT):
-                shown = f"held out: {name.removeprefix(HELD_OUT)}" if name != "loss" else "training"
-                series.setdefault(shown, {})[record["step"]] = value
-    lines = {name: sorted(points.items()) for name, points in series.items()}
+    history = History(metrics)
+    history.read_on()
+    lines = {"training": history.losses} if history.losses else {}
+    lines |= {f"held out: {name}": points for name, points in history.held_out.items() if points}
     target.write_text(line_chart(lines, title, "step", "loss"), encoding="utf-8")
 
 
@@ -103,14 +98,6 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
-
-
-def _records(metrics: Path) -> Iterator[dict[str, Any]]:
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a line cut short when a run was killed or the disk was full
 
 
 def _thinned(points: Points) -> Points:

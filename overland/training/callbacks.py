@@ -39,6 +39,10 @@ class Callback:
         """A checkpoint was committed. Saves end in the background, so ranks learn of it at
         different steps: wait for no other rank here."""
 
+    def on_rewind(self, run: Run) -> None:
+        """The run went back to an earlier step (`run.progress.step`), as `health.spike_guard =
+        "rewind"` does: what was logged for later steps is void."""
+
     def on_message(self, run: Run, message: str) -> None:
         """Something the user should know, such as a skipped step."""
 

@@ -32,6 +32,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def undone_metrics(self) -> Path:
+        """What was logged of steps that were undone: taken again, after a resume from before."""
+        return self.root / "metrics.undone.jsonl"
+
+    @property
     def plot(self) -> Path:
         return self.root / "loss.svg"
 

@@ -227,6 +227,7 @@ def answer_spike(run: Run, data: Data, result: StepResult, fed: FedRows) -> Data
     back = f"back to step {run.progress.step}, going on with batch {next_unseen}"
     run.call("on_message", f"{what}: {back}")
     fed.start_again(run.progress.step, run.progress.batch)
+    run.call("on_rewind")
     if run.world.is_first:
         write_plan(run)
     data.close()

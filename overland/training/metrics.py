@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from overland.training.run import Run
 
 LONGEST_LINE = 2**16
+STEP = re.compile(rb'\{"step": (\d+)')
 
 
 class Meter:
@@ -56,11 +59,16 @@ class Meter:
 class JsonLines(Callback):
     """One JSON object per logged step, appended to metrics.jsonl.
 
-    A resumed run goes on in the same file; where a step stands twice, the later line counts.
+    A resumed run continues the same file. What an earlier session logged after the step that is
+    resumed, or what was logged before a rewind, was undone: those lines go to metrics.undone.jsonl.
     """
 
     def __init__(self, run: Run) -> None:
+        self._open(run)
+
+    def _open(self, run: Run) -> None:
         drop_torn_line(run.folder.metrics)
+        undo_lines(run.folder.metrics, run.folder.undone_metrics, run.progress.step)
         self.file: TextIO = run.folder.metrics.open("a")
 
     def on_log(self, run: Run, record: Record) -> None:
@@ -68,6 +76,10 @@ class JsonLines(Callback):
 
     def on_validation(self, run: Run, record: Record) -> None:
         self._write(record)
+
+    def on_rewind(self, run: Run) -> None:
+        self.file.close()
+        self._open(run)
 
     def on_end(self, run: Run) -> None:
         self.file.close()
@@ -88,18 +100,60 @@ def drop_torn_line(path: Path) -> None:
             file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
 
 
+def undo_lines(path: Path, undone: Path, step: int) -> None:
+    """Moves the lines of steps after `step` to the end of `undone`. The rest becomes a new file,
+    so that whoever follows the old one notices."""
+    kept = path.with_name(f".{path.name}.kept")
+    with path.open("rb") as lines:
+        if all(_step_of(line) <= step for line in lines):
+            return
+        lines.seek(0)
+        with kept.open("wb") as valid, undone.open("ab") as void:
+            for line in lines:
+                (valid if _step_of(line) <= step else void).write(line)
+    kept.rename(path)
+
+
+def newest_records(path: Path) -> list[Record]:
+    """The last record of a step and the last of a validation, as far as there are any."""
+    newest: dict[bytes, bytes] = {}
+    with path.open("rb") as lines:
+        for line in lines:
+            newest[b"validation_loss" if b'"validation_loss' in line else b"loss"] = line
+    records = []
+    for line in newest.values():
+        with suppress(ValueError):  # cut short by a full disk
+            records.append(json.loads(line))
+    return records
+
+
+def _step_of(line: bytes) -> int:
+    found = STEP.match(line)  # a million lines are not worth parsing
+    return int(found[1]) if found else 0
+
+
 class TensorBoard(Callback):
     def __init__(self, run: Run) -> None:
+        self._open(run)
+
+    def _open(self, run: Run) -> None:
+        """Voids what was logged past this step, for both of TensorBoard's readers: the one in
+        Python drops it because it is told to, the fast one because a step comes again."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        # After a resume TensorBoard drops what an earlier session logged past this step.
         self.writer = SummaryWriter(str(run.folder.tb), purge_step=run.progress.step + 1)
+        for record in newest_records(run.folder.metrics):
+            self.on_log(run, record)
 
     def on_log(self, run: Run, record: Record) -> None:
         for name, value in _numbers(record).items():
             self.writer.add_scalar(name, value, record["step"])
 
     on_validation = on_log
+
+    def on_rewind(self, run: Run) -> None:
+        self.writer.close()
+        self._open(run)
 
     def on_save(self, run: Run, path: object) -> None:
         self.writer.flush()
@@ -119,16 +173,23 @@ class LossPlot(Callback):
 
 
 class WeightsAndBiases(Callback):
+    """W&B takes no point back, so what goes on from an earlier step is a run of its own there. All
+    of a run folder's form a group; each says which step it goes on from."""
+
     def __init__(self, run: Run) -> None:
+        self.run = self._start(run)
+
+    def _start(self, run: Run) -> Any:
         import wandb
 
+        name, step = run.folder.root.name, run.progress.step
         try:
-            self.run = wandb.init(
+            return wandb.init(
                 project="overland",
-                name=run.folder.root.name,
+                group=name,
+                name=f"{name}, from step {step}" if step else name,
                 dir=str(run.folder.root),
-                config=run.config.model_dump(),
-                resume="allow",
+                config={**run.config.model_dump(), "resumed_step": step},
             )
         except wandb.errors.Error as error:
             raise TrainingError(
@@ -140,6 +201,10 @@ class WeightsAndBiases(Callback):
         self.run.log(_numbers(record), step=record["step"])
 
     on_validation = on_log
+
+    def on_rewind(self, run: Run) -> None:
+        self.run.finish()
+        self.run = self._start(run)
 
     def on_end(self, run: Run) -> None:
         self.run.finish()

@@ -1,5 +1,6 @@
 """Steps that go wrong are skipped, said, and never learned from."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,6 +117,8 @@ def test_a_loss_spike_is_answered(ranks: RankPool, tmp_path: Path, action: str) 
             f"resumed {tmp_path}/checkpoint/step_10 at step 10",
             f"loss spike at step 13 ({seen[12]:.4f}): back to step 10, going on with batch 13",
         ]
+        undone = (tmp_path / "metrics.undone.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in undone] == [11, 12, 13]
 
 
 def test_a_slow_rise_is_no_spike() -> None:

@@ -1,12 +1,21 @@
-"""metrics.jsonl after sessions that ended in the middle of a line."""
+"""What was logged, after sessions that ended in the middle of a line or of an interval."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.schema import JobConfig
+from overland.reporting.history import History
+from overland.training.callbacks import Callback
+from overland.training.loop import train
 from overland.training.metrics import drop_torn_line
+from overland.training.run import Run, build_run
+from tests.jobs import tiny_job
 
 WHOLE = b'{"step": 1}\n{"step": 2}\n'
 
@@ -29,3 +38,73 @@ def test_a_file_with_nothing_but_half_a_line_is_emptied(tmp_path: Path) -> None:
 def test_a_new_file_is_begun(tmp_path: Path) -> None:
     drop_torn_line(tmp_path / "metrics.jsonl")
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+class Dies(Callback):
+    """Ends the session without a word after a step, as a kill does."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run) -> None:
+        if run.progress.step == self.step:
+            raise KeyboardInterrupt
+
+
+def session(world: World, config: JobConfig, dies_at: int = 0) -> None:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    run.callbacks.append(Dies(run, dies_at))
+    try:
+        train(run)
+    except KeyboardInterrupt:
+        assert dies_at
+
+
+def steps_in_tensorboard(folder: Path) -> dict[str, list[int]]:
+    """As its fast reader sees them: a step that comes again voids all after it."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    seen: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("events.out.*")):
+        for data in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(data)
+            for value in event.summary.value:
+                steps = seen.setdefault(value.tag, [])
+                steps[:] = [step for step in steps if step < event.step] + [event.step]
+    return seen
+
+
+def test_what_was_logged_of_undone_steps_is_void_everywhere(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The first session dies at step 8; the second goes on from step 4 and logs less often, so no
+    step of the first is overwritten by one of the second."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def job(log_freq: int, validates: bool) -> JobConfig:
+        return tiny_job(
+            tmp_path,
+            training={"steps": 12},
+            metrics={"log_freq": log_freq, "enable_tensorboard": True},
+            validation={"enable": validates, "dataset": "random", "freq": 3, "steps": 1},
+            checkpoint={"enable": True, "interval": 4, "async_mode": "disabled"},
+        )
+
+    ranks.run(1, session, job(1, True), 8)
+    ranks.run(1, session, job(12, False))
+    valid = [1, 2, 3, 4, 12]
+    history = History(tmp_path / "metrics.jsonl")
+    history.read_on()
+    assert [step for step, _ in history.losses] == valid
+    assert [step for points in history.held_out.values() for step, _ in points] == [3]
+    assert (tmp_path / "loss.svg").read_text().count("<circle") == len(valid) + 1
+    undone = (tmp_path / "metrics.undone.jsonl").read_text()
+    assert [f'"step": {step},' in undone for step in (4, 5, 6, 7, 8)] == [False] + [True] * 3 + [
+        False
+    ]
+    for seen in (
+        steps_in_tensorboard(tmp_path / "tb")["loss"],
+        sorted({e.step for e in EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss")}),
+    ):
+        assert seen == valid
