@@ -83,8 +83,10 @@ def inspect(
     elif not hashes:
         print(path)
         print("\n".join(page(summary)))
-    elif summary.num_bad:
-        print(f"{summary.num_bad:,} bad documents skipped", file=sys.stderr)
+    else:
+        bad = f"{summary.num_bad:,} bad documents skipped" if summary.num_bad else ""
+        for note in filter(None, (summary.not_read, bad)):
+            print(note, file=sys.stderr)
 
 
 def both(
@@ -106,6 +108,8 @@ def page(summary: Summary) -> Iterator[str]:
         columns = ", ".join(f"{name} ({kind})" for name, kind in summary.columns.items())
         yield f"  {'columns':<12}{columns}"
     yield f"  {'files':<12}{summary.num_files:,}"
+    if summary.not_read:
+        yield f"  {'':<12}{summary.not_read}"
     yield f"  {'chunks':<12}{summary.num_chunks:,}"
     bad = f" ({summary.num_bad:,} bad ones skipped)" if summary.num_bad else ""
     yield f"  {'documents':<12}{summary.num_documents:,}{bad}"

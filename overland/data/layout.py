@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from overland.data import shard
 from overland.data.errors import DataError
-from overland.data.sources.compression import SUFFIXES
+from overland.data.sources.compression import is_compressed
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import RULES, FileSource, Kind, Source
 from overland.data.tokenizer import Tokenizer
@@ -351,7 +351,7 @@ def _weigh(
     files = [source.files_of(chunk) for chunk in chunks]
     sharers = Counter(file for names in files for file in names)
     sizes = {
-        file: marks[file].size * (COMPRESSION if file.endswith(SUFFIXES) else 1) / count
+        file: marks[file].size * (COMPRESSION if is_compressed(file) else 1) / count
         for file, count in sharers.items()
     }
     weights = []

@@ -286,7 +286,10 @@ def _stream(
     root = _root(config)
 
     def prepare() -> str:
-        folder = _lay_out(name, open_source(), tokenizer, config, vocab_size, place.report)
+        source = open_source()
+        if not_read := getattr(source, "not_read", ""):
+            place.report(f"note: {name}: {not_read}")
+        folder = _lay_out(name, source, tokenizer, config, vocab_size, place.report)
         return folder.name.rpartition("-")[2]
 
     fingerprint = place.once(prepare)

@@ -163,6 +163,8 @@ class Rehearsal:
             check_vocabulary(name, corpus.vocab_size, vocab_size)
             return corpus
         source = open_wanted(self.loaded.config, table, name, wanted)
+        if not_read := getattr(source, "not_read", ""):
+            self.problems.append(Problem(f"{name}: {not_read}", kind="note"))
         skip_bad = data.bad_documents == "skip"
         layout = sketch(name, source, tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
         check_vocabulary(name, layout.vocab_size, vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,20 +15,29 @@ from typing import IO, Any
 from overland.data.errors import DataError
 from overland.data.sources.needs import need
 
-SUFFIXES = (".gz", ".zst", ".zstd")
+SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20
 
 
+def is_compressed(file: str) -> bool:
+    return file.lower().endswith(SUFFIXES)
+
+
 def bare_suffix(path: Path) -> str:
-    """`.jsonl` of a.jsonl.gz."""
-    return (Path(path.stem) if path.suffix in SUFFIXES else path).suffix
+    """`.jsonl` of A.JSONL.gz."""
+    return (Path(path.stem) if is_compressed(path.name) else path).suffix.lower()
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return io.BufferedReader(gzip.GzipFile(path, "rb"), READ_BYTES)
-    if path.suffix in SUFFIXES:
-        return io.BufferedReader(_ZstdFile(path), READ_BYTES)
+    match path.suffix.lower():
+        case ".gz":
+            return io.BufferedReader(gzip.GzipFile(path, "rb"), READ_BYTES)
+        case ".xz":
+            return io.BufferedReader(lzma.LZMAFile(path), READ_BYTES)
+        case ".bz2":
+            return io.BufferedReader(bz2.BZ2File(path), READ_BYTES)
+        case ".zst" | ".zstd":
+            return io.BufferedReader(_ZstdFile(path), READ_BYTES)
     return path.open("rb")
 
 
@@ -47,7 +57,7 @@ def reading(path: Path) -> Iterator[None]:
     """A file that cannot be read is an error under every policy: it is no bad document."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:  # the last two: a broken .gz
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # of a compressed file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"{path} cannot be read: {reason}") from None
 

@@ -12,7 +12,7 @@ from typing import IO
 import numpy as np
 
 from overland.data.sources.columns import Place, choose_column, did_you_mean, name_of
-from overland.data.sources.compression import SUFFIXES, open_bytes, reading
+from overland.data.sources.compression import is_compressed, open_bytes, reading
 from overland.data.sources.records import Sample, kind_of, values_at
 from overland.data.sources.source import Bad, Document, FileSource, Kind, part_of, split_part
 
@@ -57,7 +57,7 @@ class JsonLines(FileSource):
 def line_chunks(root: Path, file: str) -> list[str]:
     with reading(root / file):
         size = (root / file).stat().st_size
-    if size <= SEGMENT_BYTES or Path(file).suffix in SUFFIXES:
+    if size <= SEGMENT_BYTES or is_compressed(file):
         return [file]
     return [part_of(file, part) for part in range(-(-size // SEGMENT_BYTES))]
 

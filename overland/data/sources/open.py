@@ -8,6 +8,7 @@ from pathlib import Path
 from overland.data.errors import DataError
 from overland.data.sources.arrow import Arrow
 from overland.data.sources.compression import bare_suffix
+from overland.data.sources.csv_rows import CSV_SUFFIXES, CsvRows, header
 from overland.data.sources.huggingface import choose_split, saved_files, select_files
 from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
 from overland.data.sources.mds import MDS
@@ -17,6 +18,7 @@ from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.parquet import Parquet
 from overland.data.sources.source import FileSource
 from overland.data.sources.text import TEXT_SUFFIXES, TextFolder
+from overland.data.sources.walk import LeftOut, walk
 
 SUFFIXES = {
     "parquet": {".parquet"},
@@ -24,15 +26,18 @@ SUFFIXES = {
     "megatron": {".idx"},
     "numpy": {".npy", ".bin"},
     "jsonl": JSON_SUFFIXES,
+    "csv": CSV_SUFFIXES,
     "text": TEXT_SUFFIXES,
 }
 STAND_ALONE = {"parquet", "arrow", "megatron", "numpy"}
+LINES = {"text", "jsonl", "csv"}  # read when compressed as a whole, too
 FORMATS = {suffix: name for name, suffixes in SUFFIXES.items() for suffix in suffixes}
 # About the data, not data; only where a folder is searched, so naming one still reads it.
 DESCRIPTIONS = {
     "readme.md", "license.md", "license.txt", "dataset_info.json", "dataset_infos.json",
     "dataset_dict.json", "state.json", "metadata.json", "config.json", "index.json",
 }  # fmt: skip
+ABOUT = {"readme", "license", "licence", "notice", "copying", "citation", "changelog"}
 
 
 def open_source(
@@ -82,8 +87,11 @@ def open_source(
     if saved is not None:
         folder, files = saved
         return _open("arrow", folder, files, column, dtype, skip_bad)
-    files = select_files(path, _data_files(path), subset, split, held_out)
-    return _open(_one_format(path, files), path, files, column, dtype, skip_bad)
+    left_out = LeftOut()
+    files = select_files(path, _data_files(path, left_out, column), subset, split, held_out)
+    source = _open(_one_format(path, files), path, files, column, dtype, skip_bad)
+    source.not_read = str(left_out)
+    return source
 
 
 def _open(
@@ -94,50 +102,72 @@ def _open(
     dtype: str | None,
     skip_bad: bool,
 ) -> FileSource:
-    if name in ("megatron", "numpy", "text") and column not in (None, "text"):
+    if name in ("megatron", "numpy") and column not in (None, "text"):
         raise DataError(f"{root} is {name}: it has no column {column!r}, nor any other")
     if name == "megatron":
         return Megatron(root, files, skip_bad)
     if name == "numpy":
         return NumpyTokens(root, files, dtype, skip_bad)
     if name == "text":
-        return TextFolder(root, files, skip_bad)
-    kinds: dict[str, type[Parquet] | type[Arrow] | type[JsonLines]] = {
-        "parquet": Parquet, "arrow": Arrow, "jsonl": JsonLines
+        return TextFolder(root, files, skip_bad, column)
+    kinds: dict[str, type[Parquet] | type[Arrow] | type[JsonLines] | type[CsvRows]] = {
+        "parquet": Parquet, "arrow": Arrow, "jsonl": JsonLines, "csv": CsvRows
     }  # fmt: skip
     return kinds[name](root, files, column, skip_bad)
 
 
-def _data_files(root: Path) -> list[str]:
+def _data_files(root: Path, left_out: LeftOut, column: str | None) -> list[str]:
     """All files that may be data, in order; none that is hidden or describes the others."""
     found: dict[str, str] = {}
-    for path in sorted(root.rglob("*")):
-        parts, name = path.relative_to(root).parts, _format_of(path)
-        # Spark and its kin keep what is not yet data under `_`; text has its __init__.py.
-        hidden = "." if name == "text" else (".", "_")
-        is_bin_of_pair = name == "megatron" and path.suffix == ".bin"
-        if name is None or is_bin_of_pair or any(part.startswith(hidden) for part in parts):
+    for file in walk(root, left_out):
+        name = _format_of(root / file)
+        if name == "megatron" and file.endswith(".bin"):  # read with its .idx
             continue
-        if path.is_file():
-            found["/".join(parts)] = name
-    files = [file for file in found if not _describes(file, set(found.values()))]
+        # Spark and its kin keep what is not yet data under `_`; text has its __init__.py.
+        is_put_aside = any(part.startswith("_") for part in file.split("/"))
+        if name is not None and (name == "text" or not is_put_aside):
+            found[file] = name
+        elif name is not None:
+            left_out.add(file, "a name that begins with _")
+        elif not is_put_aside and not _is_about(file):
+            left_out.add(file, "not a format that is read")
+    formats = {name for file, name in found.items() if not _is_about(file)}
+    formats = formats or set(found.values())
+    files = []
+    for file, name in found.items():
+        reason = _why_left_out(root / file, name, formats, column or "text")
+        if reason is None:
+            files.append(file)
+        elif not _is_about(file):
+            left_out.add(file, reason)
     if not files:
-        raise DataError(f"{root} is empty: it holds nothing that is read; {_known()}")
+        rest = f"; {left_out}" if left_out.count else ""
+        raise DataError(f"{root} is empty: it holds nothing that is read; {_known()}{rest}")
     return files
 
 
-def _describes(file: str, formats: set[str]) -> bool:
+def _why_left_out(path: Path, name: str, formats: set[str], column: str) -> str | None:
     """A note beside data is about it; among texts a README is a text."""
-    if formats & STAND_ALONE:
-        return file.endswith((*TEXT_SUFFIXES, ".json"))
-    is_lines = bare_suffix(Path(file)) in JSON_SUFFIXES
-    return (is_lines or "jsonl" in formats) and Path(file).name.lower() in DESCRIPTIONS
+    alone = formats & STAND_ALONE
+    if alone:
+        is_note = name in ("text", "csv") or bare_suffix(path) == ".json"
+        return f"beside {min(alone)} files" if is_note else None
+    if name == "csv" and formats != {"csv"}:
+        return None if column in header(path) else f"it has no column {column!r}"
+    is_beside = name == "jsonl" or "jsonl" in formats or formats == {"csv"}
+    return "about the data" if is_beside and path.name.lower() in DESCRIPTIONS else None
+
+
+def _is_about(file: str) -> bool:
+    """Whether a file describes the data, so that nobody misses it there."""
+    path = Path(file)
+    return path.name.lower() in DESCRIPTIONS or path.stem.lower() in ABOUT
 
 
 def _one_format(root: Path, files: Iterable[str]) -> str:
-    """Text may have JSON lines beside it; everything else stands alone."""
+    """Text may have JSON lines and CSV beside it; everything else stands alone."""
     found = {_format_of(root / file) or "" for file in files}
-    if found == {"text", "jsonl"}:
+    if len(found) > 1 and found <= LINES:
         return "text"
     if len(found) > 1:
         names = " and ".join(sorted(found))
@@ -149,8 +179,7 @@ def _format_of(path: Path) -> str | None:
     name = FORMATS.get(bare_suffix(path))
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
-    # Only text and JSON lines are read when compressed as a whole.
-    return name if name in ("text", "jsonl") or bare_suffix(path) == path.suffix else None
+    return name if name in LINES or bare_suffix(path) == path.suffix.lower() else None
 
 
 def _mds_folder(path: Path, subset: str | None, split: str | None, held_out: bool) -> Path | None:

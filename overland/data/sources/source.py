@@ -54,6 +54,8 @@ class FileSource:
         self.files = list(files)
         self._names = frozenset(self.files)
         self.columns: dict[str, str] = {}
+        self.not_read = ""
+        """Files beside these that are left out, in a sentence."""
         self.skip_bad = skip_bad
         self.num_bad = 0
         if not self.files:

@@ -31,6 +31,7 @@ class Summary:
     by_power: dict[int, int] = field(default_factory=dict)
     """Number of documents by the number of bits of their length."""
     samples: list[Document] = field(default_factory=list)
+    not_read: str = ""
     num_tokens: int | None = None
     """Of text, where a tokenizer has counted them."""
 
@@ -59,6 +60,7 @@ class Summary:
             "column": self.column,
             "columns": self.columns,
             "files": self.num_files,
+            "not_read": self.not_read,
             "chunks": self.num_chunks,
             "documents": self.num_documents,
             "bad": self.num_bad,
@@ -123,6 +125,7 @@ def summarise(
         if expected is not None and found != expected:
             raise DataError(f"{chunk} holds {found:,} documents where {expected:,} were announced")
     summary.num_bad = getattr(source, "num_bad", 0)
+    summary.not_read = getattr(source, "not_read", "")
     if not summary.num_documents:
         place = getattr(source, "place", summary.format)
         bad = f", {summary.num_bad:,} bad ones were skipped" if summary.num_bad else ""

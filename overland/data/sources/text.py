@@ -1,14 +1,17 @@
-"""Plain text: a file is a document. A folder may hold JSON lines beside it."""
+"""Plain text: a file is a document. A folder may hold JSON lines and CSV beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from overland.data.errors import DataError
 from overland.data.sources.compression import bare_suffix, open_bytes, reading
+from overland.data.sources.csv_rows import read_rows
 from overland.data.sources.jsonl import JSON_SUFFIXES, line_chunks, read_lines
 from overland.data.sources.source import Bad, FileSource, decode, split_part
+from overland.data.sources.walk import LeftOut, walk
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex"}
 
@@ -21,21 +24,31 @@ def read_text(path: Path, bad: Bad) -> Iterator[str]:
 
 
 class TextFolder(FileSource):
-    """Text files (one document each) and JSON lines (`text` of each line), also compressed."""
+    """Text files (one document each), JSON lines and CSV (`text` of each), also compressed."""
 
     format = "text"
 
-    def __init__(self, path: Path, files: list[str] | None = None, skip_bad: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        files: list[str] | None = None,
+        skip_bad: bool = False,
+        column: str | None = None,
+    ) -> None:
         if not path.exists():
             raise DataError(f"{path} does not exist")
         root = path.parent if path.is_file() else path
         if files is None:
-            found = [path] if path.is_file() else sorted(path.rglob("*"))
-            files = [str(one.relative_to(root)) for one in found if _is_text(one)]
+            found = [path.name] if path.is_file() else walk(path, LeftOut())
+            files = [one for one in found if _is_text(one)]
         if not files:
             known = ", ".join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))
-            raise DataError(f"{path} holds no text: looked for {known} (also with .gz, .zst)")
+            raise DataError(f"{path} holds no text: looked for {known} (also compressed)")
         super().__init__(root, files, skip_bad)
+        if column not in (None, "text"):
+            if all(map(_is_one, files)):
+                raise DataError(f"{path} is text: it has no column {column!r}, nor any other")
+            self.column = column
 
     def chunks(self) -> list[str]:
         return [
@@ -45,14 +58,16 @@ class TextFolder(FileSource):
         ]
 
     def num_documents(self, chunk: str) -> int | None:
-        return None if _is_lines(split_part(chunk)[0]) else 1
+        return 1 if _is_one(split_part(chunk)[0]) else None
 
     def read(self, chunk: str) -> Iterator[str]:
         file, part = split_part(chunk)
         if not _is_lines(file):
-            yield from read_text(self.root / chunk, self.bad)
+            read = read_text if _is_one(file) else partial(read_rows, column=self.column or "text")
+            yield from read(self.root / chunk, bad=self.bad)
             return
-        for document in read_lines(self.root / file, part, ("text",), "text", self.bad):
+        column = (self.column or "text",)
+        for document in read_lines(self.root / file, part, column, "text", self.bad):
             yield str(document)
 
 
@@ -60,5 +75,10 @@ def _is_lines(file: str) -> bool:
     return bare_suffix(Path(file)) in JSON_SUFFIXES
 
 
-def _is_text(path: Path) -> bool:
-    return bare_suffix(path) in TEXT_SUFFIXES | JSON_SUFFIXES and path.is_file()
+def _is_one(file: str) -> bool:
+    """Whether all of the file is one document."""
+    return bare_suffix(Path(file)) in TEXT_SUFFIXES
+
+
+def _is_text(file: str) -> bool:
+    return bare_suffix(Path(file)) in TEXT_SUFFIXES | JSON_SUFFIXES
