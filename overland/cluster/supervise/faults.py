@@ -123,7 +123,7 @@ class Findings:
             if kind is Kind.NETWORK:  # whoever notices it first may be the most innocent
                 faults.append(Fault(kind, what))
             elif kind is not Kind.STOPPED:
-                place = first.place
+                place = first.place if kind is not Kind.DISK else ""  # whatever writes next fails
                 if kind in (Kind.DEVICE, Kind.MEMORY) and nodes:
                     place = f"rank {first.rank}: {place}"  # of any other, it is another device's
                 faults.append(Fault(kind, what, (first.rank,), nodes, place))

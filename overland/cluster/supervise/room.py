@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
 LEAST = 64 * 2**20
+TRIAL = 2**30  # written at most: it takes seconds on a disk that saves a checkpoint in minutes
+CHUNK = 2**20
 
 
 def room_needed(checkpoints: Path) -> int:
@@ -19,4 +22,26 @@ def room_needed(checkpoints: Path) -> int:
 
 
 def has_room(folder: Path, num_bytes: int) -> bool:
-    return shutil.disk_usage(folder).free >= num_bytes
+    """Whether as much can be written there. What a disk has free says nothing of a user's quota, of
+    bytes or of files: that shows only when something is written."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        if shutil.disk_usage(folder).free < num_bytes:
+            return False
+        return _can_write(folder / f".room-{os.getpid()}", min(num_bytes, TRIAL))
+    except OSError:
+        return False
+
+
+def _can_write(path: Path, num_bytes: int) -> bool:
+    chunk = os.urandom(CHUNK)  # zeros take no room where files are compressed
+    try:
+        with path.open("wb", buffering=0) as file:
+            while file.tell() < num_bytes:
+                if file.write(chunk) < len(chunk):
+                    return False
+            os.fsync(file.fileno())  # a server may tell only now
+        return True
+    finally:
+        path.unlink(missing_ok=True)

@@ -42,7 +42,7 @@ from overland.cluster.supervise.policy import (
     read_streak,
     with_failure,
 )
-from overland.cluster.supervise.room import has_room, room_needed
+from overland.cluster.supervise.room import LEAST, has_room, room_needed
 from overland.cluster.supervise.roster import Roster
 from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
 from overland.cluster.supervise.watchdog import Watchdog
@@ -274,6 +274,8 @@ class Supervisor:
 
     def leave_out(self, fault: Fault) -> list[str]:
         """The nodes that the next attempt will not use."""
+        if fault.kind is Kind.DISK and not self.is_disk_of_node(fault):
+            return []
         excluded = []
         for node in fault.nodes:
             broken = fault.kind is Kind.DEVICE and re.search(HARDWARE, fault.what)
@@ -380,6 +382,19 @@ class Supervisor:
         left = float(end) - time.time() if end.isdecimal() else float("inf")
         return left < self.job.margin_seconds + 30
 
+    def is_disk_of_node(self, fault: Fault) -> bool:
+        """Whether the disk that is full is a node's own, such as its /tmp: that of the run has
+        room, and quotas are for shared disks."""
+        if not fault.nodes or "quota" in fault.what.lower() or not self.has_room():
+            return False
+        tell(f"{self.job.run} has room: it is a disk of {', '.join(fault.nodes)} that is full")
+        return True
+
+    def has_room(self) -> bool:
+        checkpoints = self.job.run / self.job.checkpoint_folder
+        needed = room_needed(checkpoints)
+        return has_room(self.job.run, LEAST) and has_room(checkpoints, needed)
+
     def pause(self, seconds: float) -> None:
         """For what may pass by itself."""
         until = time.monotonic() + seconds
@@ -391,9 +406,10 @@ class Supervisor:
 
     def wait_for_room(self) -> None:
         """As long as the job lasts."""
-        needed = room_needed(self.job.run / self.job.checkpoint_folder)
-        while not has_room(self.job.run, needed) and not self.reason_to_end():
-            tell(f"{self.job.run}: waiting until {needed / 1e9:.1f} GB are free")
+        checkpoints = self.job.run / self.job.checkpoint_folder
+        while not self.has_room() and not self.reason_to_end():
+            needed = room_needed(checkpoints) / 1e9
+            tell(f"{checkpoints}: waiting until {needed:.1f} GB can be written (disk and quota)")
             self.logbook.live(state="waiting for room", attempt=self.number, step=self.furthest)
             time.sleep(ROOM_SECONDS)
 

@@ -13,10 +13,10 @@ from tests.cluster.supervised import SubmittedRun
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
+def small_disk(folder: Path, options: str = "size=1500m") -> Iterator[Path]:
     """Mounted there, or else a plain folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=1500m", "none", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
     try:
         yield folder

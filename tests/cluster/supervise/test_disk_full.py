@@ -1,0 +1,78 @@
+"""A full disk: a node's own makes room for a spare, a shared one is waited for; no chain ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from overland.cluster.last_words import Kind
+from overland.cluster.supervise import supervisor as supervisors
+from overland.cluster.supervise.faults import Fault
+from overland.cluster.supervise.logbook import Logbook
+from overland.cluster.supervise.room import LEAST, has_room
+from overland.cluster.supervise.roster import Roster
+from overland.cluster.supervise.supervisor import Supervised, Supervisor
+from tests.cluster.supervise.disk import small_disk
+
+FULL = Fault(Kind.DISK, "rank 2 on n2: OSError: [Errno 28] No space left on device", (2,), ("n2",))
+QUOTA = Fault(Kind.DISK, "rank 2 on n2: OSError: [Errno 122] Disk quota exceeded", (2,), ("n2",))
+
+
+def supervisor_in(run: Path, *nodes: str) -> Supervisor:
+    job = Supervised(run, run / "1.toml", 100, ["srun"], num_nodes=2, tasks_per_node=2)
+    roster = Roster(nodes, wanted=2, batch_host=nodes[-1])
+    return Supervisor(job, {"SLURM_JOB_ID": ""}, roster, Logbook(run, "7"))
+
+
+def test_a_node_whose_own_disk_is_full_is_replaced_by_a_spare(tmp_path: Path) -> None:
+    supervisor = supervisor_in(tmp_path, "n1", "n2", "n3")
+    assert supervisor.roster.choose() == ["n1", "n2"]
+    assert supervisor.answer(FULL).action == "restart"
+    assert supervisor.roster.choose() == ["n1", "n3"]
+    assert list(tmp_path.glob(".room*")) == []
+
+
+@pytest.mark.parametrize("fault", [FULL, QUOTA])
+def test_without_a_spare_a_full_disk_ends_a_job_and_no_chain(fault: Fault, tmp_path: Path) -> None:
+    supervisor = supervisor_in(tmp_path, "n1", "n2")
+    answers = [supervisor.answer(fault) for _ in range(8)]
+    assert [answer.action for answer in answers] == ["restart"] * 7 + ["next session"]
+    assert answers[0].pause_seconds < answers[5].pause_seconds
+
+
+def test_a_quota_is_nobodys_fault(tmp_path: Path) -> None:
+    supervisor = supervisor_in(tmp_path, "n1", "n2", "n3")
+    supervisor.answer(QUOTA)
+    supervisor.answer(QUOTA)
+    assert supervisor.roster.choose() == ["n1", "n2"]
+
+
+def test_a_quota_that_the_free_space_does_not_show_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on the number of files, here, since a plain mount has no other."""
+    with small_disk(tmp_path / "disk", "size=1500m,nr_inodes=8") as disk:
+        if not disk.is_mount():
+            pytest.skip("only root may mount a disk")
+        supervisor = supervisor_in(disk / "run", "n1", "n2", "n3")
+        others = [disk / str(number) for number in range(6)]
+        for path in others:
+            path.touch()
+        assert not has_room(disk / "run", LEAST)
+        supervisor.answer(FULL)
+        assert supervisor.roster.choose() == ["n1", "n2"], "the node is not to blame"
+        monkeypatch.setattr(supervisors, "ROOM_SECONDS", 0.05)
+        waiting = threading.Thread(target=supervisor.wait_for_room)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        others[0].unlink()
+        waiting.join(600)
+        assert not waiting.is_alive()
+
+
+def test_room_is_looked_for_where_the_checkpoints_will_be(tmp_path: Path) -> None:
+    assert has_room(tmp_path / "not" / "yet" / "there", LEAST)
+    assert not has_room(tmp_path, 2**62)
