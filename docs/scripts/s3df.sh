@@ -64,9 +64,9 @@ export SLURM_JOB_END_TIME
 
 # Around each rank. 75 says "stopped and saved, to be resumed": no failure, and srun must not kill
 # for it those who are still on their way out. Slurm signals every process of a rank, this shell
-# too, which waits for the rank.
+# too, which waits for the rank. Of a rank that ends with 0 srun tells nothing.
 # shellcheck disable=SC2016
-rank='trap : USR1 USR2 TERM; "$@"; code=$?; exit $((code == 75 ? 0 : code))'
+rank='trap : USR1 USR2 TERM; "$@"; code=$?; [ "$code" -ne 0 ] || echo "overland ended: $SLURMD_NODENAME"; exit $((code == 75 ? 0 : code))'
 
 # How ranks are started, on nodes that the supervisor adds. --kill-on-bad-exit: a rank that failed
 # leaves the others waiting for it. --wait=0: the first rank may write weights long after the others

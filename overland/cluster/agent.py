@@ -111,12 +111,17 @@ def watch(wire: Wire, folder: Path) -> None:
     parent = os.getppid()
     while True:
         signs = read_signs(folder)
-        wire.send({"beats": [_heard(sign) for sign in signs]})
-        if os.getppid() != parent and not any(state_of(sign.pid) for sign in signs):
+        is_over = os.getppid() != parent and not any(state_of(sign.pid) for sign in signs)
+        wire.send({"beats": [_heard(sign) for sign in signs]})  # also that they are gone
+        if is_over:
             return
         orders = wire.receive(BEAT_SECONDS)
         if orders is None or any("bye" in order for order in orders):
             return
+        if any("kill" in order for order in orders):
+            for sign in signs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(sign.pid, signal.SIGKILL)
         if any("dump" in order for order in orders):
             wire.send({"stacks": dump(folder, signs)})
 

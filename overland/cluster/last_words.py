@@ -13,6 +13,7 @@ from enum import StrEnum
 from overland.cluster.beat import node_name
 
 SAYS = "overland says: "
+ENDED = "overland ended: "  # by the shell around a rank, with the node, when its exit code was 0
 
 
 class Kind(StrEnum):
@@ -27,9 +28,9 @@ class Kind(StrEnum):
     TRAINING = "training error"
     CODE = "code error"
     KILLED = "rank killed"
-    HANG = "hang"
     TAKEN = "folder taken"
     UNKNOWN = "unknown"
+    HANG = "hang"
     NETWORK = "network"
     STOPPED = "stopped"
 

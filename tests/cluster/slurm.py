@@ -18,7 +18,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from overland.cluster.launch import free_port
@@ -138,6 +139,16 @@ class Slurm:
 
     def start_node(self, name: str) -> None:
         self._start("slurmd", "-D", "-N", name, called=name)
+
+    @contextmanager
+    def controller_stopped(self) -> Iterator[None]:
+        """It answers nobody, as one that is busy with other jobs."""
+        controller = self._daemons["slurmctld"].pid
+        os.kill(controller, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(controller, signal.SIGCONT)
 
     def stop(self) -> None:
         end_all(self.folder)

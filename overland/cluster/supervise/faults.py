@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from overland.cluster.errors import ClusterError
 from overland.cluster.hosts import expand_hosts
-from overland.cluster.last_words import SAYS, Kind, Said
+from overland.cluster.last_words import ENDED, SAYS, Kind, Said
 
 KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"
@@ -52,6 +53,14 @@ class Findings:
     lost: list[str] = field(default_factory=list)
     """Nodes that fell silent, or that Slurm calls failed."""
     hang: Fault | None = None
+    ended: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Ranks whose exit code was 0, with their node and when that was heard."""
+    gone: dict[int, str] = field(default_factory=dict)
+    """Ranks that ended in the middle of training before anyone said a word, with their node."""
+    first_word: float | None = None
+    """When the first rank said that it failed, or srun did of one."""
+    is_closed: bool = False
+    """The supervisor ends the ranks: what becomes of them from now on is its own doing."""
     last_line: str = ""
     _lines: dict[int, deque[str]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LINES_KEPT))
@@ -64,10 +73,16 @@ class Findings:
         if told >= 0:
             try:
                 words = json.loads(line[told + len(SAYS) :])
-                self.said.append(Said(**{**words, "kind": Kind(words["kind"])}))
-                return True
+                said = Said(**{**words, "kind": Kind(words["kind"])})
             except (ValueError, TypeError):
                 return False
+            self.said.append(said)
+            if said.kind is not Kind.STOPPED:
+                self._note_word()
+            return True
+        if found := re.match(rf"\s*(\d+): {ENDED}(\S+)$", line.rstrip()):
+            self.ended.setdefault(int(found[1]), (found[2], time.monotonic()))
+            return True
         self._timed_out |= NCCL_TIMEOUT in line
         if found := re.match(
             r"srun: error: (?:Node failure on (\S+)|Task launch for \S+ failed on node ([^\s:]+):)",
@@ -76,12 +91,27 @@ class Findings:
             self.lost.extend(hosts(found[1] or found[2]))
         elif found := re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)", line):
             how = _signal_of_shell(found[3].strip())
-            self.ends.append(TaskEnd(hosts(found[1]), expand_ranks(found[2]), how))
+            self._note_end(TaskEnd(hosts(found[1]), expand_ranks(found[2]), how))
         elif found := re.match(r"\s*(\d+): (.*\S)", line):
             self._lines[int(found[1])].append(found[2])
         elif line.strip():
             self.last_line = line.strip()
         return False
+
+    def _note_word(self) -> None:
+        if self.first_word is None:
+            self.first_word = time.monotonic()
+
+    def _note_end(self, end: TaskEnd) -> None:
+        """Of ranks that the supervisor ends nothing is to be learned but of those that were gone
+        before: srun may be late to tell."""
+        if self.is_closed:
+            nodes = tuple(dict.fromkeys(self.gone[r] for r in end.ranks if r in self.gone))
+            end = TaskEnd(nodes, tuple(r for r in end.ranks if r in self.gone), end.how)
+        else:
+            self._note_word()
+        if end.ranks:
+            self.ends.append(end)
 
     @property
     def step(self) -> int:
@@ -97,15 +127,17 @@ class Findings:
         return all_did and not self.lost and not self._seen_causes()
 
     def fault(self) -> Fault:
-        """The cause."""
-        if self.lost:
-            nodes = tuple(dict.fromkeys(self.lost))
+        """The cause: what a rank said, and what srun says of one, come before what was only
+        concluded from silence."""
+        said = self._said_causes()
+        told = {node for cause in said for node in cause.nodes}
+        nodes = tuple(node for node in dict.fromkeys(self.lost) if node not in told)
+        if nodes:
             if len(nodes) > 1 and 2 * len(nodes) > self.num_nodes:
                 return Fault(Kind.NETWORK, f"{len(nodes)} of {self.num_nodes} nodes fell silent")
             return Fault(Kind.NODE, f"{', '.join(nodes)} fell silent", nodes=nodes)
-        if self.hang is not None:
-            return self.hang
-        causes = [*self._said_causes(), *self._seen_causes()]
+        hang = [self.hang] if self.hang else []
+        causes = [*said, *self._seen_causes(), *self._gone_causes(), *hang]
         order = list(Kind)
         return min(causes, key=lambda fault: order.index(fault.kind), default=self._unexplained())
 
@@ -155,6 +187,15 @@ class Findings:
                 place = words if kind.is_of_the_program else ""
                 return [Fault(kind, f"{who}: {words}", end.ranks, end.nodes, place)]
         return []
+
+    def _gone_causes(self) -> list[Fault]:
+        """Ranks that are not there any more, of which nobody has said why."""
+        if not self.gone:
+            return []
+        ranks, nodes = tuple(sorted(self.gone)), tuple(dict.fromkeys(self.gone.values()))
+        how = "ended with exit code 0" if ranks[0] in self.ended else "is gone"
+        what = f"{name_ranks(ranks)} on {', '.join(nodes)} {how}, without a word"
+        return [Fault(Kind.UNKNOWN, what, ranks, nodes, f"{name_ranks(ranks)} {how}")]
 
     def _lines_of(self, ranks: Sequence[int]) -> list[str]:
         return [line for rank in ranks if rank in self._lines for line in self._lines[rank]]

@@ -45,11 +45,12 @@ from overland.cluster.supervise.policy import (
 from overland.cluster.supervise.room import LEAST, has_room, room_needed
 from overland.cluster.supervise.roster import Roster
 from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
-from overland.cluster.supervise.watchdog import Watchdog
-from overland.cluster.supervise.watched import Watched
+from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
+from overland.cluster.supervise.watched import HANG_UP_SECONDS, Watched
 from overland.cluster.wire import Switchboard
 
 AWAY_SECONDS = 5.0
+ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
 LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
 ROOM_SECONDS = 5.0  # between looks at a full disk
@@ -171,6 +172,9 @@ class Supervisor:
         try:
             self.watch(watched)
         finally:
+            watched.close()
+            if attempt.code() is None:
+                watched.ask_all({"kill": True})  # Slurm's controller may take minutes to do it
             attempt.end()
             self.hear_all(watched)
             watched.ask_all({"bye": True})
@@ -198,6 +202,9 @@ class Supervisor:
                 passed_on = attempt.signal(signal.SIGTERM)
             findings.lost.extend(watched.lost_nodes())
             if findings.lost:
+                self.find_all_lost(watched)
+                return
+            if watched.is_to_end():
                 return
             if dog.late_ranks():
                 findings.hang = self.look_into(watched)
@@ -206,6 +213,16 @@ class Supervisor:
             self.note_slow_ones(dog)
             self.show(dog)
             time.sleep(LOOK_SECONDS)
+
+    def find_all_lost(self, watched: Watched) -> None:
+        """Nodes are lost together, with a switch or a rack, and some are noticed before others:
+        waits until each of the others has been heard of, or is lost too."""
+        now = since = time.monotonic()
+        while watched.undecided_nodes(since) and now < since + ROLL_CALL_SECONDS:
+            time.sleep(LOOK_SECONDS)
+            self.hear_all(watched)
+            watched.attempt.findings.lost.extend(watched.lost_nodes())
+            now = time.monotonic()
 
     def look_into(self, watched: Watched) -> Fault | None:
         """The stacks of all ranks, and with them the name of the one that hangs; nothing if they

@@ -8,7 +8,7 @@ weights are read, blocks compiled, connections made.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from overland.cluster.beat import Phase
@@ -20,6 +20,7 @@ FIRST_TIME_SECONDS = 1800.0
 UNTYPICAL_STEPS = 2
 SILENT_SECONDS = 15.0
 LATEST_START_SECONDS = 120.0  # after as long, and 5 × what half of the nodes took, a node is lost
+GONE_SECONDS = 10.0  # from the end of a rank to its last words, or srun's: on their way elsewhere
 SLOW = 1.5  # × the median of all ranks
 SLOW_READINGS = 5
 # Saves end in the background: one may have to wait for the one before, which none did until then.
@@ -68,6 +69,7 @@ class Watchdog:
     _called: dict[str, float] = field(default_factory=dict)
     _heard: dict[str, float] = field(default_factory=dict)
     _named_slow: set[int] = field(default_factory=set)
+    _gone: dict[int, float] = field(default_factory=dict)
     _first_step: int | None = None
 
     def call(self, node: str, now: float) -> None:
@@ -120,6 +122,26 @@ class Watchdog:
             if now - self.started > max(LATEST_START_SECONDS, 5 * usual):
                 silent += [node for node in self.nodes if node not in self._called]
         return silent
+
+    def quiet_nodes(self, since: float) -> list[str]:
+        """Nodes that spoke before that, and not after it."""
+        return [node for node, last in self._heard.items() if last < since]
+
+    def gone_ranks(self, now: float) -> dict[int, float]:
+        """Ranks whose process is not there any more, though they had not come to their end, and
+        since when that is known."""
+        gone = [r.rank for r in self.ranks.values() if not r.state and r.phase < Phase.ENDING]
+        self._gone = {rank: self._gone.get(rank, now) for rank in gone}
+        return self._gone
+
+    def wait_in_vain(self, gone: Collection[int]) -> bool:
+        """Whether a rank waits for these. When training ends, some are gone before others, but no
+        one waits."""
+        return any(
+            rank.phase < Phase.ENDING and rank.age > GONE_SECONDS and rank.state
+            for rank in self.ranks.values()
+            if rank.rank not in gone
+        )
 
     def late_ranks(self) -> list[Heard]:
         """Those that have been in one phase for longer than it may last. A process that was

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from overland.checkpoint.errors import CheckpointError
 from overland.cluster.errors import ClusterError
-from overland.cluster.last_words import SAYS, Kind, kind_of, say
-from overland.cluster.supervise.faults import Findings, expand_ranks
+from overland.cluster.last_words import ENDED, SAYS, Kind, kind_of, place_of, say
+from overland.cluster.supervise.faults import Fault, Findings, expand_ranks
 from overland.config.errors import ConfigError
 from overland.data.errors import DataError
 from overland.training.errors import TakenError, TrainingError
@@ -49,6 +51,8 @@ def caused_by(cause: Exception, error: Exception) -> Exception:
         (RuntimeError("[gloo/pair.cc:553] Connection closed by peer [10.0.0.1]"), Kind.NETWORK),
         (ConnectionResetError("reset"), Kind.NETWORK),
         (KeyError("embedding"), Kind.CODE),
+        (RuntimeError("HSA_STATUS_ERROR_OF_TOMORROW"), Kind.UNKNOWN),
+        (type("LibraryError", (Exception,), {})("who knows"), Kind.UNKNOWN),
         (OSError(errno.ESTALE, "Stale file handle"), Kind.UNKNOWN),
         (caused_by(OSError(errno.EIO, "Input/output error"), DataError("x: cannot be read")),
          Kind.UNKNOWN),
@@ -56,6 +60,38 @@ def caused_by(cause: Exception, error: Exception) -> Exception:
 )  # fmt: skip
 def test_an_error_has_a_kind(error: BaseException, kind: Kind) -> None:
     assert kind_of(error) is kind
+
+
+def raised(act: Callable[[], object]) -> Exception:
+    try:
+        act()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_a_place_is_the_type_of_an_error_and_a_line_outside_of_torch() -> None:
+    shapes = raised(lambda: torch.nn.Linear(2, 3)(torch.ones(1, 5)))
+    assert re.fullmatch(r"RuntimeError at .*supervise/test_faults\.py:\d+", place_of(shapes))
+    missing = raised(lambda: {}["embedding"])
+    assert re.fullmatch(r"KeyError at .*supervise/test_faults\.py:\d+", place_of(missing))
+    assert place_of(shapes) != place_of(missing)
+
+
+def test_an_error_of_the_file_system_has_no_place() -> None:
+    """Whatever reads next fails."""
+    assert place_of(OSError(errno.ESTALE, "Stale file handle")) == ""
+    stale = caused_by(OSError(errno.ESHUTDOWN, "endpoint"), DataError("x: cannot be read"))
+    assert place_of(stale) == ""
+    assert place_of(FileNotFoundError(errno.ENOENT, "no such file")) == "FileNotFoundError"
+
+
+def test_an_unknown_error_out_of_a_collective_is_the_networks() -> None:
+    """Whatever its words are."""
+    where = "/env/lib/site-packages/torch/distributed/distributed_c10d.py"
+    scope: dict[str, Callable[[], object]] = {}
+    exec(compile("def all_reduce():\n raise RuntimeError('code -6')", where, "exec"), scope)
+    assert kind_of(raised(scope["all_reduce"])) is Kind.NETWORK
 
 
 def findings(*lines: str) -> Findings:
@@ -242,3 +278,54 @@ def test_the_trace_of_one_rank_is_not_lost_among_those_of_others() -> None:
     fault = findings(*lines, "srun: error: n0: task 0: Exited with exit code 1").fault()
     assert fault.kind is Kind.CODE
     assert fault.what.endswith("ImportError: y")
+
+
+HANG = Fault(Kind.HANG, "no rank has gone on for 60 s, and none stands out")
+
+
+@pytest.mark.parametrize("kind", [Kind.DEVICE, Kind.MEMORY, Kind.CODE, Kind.UNKNOWN])
+def test_what_a_rank_said_comes_before_a_hang_of_the_others(kind: Kind) -> None:
+    found = findings(said(5, kind, "it was me", 1.0))
+    found.hang = HANG
+    assert (found.fault().kind, found.fault().nodes) == (kind, ("n2",))
+
+
+def test_a_hang_explains_a_broken_connection() -> None:
+    found = findings(said(5, Kind.NETWORK, "Connection closed by peer", 1.0))
+    found.hang = HANG
+    assert found.fault() is HANG
+
+
+def test_what_a_rank_said_comes_before_the_silence_of_its_node() -> None:
+    found = findings(said(5, Kind.CODE, "KeyError: 'x'", 1.0))
+    found.num_nodes, found.lost = 8, ["n2"]
+    assert found.fault().kind is Kind.CODE
+    found.lost = ["n2", "n3"]
+    assert (found.fault().kind, found.fault().nodes) == (Kind.NODE, ("n3",))
+
+
+def test_what_several_nodes_say_is_not_the_fault_of_one() -> None:
+    alike = [said(rank, Kind.UNKNOWN, "RuntimeError: sizes", float(rank)) for rank in (2, 4)]
+    assert findings(*alike).fault().nodes == ()
+    assert findings(alike[0]).fault().nodes == ("n1",)
+
+
+def test_an_exit_code_of_0_without_a_word_is_blamed_on_the_rank_and_not_on_its_node() -> None:
+    found = Findings(num_nodes=8)
+    assert found.read(f"5: {ENDED}n2\n"), "it is not for the log"
+    assert found.ended[5][0] == "n2"
+    found.gone = {5: "n2"}
+    found.read(said(0, Kind.NETWORK, "Connection closed by peer", 1.0))
+    fault = found.fault()
+    assert (fault.kind, fault.ranks, fault.nodes) == (Kind.UNKNOWN, (5,), ("n2",))
+    assert "rank 5 on n2 ended with exit code 0, without a word" in fault.what
+
+
+def test_of_ranks_that_the_supervisor_ends_only_those_that_were_gone_before_are_believed() -> None:
+    found = findings()
+    found.gone, found.is_closed = {5: "n2"}, True
+    found.read("srun: error: n1: tasks 2-3: Killed")
+    assert found.ends == []
+    assert "is gone, without a word" in found.fault().what
+    found.read("srun: error: n2: tasks 4-5: Out Of Memory")
+    assert (found.fault().kind, found.fault().ranks) == (Kind.MEMORY, (5,))

@@ -128,6 +128,22 @@ def test_a_process_that_is_gone_is_not_taken_for_a_stopped_one() -> None:
     assert not dog.late_ranks()
 
 
+def test_a_rank_that_is_gone_while_others_wait_for_it_is_named() -> None:
+    dog = dog_after(step_seconds=0.5)
+    dog.hear("n1", beats((3, 10, Phase.COMPUTING, 1.0), state=""), 30.0)
+    assert dog.gone_ranks(30.0) == {3: 30.0}
+    assert dog.gone_ranks(42.0) == {3: 30.0}
+    assert not dog.wait_in_vain([3]), "the others go on, or are about to end, too"
+    dog.hear("n0", beats((0, 10, Phase.COMPUTING, 12.0)), 42.0)
+    assert dog.wait_in_vain([3])
+
+
+def test_ranks_that_end_one_after_the_other_are_not_gone() -> None:
+    dog = dog_after(step_seconds=0.5)
+    dog.hear("n1", beats((3, 10, Phase.FINISHED, 1.0), state=""), 30.0)
+    assert not dog.gone_ranks(42.0)
+
+
 def test_where_many_nodes_stand_out_none_is_blamed() -> None:
     dog = dog_after(step_seconds=0.5, num_ranks=16)
     odd = [(rank, 10, Phase.DATA if rank < 6 else Phase.COMPUTING, 20.0) for rank in range(16)]
