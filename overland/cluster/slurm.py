@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from overland.cluster.errors import ClusterError
 from overland.cluster.hosts import expand_hosts
@@ -22,15 +22,37 @@ def allocated_nodes(env: Mapping[str, str]) -> list[str]:
     return expand_hosts(env["SLURM_JOB_NODELIST"])
 
 
-def shun(nodes: Iterable[str], env: Mapping[str, str]) -> None:
-    """Asks Slurm to keep these from the jobs of this name that still wait."""
-    name = env.get("SLURM_JOB_NAME", "")
-    listed = ["--noheader", "--states=PENDING", f"--name={name}", "--format=%i|%x"]
-    for line in ask("squeue", "--me", *listed).split():
-        job, _, excluded = line.partition("|")
+def shun(bad: Sequence[str], ours: Collection[str], env: Mapping[str, str]) -> None:
+    """Asks Slurm to keep these nodes, the worst first, from the jobs of this name that wait, this
+    one too if it was requeued. What it was asked for before (`ours`) and is not among them any more
+    is forgotten; what the user excludes stays."""
+    # A job that was just requeued is shown as completing; one that has ended refuses the change.
+    states = "--states=PENDING,COMPLETING"
+    listed = ["--noheader", states, f"--name={env.get('SLURM_JOB_NAME', '')}"]
+    for line in ask("squeue", "--me", *listed, "--format=%i|%x|%f|%D").split():
+        job, excluded, feature, num_nodes = line.split("|")
         before = expand_hosts(excluded) if excluded and excluded != "(null)" else []
-        together = ",".join(dict.fromkeys([*before, *nodes]))
-        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={together}")
+        users = [node for node in before if node not in ours]
+        usable = [node for node in usable_nodes(env, feature) if node not in users]
+        # Half of what is left over stays usable, or the job might wait for ever.
+        most = max(0, len(usable) - int(num_nodes)) // 2
+        wanted = [*users, *[node for node in bad if node in usable][:most]]
+        if set(wanted) != set(before):
+            ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(wanted)}")
+
+
+def usable_nodes(env: Mapping[str, str], feature: str = "") -> list[str]:
+    """Of this job's partition, those that Slurm would give to a job. Only a single feature is
+    looked at, and not an expression of several."""
+    partition = env.get("SLURM_JOB_PARTITION", "")
+    words = ["--noheader", "--Node", "--responding", f"--partition={partition}"]
+    found = []
+    for line in ask("sinfo", *words, "--format=%N|%t|%f").split():
+        node, state, features = line.split("|")
+        is_fit = not re.fullmatch(r"[\w.-]+", feature) or feature in features.split(",")
+        if state.startswith(("idle", "mix", "alloc", "comp", "plnd", "resv")) and is_fit:
+            found.append(node)
+    return list(dict.fromkeys(found))
 
 
 def requeue(env: Mapping[str, str]) -> None:
@@ -62,9 +84,11 @@ def signal_step(step: str, number: int, env: Mapping[str, str] = os.environ) -> 
 
 
 def ask(*command: str) -> str:
-    """What a command of Slurm prints; nothing, where it is missing, fails or hangs."""
+    """What a command of Slurm prints; nothing, where it is missing, fails or hangs. When a job is
+    requeued all of its processes get SIGTERM: that must not end what it still has to ask for."""
+    deaf = ["sh", "-c", 'trap "" TERM; exec "$@"', "sh", *command]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(deaf, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.slurm import requeue, was_requeued
+from overland.cluster.hosts import expand_hosts
+from overland.cluster.slurm import requeue, shun, usable_nodes, was_requeued
 from tests.cli.processes import environment
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of, wait_until
@@ -87,3 +88,51 @@ def test_who_is_left_over_from_before_a_requeue_is_told(
 
 def shown(slurm: Slurm, job: str) -> str:
     return slurm.run("scontrol", "show", "job", job, "--oneliner")
+
+
+NAME = "chain-with-bad-nodes"
+
+
+def test_waiting_jobs_are_kept_from_bad_nodes_for_a_while_and_never_from_too_many(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm.config))
+    words = ["sbatch", "--parsable", f"--job-name={NAME}", "--output=/dev/null", "--wrap=sleep 60"]
+    one = slurm.run(*words, "--hold", "--nodes=1", "--exclude=n1").strip()
+    all_but_one = slurm.run(*words, "--hold", "--nodes=3").strip()
+    env = {"SLURM_JOB_NAME": NAME, "SLURM_JOB_PARTITION": "debug"}
+    try:
+        shun(["n4", "n3", "n2"], {"n2", "n3", "n4"}, env)
+        assert excluded(slurm, one) == ["n1", "n4"], "the user's, and half of what is left over"
+        assert excluded(slurm, all_but_one) == []
+        shun(["n3"], {"n2", "n3", "n4"}, env)
+        assert excluded(slurm, one) == ["n1", "n3"]
+        shun([], {"n2", "n3", "n4"}, env)
+        assert excluded(slurm, one) == ["n1"]
+        assert usable_nodes(env) == slurm.nodes
+        assert usable_nodes(env, "no-such-feature") == []
+    finally:
+        slurm.run("scancel", f"--name={NAME}")
+
+
+def test_a_job_that_requeues_itself_is_kept_from_its_bad_node(slurm: Slurm) -> None:
+    """All of its processes get SIGTERM for it, and what it asks of Slurm must not end there."""
+    code = (
+        "import os, signal; from overland.cluster.slurm import requeue, shun;"
+        "node = [os.environ['SLURMD_NODENAME']];"
+        "signal.signal(signal.SIGTERM, lambda *_: None);"
+        "requeue(os.environ); shun(node, node, os.environ)"
+    )
+    words = ["sbatch", "--parsable", "--requeue", f"--job-name={NAME}", "--output=/dev/null"]
+    script = f'trap : TERM; exec {sys.executable} -c "{code}"'
+    job = slurm.run(*words, f"--wrap={script}", env=environment()).strip()
+    try:
+        wait_until(lambda: " Restarts=1 " in shown(slurm, job), "it is requeued", lambda: "")
+        wait_until(lambda: excluded(slurm, job) == ["n1"], "n1 is excluded", lambda: "")
+    finally:
+        slurm.run("scancel", job)
+
+
+def excluded(slurm: Slurm, job: str) -> list[str]:
+    [listed] = re.findall(r" ExcNodeList=(\S*) ", shown(slurm, job))
+    return [] if listed in ("", "(null)") else expand_hosts(listed)

@@ -96,5 +96,24 @@ def of_submission(events: list[Event], config: str) -> list[Event]:
     return events[first:]
 
 
+def bad_nodes(events: list[Event], since: float) -> dict[str, str]:
+    """Nodes that were left out after that time, or were suspected when a job gave up; with the
+    reason, the last one first."""
+    found: dict[str, str] = {}
+    for event in reversed(events):
+        if float(event.get("time") or 0) < since:
+            continue
+        reasons: dict[str, str] = {}
+        if event["event"] == "preflight":
+            reasons = dict(event.get("bad") or {})
+        elif event["event"] == "fault":
+            reasons = dict.fromkeys(event.get("excluded") or [], str(event.get("what")))
+        elif event["event"] == "end":
+            reasons = dict.fromkeys(event.get("suspects") or [], str(event.get("what")))
+        for node, reason in reasons.items():
+            found.setdefault(node, reason)
+    return found
+
+
 def furthest_step(events: list[Event]) -> int:
     return max((int(event.get("step") or 0) for event in events), default=0)

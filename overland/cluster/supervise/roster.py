@@ -50,6 +50,10 @@ class Roster:
             return True
         return False
 
+    def avoid(self, node: str) -> None:
+        """Uses it only if there are not enough others: it was bad not long ago."""
+        self._strikes[node] += node in self.nodes
+
     def suspect_all(self) -> None:
         """One of those that were chosen may be at fault, and nobody knows which: the next time
         spares take the place of as many as they can."""

@@ -33,7 +33,7 @@ from overland.cluster.signals import SIGNALS
 from overland.cluster.slurm import allocated_nodes, requeue, shun, was_requeued
 from overland.cluster.supervise.attempt import Attempt, srun_on
 from overland.cluster.supervise.faults import HARDWARE, Fault
-from overland.cluster.supervise.logbook import Logbook, furthest_step, of_submission
+from overland.cluster.supervise.logbook import Logbook, bad_nodes, furthest_step, of_submission
 from overland.cluster.supervise.policy import (
     MAX_FAILED_STARTS,
     Answer,
@@ -53,6 +53,7 @@ AWAY_SECONDS = 5.0
 ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
 LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
+BAD_SECONDS = 24 * 3600.0  # by then someone has looked at a bad node, or it was not so bad
 ROOM_SECONDS = 5.0  # between looks at a full disk
 
 
@@ -116,8 +117,10 @@ class Supervisor:
             if not isinstance(how, Fault):
                 return self.end(how, f"step {self.furthest}")
             answer = self.answer(how)
-            if answer.action != "restart":
-                return self.end("failed" if answer.action == "stop" else "stopped", answer.reason)
+            if answer.action == "stop":
+                return self.end("failed", answer.reason)
+            if answer.action == "next session":
+                return self.end("stopped", answer.reason, suspects=self.suspects())
             if how.kind is Kind.DISK:
                 self.wait_for_room()
             self.pause(answer.pause_seconds)
@@ -305,8 +308,18 @@ class Supervisor:
             self.roster.suspect_all()
         return excluded
 
-    def end(self, how: Literal["finished", "stopped", "failed"], what: str) -> int:
-        self.logbook.write("end", how=how, step=self.furthest, what=what)
+    def suspects(self) -> list[str]:
+        """Nodes that were to blame for attempts of this job without a new step."""
+        failures = [past for past in self.streak if past.session == self.session]
+        return list(dict.fromkeys(node for past in failures for node in past.nodes))
+
+    def end(
+        self,
+        how: Literal["finished", "stopped", "failed"],
+        what: str,
+        suspects: Sequence[str] = (),
+    ) -> int:
+        self.logbook.write("end", how=how, step=self.furthest, what=what, suspects=list(suspects))
         self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
         tell(f"{how}: {what}")
         if how == "failed":
@@ -314,6 +327,8 @@ class Supervisor:
             self.logbook.stop_chain(
                 f"{what}. Submitted again, once that is mended, it goes on from step {step}"
             )
+        if how == "stopped":
+            self.shun_bad_nodes()
         return 1 if how == "failed" else 0
 
     def not_enough_nodes(self) -> int:
@@ -321,10 +336,25 @@ class Supervisor:
         out = "; ".join(f"{node}: {reason}" for node, reason in self.roster.out.items())
         what = f"{len(self.roster.good)} good nodes of {self.job.num_nodes} needed ({out})"
         self.end("stopped", f"{what}; the next job goes on")
-        shun(self.roster.out, self.env)
         if self.job.requeue:
             requeue(self.env)
+            self.shun_bad_nodes()  # now that this job waits too
         return 1
+
+    def shun_bad_nodes(self) -> None:
+        """Keeps the jobs of this chain that wait from the nodes that were bad of late."""
+        events = self.logbook.events()
+        if ever := bad_nodes(events, since=0):
+            shun(list(bad_nodes(events, time.time() - BAD_SECONDS)), ever, self.env)
+
+    def avoid_bad_nodes(self) -> None:
+        """A job that Slurm requeued itself, or one that waited before they were bad, may have got
+        them again."""
+        bad = bad_nodes(self.logbook.events(), time.time() - BAD_SECONDS)
+        for node in self.roster.nodes:
+            if node in bad:
+                tell(f"{node} was bad not long ago, and is used last: {bad[node]}")
+                self.roster.avoid(node)
 
     # What is heard
 
@@ -459,6 +489,8 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     supervisor.furthest = max(furthest_step(events), supervisor.newest_checkpoint())
     supervisor.streak, sessions = read_streak(events)
     supervisor.session = sessions + 1
+    supervisor.avoid_bad_nodes()
+    supervisor.shun_bad_nodes()  # what is too old is forgotten
     allow_many_files()
     ends = env.get("SLURM_JOB_END_TIME", "")
     logbook.write(

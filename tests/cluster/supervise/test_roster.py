@@ -7,6 +7,7 @@ from pathlib import Path
 from overland.cluster.supervise.logbook import (
     Event,
     Logbook,
+    bad_nodes,
     furthest_step,
     of_submission,
     read_events,
@@ -44,6 +45,28 @@ def test_after_a_fault_of_nobody_in_particular_spares_take_the_place_of_others()
     assert roster.choose() == ["n1", "n2", "n5"]
     roster.suspect_all()
     assert roster.choose() == ["n3", "n4", "n5"]
+
+
+def test_a_node_that_was_bad_not_long_ago_is_used_last() -> None:
+    roster = Roster(["n1", "n2", "n3"], wanted=2, batch_host="n1")
+    roster.avoid("n2")
+    roster.avoid("n9")
+    assert roster.choose() == ["n1", "n3"]
+    roster.exclude("n3", "lost")
+    assert roster.choose() == ["n1", "n2"], "it may have been repaired"
+
+
+def test_bad_nodes_are_remembered_for_a_time_the_last_one_first() -> None:
+    events: list[Event] = [
+        {"event": "preflight", "time": 10.0, "bad": {"n1": "slow", "n2": "no GPU"}},
+        {"event": "fault", "time": 20.0, "what": "n3 fell silent", "excluded": ["n3"]},
+        {"event": "fault", "time": 30.0, "what": "network"},
+        {"event": "end", "time": 40.0, "what": "gave up", "suspects": ["n1"]},
+        {"event": "end", "time": 50.0, "what": "of an older version"},
+    ]
+    assert list(bad_nodes(events, since=0)) == ["n1", "n3", "n2"]
+    assert bad_nodes(events, since=15) == {"n1": "gave up", "n3": "n3 fell silent"}
+    assert bad_nodes(events, since=60) == {}
 
 
 def fault(new_steps: int, step: int = 0) -> Event:
