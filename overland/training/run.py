@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Store
 from overland.cluster.beat import Beat
@@ -211,7 +212,10 @@ def describe_run(run: Run, asked: JobConfig) -> None:
         (run.folder.root / "model_config.json").write_text(text + "\n")
     if run.dataset.tokenizer is not None:
         run.folder.tokenizer.mkdir(exist_ok=True)
-        for file in run.dataset.tokenizer.files():
+        # A model's chat template and generation config lie beside its tokenizer, and go where it
+        # goes.
+        files = run.dataset.tokenizer.files()
+        for file in {*files, *companions_in(files[0].parent)}:
             if file.parent.resolve() != run.folder.tokenizer.resolve():  # a resume opens the copy
                 shutil.copyfile(file, run.folder.tokenizer / file.name)
 

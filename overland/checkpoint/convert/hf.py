@@ -20,6 +20,7 @@ from overland.checkpoint.convert.source import (
     file_inside,
     read_json,
 )
+from overland.checkpoint.convert.special_tokens import name_special_tokens
 from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
 from overland.checkpoint.errors import CheckpointError
 from overland.models.config import DecoderConfig
@@ -27,7 +28,6 @@ from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE
 from overland.models.parameters import EMBEDDING, HEAD
 
-GENERATION = "generation_config.json"
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
 
@@ -71,12 +71,9 @@ def write_hf(source: Source, folder: Path, options: Options) -> None:
     dtypes = {lazy.dtype for lazy in weights.values()}
     if len(dtypes) == 1:  # transformers 4 and 5 both read this key
         config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
-    write_json(folder / "config.json", config)
     copy_files(source.companions, folder)
-    if not (folder / GENERATION).exists():
-        ends = ("bos_token_id", "eos_token_id", "pad_token_id")
-        known = {key: config[key] for key in ends if config.get(key) is not None}
-        write_json(folder / GENERATION, {"_from_model_config": True, **known})
+    config = name_special_tokens(folder, config, trained_here=source.format == "overland")
+    write_json(folder / "config.json", config)
 
 
 def _weights(path: Path) -> dict[str, Lazy]:
