@@ -15,5 +15,9 @@ export LOG_RANK=${LOG_RANK:-0}
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 overland=$here/.venv/bin/overland
-[ -x "$overland" ] || overland=overland
+# `type -P` finds files only: a folder called overland is no command.
+[ -x "$overland" ] || overland=$(type -P overland) || {
+    echo "Overland is not installed yet: \`make setup\` in $here does it (or put it on the PATH)." >&2
+    exit 2
+}
 exec "$overland" train "$@"

@@ -15,7 +15,8 @@ from typing import Any
 
 from overland.config.dialects import todays_key
 from overland.config.errors import ConfigError, Problem, nearest_name
-from overland.config.fields import Key, find_key
+from overland.config.fields import Key, find_key, nearest_key
+from overland.config.lessons import lesson
 from overland.config.source import Entries, Entry, KeyPath, flatten
 
 COMMAND_LINE = "command line"
@@ -40,9 +41,13 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         path = tuple(name.strip().replace("-", "_").split("."))
         if len(path) < 2 or not all(path) or not (equals or word.startswith("--")):
             message = "expected section.key=value, such as training.steps=20"
-            if word.startswith("--"):
+            near = nearest_key(f".{path[0]}") if len(path) == 1 and path[0] else None
+            if advice := lesson(path[-1]):
+                near = None
+                message = f"no such setting; {advice}"
+            elif word.startswith("--"):
                 message = f"no such option (`--help` lists them); {message}"
-            found.problems.append(Problem(message, where=COMMAND_LINE, value=word))
+            found.problems.append(Problem(message, where=COMMAND_LINE, value=word, nearest=near))
             continue
         path, negated = _without_no(path)
         if negated:

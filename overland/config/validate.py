@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from overland.config.errors import Problem, nearest_name, show_value
 from overland.config.fields import find_key, nearest_key, sections
+from overland.config.lessons import lesson
 from overland.config.schema import JobConfig
-from overland.config.source import Entries, KeyPath, nest
+from overland.config.source import Entries, Entry, KeyPath, nest
 
 
 def validate(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
@@ -46,20 +47,25 @@ def _unknown_keys(entries: Entries) -> tuple[list[Problem], set[KeyPath]]:
             message = f"is a section; expected its keys below [{section}]"
             problems[path] = Problem(message, entry.where, section, entry.value)
         elif len(path) == 1 and not isinstance(entry.value, dict):
-            near = nearest_key(f".{section}")
-            message = "stands outside of a section"
-            problems[path] = Problem(message, entry.where, section, entry.value, near)
+            problems[path] = _taught("is not inside a [section]", path, entry)
         elif not is_section:
             near = nearest_name(section, sections())
             near = f"[{near}]" if near else nearest_key(".".join(path[:2]))
             problem = Problem("unknown section", entry.section_where, f"[{section}]", nearest=near)
             problems.setdefault((section,), problem)
         else:
-            dotted = ".".join(path)
-            near = _nearest_inside(path) or nearest_key(".".join(path[:2]))
-            problem = Problem("unknown key", entry.where, dotted, entry.value, near)
-            problems[path] = problem
+            problems[path] = _taught("unknown key", path, entry)
     return list(problems.values()), unknown
+
+
+def _taught(message: str, path: KeyPath, entry: Entry) -> Problem:
+    """With the nearest key, or what to write for a name that other trainers have."""
+    name = path[-1]
+    near = _nearest_inside(path) or nearest_key(".".join(("", *path)[-2:]))
+    same_name = near is not None and near.rpartition(".")[2] == name
+    if (advice := lesson(name)) and not same_name:
+        message, near = f"{message}; {advice}", None
+    return Problem(message, entry.where, ".".join(path), entry.value, near)
 
 
 def _bad_paths(known: Entries) -> list[KeyPath]:

@@ -107,6 +107,15 @@ class Corpus:
         """Documents that were skipped in the shards opened so far."""
         return sum(self._bad.values())
 
+    def num_tokens(self) -> int | None:
+        """Of the whole corpus, if it is built, or so small that it is made here at once."""
+        sizes = self.sizes()
+        if sizes is not None:
+            return int(sizes[:, 1].sum())
+        if not self._is_little:
+            return None
+        return sum(len(self.shard(number).tokens) for number in range(self.num_shards))
+
     def sizes(self) -> npt.NDArray[np.int64] | None:
         """Documents and tokens of every shard, where all are built; mapped, not read."""
         try:

@@ -76,17 +76,18 @@ class Maker:
         finally:
             claim.release()
 
-    def try_out(self, num_documents: int, num_characters: int) -> int:
+    def try_out(self, num_documents: int, num_characters: int) -> tuple[int, bool]:
         """Prepares the first documents of the source as a shard's are, and writes nothing; returns
-        how many tokens they have."""
+        how many tokens they have, and whether they are all that there is."""
         prepare = self._encode if self.layout.kind == "text" else self._check
-        tokens = read = 0
+        tokens = documents = characters = 0
         for batch in _batches(islice(self._records(self.source.chunks()), num_documents)):
             tokens += sum(map(len, prepare(batch)))
-            read += sum(len(record.document) for record in batch)
-            if read >= num_characters:
-                break
-        return tokens
+            documents += len(batch)
+            characters += sum(len(record.document) for record in batch)
+            if characters >= num_characters:
+                return tokens, False
+        return tokens, documents < num_documents
 
     def _documents(
         self, chunks: Sequence[str], marks: dict[str, FileMark], tick: Tick

@@ -40,6 +40,8 @@ from overland.data.wanted import (
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
 TOKENIZER_DOCUMENTS = 20_000
 TOKENIZER_SIZE = 4096
+# Up to four epochs teach almost as much as fresh data (Muennighoff et al. 2023, arXiv:2305.16264).
+MANY_EPOCHS = 4
 MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and the file system
 SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
 SHARD_DOCUMENTS = 4096
@@ -98,6 +100,27 @@ class Dataset:
         except ChangedSource as error:
             raise self._explained(error, plan) from None
         return replace(self, rows=PlannedRows(continued, corpora, self.rows.reading))
+
+    def repeats(self, num_batches: int) -> list[str]:
+        """A note on each source that so many batches read over and over, as far as its size is
+        known before all of it is read."""
+        segment, notes = self.plan.segments[-1], []
+        weights = sum(segment.weights.values())
+        for name, weight in segment.weights.items():
+            corpus = self.rows.corpora.get(name)
+            tokens = corpus.num_tokens() if weight and isinstance(corpus, Corpus) else None
+            if not tokens:
+                continue
+            rows = -(-tokens // segment.seq_len)
+            epochs = num_batches * segment.global_batch_size * weight / weights / rows
+            if epochs > MANY_EPOCHS:
+                notes.append(
+                    f"{name} has only {tokens:,} tokens, {rows:,} "
+                    f"{'row' if rows == 1 else 'rows'} of {segment.seq_len:,}: this run "
+                    f"(training.steps = {num_batches}) reads it about {epochs:,.0f} times, and the "
+                    "model may learn it by heart"
+                )
+        return notes
 
     def with_plan(self, plan: Plan) -> Dataset:
         rows = self.rows

@@ -173,8 +173,16 @@ class Rehearsal:
                 "a tokenizer that is trained here has no beginning-of-document token; leave "
                 "data.add_bos off"
             )
-        if not Maker(layout, source, tokenizer).try_out(FEW_DOCUMENTS, FEW_CHARACTERS):
+        maker = Maker(layout, source, tokenizer)
+        tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
+        if not tokens:
             raise DataError(f"{layout.source} is empty: no document in it holds a token")
+        training = self.loaded.config.training
+        batch = max(training.global_batch_size, training.local_batch_size) * training.seq_len
+        if is_all and tokens < batch:
+            more = "at most " if isinstance(tokenizer, Untrained) else ""
+            message = f"{name} has {more}{tokens:,} tokens, less than a batch of {batch:,}"
+            self.problems.append(Problem(message, self.loaded.source, kind="note"))
         return None
 
     def is_missing(self, name: str, wanted: DataSource, folder: Path | None) -> bool:

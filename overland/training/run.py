@@ -162,6 +162,8 @@ def build_run(
         for note in run.store.notes:
             report(f"note: {note}")
     if world.is_first:
+        for note in run.dataset.repeats(config.training.steps):
+            report(f"note: {note}")
         describe_run(run, asked)
     run.callbacks = build_callbacks(run, log_ranks)
     return run

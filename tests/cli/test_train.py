@@ -256,6 +256,19 @@ def test_run_train_sh_trains_with_settings_from_the_environment(tmp_path: Path) 
     assert not re.search(r"^step 2/2", done.stdout, flags=re.MULTILINE)
 
 
+def test_run_train_sh_in_a_fresh_clone_says_how_to_install(tmp_path: Path) -> None:
+    """The package's folder has the command's name."""
+    (tmp_path / "overland").mkdir()
+    script = tmp_path / "run_train.sh"
+    script.write_text((ROOT / "run_train.sh").read_text())
+    done = subprocess.run(
+        ["bash", "run_train.sh"], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not installed yet: `make setup`" in done.stderr
+
+
 def test_run_train_sh_dry_run_only_checks(tmp_path: Path) -> None:
     done = run_train_sh(tmp_path, CONFIG_FILE="quickstart", DRY_RUN="1")
     assert done.returncode == 0

@@ -28,6 +28,24 @@ BROKEN = [
         "run.toml:2: training.lr = 0.0003: unknown key; did you mean optimizer.lr?",
     ),
     Broken(
+        "Keys of other trainers",
+        "[training]\nepochs = 3\ngradient_accumulation_steps = 4\nlearning_rate = 3e-4\n\n"
+        "[optimizer]\nbatch_size = 8\n",
+        "run.toml:2: training.epochs = 3: unknown key; runs are counted in steps: set "
+        "training.steps = epochs × tokens ÷ (global_batch_size × seq_len); `overland data build` "
+        "counts the tokens. Data that ends is read again; data.sources.NAME.max_epochs limits how "
+        "often\n"
+        "run.toml:3: training.gradient_accumulation_steps = 4: unknown key; it follows from the "
+        "batch: set training.global_batch_size = passes × local_batch_size × data-parallel "
+        "devices\n"
+        "run.toml:4: training.learning_rate = 0.0003: unknown key; set optimizer.lr\n"
+        "run.toml:7: optimizer.batch_size = 8: unknown key; set training.local_batch_size "
+        "(sequences per device and pass), or training.global_batch_size (per step)\n"
+        'command line: "grad_accum=4": no such setting; it follows from the batch: set '
+        "training.global_batch_size = passes × local_batch_size × data-parallel devices",
+        arguments=("grad_accum=4",),
+    ),
+    Broken(
         "A misspelt section",
         '[job]\ndescription = "a test"\n\n[trainning]\nsteps = 100\nseq_len = 512\n',
         "run.toml:4: [trainning]: unknown section; did you mean [training]?",
@@ -131,7 +149,8 @@ BROKEN = [
         "[training]\nsteps = 100\n",
         "command line: training.step = 20: unknown key; did you mean training.steps?\n"
         'command line: compile.enable = "maybe": expected true or false or "auto"\n'
-        'command line: "steps": expected section.key=value, such as training.steps=20',
+        'command line: "steps": expected section.key=value, such as training.steps=20; did you '
+        "mean training.steps?",
         arguments=("training.step=20", "--compile.enable=maybe", "steps"),
     ),
     Broken(

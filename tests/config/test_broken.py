@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from overland.checks import load_checked, machine
 from overland.config.errors import ConfigError
+from overland.config.fields import all_keys
+from overland.config.lessons import LESSONS
 
 from .broken import BROKEN, Broken
 
@@ -27,6 +30,17 @@ def test_a_broken_config_says_what_where_and_what_was_expected(
     with pytest.raises(ConfigError) as caught:
         load_checked(case.file, case.arguments, case.env, world_size=case.world_size)
     assert str(caught.value).replace(torch.__version__, "TORCH") == case.says
+
+
+def test_every_lesson_names_keys_that_exist() -> None:
+    named = {
+        found
+        for advice in LESSONS.values()
+        for found in re.findall(r"\b([a-z_]+\.[a-z_0-9]+)\b", advice)
+        if found != "sources.NAME"
+    }
+    assert len(named) > 10
+    assert named <= {*all_keys(), "data.sources"}
 
 
 def test_the_page_of_broken_configs_is_true() -> None:

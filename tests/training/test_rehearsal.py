@@ -15,6 +15,7 @@ from overland.cluster.world import World
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
+from overland.data.prepare import Place, training_data
 from overland.training.rehearsal import require_start
 from tests.jobs import run_job, tiny_job
 
@@ -180,3 +181,22 @@ def test_a_checkpoint_of_another_model_or_order_is_found(ranks: RankPool, tmp_pa
         assert words[-1] in found
     again = tiny_job(tmp_path / "run", training=more, **saves)
     assert rehearsed(again) == ""
+
+
+def test_a_corpus_that_is_read_over_and_over_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "tiny.txt").write_text("hello world\n")
+    config = tiny_job(
+        tmp_path / "run",
+        training={**TRAIN, "dataset_path": str(tmp_path / "tiny.txt"), "steps": 100},
+        data={"folder": str(tmp_path / "data")},
+    )
+    assert "tiny.txt has at most 13 tokens, less than a batch of 32" in "\n".join(
+        str(note) for note in require_start(Loaded(config, [], "run.toml"))
+    )
+    dataset = training_data(config, 2, 512, Place())
+    (note,) = dataset.repeats(100)
+    tokens = len(dataset.tokenizer.encode("hello world\n")) + 1 if dataset.tokenizer else 0
+    assert note.startswith(f"tiny.txt has only {tokens} tokens, 1 row of 16: this run")
+    assert "reads it about 200 times" in note
+    assert dataset.repeats(2) == []
+    dataset.close()
