@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from overland.cluster.pool import forget_meshes
 from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
@@ -114,6 +115,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def stage_inputs(part: nn.Module, config: JobConfig, degrees: Degrees) -> list[Tensor | None]:

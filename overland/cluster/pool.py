@@ -80,15 +80,15 @@ def _serve(pipe: Connection) -> None:
                 pipe.send((True, function(world, *args)))
             finally:
                 dist.destroy_process_group()
-                _forget_meshes()
+                forget_meshes()
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """DTensor and the compiler remember what they worked out for a mesh, its group names included,
     and take another world's mesh of the same shape for it. A process that joins several worlds, as
-    none but a pool's does, must make them forget."""
+    a pool's and that of `overland check` do, must make them forget."""
     import torch
     from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
 

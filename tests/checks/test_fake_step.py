@@ -1,5 +1,7 @@
 """A step of one rank of a large world, on this machine, without memory."""
 
+import itertools
+
 import pytest
 
 from overland.checks.fake_step import fake_steps
@@ -29,6 +31,17 @@ def test_a_pipeline_is_checked_at_both_ends() -> None:
     assert (first.rank, last.rank) == (0, 31)
     assert first.activation_bytes > 0
     assert last.activation_bytes > 0
+
+
+def test_every_combination_of_axes_is_checked_in_one_process() -> None:
+    """A pipeline is checked in several worlds, one after the other; none may take over what DTensor
+    remembers of the one before."""
+    tiny = ["model.overrides.num_hidden_layers=2", "training.seq_len=64"]
+    for pp, tp, cp, dp in itertools.product((1, 2), repeat=4):
+        degrees = {"pipeline": pp, "tensor": tp, "context": cp}
+        settings = [f"parallelism.{axis}_parallel_degree={n}" for axis, n in degrees.items()]
+        _, found = steps(pp * tp * cp * dp, *settings, *tiny)
+        assert all(step.activation_bytes > 0 for step in found), (pp, tp, cp, dp)
 
 
 def test_recompute_keeps_less_for_the_backward_pass() -> None:
