@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
 
-from overland.config.errors import Problem
+from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
+from overland.models.config import DecoderConfig
 from overland.models.errors import ModelError
-from overland.models.registry import flavor_names, model_config, model_names
+from overland.models.parameters import HEAD
+from overland.models.registry import build_model, flavor_names, model_config, model_names
 
 
 def import_custom(config: JobConfig) -> None:
@@ -68,6 +74,38 @@ def check_length(loaded: Loaded) -> Iterator[Problem]:
         key = "training.seq_len"
         message = f"longer than the {longest} positions this model was made for"
         yield Problem(message, loaded.where(key), key, length, kind="note")
+
+
+def check_freeze(loaded: Loaded) -> Iterator[Problem]:
+    """Every pattern freezes something, and something is left to train."""
+    key, patterns = "model.freeze", loaded.config.model.freeze
+    if not patterns:
+        return
+    try:
+        names = parameter_names(model_config(loaded.config.model))
+    except (ModelError, OSError):
+        return
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+            near = any_of([f"'{name}'" for name in get_close_matches(pattern, kinds, 3, 0.0)], "or")
+            message = f"'{pattern}' matches no parameter; the nearest names are {near}"
+            yield Problem(message, loaded.where(key), key, patterns)
+    if all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
+        message = "freezes every parameter, so nothing would be trained"
+        yield Problem(message, loaded.where(key), key, patterns)
+
+
+def parameter_names(config: Any) -> list[str]:
+    """Names of a model's parameters, both names of a shared one; a user's own model is built for
+    them, without memory."""
+    if type(config) is DecoderConfig:
+        return list(dict.fromkeys([*config.parameter_shapes(), HEAD]))
+    import torch
+
+    with torch.device("meta"):
+        model = build_model(config)
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def _first_line(error: Exception) -> str:

@@ -124,7 +124,8 @@ def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[Decod
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    for name, parameter in model.named_parameters():
+    """By either name, where two modules share a parameter."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
 

@@ -192,6 +192,9 @@ class TiedEmbedding:
         heads = [part.lm_head for part in parts]
         embedding = next((e.weight for e in tokens if e is not None), None)
         head = next((h.weight for h in heads if h is not None), None)
+        end = embedding if embedding is not None else head
+        if end is not None and not end.requires_grad:  # frozen: there are no gradients to sum
+            embedding = head = None
         return cls(embedding, head, end_group(mesh))
 
     def is_copy(self, parameter: nn.Parameter) -> bool:

@@ -57,6 +57,7 @@ KINDS: dict[str, Sections] = {
     "qknorm": {"model": {"model_type": "qwen3"}},
     "bias": {"model": {"model_type": "qwen2"}},
     "frozen": {"freeze": {"freeze": ["*q_proj*", "*embed_tokens*", "*input_layernorm*"]}},
+    "frozenstage": {"freeze": {"freeze": ["*embed_tokens*", "model.layers.[012].*"]}},
 }
 
 
@@ -111,7 +112,8 @@ SHORT = parse_all("""
     pp2:1F1B+tied  pp2:GPipe+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
     pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2:microbatch2
     tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile
-    shard2+frozen  tp2+frozen  pp2:ZBVZeroBubble+frozen  cp2xtp2+frozen
+    shard2+frozen  tp2+frozen  pp2:ZBVZeroBubble+tied+frozen  cp2xtp2+frozen
+    pp2+frozenstage
 """)
 
 # All of them: `make prove-all`.
@@ -125,6 +127,9 @@ LAYOUTS = SHORT + parse_all("""
     pp2xshard2xtp2  pp2xcp2xtp2+documents  rep2xshard2xtp2  cp2xshard2xtp2:every2
     rep2xcp2xtp2  pp2xrep2xtp2+tied  pp2xshard2xcp2:Interleaved1F1B  pp4xtp2+uneven
     pp2xrep2xshard2:GPipe
+    pp2:GPipe+frozenstage  pp2:Interleaved1F1B+frozenstage  pp2:InterleavedZeroBubble+frozenstage
+    pp2:ZBVZeroBubble+frozenstage  pp2:DualPipeV+frozenstage  pp2:1F1B+tied+frozen
+    pp2xtp2+tied+frozen  pp2xshard2+frozenstage
     pp2xshard2xcp2xtp2  pp2xshard2xcp2xtp2:Interleaved1F1B+documents+tied
     pp2xrep2xshard2xtp2:accumulate
 """)

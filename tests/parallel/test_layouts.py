@@ -9,6 +9,7 @@ import pytest
 from overland.cluster.pool import RankPool
 from overland.proofs.layout import TOLERANCES, Verdict, curve, prove_layouts
 from overland.proofs.layouts import LAYOUTS, SHORT, Layout, parse
+from overland.proofs.resume import prove_resumes
 
 
 @pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)
@@ -69,3 +70,16 @@ def test_the_full_list_covers_what_it_must() -> None:
 def test_a_layout_that_is_none_is_one_sentence(name: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse(name)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("pp2:ZBVZeroBubble+tied+frozen", "pp2:ZBVZeroBubble+tied+frozen"),
+        ("pp2+frozenstage", "shard2+frozenstage"),
+    ],
+)
+def test_frozen_parameters_are_saved_and_resumed(ranks: RankPool, before: str, after: str) -> None:
+    """Both ends of a tied matrix on one rank, and a stage that has nothing to train."""
+    (verdict,) = prove_resumes([(parse(before), parse(after))], ranks)
+    assert verdict.is_equal, verdict
