@@ -22,6 +22,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite DEST.")] = False,
 ) -> None:
     """List the recipes, or copy one here as a commented TOML."""
+    from overland.cluster.commands import command
     from overland.config.errors import ConfigError, Problem, nearest_name
     from overland.config.load import recipe_names, recipe_path
 
@@ -40,8 +41,8 @@ def init(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     print(
-        f"Wrote {target}. Next: edit it, then `overland check {target}` and `overland train "
-        f"{target}`."
+        f"Wrote {target}. Next: edit it, then `{command('overland', 'check', target)}` and "
+        f"`{command('overland', 'train', target)}`."
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import overland
 from overland.cli import (
     check,
     config,
@@ -25,12 +28,31 @@ from overland.cli import (
 
 app = typer.Typer(
     name="overland",
-    help="Trains and fine-tunes large models on any machine, in sessions, without losing a token.",
+    help="Trains large language models on any machine, in sessions, without losing a token.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"overland {overland.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def every_verb(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
 
 # Settings are no options: `training.steps=20` and `--training.steps 20` go to the config loader.
 TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}

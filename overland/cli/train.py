@@ -172,6 +172,8 @@ def sample_text(run: Run) -> str:
 
 
 def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
+    from overland.cluster.commands import command
+
     folder, steps = run.folder, run.config.training.steps
     if not finished:
         saved = f"saved step {run.progress.step}" if run.config.checkpoint.enable else "not saved"
@@ -179,7 +181,7 @@ def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
             return f"\nStopped after step {run.progress.step} of {steps}; {saved}."
         return (
             f"\nStopped after step {run.progress.step} of {steps}; {saved}. To go on:\n\n"
-            f"  overland train {folder.config}\n"
+            f"  {command('overland', 'train', folder.config)}\n"
         )
     lines = [f"\nFinished: {steps} steps in {folder.root}."]
     if not is_new:
@@ -190,10 +192,10 @@ def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
     if sample:
         shown = "\n".join("  │ " + line for line in sample.splitlines())
         lines.append(f"The model continues {run.config.metrics.sample_prompt!r}:\n\n{shown}\n")
-    commands = [f"overland train {folder.config} training.steps={2 * steps}"]
+    commands = [command("overland", "train", folder.config, f"training.steps={2 * steps}")]
     if run.config.metrics.enable_tensorboard:
-        commands.insert(0, f"tensorboard --logdir {folder.tb}")
+        commands.insert(0, command("tensorboard", "--logdir", folder.tb))
     if run.config.checkpoint.enable and run.dataset.tokenizer is not None:
-        commands.insert(0, f"overland generate {folder.root} --prompt 'class Node:'")
+        commands.insert(0, command("overland", "generate", folder.root, "--prompt", "class Node:"))
     lines.append("To try next:\n\n" + "".join(f"  {command}\n" for command in commands))
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from overland.cluster.commands import command
 from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job
 from overland.cluster.slurm import ask
@@ -123,12 +124,12 @@ def how_to_follow(job: Job, ids: list[str]) -> list[str]:
     """Commands, with what they do."""
     if job.site.facts.scheduler == "none":
         return [
-            f"overland watch {job.place.run}    # all of it, live",
+            f"{command('overland', 'watch', job.place.run)}    # all of it, live",
             f"tail -f {job.place.logs}/job.log    # what it says",
             f"touch {job.place.run}/STOP    # save and stop",
         ]
     return [
-        f"overland watch {job.place.run}    # all of it, live",
+        f"{command('overland', 'watch', job.place.run)}    # all of it, live",
         f"squeue --me --name={job.name}    # where the jobs stand",
         f"tail -f {job.place.logs}/job-{ids[0]}.log    # what the first one says",
         f"touch {job.place.run}/STOP    # save and stop; the next link goes on",

@@ -132,7 +132,7 @@ def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
         draft.note(
             entry,
             f'model.tokenizer_path is now model.hf_assets_path = "{value}", the folder that holds '
-            "tokenizer.json",
+            "the tokenizer",
         )
     else:
         draft.note(

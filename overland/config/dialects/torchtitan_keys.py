@@ -49,8 +49,11 @@ FUSED = "the fused implementation is the only one"
 STAGES = "Overland splits the layers over the stages by their cost itself"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 FAULTS = "TorchFT is not used; a failed run goes on from its last checkpoint"
-ESTIMATE = "`overland plan` estimates memory"
-FLIGHT = "there is no flight recorder"
+ESTIMATE = "`overland check` counts the memory of a step per device"
+FLIGHT = (
+    "jobs of `overland submit` keep what PyTorch's flight recorder holds when ranks hang, in the "
+    "run folder"
+)
 FULL_SAVE = (
     "every checkpoint is whole, so that it can be resumed; checkpoint.last_save_in_hf adds plain "
     "weights"
