@@ -24,6 +24,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_custom_import, ("job.custom_import",)),
     (model.check_model, ("model", "job.custom_import")),
     (model.check_freeze, ("model", "job.custom_import")),
+    (model.check_start, ("model.config", "checkpoint.initial_load_path")),
     (model.check_length, ("model", "training.seq_len")),
     (parallelism.check_splits, ("model", "parallelism", "training.seq_len")),
     (schedule.check_warmup, ("lr_scheduler", "training.steps")),

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
+from overland.config.model_from import has_weights
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.errors import ModelError
@@ -106,6 +108,23 @@ def parameter_names(config: Any) -> list[str]:
     with torch.device("meta"):
         model = build_model(config)
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def check_start(loaded: Loaded) -> Iterator[Problem]:
+    """Says what is not taken from a model's folder that is named for its architecture alone."""
+    model, weights = loaded.config.model, loaded.config.checkpoint.initial_load_path
+    folder = Path(model.config or "").expanduser()
+    if model.config is None or weights is not None or not folder.is_dir():
+        return
+    if has_weights(folder):
+        tokenizer = " and the tokenizer" if model.hf_assets_path is None else ""
+        message = (
+            f"only the architecture is taken from this folder: training starts from random "
+            f"weights. `model.from` takes its weights{tokenizer} too"
+        )
+        yield Problem(
+            message, loaded.where("model.config"), "model.config", model.config, kind="note"
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -27,6 +27,11 @@ class Key:
         return f"{self.section}.{self.name}"
 
     @property
+    def attribute(self) -> str:
+        """Its name in Python, where some words are reserved."""
+        return f"{self.name}_" if self.field.alias else self.name
+
+    @property
     def default(self) -> Any:
         return self.field.get_default(call_default_factory=True)
 
@@ -211,4 +216,4 @@ def _walk() -> Iterator[Key]:
     for section, outer in JobConfig.model_fields.items():
         assert outer.annotation is not None
         for name, field in outer.annotation.model_fields.items():
-            yield Key(section, name, field)
+            yield Key(section, field.alias or name, field)

@@ -24,6 +24,7 @@ from overland.config.arguments import (
 )
 from overland.config.dialects import translate
 from overland.config.errors import ConfigError, Problem, nearest_name
+from overland.config.model_from import expand_from
 from overland.config.schema import JobConfig
 from overland.config.source import SUFFIXES, KeyPath, overlay, read_file
 from overland.config.validate import validate
@@ -95,7 +96,12 @@ def load_config(
     paths = Resolved(config)
     if resolve:
         paths = resolve_paths(config, env, lambda key: places.get(tuple(key.split(".")), shown))
-    problems = in_order(problems + given.problems + env_problems + paths.problems)
+    from_problems: list[Problem] = []
+    if resolve and not paths.problems:
+        place = places.get(("model", "from"), shown)
+        paths.config, from_problems = expand_from(paths.config, place)
+    problems += given.problems + env_problems + paths.problems + from_problems
+    problems = in_order(problems)
     loaded = Loaded(
         config=paths.config,
         notes=notes + over_notes,

@@ -27,7 +27,9 @@ PathText = Annotated[str, HOLDS_A_PATH]  # may hold variables and ~: see variabl
 class Section(BaseModel):
     """A TOML section: unknown keys are errors, and types are not guessed."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True, validate_by_name=True
+    )
 
 
 class Job(Section):
@@ -46,6 +48,9 @@ class Job(Section):
 class Model(Section):
     """Which network is trained."""
 
+    from_: PathText | None = Field(default=None, alias="from")
+    """Folder of a model to continue from: Hugging Face's, or of a run. Takes its architecture,
+    tokenizer and weights: shorthand for config, hf_assets_path and checkpoint.initial_load_path."""
     name: str = "llama3"
     """Family: llama2, llama3, mistral, qwen2.5, qwen3, or one that `job.custom_import` adds."""
     flavor: str = "debug"

@@ -69,7 +69,7 @@ def with_paths(config: JobConfig, change: Change) -> JobConfig:
     for name in JobConfig.model_fields:
         section = getattr(config, name)
         values = {
-            key.name: on_paths(key, getattr(section, key.name), change)
+            key.attribute: on_paths(key, getattr(section, key.attribute), change)
             for key in all_keys().values()
             if key.section == name and key.has_paths
         }

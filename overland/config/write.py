@@ -117,7 +117,7 @@ def _comment(text: str) -> str:
 
 
 def _value(config: JobConfig, key: Key) -> Any:
-    return getattr(getattr(config, key.section), key.name)
+    return getattr(getattr(config, key.section), key.attribute)
 
 
 def _toml_key(name: str) -> str:

@@ -1,0 +1,84 @@
+"""`model.from` means architecture, tokenizer and weights; `model.config` the architecture alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overland.checks import check_config
+from overland.config.errors import ConfigError
+from overland.config.load import Loaded, load_config
+from overland.config.write import to_toml
+
+FILES = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in FILES:
+        (tmp_path / "model" / name).write_text("{}")
+    return Path("model")
+
+
+def load(*arguments: str, text: str = "") -> Loaded:
+    Path("run.toml").write_text(text)
+    return load_config("run.toml", arguments, {"MODELS": "."})
+
+
+def three_keys(loaded: Loaded) -> tuple[str | None, str | None, str | None]:
+    model, checkpoint = loaded.config.model, loaded.config.checkpoint
+    return model.config, model.hf_assets_path, checkpoint.initial_load_path
+
+
+def test_one_key_takes_architecture_tokenizer_and_weights(model: Path) -> None:
+    from_file = load(text='[model]\nfrom = "$MODELS/model"\n')
+    assert three_keys(from_file) == ("model",) * 3
+    assert three_keys(load("model.from=model")) == ("model",) * 3
+    again = load(text=to_toml(from_file.config))  # a run folder's config.toml says it in full
+    assert three_keys(again) == ("model",) * 3
+    other = load("model.from=model", "model.hf_assets_path=tokenizer")
+    assert three_keys(other) == ("model", "tokenizer", "model")
+
+
+def test_a_run_folder_is_a_model_too(model: Path) -> None:
+    (model / "tokenizer").mkdir()
+    for name in ("config.toml", "model_config.json", "tokenizer/tokenizer.model"):
+        (model / name).write_text("")
+    expected = ("model/model_config.json", "model/tokenizer", "model")
+    assert three_keys(load("model.from=model")) == expected
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        ("config.json", "holds no config.json"),
+        ("model-00001-of-00002.safetensors", "holds no weights"),
+        ("tokenizer.json", "holds no tokenizer"),
+    ],
+)
+def test_a_folder_that_lacks_something_is_refused(model: Path, missing: str, says: str) -> None:
+    (model / missing).unlink()
+    with pytest.raises(ConfigError, match=f'model.from = "model"?.*{says}'):
+        load("model.from=model")
+
+
+@pytest.mark.parametrize("key", ["model.config", "checkpoint.initial_load_path"])
+def test_what_contradicts_it_is_refused(model: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="take one of them out"):
+        load("model.from=model", f"{key}=other")
+    with pytest.raises(ConfigError, match="no such folder"):
+        load("model.from=nowhere")
+
+
+def test_weights_that_are_not_taken_are_named(model: Path) -> None:
+    (note,) = [p for p in check_config(load("model.config=model"), 1) if "random weights" in str(p)]
+    assert note.kind == "note"
+    assert "`model.from` takes its weights and the tokenizer too" in str(note)
+    assert not [
+        p
+        for p in check_config(load("model.from=model"), 1)
+        if "random weights" in str(p)
+    ]  # fmt: skip
