@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+Moved = Callable[[int], None]
+"""Called with the number of bytes read or written since the last call, from several threads; with 0
+when another operation has ended."""
+
+
+def ignore(num_bytes: int) -> None:
+    """For those who need not know how far it is."""
 
 
 class Disk:
@@ -20,15 +29,22 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A new file, open for writing; one that is there loses its contents."""
+        """A new file, open for writing. One that is there is removed and not overwritten: a thread
+        of a save that was given up may still write into it."""
         self.at("create", path)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        path.unlink(missing_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
 
     def write_at(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
         self.at("write", path)
         while data:  # the system may take less than it is given
             written = os.pwrite(descriptor, data, offset)
             data, offset = data[written:], offset + written
+
+    def sync_so_far(self, descriptor: int, path: Path) -> None:
+        """Waits until what was written so far is on the disk; more may be written meanwhile."""
+        self.at("sync so far", path)
+        os.fdatasync(descriptor)
 
     def close_durably(self, descriptor: int, path: Path) -> None:
         try:

@@ -14,26 +14,31 @@ from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.convert.lazy import Stored
 from overland.checkpoint.convert.overland import source_of
 from overland.checkpoint.convert.torch_files import open_torch, write_torch
-from overland.checkpoint.disk import Disk
+from overland.checkpoint.disk import Disk, Moved, ignore
 from overland.checkpoint.format import Entry, FileInfo, Index, Part
 from overland.checkpoint.read import Checkpoint
 from overland.checkpoint.write import commit, write_whole
 
 
 def write_full(
-    beside: Path, index: Index, about: dict[str, Any], full_format: str, disk: Disk
+    beside: Path,
+    index: Index,
+    about: dict[str, Any],
+    full_format: str,
+    disk: Disk,
+    moved: Moved = ignore,
 ) -> None:
     """Turns the parts in `beside` into a committed checkpoint of whole tensors in `beside`."""
     shards = beside.with_name(beside.name.removesuffix(".tmp") + ".shards")
     disk.remove_folder(shards)
     disk.rename(beside, shards)
     try:
-        with Checkpoint(shards, index, about) as parts:
+        with Checkpoint(shards, index, about, moved) as parts:
             if full_format == "torch":
-                write_four_files(parts, beside, about, disk)
+                write_four_files(parts, beside, about, disk, moved)
             else:
                 tensors = whole_tensors(parts)
-                write_whole(beside, tensors, index.run, about, disk, index.world_size)
+                write_whole(beside, tensors, index.run, about, disk, index.world_size, moved)
     finally:
         disk.remove_folder(shards)
 
@@ -45,7 +50,13 @@ def whole_tensors(checkpoint: Checkpoint) -> list[Any]:
     ]
 
 
-def write_four_files(parts: Checkpoint, folder: Path, about: dict[str, Any], disk: Disk) -> None:
+def write_four_files(
+    parts: Checkpoint,
+    folder: Path,
+    about: dict[str, Any],
+    disk: Disk,
+    moved: Moved = ignore,
+) -> None:
     """model_state_dict.pt and its companions. Tensors lie in such files as plain bytes, so an index
     can name their places, and we read and verify them as we do our own."""
     disk.make_folder(folder)
@@ -54,22 +65,24 @@ def write_four_files(parts: Checkpoint, folder: Path, about: dict[str, Any], dis
     tensors: dict[str, Entry] = {}
     for name, lazy in open_torch(folder).tensors.items():
         assert isinstance(lazy, Stored), name
-        sums = tuple(_checksums(lazy.path, lazy.offset, lazy.nbytes))
+        sums = tuple(_checksums(lazy.path, lazy.offset, lazy.nbytes, moved))
         part = Part(lazy.path.name, lazy.offset, (0,) * len(lazy.shape), lazy.shape, sums)
         tensors[name] = Entry(lazy.dtype, lazy.shape, [part] if lazy.nbytes else [])
-    files = {path.name: _file_info(path) for path in sorted(folder.iterdir())}
+    files = {path.name: _file_info(path, moved) for path in sorted(folder.iterdir())}
     index = Index("full", parts.index.world_size, tensors, files, parts.run)
     commit(folder, index, about, disk)
 
 
-def _file_info(path: Path) -> FileInfo:
+def _file_info(path: Path, moved: Moved) -> FileInfo:
     """A zip has more in it than tensors, so all of it has checksums of its own."""
     size = path.stat().st_size
-    return FileInfo(size, 0, checksum(b""), tuple(_checksums(path, 0, size)))
+    return FileInfo(size, 0, checksum(b""), tuple(_checksums(path, 0, size, moved)))
 
 
-def _checksums(path: Path, offset: int, num_bytes: int) -> Iterator[int]:
+def _checksums(path: Path, offset: int, num_bytes: int, moved: Moved) -> Iterator[int]:
     with path.open("rb") as file:
         file.seek(offset)
         for begin in range(0, num_bytes, BLOCK):
-            yield checksum(file.read(min(BLOCK, num_bytes - begin)))
+            block = file.read(min(BLOCK, num_bytes - begin))
+            moved(len(block))
+            yield checksum(block)

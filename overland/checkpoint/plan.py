@@ -213,11 +213,11 @@ def scatter(values: list[T], group: dist.ProcessGroup | None) -> T:
     return mine[0]  # type: ignore[return-value]
 
 
-def broadcast(value: T, group: dist.ProcessGroup | None) -> T:
+def broadcast(value: T, group: dist.ProcessGroup | None, source: int = 0) -> T:
     if group is None:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
+    dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
 
 

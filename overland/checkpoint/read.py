@@ -28,19 +28,27 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from overland.checkpoint.checksum import BLOCK, checksum
+from overland.checkpoint.disk import Moved, ignore
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import COMMITTED, INDEX, Entry, Index, Part, parse_marker
 from overland.checkpoint.plan import local_name, local_tensor
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
 PIECE = 4 * BLOCK  # what one thread reads at a time
+READ_BYTES = 2**22  # between two signs of progress
 
 
 class Checkpoint:
     """A committed checkpoint, open for reading. Usable from several threads."""
 
-    def __init__(self, path: Path, index: Index, about: Mapping[str, Any]) -> None:
-        self.path, self.index, self.about = path, index, about
+    def __init__(
+        self,
+        path: Path,
+        index: Index,
+        about: Mapping[str, Any],
+        moved: Moved = ignore,
+    ) -> None:
+        self.path, self.index, self.about, self._moved = path, index, about, moved
         self.tensors = index.tensors
         self.run = index.run
         self._descriptors: dict[str, int] = {}
@@ -141,7 +149,7 @@ class Checkpoint:
         pinned = device is not None and device.type == "cuda"
         data = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         view = memoryview(data.numpy().data)
-        read_fully(self._descriptor(file), view, offset, self.path / file)
+        read_fully(self._descriptor(file), view, offset, self.path / file, self._moved)
         return data
 
     def _entry(self, name: str) -> Entry:
@@ -158,7 +166,7 @@ class Checkpoint:
         return self._descriptors[file]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, moved: Moved = ignore) -> Checkpoint:
     about = read_marker(path)
     named = re.match(r"step_(\d+)", path.name)
     if named and int(named[1]) != about["step"]:
@@ -170,7 +178,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path / INDEX} is damaged: it is not the one that {COMMITTED} was written for"
         )
-    return Checkpoint(path, Index.from_json(data, path / INDEX), about)
+    return Checkpoint(path, Index.from_json(data, path / INDEX), about, moved)
 
 
 def read_marker(path: Path) -> dict[str, Any]:
@@ -260,14 +268,17 @@ def open_file(path: Path, num_bytes: int) -> int:
     return descriptor
 
 
-def read_fully(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+def read_fully(
+    descriptor: int, view: memoryview, offset: int, path: Path, moved: Moved = ignore
+) -> None:
     while view:
         try:
-            count = os.preadv(descriptor, [view], offset)
+            count = os.preadv(descriptor, [view[:READ_BYTES]], offset)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if count == 0:
             raise CheckpointError(f"{path} is damaged: it ends at byte {offset}")
+        moved(count)
         view, offset = view[count:], offset + count
 
 

@@ -10,26 +10,27 @@
 4. Old checkpoints that nobody asked to keep are deleted.
 5. `poll` tells the loop how it went. An error is told, and never ends the run.
 
-Two saves never overlap: the second waits for the first.
+Two saves never overlap: the second waits for the first. A save may take as long as it needs, but it
+must move: if a rank has neither read nor written a byte for `stall_seconds`, all ranks give it up.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from overland.checkpoint.disk import Disk
-from overland.checkpoint.errors import sentence
+from overland.checkpoint.disk import Disk, Moved
+from overland.checkpoint.errors import CheckpointError, sentence
 from overland.checkpoint.folder import (
     LATEST,
     broken,
@@ -53,10 +54,20 @@ from overland.checkpoint.plan import (
 )
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
 from overland.checkpoint.write import Written, build_index, commit, write_files
+from overland.cluster.beat import Beat, node_name
 from overland.config.schema import Checkpoint as Settings
 
-# A save may take long, and a rank that died is noticed elsewhere.
-PATIENCE = timedelta(hours=6)
+# Ranks hear from each other every few seconds during a save, however long it takes. Only a rank
+# whose process is stopped is silent for longer, and the training itself notices that first.
+TICK_SECONDS = 5.0
+PATIENCE = timedelta(minutes=30)
+PATIENT = 10.0  # × stall_seconds, for a save that training does not wait for
+
+T = TypeVar("T")
+
+
+class Stalled(CheckpointError):
+    """A rank has moved no byte for too long. Raised on all ranks alike."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,12 @@ class Store:
         device: torch.device | None = None,
         local_ranks: int = 1,
         disk: Disk | None = None,
+        beat: Beat | None = None,
+        stall_seconds: float = float("inf"),
     ) -> None:
         self.folder, self.settings, self.disk = folder, settings, disk or Disk()
+        beat = beat or Beat()
+        self.pulse, self._is_watched, self._stall_seconds = beat.pulse, beat.is_read, stall_seconds
         self.notes: list[str] = []
         self._device, self._local_ranks = device or torch.device("cpu"), local_ranks
         alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -94,6 +109,7 @@ class Store:
         self._plan: Plan | None = None
         self._snapshot: Snapshot | Direct = Direct()
         self._writing: threading.Thread | None = None
+        self._is_waited_for = True
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.last: Outcome | None = None
         """How the newest save ended, if there was one."""
@@ -166,6 +182,7 @@ class Store:
             self._writing = threading.Thread(
                 target=self._write, args=(*arguments, waited), name="checkpoint-save", daemon=True
             )
+            self._is_waited_for = False
             self._writing.start()
         else:
             self._write(*arguments)
@@ -180,6 +197,7 @@ class Store:
 
     def wait(self) -> None:
         if self._writing is not None:
+            self._is_waited_for = True
             self._writing.join()
             self._writing = None
 
@@ -210,23 +228,40 @@ class Store:
     ) -> None:
         """`waited`: what the loop has lost; without it, the loop waits for all of this."""
         beside, error, note = self.folder / f".{name}.tmp", "", ""
-        written: list[Written] = []
         not_finite: list[str] = []
-        try:
-            self._snapshot.copy()
-            written = write_files(beside, plan.files, self._snapshot.read, self.disk)
-            not_finite = self._snapshot.not_finite()
-        except Exception as problem:
-            error = f"rank {self._rank}: {sentence(problem)}"
-        reports = gather((error, not_finite, written), self.group)
-        if self._rank == 0:
+
+        def write(moved: Moved) -> tuple[str, list[str], list[Written]]:
+            try:
+                self.pulse.wait()  # for the device, if this is a copy
+                self._snapshot.copy()
+                moved(0)
+                written = write_files(
+                    beside, plan.files, self._snapshot.read, self.disk, moved=moved
+                )
+                self.pulse.wait()  # for the device, or this processor
+                return "", self._snapshot.not_finite(), written
+            except Exception as problem:
+                return f"rank {self._rank}: {sentence(problem)}", [], []
+
+        def conclude(moved: Moved) -> tuple[str, list[str], str]:
+            if self._rank:
+                return "", [], ""
             errors = [text for text, _, _ in reports if text]
-            not_finite = list(dict.fromkeys(name for _, names, _ in reports for name in names))
-            about = {**about, "not_finite": not_finite} if not_finite else about
+            names = list(dict.fromkeys(name for _, names, _ in reports for name in names))
+            facts = {**about, "not_finite": names} if names else about
             done = [files for _, _, files in reports]
-            error = errors[0] if errors else self._commit(plan, name, run, about, done)
-            note = self._tidy_up(name, error, is_good=not not_finite)
-        error, not_finite = broadcast((error, not_finite), self.group)
+            error = errors[0] if errors else self._commit(plan, name, run, facts, done, moved)
+            return error, names, self._tidy_up(name, error, not names, moved)
+
+        self.pulse.begin(plan.num_bytes)
+        try:
+            reports = gather(self.together(write), self.group)
+            error, not_finite, note = self.together(conclude)
+            error, not_finite = broadcast((error, not_finite), self.group)
+        except (Stalled, RuntimeError) as problem:  # or the group has failed
+            error = sentence(problem)
+        finally:
+            self.pulse.end()
         path = self.folder / name
         path = broken(path) if not_finite else path
         seconds = time.monotonic() - started
@@ -235,6 +270,63 @@ class Store:
         self.last = Outcome(path, seconds, waited, size, error, note, tuple(not_finite))
         self._outcomes.put(self.last)
 
+    def together(self, work: Callable[[Moved], T]) -> T:
+        """Does `work` on every rank, in a thread of its own; returns when all ranks are through.
+        Stalled if one of them moves no byte for too long; its thread is then left to itself."""
+        done, results, errors = threading.Event(), [], []
+        is_given_up = False
+
+        def moved(num_bytes: int) -> None:
+            if is_given_up:
+                raise CheckpointError("this save was given up")
+            self.pulse.moved(num_bytes)
+
+        def run() -> None:
+            try:
+                results.append(work(moved))
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        self.pulse.moved()
+        threading.Thread(target=run, name="checkpoint-work", daemon=True).start()
+        while True:
+            is_done = done.wait(min(TICK_SECONDS, self._stall_seconds / 4))
+            if is_done:
+                self.pulse.wait()
+            try:
+                if not self._others_work(is_done):
+                    break
+            except Stalled:
+                is_given_up = True
+                raise
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _others_work(self, is_done: bool) -> bool:
+        """Whether any rank is still at it. All ranks call this every few seconds."""
+        quiet = 0.0 if is_done else self.pulse.quiet_seconds
+        is_urgent = self._is_waited_for and not self._is_watched  # a supervisor can do more
+        limit = self._stall_seconds * (1.0 if is_urgent else PATIENT)
+        unfinished, longest, least = self._greatest(float(not is_done), quiet, -limit)
+        if longest > -least:
+            (who,) = self._greatest(float(self._rank) if quiet == longest else -1.0)
+            node = broadcast(node_name(), self.group, int(who))
+            raise Stalled(
+                f"rank {int(who)} on {node} has neither read nor written a byte for {longest:.0f} s"
+            )
+        return bool(unfinished)
+
+    def _greatest(self, *values: float) -> list[float]:
+        """Of all ranks' values, one by one."""
+        if self.group is None:
+            return list(values)
+        together = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=self.group)
+        greatest: list[float] = together.tolist()
+        return greatest
+
     def _commit(
         self,
         plan: Plan,
@@ -242,16 +334,19 @@ class Store:
         run: dict[str, Any],
         about: dict[str, Any],
         written: list[list[Written]],
+        moved: Moved,
     ) -> str:
         """Rank 0 only. Whatever goes wrong here leaves the earlier checkpoints as they are."""
         beside, path = self.folder / f".{name}.tmp", self.folder / name
         try:
             kind = self.settings.type
             index = build_index(kind, plan.files_of_ranks, written, run)
+            moved(0)
             if kind == "full":
-                write_full(beside, index, about, self.settings.full_format, self.disk)
+                write_full(beside, index, about, self.settings.full_format, self.disk, moved)
             else:
                 commit(beside, index, about, self.disk)
+            moved(0)  # the last moment to give it up
             if about.get("not_finite"):
                 path = broken(path)
                 self.disk.remove_folder(path)  # of an earlier attempt that went the same way
@@ -262,7 +357,7 @@ class Store:
             return sentence(problem)
         return ""
 
-    def _tidy_up(self, name: str, error: str, is_good: bool) -> str:
+    def _tidy_up(self, name: str, error: str, is_good: bool, moved: Moved) -> str:
         """Rank 0 only, once the new checkpoint is safe, or is known not to be."""
         try:
             if error:  # on a full disk, the room is needed
@@ -273,6 +368,7 @@ class Store:
             self.disk.point(self.folder / LATEST, name)
             for old in superfluous(list_checkpoints(self.folder), self.settings, name):
                 delete(old.path, self.disk)
+                moved(0)
         except Exception as problem:  # the other ranks wait for word from this one
             return f"{LATEST} or an older checkpoint could not be put right: {sentence(problem)}"
         return ""

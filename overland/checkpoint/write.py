@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +16,17 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.checksum import BLOCK, checksum, num_blocks
-from overland.checkpoint.disk import Disk
+from overland.checkpoint.disk import Disk, Moved, ignore
 from overland.checkpoint.format import COMMITTED, INDEX, Entry, FileInfo, Index, Part, marker
 from overland.checkpoint.plan import Box, FilePlan, lay_out
 
 NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
+# What is written between two signs of progress: a block would take long on a slow disk that a
+# node's ranks share.
+PIECE = 2**22
+# The kernel may keep tens of GB to itself, and one sync at the end would then last for minutes
+# without a sign of progress. So files are synced whenever this much was written to them.
+SYNC_BYTES = 2**26
 
 Bytes = Callable[[Box, int, int], memoryview]
 """The bytes of a box from one position to another, in host memory."""
@@ -33,7 +41,12 @@ class Written(NamedTuple):
 
 
 def write_files(
-    folder: Path, files: list[FilePlan], read: Bytes, disk: Disk, num_threads: int = NUM_THREADS
+    folder: Path,
+    files: list[FilePlan],
+    read: Bytes,
+    disk: Disk,
+    num_threads: int = NUM_THREADS,
+    moved: Moved = ignore,
 ) -> list[Written]:
     """Writes and syncs the files."""
     disk.make_folder(folder)
@@ -45,38 +58,85 @@ def write_files(
         )
         for file in files
     ]
-    descriptors = []
+    opened: list[_Open] = []
     try:
         for file in files:
-            descriptors.append(disk.create(folder / file.name))
-        with ThreadPoolExecutor(num_threads, "checkpoint-write") as pool:
-            jobs = []
-            # The files take turns, so that threads seldom wait for one another's file.
-            for i, number, box, offset in _in_turns(files):
-                path, descriptor = folder / files[i].name, descriptors[i]
-                for block in range(num_blocks(box.num_bytes)):
-                    jobs.append(
-                        pool.submit(
-                            _write_block, disk, descriptor, path, read, box, offset, block,
-                            written[i].sums[number],
-                        )
-                    )  # fmt: skip
-            for file, descriptor in zip(files, descriptors, strict=True):
-                disk.write_at(descriptor, memoryview(file.header), 0, folder / file.name)
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        for file in files:
-            disk.close_durably(descriptors.pop(0), folder / file.name)
+            path = folder / file.name
+            opened.append(_Open(disk, disk.create(path), path, moved))
+        jobs: list[Callable[[], None]] = []
+        for file, target in zip(files, opened, strict=True):
+            jobs.append(partial(target.write, memoryview(file.header), 0))
+        # The files take turns, so that threads seldom wait for one another's file.
+        for i, number, box, offset in _in_turns(files):
+            for block in range(num_blocks(box.num_bytes)):
+                sums = written[i].sums[number]
+                jobs.append(partial(_write_block, opened[i], read, box, offset, block, sums))
+        in_threads(jobs, num_threads, "checkpoint-write")
+        while opened:
+            opened.pop(0).close_durably()
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for target in opened:
+            os.close(target.descriptor)
         raise
     disk.sync_folder(folder)
     return written
+
+
+def in_threads(jobs: Iterable[Callable[[], None]], num_threads: int, name: str) -> None:
+    """Does all jobs; the first error ends the rest. The threads are daemons: one that hangs in a
+    file system must not keep the process from ending."""
+    left, errors = deque(jobs), deque[BaseException]()
+
+    def work() -> None:
+        while not errors:
+            try:
+                job = left.popleft()
+            except IndexError:
+                return
+            try:
+                job()
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=work, name=f"{name}_{number}", daemon=True)
+        for number in range(min(num_threads, len(left)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class _Open:
+    """A file that several threads write to."""
+
+    def __init__(self, disk: Disk, descriptor: int, path: Path, moved: Moved) -> None:
+        self.descriptor = descriptor
+        self._disk, self._path, self._moved = disk, path, moved
+        self._unsynced, self._lock = 0, threading.Lock()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        for begin in range(0, len(data), PIECE):
+            piece = data[begin : begin + PIECE]
+            self._disk.write_at(self.descriptor, piece, offset + begin, self._path)
+            self._moved(len(piece))
+        # Send it to the disk at once: the kernel alone would let a tenth of all memory fill up.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
+        with self._lock:
+            self._unsynced += len(data)
+            is_due = self._unsynced >= SYNC_BYTES
+            self._unsynced = 0 if is_due else self._unsynced
+        if is_due:
+            self._disk.sync_so_far(self.descriptor, self._path)
+            self._moved(0)
+
+    def close_durably(self) -> None:
+        self._disk.close_durably(self.descriptor, self._path)
+        self._moved(0)
 
 
 def _in_turns(files: list[FilePlan]) -> Iterable[tuple[int, int, Box, int]]:
@@ -97,22 +157,12 @@ def _placed(boxes: list[Box], start: int) -> Iterator[tuple[Box, int]]:
 
 
 def _write_block(
-    disk: Disk,
-    descriptor: int,
-    path: Path,
-    read: Bytes,
-    box: Box,
-    offset: int,
-    block: int,
-    sums: list[int],
+    file: _Open, read: Bytes, box: Box, offset: int, block: int, sums: list[int]
 ) -> None:
     begin = block * BLOCK
     data = read(box, begin, min(begin + BLOCK, box.num_bytes))
     sums[block] = checksum(data)
-    disk.write_at(descriptor, data, offset + begin, path)
-    # Send it to the disk at once: the kernel alone would let a tenth of all memory fill up first.
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset + begin, len(data), os.POSIX_FADV_DONTNEED)
+    file.write(data, offset + begin)
 
 
 def build_index(
@@ -153,6 +203,7 @@ def write_whole(
     about: dict[str, Any],
     disk: Disk | None = None,
     world_size: int = 1,
+    moved: Moved = ignore,
 ) -> None:
     """A committed checkpoint of whole tensors, each asked for in its turn and held alone."""
     disk = disk or Disk()
@@ -168,7 +219,7 @@ def write_whole(
         return held[box.name][begin:end]
 
     files = lay_out(boxes, 0)
-    written = write_files(folder, files, read, disk, num_threads=1)
+    written = write_files(folder, files, read, disk, num_threads=1, moved=moved)
     missing = [box for box in boxes if not box.num_bytes]
     index = build_index("full", [files], [written], run)
     index.world_size = world_size  # of the run: its random streams are in here, too

@@ -127,9 +127,11 @@ def watch(wire: Wire, folder: Path) -> None:
 
 
 def _heard(sign: Sign) -> list[object]:
-    age = max(0.0, time.monotonic() - sign.since)
-    state = state_of(sign.pid)
-    return [sign.rank, sign.step, int(sign.phase), age, sign.probe_seconds, sign.data_wait, state]
+    now = time.monotonic()
+    age, quiet = max(0.0, now - sign.since), max(0.0, now - sign.moved)
+    said = [sign.rank, sign.step, int(sign.phase), age, sign.probe_seconds, sign.data_wait]
+    disk = [int(sign.transfer), quiet, sign.num_bytes, sign.total_bytes]
+    return [*said, state_of(sign.pid), *disk]
 
 
 def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""A rank's sign of life: its step, and what it does in it, in a few bytes of shared memory.
+"""A rank's heartbeat: its step, what it does in it, and the bytes it moves to or from the disk.
 
-Writing them costs a microsecond and no system call, so that every rank does it at every turn. They
-lie in a folder in the node's memory, where the node's agent reads them; beside them, a file for the
-stacks of all threads, which a signal writes whatever the rank is stuck in.
+All of it is a few bytes of shared memory. Writing them costs a microsecond and no system call, so
+that every rank does it at every turn. They are in a folder in the node's memory, where the node's
+agent reads them; next to them is a file for the stacks of all threads, which a signal writes
+whatever the rank is stuck in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from pathlib import Path
 
 BEATS = "OVERLAND_BEATS"  # what the folders of all nodes begin with
 LAYOUT = struct.Struct("<qqqddd")
+PULSE_LAYOUT = struct.Struct("<qdqq")
+SIZE = LAYOUT.size + PULSE_LAYOUT.size
 MEMORY = Path("/dev/shm")
 
 
@@ -34,14 +38,15 @@ class Phase(IntEnum):
     STARTING = 0
     JOINING = 1
     BUILDING = 2
-    DATA = 3
-    COMPUTING = 4
-    REPORTING = 5
-    VALIDATING = 6
-    SAVING = 7
-    ENDING = 8
-    STOPPED = 9
-    FINISHED = 10
+    LOADING = 3
+    DATA = 4
+    COMPUTING = 5
+    REPORTING = 6
+    VALIDATING = 7
+    SAVING = 8
+    ENDING = 9
+    STOPPED = 10
+    FINISHED = 11
 
     @property
     def words(self) -> str:
@@ -49,6 +54,7 @@ class Phase(IntEnum):
             Phase.STARTING: "starting",
             Phase.JOINING: "joining the other ranks",
             Phase.BUILDING: "building the model",
+            Phase.LOADING: "loading a checkpoint",
             Phase.DATA: "waiting for data",
             Phase.COMPUTING: "computing",
             Phase.REPORTING: "writing its log",
@@ -60,9 +66,19 @@ class Phase(IntEnum):
         }[self]
 
 
+class Transfer(IntEnum):
+    """A rank's part in a save or a load of a checkpoint."""
+
+    NONE = 0
+    MOVING = 1
+    """It reads or writes."""
+    WAITING = 2
+    """It waits for other ranks, or for its device."""
+
+
 @dataclass(frozen=True)
 class Sign:
-    """What a rank last said. `since` is on the node's own clock."""
+    """What a rank last said. `since` and `moved` are on the node's own clock."""
 
     rank: int
     pid: int
@@ -71,6 +87,48 @@ class Sign:
     since: float
     probe_seconds: float
     data_wait: float
+    transfer: Transfer
+    moved: float
+    num_bytes: int
+    total_bytes: int
+
+
+class Pulse:
+    """Counts the bytes that a rank reads and writes, so that a slow save can be told from one that
+    hangs. Saves run in the background: any thread may call it."""
+
+    def __init__(self, memory: mmap.mmap | bytearray) -> None:
+        self._memory, self._lock = memory, threading.Lock()
+        self._set(Transfer.NONE, 0, 0)
+
+    def begin(self, total_bytes: int = 0) -> None:
+        self._set(Transfer.MOVING, 0, total_bytes)
+
+    def moved(self, num_bytes: int = 0) -> None:
+        """Bytes, or an operation of the disk that has ended."""
+        self._set(Transfer.MOVING, num_bytes)
+
+    def wait(self) -> None:
+        """From now on it is not for the disk that this rank waits."""
+        self._set(Transfer.WAITING)
+
+    def end(self) -> None:
+        self._set(Transfer.NONE)
+
+    @property
+    def quiet_seconds(self) -> float:
+        """How long nothing has moved; 0 for a rank that has nothing to move."""
+        return time.monotonic() - self._moved if self._state is Transfer.MOVING else 0.0
+
+    def _set(self, state: Transfer, more_bytes: int = 0, total_bytes: int | None = None) -> None:
+        with self._lock:
+            self._state, self._moved = state, time.monotonic()
+            if total_bytes is not None:  # a new transfer
+                self._num_bytes, self._total_bytes = 0, total_bytes
+            self._num_bytes += more_bytes
+            self._memory[LAYOUT.size :] = PULSE_LAYOUT.pack(
+                state, self._moved, self._num_bytes, self._total_bytes
+            )
 
 
 class Beat:
@@ -80,19 +138,19 @@ class Beat:
         self.is_read = folder is not None
         self.step, self.phase = 0, Phase.STARTING
         self.probe_seconds = self.data_wait = 0.0
-        if folder is None:
-            self._memory = mmap.mmap(-1, LAYOUT.size)
-        else:
+        self._memory: mmap.mmap | bytearray = bytearray(SIZE)
+        if folder is not None:
             with (folder / f"{rank}.beat").open("w+b") as file:
-                file.truncate(LAYOUT.size)
-                self._memory = mmap.mmap(file.fileno(), LAYOUT.size)
+                file.truncate(SIZE)
+                self._memory = mmap.mmap(file.fileno(), SIZE)
+        self.pulse = Pulse(self._memory)
         self.enter(Phase.STARTING)
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         self.phase = phase
         self.step = self.step if step is None else step
         # In one piece: pack_into clears first what it then writes, and a reader could see that.
-        self._memory[:] = LAYOUT.pack(
+        self._memory[: LAYOUT.size] = LAYOUT.pack(
             os.getpid(), self.step, phase, time.monotonic(), self.probe_seconds, self.data_wait
         )
 
@@ -144,7 +202,22 @@ def read_signs(folder: Path) -> list[Sign]:
         data = b""
         while data != (data := path.read_bytes()):  # whole, if it is the same twice
             pass
-        if len(data) == LAYOUT.size and any(data):
-            pid, step, phase, since, probe, wait = LAYOUT.unpack(data)
-            signs.append(Sign(int(path.stem), pid, step, Phase(phase), since, probe, wait))
+        if len(data) == SIZE and any(data[: LAYOUT.size]):
+            pid, step, phase, since, probe, wait = LAYOUT.unpack_from(data)
+            transfer, moved, num_bytes, total = PULSE_LAYOUT.unpack_from(data, LAYOUT.size)
+            signs.append(
+                Sign(
+                    int(path.stem),
+                    pid,
+                    step,
+                    Phase(phase),
+                    since,
+                    probe,
+                    wait,
+                    Transfer(transfer),
+                    moved,
+                    num_bytes,
+                    total,
+                )
+            )
     return sorted(signs, key=lambda sign: sign.rank)

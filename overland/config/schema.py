@@ -402,7 +402,8 @@ class Health(Section):
     """Recent losses that are looked at."""
     hang_seconds: PositiveFloat = 60.0
     """A rank that has not gone on for this long, and for ten times what it usually takes, hangs; a
-    job then ends all ranks and starts them again."""
+    job then ends all ranks and starts them again. A save hangs when no byte was written for this
+    long, whatever its size."""
     max_failed_starts: PositiveInt = 8
     """After this many attempts in a row without a new step a job gives its nodes back, and the next
     job of the chain continues on others. The same error at the same place twice stops the chain

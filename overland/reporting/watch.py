@@ -32,6 +32,9 @@ STATES = {
     "silent": "no sign of life",
 }
 SIGNS = ("config.toml", "metrics.jsonl", "attempts.jsonl", "live.json", "owner.json", "submit")
+AT_DISK = ("saving", "loading a checkpoint", "ending")  # phases in which ranks may wait for it
+LATE_STEP_SECONDS, LATE_STEPS = 10.0, 5
+QUIET_SECONDS = 10.0  # without a byte, from which on it is shown
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
 OWNER_SECONDS = 120.0  # renewed every 15 s, and NFS may show it a minute late
@@ -71,6 +74,10 @@ class Snapshot:
     """Of training, at today's pace."""
     step_seconds: float | None = None
     phase: str | None = None
+    stepped: float | None = None
+    """When the last step was done, as far as is known."""
+    transfer: dict[str, Any] | None = None
+    """How far a save or a load is: bytes, total_bytes, and the seconds since the last byte."""
     newest: Record = field(default_factory=dict)
     """The newest line of metrics.jsonl: loss, tokens_per_second, mfu, memory_gib, …"""
     losses: Points = field(default_factory=list)
@@ -124,6 +131,7 @@ class Watch:
             steps=steps if isinstance(steps, int) else None,
             step_seconds=self.history.step_seconds or live.get("step_seconds"),
             phase=live.get("phase"),
+            stepped=max(number(live.get("stepped")), number(newest.get("time"))) or None,
             newest=newest,
             losses=thinned(self.history.losses, CURVE_POINTS),
             held_out=dict(self.history.held_out),
@@ -145,6 +153,8 @@ class Watch:
         seen.state, seen.because = judge(self.run, seen, live, owner, self.events)
         if seen.state in ("finished", "stopped", "failed", "silent", "waiting"):
             seen.slowest, seen.late, seen.checkpoints.saving = None, [], None
+        elif isinstance(live.get("transfer"), dict):
+            seen.transfer = live["transfer"]
         pace = self.history.pace or live.get("step_seconds")
         if pace and seen.steps and seen.state != "finished":
             seen.seconds_left = max(0, seen.steps - seen.step) * pace
@@ -157,7 +167,8 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     age = seen.time - (seen.last_sign or 0)
     supervised = supervisors_word(live)
     if supervised and seen.time - number(live.get("time")) < limit:
-        return supervised
+        state, words = supervised
+        return state, words or waits_for_disk(seen, live)
     if owner and owner_lives(owner, seen.time):
         has_stepped = number(seen.newest.get("time")) >= number(owner.get("since"))
         return "training" if has_stepped else "starting", ""
@@ -196,6 +207,24 @@ def supervisors_word(live: Event) -> tuple[str, str] | None:
     if state == "preflight":
         return "starting", "testing the nodes"
     return (state, "") if state in STATES else ("starting", state)
+
+
+def waits_for_disk(seen: Snapshot, live: Event) -> str:
+    """In words, where training has stopped for a save or a load; empty where it goes on."""
+    late = max(LATE_STEP_SECONDS, LATE_STEPS * (seen.step_seconds or 0))
+    if live.get("phase") not in AT_DISK or seen.time - (seen.stepped or 0) < late:
+        return ""
+    how_far = transferred(live["transfer"]) if isinstance(live.get("transfer"), dict) else ""
+    what = "loading a checkpoint" if live["phase"] == AT_DISK[1] else "waiting for a save"
+    return f"{what}, {how_far}" if how_far else what
+
+
+def transferred(transfer: Event) -> str:
+    """`12.0 of 40.0 GB, no byte for 45 s`."""
+    done, total = number(transfer.get("bytes")), number(transfer.get("total_bytes"))
+    words = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB" if total else f"{done / 1e9:.1f} GB"
+    quiet = number(transfer.get("quiet_seconds"))
+    return words + (f", no byte for {duration(quiet)}" if quiet > QUIET_SECONDS else "")
 
 
 def last_sign(run: Path, live: Event, owner: Event, newest: Record, events: Events) -> float | None:

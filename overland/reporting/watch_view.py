@@ -12,7 +12,7 @@ from rich.text import Text
 
 from overland.reporting.curve import MARK, curve
 from overland.reporting.history import thinned
-from overland.reporting.watch import STATES, Snapshot, duration
+from overland.reporting.watch import STATES, Snapshot, duration, transferred
 
 COLOURS = {
     "training": "green",
@@ -70,6 +70,7 @@ def progress(seen: Snapshot) -> RenderableType:
         ProgressBar(total=seen.steps, completed=min(seen.step, seen.steps), width=30),
         f"{share:.1%}",
         time_left(seen),
+        last_step(seen),
     )
     return line
 
@@ -78,9 +79,15 @@ def time_left(seen: Snapshot) -> str:
     if seen.seconds_left is None:
         return ""
     left = duration(seen.seconds_left)
-    if seen.state != "training":
+    if seen.state != "training" or seen.because:  # when it goes on, nobody knows
         return f"{left} of training to go"
     return f"{left} to go, until {moment(seen.time + seen.seconds_left, seen.time)}"
+
+
+def last_step(seen: Snapshot) -> str:
+    if not seen.stepped or seen.state == "finished":
+        return ""
+    return f"last step {duration(seen.time - seen.stepped)} ago"
 
 
 def session(seen: Snapshot) -> Text | None:
@@ -153,7 +160,8 @@ def checkpoints(seen: Snapshot) -> Text | None:
         words.append(f"{found.newest}, {duration(seen.time - found.saved_at)} ago")
         words.append(f"{found.count} in all")
     if found.saving:
-        words.append(f"saving {found.saving}")
+        how_far = f": {transferred(seen.transfer)}" if seen.transfer else ""
+        words.append(f"saving {found.saving}{how_far}")
     text = Text("   ".join(words))
     if found.not_finite:
         text.append("   " if words else "")

@@ -17,12 +17,13 @@ from overland.checkpoint.convert.lazy import cast
 from overland.checkpoint.convert.options import Options
 from overland.checkpoint.convert.overland import source_of
 from overland.checkpoint.convert.source import companions_in
-from overland.checkpoint.disk import Disk
+from overland.checkpoint.disk import Disk, Moved
 from overland.checkpoint.errors import CheckpointError, sentence
 from overland.checkpoint.finite import in_words
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import Checkpoint
 from overland.checkpoint.snapshot import Direct
+from overland.checkpoint.store import Stalled
 from overland.checkpoint.write import Written, build_index, write_files
 from overland.training.state import learned_names, run_facts, saved_state
 
@@ -32,31 +33,45 @@ if TYPE_CHECKING:
 
 def export_hf(run: Run) -> Path:
     """Writes `hf/` in the run folder, in place of an earlier one."""
-    group, shards = run.store.group, run.folder.root / ".hf.shards"
+    store, shards = run.store, run.folder.root / ".hf.shards"
+    group = store.group
     state = {name: value for name, value in saved_state(run).items() if name.startswith("model.")}
     plan, parts = plan_save(state, group), Direct()
     parts.take(state, learned_names(run))
-    written: list[Written] = []
-    error = ""
-    try:
-        written = write_files(shards, plan.files, parts.read, Disk())
-        if names := parts.not_finite():
-            error = f"{in_words(names)} holds values that are not finite"
-    except OSError as problem:
-        error = sentence(problem)
-    reports = gather((error, written), group)
-    if run.world.is_first:
+
+    def write(moved: Moved) -> tuple[str, list[Written]]:
+        try:
+            written = write_files(shards, plan.files, parts.read, Disk(), moved=moved)
+            store.pulse.wait()  # for the device, or this processor
+            names = parts.not_finite()
+            return f"{in_words(names)} holds values that are not finite" if names else "", written
+        except OSError as problem:
+            return sentence(problem), []
+
+    def conclude(moved: Moved) -> str:
+        if not run.world.is_first:
+            return ""
         error = next((text for text, _ in reports if text), "")
         try:
             if not error:
                 done = [some for _, some in reports]
                 index = build_index("shard", plan.files_of_ranks, done, run_facts(run))
-                with Checkpoint(shards, index, {}) as checkpoint:
+                with Checkpoint(shards, index, {}, moved) as checkpoint:
                     _write(checkpoint, run)
         except (OSError, CheckpointError) as problem:
             error = sentence(problem)
         shutil.rmtree(shards, ignore_errors=True)
-    if error := broadcast(error, group):  # in the store's group, which has patience
+        return error
+
+    store.pulse.begin(plan.num_bytes)
+    try:
+        reports = gather(store.together(write), group)
+        error = broadcast(store.together(conclude), group)
+    except Stalled as problem:
+        error = str(problem)
+    finally:
+        store.pulse.end()
+    if error:
         raise CheckpointError(f"{run.folder.hf} was not written: {error}")
     return run.folder.hf
 

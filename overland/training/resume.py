@@ -97,13 +97,16 @@ def resume_newest(run: Run, report: Report) -> bool:
 def try_to_restore(run: Run, path: Path, report: Report) -> str:
     """Empty if every rank could; else what the first one that could not has to say."""
     notes, problem = [], ""
+    run.beat.pulse.begin()
     try:
         notes = restore(run, path, run.config.checkpoint.skip_optimizer)
     except (CheckpointError, OSError) as error:
         problem = str(error)
     except (KeyError, TypeError, ValueError) as error:  # a hand-made one, say
         problem = f"{path} is not what a run saves: {type(error).__name__} {error}"
+    run.beat.pulse.wait()
     problem = first_problem(problem)
+    run.beat.pulse.end()
     if not problem:
         run.resumed_own = path.parent.resolve() == run.store.folder.resolve()
         fresh = ", with a new optimizer" if run.config.checkpoint.skip_optimizer else ""

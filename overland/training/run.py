@@ -15,7 +15,7 @@ from torch import nn
 from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Store
-from overland.cluster.beat import Beat
+from overland.cluster.beat import Beat, Phase
 from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
@@ -96,6 +96,7 @@ def build_run(
     beat: Beat | None = None,
 ) -> Run:
     """Model on the meta device, made parallel, then given memory and weights; then all the rest."""
+    beat = beat or Beat()
     set_seeds(config.debug)
     folder = RunFolder.of(config)
     folder.root.mkdir(parents=True, exist_ok=True)
@@ -148,11 +149,20 @@ def build_run(
             config, rows, architecture.vocab_size, place, folder.data, writes=world.is_first
         ),
         validation_data(config, held_out_rows, architecture.vocab_size, place),
-        Store(folder.checkpoints, config.checkpoint, device, world.local_size),
+        Store(
+            folder.checkpoints,
+            config.checkpoint,
+            device,
+            world.local_size,
+            beat=beat,
+            stall_seconds=config.health.hang_seconds,
+        ),
         SpikeGuard(config.health) if config.health.spike_guard != "off" else None,
-        beat=beat or Beat(),
+        beat=beat,
     )
+    beat.enter(Phase.LOADING)
     start_from(run, report)
+    beat.enter(Phase.BUILDING)
     if splits(mesh, config.training):
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)

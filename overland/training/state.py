@@ -98,7 +98,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     """Goes on where the checkpoint was saved; returns what the user should know."""
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, run.beat.pulse.moved) as checkpoint:
         with run.optimizer.masters.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
             check_finite(run, path, skip_optimizer)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from overland.checkpoint import write
 from overland.checkpoint.disk import Disk
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import LATEST, list_checkpoints
 from overland.checkpoint.format import marker
 from overland.checkpoint.plan import Packed
-from overland.checkpoint.read import load, open_checkpoint
+from overland.checkpoint.read import fill, load, open_checkpoint
 from overland.checkpoint.store import Store
 from overland.checkpoint.verify import verify
+from overland.cluster.beat import Beat, Transfer, read_signs
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import Checkpoint as Settings
@@ -255,6 +259,94 @@ def ways_of_saving(world: World, folder: Path) -> bool:
 
 def test_ranks_agree_on_whether_training_waits(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, ways_of_saving, tmp_path) == [False, False]
+
+
+class HangingDisk(SlowDisk):
+    """Hangs when it first writes numbers, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_written = threading.Event()
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        if offset and not self.writing.is_set():
+            super().write_at(descriptor, data, offset, path)
+            self.has_written.set()
+        else:
+            Disk.write_at(self, descriptor, data, offset, path)
+
+
+def a_save_that_hangs_on_one_rank(world: World, folder: Path) -> list[str]:
+    """Rank 1's disk hangs in the first save. It answers in the next, of the same step, and one
+    more; when both are done, the first one's thread goes on."""
+    disk = HangingDisk() if world.rank == 1 else Disk()
+    store = Store(folder, Settings(), disk=disk, stall_seconds=2.0)
+    errors = []
+    for attempt, step in enumerate([1, 1, 2]):
+        value = 10 * attempt + world.rank
+        store.save(step, {f"rank_{world.rank}": torch.full((50_000,), float(value))}, {})
+        errors += [outcome.error for outcome in store.finish()]
+    if isinstance(disk, HangingDisk):
+        disk.go_on.set()
+        assert disk.has_written.wait(60)
+    store.close()
+    return errors
+
+
+def test_a_save_in_which_no_byte_moves_is_given_up_by_all_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for first, *later in ranks.run(3, a_save_that_hangs_on_one_rank, tmp_path):
+        assert re.match(r"rank 1 on \S+ has neither read nor written a byte for \d+ s", first)
+        assert later == ["", ""]
+    assert verify(tmp_path / "step_1") == []
+    got = {f"rank_{rank}": torch.empty(50_000) for rank in range(3)}
+    load(tmp_path / "step_1", got)
+    assert [tensor.unique().tolist() for tensor in got.values()] == [[10.0], [11.0], [12.0]]
+
+
+class Crawling(Disk):
+    """Takes its time for every write, but writes."""
+
+    def write_at(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+        time.sleep(0.1)
+        super().write_at(descriptor, data, offset, path)
+
+
+def test_a_slow_save_may_take_longer_than_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "PIECE", 10_000)  # about forty writes, in parts and put together
+    settings = Settings.model_validate({"type": "full", "async_mode": "disabled"})
+    store = Store(tmp_path, settings, disk=Crawling(), stall_seconds=2.0)
+    store.save(3, some_state(3), {"progress": {"step": 3}})
+    (outcome,) = store.finish()
+    assert not outcome.error
+    assert outcome.seconds > 3.0
+    loads_as(tmp_path, 3)
+
+
+def test_what_is_written_and_read_is_counted(tmp_path: Path) -> None:
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    beat = Beat(0, beats)
+    disk, state = SlowDisk(), {"x": torch.zeros(5_000_000)}
+    store = Store(tmp_path / "saves", Settings(), disk=disk, beat=beat)
+    store.save(1, state, {})
+    assert disk.writing.wait(60)
+    [sign] = read_signs(beats)
+    assert (sign.transfer, sign.num_bytes, sign.total_bytes // 10**6) == (Transfer.MOVING, 0, 20)
+    disk.go_on.set()
+    store.finish()
+    store.close()
+    [sign] = read_signs(beats)
+    assert sign.transfer is Transfer.NONE
+    assert sign.num_bytes == sign.total_bytes
+    beat.pulse.begin()
+    with open_checkpoint(tmp_path / "saves" / "step_1", beat.pulse.moved) as checkpoint:
+        fill(checkpoint, state)
+    [sign] = read_signs(beats)
+    assert sign.num_bytes == 20_000_000
 
 
 def test_the_one_just_written_is_never_deleted(tmp_path: Path) -> None:

@@ -95,6 +95,25 @@ def test_a_supervised_run_in_training(tmp_path: Path) -> None:
         assert words in text, words
 
 
+def test_a_run_that_waits_for_a_save_says_so_and_gives_no_time_of_its_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=51, done=50, pace=0.5)
+    add_checkpoint(run, ".step_50.tmp", committed=False)
+    disk = {"bytes": 12_000_000_000, "total_bytes": 40_000_000_000, "quiet_seconds": 45.0}
+    set_live(run, time=NOW + 1, phase="ending", stepped=NOW - 50, transfer=disk)
+    (run / "metrics.jsonl").write_text(line(49, NOW - 51) + line(50, NOW - 50))
+    seen = look(run)
+    waits = "waiting for a save, 12.0 of 40.0 GB, no byte for 45 s"
+    assert (seen.state, seen.because) == ("training", waits)
+    text = shown(seen, 160)
+    for words in ("1 s of training to go", "last step 50 s ago", "saving step_50: 12.0 of 40.0 GB"):
+        assert words in text
+    assert "until" not in text
+    set_live(run, time=NOW + 1, phase="saving", stepped=NOW - 2, transfer=disk)
+    seen = look(run)
+    assert (seen.state, seen.because) == ("training", ""), "a save in the background"
+    assert "saving step_50: 12.0 of 40.0 GB, no byte for 45 s" in shown(seen, 160)
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [

@@ -393,6 +393,8 @@ class Supervisor:
             ranks=len(dog.ranks),
             nodes=len(dog.nodes),
             step_seconds=statistics.median(self._step_times) if self._step_times else None,
+            stepped=dog.stepped and round(time.time() - (time.monotonic() - dog.stepped), 1),
+            transfer=dog.transfer(),
             slowest=slowest
             and {
                 "rank": slowest.rank,
@@ -406,6 +408,10 @@ class Supervisor:
         )
 
     def note_slow_ones(self, dog: Watchdog) -> None:
+        for rank in dog.stalled_ranks():
+            what = f"has moved no byte of a checkpoint for {rank.quiet:.0f} s"
+            tell(f"rank {rank.rank} on {rank.node} {what}")
+            self.logbook.write("stall", rank=rank.rank, node=rank.node, step=rank.step, what=what)
         for rank, factor, what in dog.stragglers():
             tell(f"rank {rank.rank} on {rank.node} is slow: it {what}")
             self.logbook.write(

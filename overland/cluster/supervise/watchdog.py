@@ -3,6 +3,9 @@
 How long a phase may last is learned from how long it has taken: ten times the longest so far, and
 `health.hang_seconds` at least. The first steps of an attempt teach nothing, and may take long:
 weights are read, blocks compiled, connections made.
+
+While ranks wait for the disk, it is bytes that count: a save or a load may take as long as it
+needs, and hangs when a rank has moved no byte for `health.hang_seconds`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from overland.cluster.beat import Phase
+from overland.cluster.beat import Phase, Transfer
 from overland.cluster.last_words import Kind
 from overland.cluster.supervise.faults import Fault, name_ranks
 
@@ -23,8 +26,8 @@ LATEST_START_SECONDS = 120.0  # after as long, and 5 × what half of the nodes t
 GONE_SECONDS = 10.0  # from the end of a rank to its last words, or srun's: on their way elsewhere
 SLOW = 1.5  # × the median of all ranks
 SLOW_READINGS = 5
-# Saves end in the background: one may have to wait for the one before, which none did until then.
 LEARNED = (Phase.DATA, Phase.COMPUTING, Phase.REPORTING, Phase.VALIDATING)
+AT_DISK = (Phase.LOADING, Phase.SAVING, Phase.ENDING)  # phases in which ranks may wait for the disk
 MOST_TO_BLAME = 2  # nodes; where more stand out, it is the layout that makes them differ
 LATE_DATA = 0.2  # of the time waited for data, more than the median rank
 
@@ -41,6 +44,11 @@ class Heard:
     probe_seconds: float = 0.0
     data_wait: float = 0.0
     state: str = "R"
+    transfer: Transfer = Transfer.NONE
+    quiet: float = 0.0
+    """Seconds since it last moved a byte to or from the disk."""
+    num_bytes: int = 0
+    total_bytes: int = 0
     slow_readings: int = 0
     has_new_reading: bool = False
 
@@ -55,8 +63,13 @@ class Heard:
         return self.state in ("T", "t")
 
     @property
+    def is_moving(self) -> bool:
+        """Bytes to or from the disk, or it should be."""
+        return self.transfer is Transfer.MOVING
+
+    @property
     def is_over(self) -> bool:
-        return self.phase >= Phase.ENDING
+        return self.phase >= Phase.STOPPED
 
 
 @dataclass
@@ -65,11 +78,14 @@ class Watchdog:
     nodes: Sequence[str]
     started: float
     ranks: dict[int, Heard] = field(default_factory=dict)
+    stepped: float | None = None
+    """When a rank was first heard to have done the last step."""
     _longest: dict[Phase, float] = field(default_factory=dict)
     _called: dict[str, float] = field(default_factory=dict)
     _heard: dict[str, float] = field(default_factory=dict)
     _named_slow: set[int] = field(default_factory=set)
     _gone: dict[int, float] = field(default_factory=dict)
+    _named_stalled: set[int] = field(default_factory=set)
     _first_step: int | None = None
 
     def call(self, node: str, now: float) -> None:
@@ -79,7 +95,8 @@ class Watchdog:
 
     def hear(self, node: str, beats: Sequence[Sequence[float | str]], now: float) -> None:
         self._heard[node] = now
-        for rank, step, phase, age, probe, wait, state in beats:
+        before = self.step
+        for rank, step, phase, age, probe, wait, state, transfer, quiet, moved, total in beats:
             known = self.ranks.setdefault(int(rank), Heard(int(rank), node))
             place = int(step), Phase(int(phase))
             if place != known.place:
@@ -89,6 +106,10 @@ class Watchdog:
             if float(probe) != known.probe_seconds:
                 known.probe_seconds, known.has_new_reading = float(probe), True
             known.data_wait = float(wait)
+            known.transfer, known.quiet = Transfer(int(transfer)), float(quiet)
+            known.num_bytes, known.total_bytes = int(moved), int(total)
+        if self.step > before:
+            self.stepped = now
 
     @property
     def step(self) -> int:
@@ -100,6 +121,8 @@ class Watchdog:
         return min((rank.phase for rank in self.ranks.values()), default=Phase.STARTING)
 
     def limit(self, phase: Phase) -> float:
+        if phase is Phase.SAVING:  # what it does apart from the disk takes no longer than a step
+            phase = Phase.COMPUTING
         if phase not in self._longest or phase not in LEARNED:
             return max(FIRST_TIME_SECONDS, self.hang_seconds)
         return max(self.hang_seconds, FACTOR * self._longest[phase])
@@ -146,18 +169,43 @@ class Watchdog:
     def late_ranks(self) -> list[Heard]:
         """Those that have been in one phase for longer than it may last. A process that was
         stopped by a signal never goes on by itself, whatever its phase."""
+        is_moving = any(rank.is_moving and not self._is_stuck(rank) for rank in self.ranks.values())
         return [
             rank
             for rank in self.ranks.values()
-            if not rank.is_over
-            and rank.age > (self.hang_seconds if rank.is_stopped else self.limit(rank.phase))
+            if not rank.is_over and self._is_late(rank, is_moving)
         ]
 
+    def _is_late(self, rank: Heard, is_moving: bool) -> bool:
+        if rank.is_stopped:
+            return rank.age > self.hang_seconds
+        if rank.phase in AT_DISK and rank.is_moving:
+            return self._is_stuck(rank)
+        if rank.phase in AT_DISK and is_moving:  # it waits for one that moves
+            return False
+        idle = min(rank.age, rank.quiet) if rank.transfer is Transfer.WAITING else rank.age
+        return idle > self.limit(rank.phase)
+
+    def _is_stuck(self, rank: Heard) -> bool:
+        return rank.is_moving and rank.quiet > self.hang_seconds
+
+    def stalled_ranks(self) -> list[Heard]:
+        """Ranks whose save has stopped moving while training goes on, since this was last asked."""
+        stuck = [rank for rank in self.ranks.values() if self._is_stuck(rank)]
+        new = [rank for rank in stuck if rank.rank not in self._named_stalled]
+        self._named_stalled = {rank.rank for rank in stuck}
+        return new
+
     def hang(self, late: Sequence[Heard], odd: Sequence[int] = ()) -> Fault:
-        """Who the others wait for: a process that is stopped; else the one that is behind; else
-        the one whose stack is another (`odd`)."""
+        """Who the others wait for: a process that is stopped; else the one whose bytes do not move
+        while others have moved theirs; else the one that is behind; else the one whose stack is
+        another (`odd`)."""
         stopped = [rank for rank in late if rank.is_stopped]
-        behind = self._behind()
+        stuck = [rank for rank in late if self._is_stuck(rank)]
+        if 2 * len(stuck) >= len(self.ranks):  # the file system answers nobody
+            odd, behind = (), []
+        else:
+            behind = stuck or self._behind()
         named = stopped or behind or [self.ranks[rank] for rank in odd if rank in self.ranks]
         if not 0 < len({rank.node for rank in named}) <= MOST_TO_BLAME:
             slowest = max(late, key=lambda rank: rank.age)
@@ -165,6 +213,13 @@ class Watchdog:
                 f"no rank has gone on for {slowest.age:.0f} s at step {slowest.step} "
                 f"({slowest.phase.words}), and none stands out; their stacks are kept"
             )
+            if stuck:
+                most = max(stuck, key=lambda rank: rank.quiet)
+                what = (
+                    f"{len(stuck)} of {len(self.ranks)} ranks have moved no byte for "
+                    f"{most.quiet:.0f} s at step {most.step} ({most.phase.words}): their file "
+                    f"system does not answer"
+                )
             return Fault(Kind.HANG, what)
         first = named[0]
         how = "stopped" if first.is_stopped else "hung"
@@ -173,8 +228,22 @@ class Watchdog:
             f"{', '.join(dict.fromkeys(rank.node for rank in named))} {how} at step {first.step}, "
             f"{first.phase.words}, for {first.age:.0f} s"
         )
+        if stuck and not stopped:
+            what += f", with no byte moved for {first.quiet:.0f} s"
         ranks = tuple(rank.rank for rank in named)
         return Fault(Kind.HANG, what, ranks, tuple(dict.fromkeys(rank.node for rank in named)))
+
+    def transfer(self) -> dict[str, float] | None:
+        """How far a save or a load is, on all ranks together; None if there is none."""
+        at_it = [rank for rank in self.ranks.values() if rank.transfer is not Transfer.NONE]
+        if not at_it:
+            return None
+        moving = [rank.quiet for rank in at_it if rank.is_moving]
+        return {
+            "bytes": sum(rank.num_bytes for rank in at_it),
+            "total_bytes": sum(rank.total_bytes for rank in at_it),
+            "quiet_seconds": round(max(moving, default=0.0), 1),
+        }
 
     def stragglers(self) -> list[tuple[Heard, float, str]]:
         """Ranks that have become slow since this was last asked: with the factor, and in words."""

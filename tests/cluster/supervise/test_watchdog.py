@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from overland.cluster.beat import Phase
+import pytest
+
+from overland.cluster.beat import Phase, Transfer
 from overland.cluster.supervise.stacks import odd_ranks
 from overland.cluster.supervise.watchdog import FIRST_TIME_SECONDS, Watchdog
 
 Beats = list[list[float | str]]
 
 
-def beats(*ranks: tuple[int, int, Phase, float], state: str = "S") -> Beats:
-    return [[rank, step, phase, age, 0.0, 0.0, state] for rank, step, phase, age in ranks]
+NO_DISK = [Transfer.NONE, 0.0, 0, 0]
+
+
+def beats(
+    *ranks: tuple[int, int, Phase, float],
+    state: str = "S",
+    disk: tuple[Transfer, float] = (Transfer.NONE, 0.0),
+) -> Beats:
+    """`disk`: a rank's part in a save or a load, and the seconds since its last byte."""
+    return [
+        [rank, step, phase, age, 0.0, 0.0, state, *disk, 0, 0] for rank, step, phase, age in ranks
+    ]
 
 
 def dog_after(step_seconds: float, num_ranks: int = 4, hang_seconds: float = 10.0) -> Watchdog:
@@ -85,10 +97,15 @@ def test_where_all_wait_alike_the_odd_stack_is_named_or_nobody() -> None:
     assert "none stands out" in fault.what
 
 
-def test_ranks_that_end_are_not_late() -> None:
+def test_ranks_that_end_are_given_their_time_and_have_all_of_it_once_they_stopped() -> None:
     dog = dog_after(step_seconds=0.5)
-    hear_all(dog, *((rank, 10, Phase.ENDING, 500.0) for rank in range(4)), now=600.0)
-    assert not dog.late_ranks()
+    for phase, age, late in (
+        (Phase.ENDING, 500.0, 0),
+        (Phase.ENDING, FIRST_TIME_SECONDS + 1, 4),
+        (Phase.FINISHED, FIRST_TIME_SECONDS + 1, 0),
+    ):
+        hear_all(dog, *((rank, 10, phase, age) for rank in range(4)), now=600.0)
+        assert len(dog.late_ranks()) == late
 
 
 def test_a_node_that_falls_silent_is_named() -> None:
@@ -114,12 +131,56 @@ def test_what_was_not_heard_while_nobody_listened_means_nothing() -> None:
     assert dog.silent_nodes(100.0) == []
 
 
-def test_a_save_may_wait_for_the_one_before() -> None:
+MOVING, WAITING = Transfer.MOVING, Transfer.WAITING
+AT_DISK = [Phase.LOADING, Phase.SAVING, Phase.ENDING]
+
+
+def hear_disk(dog: Watchdog, phase: Phase, *disks: tuple[Transfer, float], age: float) -> None:
+    """A disk for each rank, all in one phase."""
+    for rank, disk in enumerate(disks):
+        dog.hear(dog.nodes[rank // 2], beats((rank, 30, phase, age), disk=disk), now=100.0)
+
+
+@pytest.mark.parametrize("phase", AT_DISK)
+def test_a_save_or_a_load_may_last_as_long_as_bytes_move(phase: Phase) -> None:
     dog = dog_after(step_seconds=0.5)
-    for step in range(20, 30):
-        hear_all(dog, *((rank, step, Phase.SAVING, 0.2) for rank in range(4)), now=float(step))
-    hear_all(dog, *((rank, 30, Phase.SAVING, 300.0) for rank in range(4)), now=400.0)
+    hear_disk(dog, phase, (WAITING, 3000.0), (MOVING, 9.0), (WAITING, 5.0), (MOVING, 0.1), age=9000)
     assert not dog.late_ranks()
+
+
+@pytest.mark.parametrize("phase", AT_DISK)
+def test_a_rank_whose_bytes_do_not_move_is_named_with_its_node(phase: Phase) -> None:
+    dog = dog_after(step_seconds=0.5)
+    hear_disk(dog, phase, (WAITING, 60.0), (WAITING, 60.0), (MOVING, 11.0), (MOVING, 0.1), age=70.0)
+    assert [rank.rank for rank in dog.late_ranks()] == [2], "though rank 3 still writes"
+    fault = dog.hang(dog.late_ranks())
+    assert (fault.ranks, fault.nodes) == ((2,), ("n1",))
+    assert "no byte moved for 11 s" in fault.what
+
+
+def test_a_file_system_that_answers_nobody_is_no_nodes_fault() -> None:
+    dog = dog_after(step_seconds=0.5)
+    hear_disk(dog, Phase.SAVING, *[(MOVING, 20.0)] * 4, age=300.0)
+    fault = dog.hang(dog.late_ranks(), odd=[1])
+    assert (fault.ranks, fault.nodes) == ((), ())
+    assert "4 of 4 ranks have moved no byte for 20 s" in fault.what
+
+
+def test_ranks_that_wait_for_nobody_in_a_save_hang() -> None:
+    dog = dog_after(step_seconds=0.5)
+    hear_disk(dog, Phase.SAVING, *[(WAITING, 9.0)] * 4, age=300.0)
+    assert not dog.late_ranks()
+    hear_disk(dog, Phase.SAVING, *[(WAITING, 11.0)] * 4, age=300.0)
+    assert len(dog.late_ranks()) == 4
+
+
+def test_a_save_that_stalls_while_training_goes_on_is_told_once_and_ends_nothing() -> None:
+    dog = dog_after(step_seconds=0.5)
+    for step in range(40, 43):
+        stalled = beats((0, step, Phase.COMPUTING, 0.1), disk=(MOVING, 11.0))
+        dog.hear("n0", stalled, float(step))
+        assert not dog.late_ranks()
+        assert [rank.rank for rank in dog.stalled_ranks()] == ([0] if step == 40 else [])
 
 
 def test_a_process_that_is_gone_is_not_taken_for_a_stopped_one() -> None:
@@ -154,7 +215,9 @@ def test_where_many_nodes_stand_out_none_is_blamed() -> None:
 
 
 def pace(*seconds: float, data_wait: float = 0.0) -> Beats:
-    return [[r, 5, Phase.COMPUTING, 0.1, s, data_wait, "S"] for r, s in enumerate(seconds)]
+    return [
+        [r, 5, Phase.COMPUTING, 0.1, s, data_wait, "S", *NO_DISK] for r, s in enumerate(seconds)
+    ]
 
 
 def test_a_slow_rank_is_named_once_and_only_if_it_stays_slow() -> None:
@@ -173,7 +236,7 @@ def test_a_slow_rank_is_named_once_and_only_if_it_stays_slow() -> None:
 def test_a_rank_that_waits_for_data_is_named() -> None:
     dog = Watchdog(10.0, ["n0", "n1"], started=0.0)
     dog.hear("n0", pace(1.0, 1.0), 1.0)
-    dog.hear("n1", [[2, 5, Phase.DATA, 0.1, 1.0, 0.5, "S"]], 1.0)
+    dog.hear("n1", [[2, 5, Phase.DATA, 0.1, 1.0, 0.5, "S", *NO_DISK]], 1.0)
     [(rank, _, what)] = dog.stragglers()
     assert (rank.rank, rank.node) == (2, "n1")
     assert "waits 50% of its time for data" in what
