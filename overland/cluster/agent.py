@@ -1,7 +1,8 @@
 """One small process per node: tells the first node how the ranks here are, once a second.
 
-The node's first rank starts it. It needs no torch and takes part in no collective, so that it goes
-on when ranks hang, and sees what they cannot tell: that a process was stopped, or is gone.
+The node's first rank starts it, and starts another one if it is killed or stopped. It needs no
+torch and takes part in no collective, so that it goes on when ranks hang, and sees what they cannot
+tell: that a process was stopped, or is gone. If its connection breaks, it calls again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +36,8 @@ from overland.cluster.world import World
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
 CALL_AGAIN_SECONDS = (1, 2, 4, 8)
+LOOK_SECONDS = 1.0  # from one look at an agent to the next
+STOPPED_LOOKS = 3  # an agent that is stopped at so many in a row is replaced
 RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s
 PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
@@ -44,10 +48,9 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
     if BEATS not in env:
         yield Beat()
         return
-    if world.local_rank == 0:
-        start_agent(env)
     os.environ[PIPES] = f"{beats_folder(env)}/nccl_"  # read when the ranks meet
-    with beating(world.rank, env) as beat:
+    kept = kept_agent(env) if world.local_rank == 0 else contextlib.nullcontext()
+    with kept, beating(world.rank, env) as beat:
         try:
             yield beat
         except Exception as error:
@@ -64,66 +67,104 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[B
             raise
 
 
+@contextlib.contextmanager
+def kept_agent(env: Mapping[str, str]) -> Iterator[None]:
+    """The node's agent, started before anything heavy is imported, and kept alive until the end. It
+    outlives this process: it is told when to go."""
+    over = threading.Event()
+    arguments = (start_agent(env), env, over)
+    threading.Thread(target=_keep, args=arguments, name="agent-keeper", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 def start_agent(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """By the first rank of each node, before anything heavy is imported."""
+    """Through a shell that ignores the signals that are meant for ranks. `preexec_fn` could do it
+    too, but not from a thread of a process that has many."""
+    names = " ".join(signal.Signals(number).name.removeprefix("SIG") for number in SIGNALS)
+    ignore = f'trap "" {names}; exec "$@"'
     return subprocess.Popen(
-        [sys.executable, "-m", "overland.cluster.agent"],
+        ["/bin/sh", "-c", ignore, "agent", sys.executable, "-m", "overland.cluster.agent"],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # srun would wait for whoever still holds a rank's output
         stderr=subprocess.DEVNULL,
-        preexec_fn=_leave_signals_to_ranks,
     )
 
 
-def _leave_signals_to_ranks() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _keep(agent: subprocess.Popen[bytes], env: Mapping[str, str], over: threading.Event) -> None:
+    """Without an agent, nobody would know how the ranks of this node are."""
+    waits, looks_stopped = calling_again(), 0
+    while not over.wait(LOOK_SECONDS):
+        looks_stopped = looks_stopped + 1 if state_of(agent.pid) in ("T", "t") else 0
+        if looks_stopped >= STOPPED_LOOKS:
+            agent.kill()
+            agent.wait()
+        if (code := agent.poll()) == 0:  # it was told to go
+            return
+        if code is not None:
+            try:
+                agent, looks_stopped = start_agent(env), 0
+            except OSError:  # no memory for it, say
+                over.wait(next(waits))
+
+
+def calling_again() -> Iterator[int]:
+    """Seconds to wait, longer and longer."""
+    yield from CALL_AGAIN_SECONDS
+    while True:
+        yield CALL_AGAIN_SECONDS[-1]
 
 
 def main() -> None:
-    folder = beats_folder()
+    """Calls the first node, as often as the connection breaks, until it is told to go or all that
+    it watches are gone."""
+    folder, parent = beats_folder(), os.getppid()
     assert folder is not None
     _remove_abandoned(folder)
-    try:
-        wire = _call_first_node()
-        job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
-        wire.send({"node": node_name(), "step": f"{job}.{step}" if step else ""})
-        watch(wire, folder)
-    except OSError:  # the first node was not to be reached, or hung up without a word
-        pass
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _call_first_node() -> Wire:
-    """Thousands of nodes may call at once."""
-    for seconds in CALL_AGAIN_SECONDS:
+    waits = calling_again()
+    job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
+    while True:
         try:
-            return Wire.to_first_node()
-        except OSError:
-            time.sleep(seconds)
-    return Wire.to_first_node()
+            wire = Wire.to_first_node()
+            wire.send({"node": node_name(), "step": f"{job}.{step}" if step else ""})
+            waits = calling_again()
+            if watch(wire, folder, parent):
+                break
+            wire.close()
+        except OSError:  # thousands of nodes may call at once
+            pass
+        if _are_gone(read_signs(folder), parent):
+            break
+        time.sleep(next(waits))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def watch(wire: Wire, folder: Path) -> None:
-    """Until the first node hangs up, or the ranks and who started them are gone."""
-    parent = os.getppid()
+def watch(wire: Wire, folder: Path, parent: int) -> bool:
+    """Returns True when the first node says goodbye, or when the ranks and who started them are
+    gone; False when the connection is."""
     while True:
         signs = read_signs(folder)
-        is_over = os.getppid() != parent and not any(state_of(sign.pid) for sign in signs)
         wire.send({"beats": [_heard(sign) for sign in signs]})  # also that they are gone
-        if is_over:
-            return
+        if _are_gone(signs, parent):
+            return True
         orders = wire.receive(BEAT_SECONDS)
-        if orders is None or any("bye" in order for order in orders):
-            return
+        if orders is None:
+            return False
+        if any("bye" in order for order in orders):
+            return True
         if any("kill" in order for order in orders):
             for sign in signs:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(sign.pid, signal.SIGKILL)
         if any("dump" in order for order in orders):
             wire.send({"stacks": dump(folder, signs)})
+
+
+def _are_gone(signs: list[Sign], parent: int) -> bool:
+    return os.getppid() != parent and not any(state_of(sign.pid) for sign in signs)
 
 
 def _heard(sign: Sign) -> list[object]:

@@ -27,6 +27,7 @@ Message = dict[str, Any]
 
 ADDRESS, KEY = "OVERLAND_WIRE_ADDRESS", "OVERLAND_WIRE_KEY"
 CALL_SECONDS = 60.0
+UNHEARD_SECONDS = 10.0  # after which a connection whose other end confirms nothing is given up
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LONGEST_LINE = 64 * 2**20  # stacks of all ranks of a node fit; a stranger's noise does not go on
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -45,6 +46,9 @@ class Wire:
         host, _, port = env[ADDRESS].rpartition(":")
         wire = cls(socket.create_connection((host, int(port)), timeout=CALL_SECONDS))
         wire.socket.settimeout(None)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a route that is gone would hold us for minutes
+            milliseconds = int(1000 * UNHEARD_SECONDS)
+            wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         wire.send({"key": env[KEY]})
         return wire
 

@@ -42,6 +42,7 @@ class Slow(Callback):
     def on_step(self, run):
         time.sleep({seconds})
 """
+AGENT = "overland.cluster.agent"
 # A process of its own, ahead of all others where it may be, so that what runs between two stops is
 # short on a busy machine too.
 PULSE = """\
@@ -153,6 +154,10 @@ class SubmittedRun:
             if "train" in command and "python" in Path(command[0]).name:
                 found[int(env["SLURM_PROCID"])] = pid, env["SLURMD_NODENAME"]
         return found
+
+    def agents(self) -> list[int]:
+        """The processes that watch over a node's ranks."""
+        return [pid for pid, _, command in self._processes() if AGENT in command[1:]]
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.ranks()[rank][0], number)

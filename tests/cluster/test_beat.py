@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from overland.cluster.agent import PIPES, dump, state_of, under_watch
-from overland.cluster.beat import BEATS, Beat, Phase, beats_folder, beats_prefix, read_signs
+from overland.cluster.agent import PIPES, dump, kept_agent, state_of, under_watch
+from overland.cluster.beat import (
+    BEATS,
+    Beat,
+    Phase,
+    Transfer,
+    beats_folder,
+    beats_prefix,
+    read_signs,
+)
+from overland.cluster.supervise.faults import Findings
+from overland.cluster.supervise.watchdog import Watchdog
+from overland.cluster.supervise.watched import Watched
+from overland.cluster.wire import Switchboard
 from overland.cluster.world import World
 
 WRITER = """
@@ -101,3 +118,104 @@ def test_leaving_for_what_another_rank_did_is_no_mistake_in_the_code(
     with pytest.raises(SystemExit), under_watch(world, {BEATS: str(tmp_path / "beats")}):
         leave()
     assert '"kind": "network", "what": "it left, by SystemExit(1), for' in capsys.readouterr().out
+
+
+@pytest.fixture
+def board() -> Iterator[Switchboard]:
+    board = Switchboard(others=[], env={})
+    yield board
+    board.close()
+
+
+class Ended:
+    """Of an attempt, what `Watched` asks for; nothing has ended."""
+
+    def __init__(self) -> None:
+        self.findings, self.step_id = Findings(2), ""
+
+    def listen(self) -> None:
+        pass
+
+
+def watching(board: Switchboard, *nodes: str) -> Watched:
+    dog = Watchdog(60.0, nodes, started=time.monotonic())
+    return Watched(Ended(), dog, board)  # type: ignore[arg-type]
+
+
+def agents_of(folder: Path) -> list[int]:
+    """Processes of agents whose beats lie there."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes()
+            environ = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if command.endswith(b"-m\0overland.cluster.agent\0") and str(folder).encode() in environ:
+            found.append(int(entry.name))
+    return found
+
+
+def test_an_agent_that_is_killed_stopped_or_cut_off_is_there_again(
+    board: Switchboard, tmp_path: Path
+) -> None:
+    prefix = str(tmp_path / "beats")
+    env = {**os.environ, **board.environment(), BEATS: prefix, "SLURMD_NODENAME": "n1"}
+    watched = watching(board, "n1", "n2")
+    folder = beats_folder(env)
+    assert folder is not None
+    beat = Beat(0, folder)
+
+    def wait_for_step(step: int) -> None:
+        beat.enter(Phase.COMPUTING, step)
+        deadline = time.monotonic() + 120
+        while watched.dog.step < step or "n1" not in watched.wires.values():
+            assert time.monotonic() < deadline, f"step {step} was not heard of"
+            watched.hear()
+            time.sleep(0.05)
+        assert "n1" not in watched.hung_up
+
+    with kept_agent(env):
+        wait_for_step(1)
+        [agent] = agents_of(tmp_path)
+        os.kill(agent, signal.SIGTERM)  # which is for ranks
+        wait_for_step(2)
+        assert agents_of(tmp_path) == [agent]
+        for step, number in ((3, signal.SIGKILL), (4, signal.SIGSTOP)):
+            [agent] = agents_of(tmp_path)
+            os.kill(agent, number)
+            while agents_of(tmp_path) == [agent]:
+                time.sleep(0.05)
+            wait_for_step(step)
+        for wire in list(watched.wires):  # the network loses the connection
+            wire.socket.shutdown(socket.SHUT_RDWR)
+        beat.enter(Phase.COMPUTING, 5)
+        while not watched.hung_up:
+            watched.hear()
+        wait_for_step(5)
+        watched.ask_all({"bye": True})
+        while agents_of(tmp_path):
+            time.sleep(0.05)
+    assert not folder.exists(), "an agent that was told to go tidies up"
+
+
+def test_a_node_is_not_lost_while_steps_are_done(board: Switchboard) -> None:
+    watched, now = watching(board, "n1", "n2"), time.monotonic()
+    beats = [0, 7, Phase.COMPUTING, 0.1, 0.0, 0.0, "S", Transfer.NONE, 0.0, 0, 0]
+    for node in ("n1", "n2"):
+        watched.dog.call(node, now - 300)
+    watched.hung_up["n2"] = now - 300
+    watched.dog.hear("n1", [beats], now - 200)
+    assert watched.lost_nodes() == ["n2", "n1"]
+    beats[1] = 8
+    watched.dog.hear("n1", [beats], time.monotonic())
+    assert watched.lost_nodes() == []
+    assert watched.silent_nodes() == ["n2"], "which is told"
+
+
+def test_the_node_of_the_supervisor_is_not_lost(board: Switchboard) -> None:
+    watched = watching(board, "n1", "n2")
+    watched.here = "n1"
+    for node in ("n1", "n2"):
+        watched.dog.call(node, time.monotonic() - 300)
+    assert watched.lost_nodes() == ["n2"]

@@ -169,9 +169,8 @@ class Supervisor:
         with contextlib.suppress(OSError):  # for NCCL, which writes there when it gives up
             folder.mkdir(parents=True, exist_ok=True)
         attempt = Attempt(command, self.rank_environment(board), len(nodes))
-        watched = Watched(
-            attempt, Watchdog(self.job.hang_seconds, nodes, started=time.monotonic()), board
-        )
+        dog = Watchdog(self.job.hang_seconds, nodes, started=time.monotonic())
+        watched = Watched(attempt, dog, board, here=self.roster.batch_host)
         try:
             self.watch(watched)
         finally:
@@ -194,6 +193,7 @@ class Supervisor:
         """Until the ranks have ended, or must be."""
         attempt, dog, findings = watched.attempt, watched.dog, watched.attempt.findings
         passed_on, looked = False, time.monotonic()
+        unheard: list[str] = []
         while True:
             if time.monotonic() - looked > AWAY_SECONDS:  # this process was stopped, say
                 watched.forgive()
@@ -209,6 +209,7 @@ class Supervisor:
                 return
             if watched.is_to_end():
                 return
+            unheard = self.note_silent_ones(watched.silent_nodes(), unheard)
             if dog.late_ranks():
                 findings.hang = self.look_into(watched)
                 if findings.hang is not None:
@@ -406,6 +407,18 @@ class Supervisor:
                 for r in dog.late_ranks()
             ],
         )
+
+    def note_silent_ones(self, silent: list[str], before: list[str]) -> list[str]:
+        """Nodes that do not speak while steps are done: nobody sees how their ranks are."""
+        for node in silent:
+            if node not in before:
+                tell(f"{node} says nothing, but steps go on: its agent is gone")
+                self.logbook.write("agent", node=node, step=self.furthest, what="silent")
+        for node in before:
+            if node not in silent:
+                tell(f"{node} is heard again")
+                self.logbook.write("agent", node=node, step=self.furthest, what="heard again")
+        return silent
 
     def note_slow_ones(self, dog: Watchdog) -> None:
         for rank in dog.stalled_ranks():

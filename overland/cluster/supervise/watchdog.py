@@ -11,6 +11,7 @@ needs, and hangs when a rank has moved no byte for `health.hang_seconds`.
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ FACTOR = 10.0
 FIRST_TIME_SECONDS = 1800.0
 UNTYPICAL_STEPS = 2
 SILENT_SECONDS = 15.0
+ADVANCING_SECONDS = 5.0  # from one step to the next, at least, before it may be that none will come
 LATEST_START_SECONDS = 120.0  # after as long, and 5 × what half of the nodes took, a node is lost
 GONE_SECONDS = 10.0  # from the end of a rank to its last words, or srun's: on their way elsewhere
 SLOW = 1.5  # × the median of all ranks
@@ -81,6 +83,7 @@ class Watchdog:
     stepped: float | None = None
     """When a rank was first heard to have done the last step."""
     _longest: dict[Phase, float] = field(default_factory=dict)
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     _called: dict[str, float] = field(default_factory=dict)
     _heard: dict[str, float] = field(default_factory=dict)
     _named_slow: set[int] = field(default_factory=set)
@@ -89,8 +92,8 @@ class Watchdog:
     _first_step: int | None = None
 
     def call(self, node: str, now: float) -> None:
-        """The agent of a node is there."""
-        self._called[node] = now - self.started
+        """The agent of a node is there, or there again."""
+        self._called.setdefault(node, now - self.started)
         self._heard[node] = now
 
     def hear(self, node: str, beats: Sequence[Sequence[float | str]], now: float) -> None:
@@ -109,6 +112,8 @@ class Watchdog:
             known.transfer, known.quiet = Transfer(int(transfer)), float(quiet)
             known.num_bytes, known.total_bytes = int(moved), int(total)
         if self.step > before:
+            if self.stepped is not None:
+                self._step_times.append((now - self.stepped) / (self.step - before))
             self.stepped = now
 
     @property
@@ -165,6 +170,14 @@ class Watchdog:
             for rank in self.ranks.values()
             if rank.rank not in gone
         )
+
+    def is_advancing(self, now: float) -> bool:
+        """Whether steps are done, as far as is known: the next one may take twice as long as
+        usual."""
+        if self.stepped is None:
+            return False
+        usual = statistics.median(self._step_times) if self._step_times else 0.0
+        return now - self.stepped <= max(ADVANCING_SECONDS, 2 * usual)
 
     def late_ranks(self) -> list[Heard]:
         """Those that have been in one phase for longer than it may last. A process that was

@@ -19,6 +19,8 @@ class Watched:
     attempt: Attempt
     dog: Watchdog
     board: Switchboard
+    here: str = ""
+    """The node of this process."""
     wires: dict[Wire, str] = field(default_factory=dict)
     hung_up: dict[str, float] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
@@ -33,24 +35,37 @@ class Watched:
                 if node:
                     self.hung_up[node] = now
             elif "node" in message:
-                self.wires[wire] = message["node"]
+                node = message["node"]
+                # It may call again before the end of its last connection is noticed.
+                self.wires = {w: other for w, other in self.wires.items() if other != node}
+                self.wires[wire] = node
+                self.hung_up.pop(node, None)
                 self.attempt.step_id = self.attempt.step_id or message["step"]
-                self.dog.call(message["node"], now)
+                self.dog.call(node, now)
             elif "beats" in message and wire in self.wires:
                 self.dog.hear(self.wires[wire], message["beats"], now)
             elif "stacks" in message:
                 self.stacks.update({int(rank): text for rank, text in message["stacks"].items()})
 
-    def lost_nodes(self) -> list[str]:
-        """Nodes that are silent, of which srun has nothing to say and whose ranks had not ended."""
+    def silent_nodes(self) -> list[str]:
+        """Nodes whose agents say nothing, of which srun has nothing to say either and whose ranks
+        had not ended."""
         now = time.monotonic()
         hung_up = [n for n, since in self.hung_up.items() if now - since > HANG_UP_SECONDS]
         ended = self._nodes_that_ended()
-        return [node for node in [*hung_up, *self.dog.silent_nodes(now)] if node not in ended]
+        silent = dict.fromkeys([*hung_up, *self.dog.silent_nodes(now)])
+        return [node for node in silent if node not in ended]
+
+    def lost_nodes(self) -> list[str]:
+        """Silent nodes, once nothing else speaks for them: ranks wait for one another, so that a
+        step that is done was done on every node; and this process runs on one of them."""
+        if self.dog.is_advancing(time.monotonic()):
+            return []
+        return [node for node in self.silent_nodes() if node != self.here]
 
     def undecided_nodes(self, since: float) -> list[str]:
         """Nodes that have not been heard of since then, and may be lost or not."""
-        decided = {*self.attempt.findings.lost, *self._nodes_that_ended()}
+        decided = {*self.attempt.findings.lost, *self._nodes_that_ended(), self.here}
         return [node for node in self.dog.quiet_nodes(since) if node not in decided]
 
     def _nodes_that_ended(self) -> set[str]:

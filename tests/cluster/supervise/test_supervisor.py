@@ -4,6 +4,7 @@ by itself each time, and ends with the bits of a run that nothing happened to.""
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,12 +38,20 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def story(nodes: Slurm, disk: Path) -> SubmittedRun:
-    """One rank is slow for a while. Then rank 0's node is lost; a rank is killed, another one
-    stopped, the disk filled; one more node is lost. Each time it has gone on before the next."""
+    """One node's agent is killed and another's stopped; one rank is slow for a while. Then rank 0's
+    node is lost; a rank is killed, another one stopped, the disk filled; one more node is lost.
+    Each time it has gone on before the next."""
     run = SubmittedRun(
         nodes, disk, STEPS, 2, "--spares", "2", "--time", "00:20:00", "--no-preflight"
     )
     run.wait_for_step(5)
+    killed, stopped = run.agents()
+    os.kill(killed, signal.SIGKILL)
+    os.kill(stopped, signal.SIGSTOP)
+    run.wait_until(
+        lambda: len(run.agents()) == 2 and not {killed, stopped} & {*run.agents()},
+        "both agents have been replaced",
+    )
     with run.slowed(SLOW_RANK):
         run.wait_until(lambda: named_slow(run), f"rank {SLOW_RANK} is named as slow")
     run.wait_for_step(12)

@@ -124,6 +124,14 @@ def test_a_node_that_never_spoke_is_named_when_most_have() -> None:
         assert dog.silent_nodes(now) == silent
 
 
+def test_long_steps_speak_for_a_node_whose_agent_is_gone_as_long_as_they_may_last() -> None:
+    dog = dog_after(step_seconds=40.0)
+    last = 2.0 + 9 * 40.0
+    assert dog.is_advancing(last + 79.0)
+    assert not dog.is_advancing(last + 81.0)
+    assert not Watchdog(10.0, ["n0"], started=0.0).is_advancing(1.0), "no step is done yet"
+
+
 def test_what_was_not_heard_while_nobody_listened_means_nothing() -> None:
     dog = dog_after(step_seconds=0.5)
     assert dog.silent_nodes(100.0) == ["n0", "n1"]
