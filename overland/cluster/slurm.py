@@ -56,9 +56,21 @@ def usable_nodes(env: Mapping[str, str], feature: str = "") -> list[str]:
 
 
 def requeue(env: Mapping[str, str]) -> None:
-    """This job, to get other nodes: a few times, or it would go on for ever."""
-    if int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS and not was_requeued(env):
+    """This job, to get other nodes."""
+    if may_requeue(env) and not was_requeued(env):
         ask("scontrol", "requeue", env.get("SLURM_JOB_ID", ""))
+
+
+def may_requeue(env: Mapping[str, str]) -> bool:
+    """A few times, or it would go on for ever."""
+    return int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS
+
+
+def job_state(env: Mapping[str, str]) -> str:
+    """What Slurm calls this job now: RUNNING, CANCELLED, TIMEOUT, …; empty if it does not say."""
+    shown = ask("scontrol", "show", "job", env.get("SLURM_JOB_ID", ""), "--oneliner")
+    state = re.search(r" JobState=(\w+)", shown)
+    return state[1] if state else ""
 
 
 def was_requeued(env: Mapping[str, str]) -> bool:

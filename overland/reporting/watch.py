@@ -175,18 +175,21 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     done = read_text(run / "done")
     if done.isdecimal() and int(done) >= (seen.steps or 0):
         return "finished", ""
-    end = events.all[-1] if events.all and events.all[-1]["event"] == "end" else {}
+    end = events.all[-1] if events.all and events.all[-1]["event"] in ("end", "signal") else {}
     if reason := read_text(run / "stopped"):
         return "failed" if end.get("how") == "failed" else "stopped", reason
     running = [job for job in seen.queue or [] if job.runs]
-    if running and not (end and end.get("job") == running[0].id):
+    waiting = [job for job in seen.queue or [] if not job.runs]
+    # A job that was requeued has the same number again, and its end has been told before.
+    has_ended = end and not any(started_after(job, number(end.get("time"))) for job in running)
+    if running and not (has_ended and end.get("job") == running[0].id):
         words = f"job {running[0].id} is running"
         if seen.last_sign is None or started_after(running[0], seen.last_sign):
             return "starting", words
         state, _ = supervised or ("training", "")
         return state, f"{words}, but silent for {duration(age)}"
-    if seen.queue:
-        return "waiting", seen.queue[0].reason
+    if waiting:
+        return "waiting", waiting[0].reason
     if end:
         how = str(end.get("how", "stopped"))
         return how if how in STATES else "stopped", str(end.get("what", ""))

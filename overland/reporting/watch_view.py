@@ -189,6 +189,7 @@ def faults(seen: Snapshot) -> Text | None:
     for fault in seen.faults[-SHOWN_FAULTS:]:
         excluded = ", ".join(fault.get("excluded") or [])
         action = str(fault.get("action", ""))
+        action = "back into the queue" if action == "requeue" else action
         action += f" without {excluded}" if excluded else ""
         if fault.get("lost_seconds") is not None:
             action += f", {duration(fault['lost_seconds'])} lost"

@@ -190,6 +190,34 @@ def test_between_two_sessions_it_waits_in_the_queue(
     assert "of training to go" in text
 
 
+def test_a_job_that_was_requeued_and_runs_again_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, done=50)
+    end = {"event": "end", "how": "stopped", "step": 50, "what": "1 good node of 2 needed"}
+    add_events(run, SESSION, {**FAULT, "action": "requeue"}, {**end, "time": NOW - 90})
+    (run / "metrics.jsonl").write_text(line(50, NOW - 100))
+    set_live(run, state="ended", time=NOW - 90)
+
+    def in_state(state: str, reason: str, age: float) -> tuple[str, str]:
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(NOW - age))
+        in_queue(monkeypatch, [QueuedJob("7", state, "1:00:00", reason, start)])
+        return look(run).state, look(run).because
+
+    assert in_state("RUNNING", "None", age=600) == ("stopped", end["what"]), "it is on its way out"
+    assert in_state("PENDING", "BeginTime", age=-60) == ("waiting", "BeginTime")
+    assert in_state("RUNNING", "None", age=30)[0] == "starting"
+    assert "n2 does not answer → back into the queue without n2" in shown(look(run), 160)
+
+
+def test_what_ended_a_job_from_outside_is_told(tmp_path: Path) -> None:
+    """Slurm may kill the supervisor before it can write its last line."""
+    run = make_run(tmp_path, done=50)
+    add_events(run, SESSION, {"event": "signal", "what": "the job was cancelled (scancel)"})
+    set_live(run, time=NOW - 3600)
+    assert (look(run).state, look(run).because) == ("stopped", "the job was cancelled (scancel)")
+
+
 def test_a_session_that_failed(tmp_path: Path) -> None:
     run = make_run(tmp_path, done=50)
     add_events(run, SESSION, {"event": "end", "how": "failed", "step": 50, "what": "disk full"})

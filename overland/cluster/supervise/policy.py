@@ -48,7 +48,7 @@ class Failure:
 class Answer:
     """To a failure."""
 
-    action: Literal["restart", "stop", "next session"]
+    action: Literal["restart", "stop", "next session", "requeue"]
     reason: str = ""
     pause_seconds: float = 0.0
 

@@ -30,7 +30,14 @@ from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.errors import ClusterError
 from overland.cluster.last_words import Kind
 from overland.cluster.signals import SIGNALS
-from overland.cluster.slurm import allocated_nodes, requeue, shun, was_requeued
+from overland.cluster.slurm import (
+    allocated_nodes,
+    job_state,
+    may_requeue,
+    requeue,
+    shun,
+    was_requeued,
+)
 from overland.cluster.supervise.attempt import Attempt, srun_on
 from overland.cluster.supervise.faults import HARDWARE, Fault
 from overland.cluster.supervise.logbook import Logbook, bad_nodes, furthest_step, of_submission
@@ -54,6 +61,11 @@ ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
 LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
 BAD_SECONDS = 24 * 3600.0  # by then someone has looked at a bad node, or it was not so bad
+ENDED_BY = {  # Slurm's states of a job
+    "CANCELLED": "the job was cancelled (scancel)",
+    "TIMEOUT": "the job has reached its time limit",
+    "PREEMPTED": "the job was preempted",
+}
 ROOM_SECONDS = 5.0  # between looks at a full disk
 
 
@@ -83,6 +95,7 @@ class Supervisor:
     logbook: Logbook
     asked_to_end: int = 0
     """A signal's number."""
+    why_asked: str = ""
     number: int = 0
     """Of the attempt."""
     furthest: int = 0
@@ -115,10 +128,13 @@ class Supervisor:
                 return self.not_enough_nodes()
             how = self.attempt(nodes)
             if not isinstance(how, Fault):
-                return self.end(how, f"step {self.furthest}")
+                why = f": {self.why_asked}" if self.why_asked and how == "stopped" else ""
+                return self.end(how, f"step {self.furthest}{why}")
             answer = self.answer(how)
             if answer.action == "stop":
                 return self.end("failed", answer.reason)
+            if answer.action == "requeue":
+                return self.not_enough_nodes()
             if answer.action == "next session":
                 return self.end("stopped", answer.reason, suspects=self.suspects())
             if how.kind is Kind.DISK:
@@ -203,6 +219,7 @@ class Supervisor:
                 return
             if self.asked_to_end and not passed_on:
                 passed_on = attempt.signal(signal.SIGTERM)
+                self.note_signal()
             findings.lost.extend(watched.lost_nodes())
             if findings.lost:
                 self.find_all_lost(watched)
@@ -282,6 +299,8 @@ class Supervisor:
             return Answer("next session", reason)
         if was_requeued(self.env):
             return Answer("next session", "the job went back into the queue")
+        if answer.action == "restart" and self.roster.choose() is None:
+            return Answer("requeue" if self.requeues() else "next session", "too few good nodes")
         if answer.action == "restart":
             return answer
         why = f" ({answer.reason})" if answer.reason else ""
@@ -290,8 +309,21 @@ class Supervisor:
     def reason_to_end(self) -> str:
         """Before the last step, without a fault."""
         if self.asked_to_end:
-            return f"{signal.Signals(self.asked_to_end).name} came; the last checkpoint is kept"
+            self.note_signal()
+            return f"{self.why_asked}; the last checkpoint is kept"
         return "too little of the job is left to start again" if self.is_late() else ""
+
+    def note_signal(self) -> None:
+        """At once: Slurm may give this process only seconds."""
+        if not self.why_asked:
+            name = signal.Signals(self.asked_to_end).name
+            self.why_asked = f"{name} came"
+            if state := job_state(self.env):
+                self.why_asked = ENDED_BY.get(
+                    state, f"{name} came, and Slurm calls the job {state}"
+                )
+            tell(f"asked to end: {self.why_asked}")
+            self.logbook.write("signal", signal=name, step=self.furthest, what=self.why_asked)
 
     def leave_out(self, fault: Fault) -> list[str]:
         """The nodes that the next attempt will not use."""
@@ -337,10 +369,13 @@ class Supervisor:
         out = "; ".join(f"{node}: {reason}" for node, reason in self.roster.out.items())
         what = f"{len(self.roster.good)} good nodes of {self.job.num_nodes} needed ({out})"
         self.end("stopped", f"{what}; the next job goes on")
-        if self.job.requeue:
+        if self.requeues():
             requeue(self.env)
             self.shun_bad_nodes()  # now that this job waits too
         return 1
+
+    def requeues(self) -> bool:
+        return self.job.requeue and may_requeue(self.env)
 
     def shun_bad_nodes(self) -> None:
         """Keeps the jobs of this chain that wait from the nodes that were bad of late."""
