@@ -25,7 +25,8 @@ Report = Callable[[str], None]
 def start_from(run: Run, report: Report) -> None:
     settings = run.config.checkpoint
     if settings.resume not in ("auto", "none"):
-        path = newest_in(Path(settings.resume).expanduser())
+        path = Path(settings.resume).expanduser()
+        path = from_first_rank(newest_in(path) if run.world.is_first else path)
         if problem := try_to_restore(run, path, report):
             raise CheckpointError(problem)
         put_later_ones_aside(run, report)

@@ -18,7 +18,7 @@ import overland
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.finite import Largest, in_words
 from overland.checkpoint.plan import Packed, State, local_name, local_tensor
-from overland.checkpoint.read import Checkpoint, fill, fill_local, open_checkpoint
+from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
 from overland.data.plan import differences
 from overland.kernels.split import join
 from overland.parallel.parts import named_buffers, named_parameters, tied_copies
@@ -98,7 +98,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     """Goes on where the checkpoint was saved; returns what the user should know."""
-    with open_checkpoint(path, run.beat.pulse.moved) as checkpoint:
+    with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
         with run.optimizer.masters.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
             check_finite(run, path, skip_optimizer)

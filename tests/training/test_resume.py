@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,45 @@ def start(world: World, config: JobConfig) -> tuple[int, list[str]]:
     finally:
         builtins.print = kept
     return run.progress.step, said
+
+
+def index_files_opened(world: World, config: JobConfig) -> tuple[int, list[str]]:
+    """The step that a run resumes at, and each time that this rank opens an index on its way."""
+    opened: list[str] = []
+    is_open = True
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:  # there to stay, so it is turned off
+        if is_open and event == "open" and str(arguments[0]).endswith("index.json"):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(note)
+    step, _ = start(world, config)
+    is_open = False
+    return step, opened
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_one_rank_reads_the_index_for_all(ranks: RankPool, tmp_path: Path, resume: str) -> None:
+    ranks.run(2, story, job(tmp_path / "a", steps=3, num_ranks=2))
+    how = {"resume": "auto" if resume == "auto" else str(tmp_path / "a")}
+    again = job(tmp_path / ("a" if resume == "auto" else "b"), num_ranks=4, checkpoint=how)
+    results = ranks.run(4, index_files_opened, again)
+    assert [step for step, _ in results] == [3] * 4
+    assert [len(opened) for _, opened in results] == [1, 0, 0, 0]
+
+
+def test_a_damaged_index_is_named_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, story, job(tmp_path, steps=3, num_ranks=2))
+    path = tmp_path / "checkpoint" / "step_3"
+    data = (path / "index.json").read_bytes()
+    for damaged in (data[:-1], data.replace(b"1", b"2", 1), None):
+        (path / "index.json").unlink()
+        if damaged is not None:
+            (path / "index.json").write_bytes(damaged)
+        again = job(tmp_path / "b", num_ranks=2, checkpoint={"resume": str(path)})
+        first, second = ranks.run(2, refusal, again)
+        assert first == second
+        assert "index.json is damaged" in first or "index.json is missing" in first
 
 
 @pytest.mark.parametrize("on_rank", [0, 1])
