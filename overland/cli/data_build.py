@@ -18,6 +18,7 @@ from overland.cli.errors import user_errors
 if TYPE_CHECKING:
     from overland.data.build import Built, Progress
     from overland.data.sources import Source
+    from overland.data.tokenizer import Tokenizer
 
 LINE_SECONDS = 10.0  # between lines of progress where no terminal is
 
@@ -43,7 +44,12 @@ def build(
         bool,
         typer.Option("--skip-bad", help="Skip and count documents that are empty or unreadable."),
     ] = False,
-    bos: Annotated[bool, typer.Option(help="Begin each document with the BOS token.")] = False,
+    bos: Annotated[
+        bool | None,
+        typer.Option(
+            help="Begin each document with the BOS token.", show_default="as the tokenizer does"
+        ),
+    ] = None,
     eos: Annotated[bool, typer.Option(help="End each document with the EOS token.")] = True,
     processes: Annotated[
         int | None, typer.Option(help="That tokenise at once.", min=1, show_default="one per core")
@@ -70,11 +76,15 @@ def build(
     if tokenizer is not None:
         opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)
     started = time.monotonic()
+    name = name or Path(path).expanduser().resolve().name
+    root = Path(out or Data().folder).expanduser()
+    if opened is not None and bos is None and getattr(source, "kind", "text") == "text":
+        opened = framed(name, source, opened, root, skip_bad)
     folder = lay_out(
-        name or Path(path).expanduser().resolve().name,
+        name,
         source,
         opened,
-        Path(out or Data().folder).expanduser(),
+        root,
         skip_bad=skip_bad,
         vocab_size=opened.vocab_size if opened is not None else None,
         report=say,
@@ -99,6 +109,28 @@ def build(
         print(json.dumps(to_json(built, seconds)))
     else:
         print("\n".join(page(built, seconds)))
+
+
+def framed(
+    name: str, source: Source, tokenizer: Tokenizer, root: Path, skip_bad: bool
+) -> Tokenizer:
+    """The tokenizer with BOS as it has it itself, unless a corpus was begun before that was the
+    default; which of them is said."""
+    from overland.data.layout import find_laid_out
+
+    bos = tokenizer.bos_id
+    if bos is None:
+        return tokenizer
+    because = tokenizer.bos_because
+    if tokenizer.add_bos and not find_laid_out(name, source, tokenizer, root, skip_bad=skip_bad):
+        former = tokenizer.with_bos(False)
+        if found := find_laid_out(name, source, former, root, skip_bad=skip_bad):
+            tokenizer, because = former, f"as {found} was begun"
+    how = "with" if tokenizer.add_bos else "without"
+    other = "--no-bos" if tokenizer.add_bos else "--bos"
+    piece = tokenizer.pieces([bos])[0]
+    say(f"documents begin {how} {piece}, {because} ({other} makes another corpus)")
+    return tokenizer
 
 
 def find_source(

@@ -25,7 +25,7 @@ def generate(
     model, tokenizer, config = open_checkpoint(path)
     ids = generate_ids(
         model,
-        tokenizer.encode(prompt) or [tokenizer.end_id],  # nothing: as after the last document
+        tokenizer.encode_prompt(prompt),
         num_tokens=num_tokens,
         context=config.training.seq_len,
         temperature=temperature,

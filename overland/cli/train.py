@@ -162,7 +162,7 @@ def sample_text(run: Run) -> str:
     model = run.model.parts[0].eval()
     ids = generate(
         lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=run.device)[None]),
-        tokenizer.encode(prompt),
+        tokenizer.encode_prompt(prompt),
         num_tokens=96,
         context=run.config.training.seq_len,
         end_id=tokenizer.end_id,

@@ -355,8 +355,10 @@ class Data(Section):
     """Attention and positions start anew at each document, and no loss is taken across a border."""
     window_documents: PositiveInt = 100_000
     """Documents, about, that are shuffled together; held ready as tokens, on disk."""
-    add_bos: bool = False
-    """Begin each document with the tokenizer's BOS token."""
+    add_bos: bool | None = None
+    """Begin each document with the tokenizer's BOS token. Not set: as the tokenizer itself does (by
+    add_bos_token in tokenizer_config.json, or its post-processor; Llama 2 and 3 do); a resumed run
+    and an existing corpus keep what they began with."""
     add_eos: bool = True
     """End each document with the tokenizer's EOS token."""
     vocab_size: PositiveInt | None = None

@@ -25,7 +25,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,27 +145,61 @@ def lay_out(
 
     One under any name is found if the same was asked for and no file changed since, which takes a
     look at the files' sizes and times only. Two processes may do it at once. If `expected` is the
-    fingerprint that these made under earlier rules, they are laid out by those again.
+    fingerprint that these give under some rules, they are laid out by those.
     """
     policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
-    asked = partial(_ask, name, source, policy, shard_documents)
-    described = partial(_describe, name, source, policy, shard_documents, root)
     files = tokenizer.files() if tokenizer is not None and policy["kind"] == "text" else []
-    newest, *earlier = RULES if isinstance(source, FileSource) else RULES[:1]
-    for rules in earlier if expected is not None else ():
+    for rules in _rules(source) if expected is not None else ():
         with _under(source, rules):
-            layout, lines = described(asked())
+            asked = _ask(name, source, policy, shard_documents)
+            layout, lines = _describe(name, source, policy, shard_documents, root, asked)
             if layout.fingerprint == expected:
                 _write(layout, lines, files)
                 return layout.folder
-    for rules in (newest, *earlier):
-        with _under(source, rules):
-            found = _find(name, source, root, asked().request, report)
-        if found is not None:
-            return found
-    layout, lines = described(asked())
+    found = _find_asked(name, source, root, policy, shard_documents, report)
+    if found is not None:
+        return found
+    asked = _ask(name, source, policy, shard_documents)
+    layout, lines = _describe(name, source, policy, shard_documents, root, asked)
     _write(layout, lines, files)
     return layout.folder
+
+
+def find_laid_out(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    root: Path,
+    *,
+    shard_documents: int = SHARD_DOCUMENTS,
+    skip_bad: bool = False,
+    vocab_size: int | None = None,
+) -> Path | None:
+    """What `lay_out` would find; it makes nothing."""
+    policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
+    return _find_asked(name, source, root, policy, shard_documents, lambda message: None)
+
+
+def _find_asked(
+    name: str,
+    source: Source,
+    root: Path,
+    policy: dict[str, Any],
+    shard_documents: int,
+    report: Report,
+) -> Path | None:
+    """Under the rules of today, or else as an earlier version laid it out."""
+    for rules in _rules(source):
+        with _under(source, rules):
+            asked = _ask(name, source, policy, shard_documents)
+            found = _find(name, source, root, asked.request, report)
+        if found is not None:
+            return found
+    return None
+
+
+def _rules(source: Source) -> tuple[int, ...]:
+    return RULES if isinstance(source, FileSource) else RULES[:1]
 
 
 class _Asked(NamedTuple):

@@ -20,7 +20,7 @@ from overland.data import registry
 from overland.data.corpus import Corpus, changes, lay_out, open_corpus
 from overland.data.documents import Reading
 from overland.data.errors import DataError
-from overland.data.layout import is_corpus
+from overland.data.layout import find_laid_out, is_corpus, read_layout
 from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
 from overland.data.random_blocks import RandomBlocks
 from overland.data.rows import PlannedRows
@@ -62,6 +62,8 @@ class Place:
     report: Callable[[str], None] = lambda message: None
     tokenizer: Path | None = None
     """Folder of the tokenizer that a run has trained before."""
+    add_bos: bool | None = None
+    """What the run that is resumed began with, if it is known: `kept_bos`."""
 
 
 Reopen = Callable[[str, str], Corpus | None]
@@ -99,7 +101,11 @@ class Dataset:
             continued = plan.continued(replace(self.plan, sources=sources), batch)
         except ChangedSource as error:
             raise self._explained(error, plan) from None
-        return replace(self, rows=PlannedRows(continued, corpora, self.rows.reading))
+        tokenizer = self.tokenizer
+        if corpora != self.rows.corpora:
+            tokenizer = one_tokenizer(None, corpora)
+        rows = PlannedRows(continued, corpora, self.rows.reading)
+        return replace(self, rows=rows, tokenizer=tokenizer)
 
     def repeats(self, num_batches: int) -> list[str]:
         """A note on each source that so many batches read over and over, as far as its size is
@@ -172,6 +178,12 @@ def training_data(
         for name, source in wanted.items()
     }
     tokenizer = one_tokenizer(tokenizer, corpora)
+    if tokenizer is not None and tokenizer.bos_id is not None and tokenizer.bos_because:
+        how = "with" if tokenizer.add_bos else "without"
+        place.report(
+            f"documents begin {how} {tokenizer.pieces([tokenizer.bos_id])[0]}, "
+            f"{tokenizer.bos_because} (data.add_bos)"
+        )
     segment = Segment(
         first_batch=0,
         global_batch_size=global_batch_size,
@@ -200,8 +212,10 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
         plan, folders = Plan.from_json(kept["plan"]), kept["corpora"]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} holds no plan of a run's data: {error}") from None
-    policy = {"add_bos": config.data.add_bos, "add_eos": config.data.add_eos}
-    tokenizer = Tokenizer(run / "tokenizer", **policy) if (run / "tokenizer").is_dir() else None
+    add_bos = kept_bos(run) if config.data.add_bos is None else config.data.add_bos
+    tokenizer = None
+    if (run / "tokenizer").is_dir():
+        tokenizer = Tokenizer(run / "tokenizer", add_bos=add_bos, add_eos=config.data.add_eos)
     wanted = sources_of(config)
     corpora: dict[str, Data] = {}
     for name in plan.sources:
@@ -337,8 +351,22 @@ def _lay_out(
     report: Callable[[str], None] = lambda message: None,
     expected: str | None = None,
 ) -> Path:
+    how = partial(lay_out, report=report, expected=expected)
+    found = _lay_out_as(how, name, source, tokenizer, config, vocab_size)
+    assert found is not None
+    return found
+
+
+def _lay_out_as(
+    how: Callable[..., Path | None],
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    config: JobConfig,
+    vocab_size: int | None,
+) -> Path | None:
     data = config.data
-    return lay_out(
+    return how(
         name,
         source,
         tokenizer,
@@ -346,8 +374,6 @@ def _lay_out(
         shard_documents=max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW)),
         skip_bad=data.bad_documents == "skip",
         vocab_size=vocab_size,
-        report=report,
-        expected=expected,
     )
 
 
@@ -389,10 +415,18 @@ def _reopen(
         return None
     source = partial(registry.open_source, name, wanted, config.data)
     found = _find(_root(config), fingerprint)
-    if found is None:
-        found = _lay_out(name, source(), tokenizer, config, vocab_size, expected=fingerprint)
-    if not found.name.endswith(fingerprint) or changes(found, source()):
+    tokenizers = [tokenizer]
+    if tokenizer is not None and tokenizer.bos_id is not None and config.data.add_bos is None:
+        tokenizers.append(tokenizer.with_bos(not tokenizer.add_bos))
+    for one in tokenizers if found is None else ():
+        path = _lay_out(name, source(), one, config, vocab_size, expected=fingerprint)
+        if path.name.endswith(fingerprint):
+            found = path
+            break
+    if found is None or changes(found, source()):
         return None
+    made_by = read_layout(found).tokenizer
+    tokenizer = next((one for one in tokenizers if one and one.fingerprint == made_by), None)
     return _open(found, source, tokenizer, config, _processes(config) * place.tokenises)
 
 
@@ -434,14 +468,68 @@ def tokenizer_for(
     config: JobConfig, wanted: Mapping[str, DataSource], vocab_size: int | None, place: Place
 ) -> Tokenizer | None:
     """The model's own tokenizer, or one trained on the training text and kept in `data.folder`."""
-    data = config.data
-    policy = {"add_bos": data.add_bos, "add_eos": data.add_eos}
+    opened = partial(open_tokenizer, config=config, wanted=wanted, place=place)
     if config.model.hf_assets_path is not None:
-        return Tokenizer(Path(config.model.hf_assets_path).expanduser(), **policy)
+        return opened(Path(config.model.hf_assets_path).expanduser())
     if place.tokenizer is not None and place.tokenizer.is_dir():
-        return Tokenizer(place.tokenizer, **policy)  # a source that joins does not change it
+        return opened(place.tokenizer)  # a source that joins does not change it
     path = place.once(partial(_trained, config, wanted, vocab_size, place.report))
-    return Tokenizer(Path(path), **policy) if path else None
+    return opened(Path(path)) if path else None
+
+
+def open_tokenizer(
+    path: Path, config: JobConfig, wanted: Mapping[str, DataSource], place: Place
+) -> Tokenizer:
+    """The tokenizer, with the policy of the config, of the run that is resumed, of a corpus that is
+    there already, or its own: in this order."""
+    data = config.data
+    tokenizer = Tokenizer(path, add_bos=data.add_bos, add_eos=data.add_eos)
+    if data.add_bos is not None or tokenizer.bos_id is None:
+        return tokenizer
+    kept, because = place.add_bos, "as this run began"
+    if kept is None:
+        kept, because = place.once(partial(_bos_of_corpora, config, wanted, tokenizer))
+    if kept is None:
+        return tokenizer
+    tokenizer = tokenizer.with_bos(kept)
+    tokenizer.bos_because = because
+    return tokenizer
+
+
+def _bos_of_corpora(
+    config: JobConfig, wanted: Mapping[str, DataSource], tokenizer: Tokenizer
+) -> tuple[bool | None, str]:
+    """What was done in a corpus that is built, or that was laid out from these sources before BOS
+    came by default."""
+    folders = {
+        name: registry.find_folder(name, source, config.data) for name, source in wanted.items()
+    }
+    for folder in folders.values():
+        if folder is not None and is_corpus(folder):
+            layout = read_layout(folder)
+            if layout.kind == "text":
+                return layout.add_bos, f"as {folder} was built"
+    if not tokenizer.add_bos or not any(_root(config).glob("*/corpus.json")):
+        return None, ""
+    for name, one in wanted.items():
+        source = _text(name, one, config)
+        if source is None or _lay_out_as(find_laid_out, name, source, tokenizer, config, None):
+            continue
+        former = tokenizer.with_bos(False)
+        if found := _lay_out_as(find_laid_out, name, source, former, config, None):
+            return False, f"as {found} was made"
+    return None, ""
+
+
+def kept_bos(run: Path) -> bool | None:
+    """Whether the documents of a run begin with BOS; None if there is no such run. Runs from before
+    it was noted began without, unless their config said so."""
+    try:
+        kept = json.loads((run / "data" / "plan.json").read_text())
+    except (OSError, ValueError):
+        return None
+    found = kept.get("add_bos", False) if isinstance(kept, dict) else None
+    return found if isinstance(found, bool) else None
 
 
 def trained_size(data: Settings, vocab_size: int | None) -> int:

@@ -5,6 +5,7 @@ Three kinds of files are read, each by its own library: `tokenizer.json` (Huggin
 
 1. Text gives ordinary tokens only, whatever it says: a page about `<|endoftext|>` ends no document.
 2. A document is BOS if `add_bos`, its text, EOS if `add_eos`; nothing else adds special tokens.
+   Where nobody says whether, BOS comes as the tokenizer itself has it.
 """
 
 from __future__ import annotations
@@ -38,18 +39,23 @@ class Tokenizer:
     """Tokens that no text gives, by name; chat templates put them in by id."""
     bos_id: int | None
     eos_id: int
+    add_bos: bool
+    bos_because: str
+    """What decides `add_bos`, for people."""
     fingerprint: str
     """Of everything that decides which ids a document gets; not of where the files lie."""
 
-    def __init__(self, path: Path, *, add_bos: bool = False, add_eos: bool = True) -> None:
+    def __init__(self, path: Path, *, add_bos: bool | None = None, add_eos: bool = True) -> None:
+        """Without `add_bos`, BOS comes by the tokenizer's own convention."""
         self.path = find_file(path)
-        self.add_bos, self.add_eos = add_bos, add_eos
+        self.add_eos = add_eos
         self._beside = Beside.of(self.path)
         data = read_bytes(self.path)
         self._encoder = _encoder(self.path, data, self._beside)
         self.vocab_size = self._encoder.vocab_size
         self.specials = self._encoder.specials
         self.bos_id = self._encoder.bos_id
+        self.add_bos, self.bos_because = self._convention() if add_bos is None else (add_bos, "")
         if self._encoder.eos_id is None:
             raise DataError(
                 f"{self.path}: no end-of-document token; name it as eos_token in "
@@ -58,9 +64,9 @@ class Tokenizer:
         self.eos_id = self._encoder.eos_id
         self._before: list[int] = []
         self._after = [self.eos_id] if add_eos else []
-        if add_bos and self.bos_id is not None:
+        if self.add_bos and self.bos_id is not None:
             self._before = [self.bos_id]
-        elif add_bos:
+        elif self.add_bos:
             raise DataError(
                 f"{self.path}: no beginning-of-document token; leave add_bos off, or name one as "
                 "bos_token in tokenizer_config.json beside it"
@@ -73,6 +79,14 @@ class Tokenizer:
     @property
     def end_id(self) -> int:
         return self.eos_id
+
+    def with_bos(self, add_bos: bool) -> Tokenizer:
+        """The same tokenizer, under that policy."""
+        return Tokenizer(self.path, add_bos=add_bos, add_eos=self.add_eos)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """As a document begins, for a model to continue; nothing at all is the end of the last."""
+        return [*self._before, *self.encode(text)] or [self.eos_id]
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text alone."""
@@ -103,6 +117,14 @@ class Tokenizer:
     def files(self) -> list[Path]:
         """What a copy needs; side by side in any folder they open as this tokenizer."""
         return [self.path, *self._beside.files]
+
+    def _convention(self) -> tuple[bool, str]:
+        """Whether a text begins with BOS, and what says so."""
+        if self.bos_id is None:
+            return False, "it has none"
+        if self._beside.adds_bos is not None:
+            return self._beside.adds_bos, "by add_bos_token in its tokenizer_config.json"
+        return self._encoder.begins, self._encoder.convention
 
     def _encode_batch(self, texts: list[str]) -> list[Ids]:
         try:

@@ -20,6 +20,10 @@ class Encoder(Protocol):
     specials: dict[str, int]
     bos_id: int | None
     eos_id: int | None
+    begins: bool
+    """Whether a text begins with BOS by the convention of its kind."""
+    convention: str
+    """What says so, for people."""
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         """Ordinary tokens only. TypeError or UnicodeEncodeError for text that is not Unicode."""

@@ -56,6 +56,8 @@ class Beside:
     """bos_token and eos_token, where they are said; None where it is said that there is none."""
     added: dict[str, int] = field(default_factory=dict)
     """Tokens that a tokenizer.model does not hold itself."""
+    adds_bos: bool | None = None
+    """Whether a text begins with BOS, where it is said (`add_bos_token`)."""
 
     @classmethod
     def of(cls, tokenizer: Path) -> Beside:
@@ -68,7 +70,13 @@ class Beside:
             if file.is_file():
                 by_name.setdefault(file.name, file)
         config, names, added = (_read_json(by_name.get(name)) for name in (CONFIG, NAMES, ADDED))
-        return cls(list(by_name.values()), _names(config, names), _added(config, added))
+        adds_bos = config.get("add_bos_token")
+        return cls(
+            list(by_name.values()),
+            _names(config, names),
+            _added(config, added),
+            adds_bos if isinstance(adds_bos, bool) else None,
+        )
 
     def find(
         self, role: str, token_id: Callable[[str], int | None], otherwise: int | None

@@ -36,6 +36,8 @@ class HuggingFace:
         token_id = self._tokenizer.token_to_id
         self.eos_id = beside.find("eos_token", token_id, self._first(KNOWN_ENDS))
         self.bos_id = beside.find("bos_token", token_id, self._first(KNOWN_BEGINNINGS))
+        first = self._tokenizer.encode("a").ids[:1]  # with what its post-processor adds
+        self.begins, self.convention = first == [self.bos_id], "by its post-processor"
         for special in {self.bos_id, self.eos_id} - {None}:
             # Some files call them ordinary; then text would give them.
             self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(special)])

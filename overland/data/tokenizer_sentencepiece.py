@@ -32,6 +32,8 @@ class SentencePiece:
         self.specials = controls | {name: i for i, name in self._added.items()}
         self.bos_id = beside.find("bos_token", self._id, _or_none(self._model.bos_id()))
         self.eos_id = beside.find("eos_token", self._id, _or_none(self._model.eos_id()))
+        # Meta's code for Llama 2 and Hugging Face's for this family put BOS before every text.
+        self.begins, self.convention = True, "by the convention of sentencepiece models with a BOS"
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         ids: list[Ids] = self._model.encode(

@@ -68,6 +68,7 @@ class Tiktoken:
         )
         self.bos_id = beside.find("bos_token", self.specials.get, len(ranks) + BEGIN)
         self.eos_id = beside.find("eos_token", self.specials.get, len(ranks) + END)
+        self.begins, self.convention = True, "by the convention of Llama 3"
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         threads = min(num_threads(), len(texts))

@@ -41,6 +41,7 @@ def build_train_loader(
     document_mask: bool = False,
     skip_bad: bool = True,
     shifted: bool = False,
+    add_bos: bool | None = None,
 ) -> TrainLoader:
     """Returns batches of `micro_blocks` sequences for this rank, from a corpus of any format.
 
@@ -68,6 +69,8 @@ def build_train_loader(
             after its input, also at the end of a row. The batch has `input_ids`, `labels`,
             `position_ids` and `document_ids`. Do not give these labels to a Hugging Face model: it
             would shift them again, and learn the token after next.
+        add_bos: Begin each document with BOS; default: as the tokenizer itself does. A state that
+            is loaded, and a corpus that is there already, keep what they began with.
     """
     if micro_blocks < 1 or seq_len < 1:
         raise DataError("micro_blocks and seq_len must be 1 or more")
@@ -88,6 +91,7 @@ def build_train_loader(
             packing=strategy,
             document_mask=document_mask,
             bad_documents="skip" if skip_bad else "error",
+            add_bos=add_bos,
         ),
         debug=Debug(seed=seed),
     )

@@ -31,10 +31,12 @@ from overland.data.layout import is_corpus, sketch
 from overland.data.make import Maker
 from overland.data.plan import Plan, check_same_order
 from overland.data.prepare import (
+    Place,
     check_still_there,
     check_vocabulary,
     one_tokenizer,
     open_built,
+    open_tokenizer,
     trained_path,
     trained_size,
 )
@@ -54,6 +56,7 @@ from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.registry import build_model, model_config
 from overland.parallel.parts import named_parameters
 from overland.training.folder import RunFolder
+from overland.training.resume import bos_of_the_resumed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -140,14 +143,14 @@ class Rehearsal:
     ) -> Tokenizer | None:
         """The one that the run will use, if it is there already."""
         config = self.loaded.config
-        policy = {"add_bos": config.data.add_bos, "add_eos": config.data.add_eos}
         path = trained_path(config.data, wanted, trained_size(config.data, vocab_size))
         folder = RunFolder.of(config)
         if config.model.hf_assets_path is not None:
             path = Path(config.model.hf_assets_path).expanduser()
         elif committed(folder.checkpoints) and folder.tokenizer.is_dir():
             path = folder.tokenizer
-        return Tokenizer(path, **policy) if path.exists() else None
+        place = Place(add_bos=bos_of_the_resumed(config.checkpoint, folder))
+        return open_tokenizer(path, config, wanted, place) if path.exists() else None
 
     def source(
         self, table: str, name: str, wanted: DataSource, tokenizer: Any, vocab_size: int | None

@@ -11,9 +11,12 @@ import torch
 from overland.checkpoint.convert import open_source
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, uncommitted
+from overland.config.schema import Checkpoint
+from overland.data.prepare import kept_bos
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
 from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
+from overland.training.folder import RunFolder
 from overland.training.state import check_finite, restore
 
 if TYPE_CHECKING:
@@ -43,6 +46,15 @@ def start_from(run: Run, report: Report) -> None:
         if problem := first_problem(problem):
             raise CheckpointError(problem)
         report(f"starting from the weights in {source}")
+
+
+def bos_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> bool | None:
+    """Whether documents begin with BOS in the run that is resumed, if one is."""
+    if settings.resume == "auto":
+        return kept_bos(folder.root) if committed(folder.checkpoints) else None
+    if settings.resume == "none":
+        return None
+    return kept_bos(newest_in(Path(settings.resume).expanduser()).parent.parent)
 
 
 def load_weights(run: Run, path: Path) -> None:

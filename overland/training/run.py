@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ from overland.training.pace import Pace
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
 from overland.training.progress import Progress
-from overland.training.resume import start_from
+from overland.training.resume import bos_of_the_resumed, start_from
 from overland.training.seeds import set_seeds
 from overland.training.state import learned_names, run_facts, saved_state
 from overland.training.timeouts import Timeouts
@@ -130,7 +130,13 @@ def build_run(
         tokenises=world.local_rank == 0,
         report=report,
         tokenizer=folder.tokenizer if has_checkpoint else None,
+        add_bos=bos_of_the_resumed(config.checkpoint, folder),
     )
+    dataset = training_data(
+        config, rows, architecture.vocab_size, place, folder.data, writes=world.is_first
+    )
+    if dataset.tokenizer is not None:
+        place = replace(place, add_bos=dataset.tokenizer.add_bos)
     # A pipeline's number of rows is fixed.
     held_out_rows = 0 if degrees.pp > 1 else config.validation.local_batch_size
     held_out_rows = (held_out_rows or model.rows_per_pass) * mesh.dp_size
@@ -145,9 +151,7 @@ def build_run(
         rows,
         optimizer,
         LossScaler(config.training.mixed_precision_param == "float16", device),
-        training_data(
-            config, rows, architecture.vocab_size, place, folder.data, writes=world.is_first
-        ),
+        dataset,
         validation_data(config, held_out_rows, architecture.vocab_size, place),
         Store(
             folder.checkpoints,
@@ -241,7 +245,12 @@ def write_plan(run: Run) -> None:
     for name, corpus in run.dataset.rows.corpora.items():
         if isinstance(corpus, Corpus):
             places[name] = str(corpus.folder.absolute())
-    plan = {"fingerprint": run.dataset.plan.fingerprint, "plan": run.dataset.plan.to_json()}
+    tokenizer = run.dataset.tokenizer
+    plan = {
+        "fingerprint": run.dataset.plan.fingerprint,
+        "plan": run.dataset.plan.to_json(),
+        "add_bos": tokenizer.add_bos if tokenizer is not None else None,
+    }
     beside = folder / ".plan.json"
     beside.write_text(json.dumps({**plan, "corpora": places}, indent=1) + "\n")
     beside.rename(path)

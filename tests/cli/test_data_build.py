@@ -4,12 +4,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.cli.data_build import find_part
-from overland.data.corpus import open_corpus
+from overland.cli.data_build import find_part, framed
+from overland.data.corpus import lay_out, open_corpus
 from overland.data.errors import DataError
 from overland.data.layout import read_layout
+from overland.data.sources import open_source
+from overland.data.tokenizer import Tokenizer
 from tests.cli.processes import interrupt, overland, start_overland
 from tests.data.making import bytes_of, tokenizer_in, wait_until, write_lines
+from tests.data.tokenizer_folders import write_bpe
 
 
 @pytest.fixture
@@ -57,6 +60,20 @@ def test_build_as_json_says_all_it_did(here: Path) -> None:
     assert corpus.shard(0).tokens[-1] != corpus.eos_id
     again = json.loads(overland(*words, cwd=here).stdout)
     assert (again["made"], again["folder"]) == (0, found["folder"])
+
+
+def test_a_corpus_from_before_bos_was_the_default_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_bpe(tmp_path)
+    tokenizer, source = Tokenizer(tmp_path), open_source(write_lines(tmp_path / "lines", 1))
+    assert framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
+    assert "documents begin with <s>, by the convention" in capsys.readouterr().err
+    lay_out("lines", source, tokenizer.with_bos(False), tmp_path)
+    assert not framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
+    assert "(--bos makes another corpus)" in capsys.readouterr().err
+    lay_out("lines", source, tokenizer, tmp_path)
+    assert framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
 
 
 def test_parts_of_a_job_array_make_the_whole(here: Path) -> None:

@@ -32,7 +32,7 @@ def test_text_survives_the_round_trip(folder: Path) -> None:
 
 
 def test_a_document_is_its_text_and_the_end_unless_told_otherwise(folder: Path) -> None:
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, add_bos=False)
     documents = tokenizer.encode_documents(TEXTS)
     assert [ids.tolist() for ids in documents] == [
         [*tokenizer.encode(text), tokenizer.eos_id] for text in TEXTS
@@ -61,6 +61,26 @@ def test_bos_and_eos_are_added_as_the_policy_says(
 def test_a_bos_that_does_not_exist_is_one_sentence(folders: dict[str, Path]) -> None:
     with pytest.raises(DataError, match="no beginning-of-document token; leave add_bos off"):
         Tokenizer(folders["tokenizer.json"], add_bos=True)
+
+
+def test_bos_comes_as_the_tokenizer_itself_has_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """By the convention of its kind, unless tokenizer_config.json says another."""
+    for kind in ("sentencepiece bpe", "tiktoken"):
+        tokenizer = Tokenizer(folders[kind])
+        assert tokenizer.add_bos
+        assert "convention" in tokenizer.bos_because
+        assert tokenizer.encode_documents(["a"])[0][0] == tokenizer.bos_id
+        assert tokenizer.encode_prompt("a") == [tokenizer.bos_id, *tokenizer.encode("a")]
+        assert tokenizer.fingerprint == Tokenizer(folders[kind], add_bos=True).fingerprint
+        told = shutil.copytree(folders[kind], tmp_path / kind)
+        (told / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+        assert not Tokenizer(told).add_bos
+        assert "add_bos_token" in Tokenizer(told).bos_because
+        assert not tokenizer.with_bos(False).add_bos
+        assert pickle.loads(pickle.dumps(tokenizer)).add_bos
+    without = Tokenizer(folders["tokenizer.json"])
+    assert not without.add_bos
+    assert without.encode_prompt("") == [without.eos_id]
 
 
 def test_no_text_becomes_a_special_token(folder: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import sentencepiece
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from overland.data.errors import DataError
@@ -100,6 +101,35 @@ def test_bos_and_eos_are_those_that_the_folder_names(folder: Path, form: Any, fi
     begin, end = tokenizer.specials["<begin>"], tokenizer.specials["<end>"]
     assert (tokenizer.bos_id, tokenizer.eos_id) == (begin, end)
     assert tokenizer.encode_documents([""])[0].tolist() == [begin, end]
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "config", "adds"),
+    [
+        (True, {}, True),
+        (True, {"add_bos_token": False}, False),
+        (False, {}, False),
+        (False, {"add_bos_token": True}, True),
+        (False, {"add_bos_token": "yes"}, False),
+        (True, {"bos_token": None, "eos_token": "<|endoftext|>"}, False),
+    ],
+)
+def test_bos_comes_by_the_post_processor_or_by_the_config(
+    folder: Path, post_processor: bool, config: dict[str, Any], adds: bool
+) -> None:
+    library = HFTokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_special_tokens(["<s>"])
+    if post_processor:
+        library.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
+        )
+    library.save(str(folder / "tokenizer.json"))
+    configure(folder, **config)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.add_bos == adds
+    (ids,) = tokenizer.encode_documents(["text"])
+    assert ids.tolist()[:-1] == [tokenizer.bos_id] * adds + tokenizer.encode("text")
+    assert tokenizer.bos_because
 
 
 def test_a_family_without_bos_says_so_by_null(folder: Path) -> None:

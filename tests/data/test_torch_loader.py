@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from overland.data import build_train_loader
 from overland.data.batch import IGNORED
@@ -197,6 +199,51 @@ def test_a_state_of_an_earlier_version_goes_on_without_its_cache(
     loader.load_state_dict(state)
     assert loader.state_dict()["fingerprint"] == state["fingerprint"]
     for mine, theirs in zip(some(loader, 3), after, strict=True):
+        assert torch.equal(mine["input_ids"], theirs["input_ids"])
+    loader.close()
+
+
+@pytest.fixture
+def with_bos(settings: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer that begins texts with BOS, as Llama's does."""
+    file = Path(settings["tokenizer_name"]) / "tokenizer.json"
+    library = HFTokenizer.from_file(str(file))
+    library.add_special_tokens(["<s>"])
+    library.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
+    )
+    library.save(str(file))
+    return {**settings, "micro_blocks": 4, "seq_len": 512}
+
+
+def test_documents_begin_as_the_tokenizer_begins_them(with_bos: dict[str, Any]) -> None:
+    tokenizer = Tokenizer(Path(with_bos["tokenizer_name"]))
+    for add_bos in (None, True, False):
+        loader = build_train_loader(**with_bos, strategy="trunc", add_bos=add_bos)
+        for batch in some(loader, 3):
+            begins = batch["input_ids"][:, 0] == tokenizer.bos_id
+            assert begins.all() if add_bos is not False else not begins.any()
+        loader.close()
+
+
+@pytest.mark.parametrize("cache", ["there", "gone", "of both kinds"])
+def test_a_state_from_before_bos_was_the_default_goes_on_without(
+    with_bos: dict[str, Any], cache: str
+) -> None:
+    loader = build_train_loader(**with_bos, add_bos=False)
+    some(loader, 2)
+    state, after = loader.state_dict(), some(loader, 2)
+    loader.close()
+    if cache == "gone":
+        shutil.rmtree(with_bos["local_cache"])
+    if cache == "of both kinds":
+        build_train_loader(**with_bos, add_bos=True).close()
+    loader = build_train_loader(**with_bos)
+    assert loader.dataset.tokenizer is not None
+    assert loader.dataset.tokenizer.add_bos == (cache != "there")  # what is there is kept
+    loader.load_state_dict(state)
+    assert not loader.dataset.tokenizer.add_bos
+    for mine, theirs in zip(some(loader, 2), after, strict=True):
         assert torch.equal(mine["input_ids"], theirs["input_ids"])
     loader.close()
 
