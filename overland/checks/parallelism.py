@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import lcm, prod
 
 from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
@@ -39,7 +39,7 @@ def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
 
 def check_splits(loaded: Loaded) -> Iterator[Problem]:
     """What each axis cuts can be cut evenly."""
-    layout, training = loaded.config.parallelism, loaded.config.training
+    layout = loaded.config.parallelism
     tp, cp, pp = (
         layout.tensor_parallel_degree,
         layout.context_parallel_degree,
@@ -63,12 +63,6 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
     uneven = [name for name, count in parts.items() if count % tp]
     if uneven:
         yield _unfit(loaded, "tensor", tp, f"does not divide {any_of(uneven, 'and')}")
-    if cp > 1 and training.seq_len % (2 * cp):
-        message = f"training.seq_len = {training.seq_len} is cut into {2 * cp} pieces"
-        yield _unfit(loaded, "context", cp, f"{message}, which does not come out even")
-    elif tp > 1 and training.seq_len // cp % tp:
-        message = f"does not divide the {training.seq_len // cp} tokens of a row"
-        yield _unfit(loaded, "tensor", tp, message)
     stages = pp * STAGES_PER_RANK[layout.pipeline_parallel_schedule]
     if pp > 1 and stages > model.num_hidden_layers:
         message = (
@@ -76,6 +70,35 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
             f"{model.num_hidden_layers} layers"
         )
         yield _unfit(loaded, "pipeline", pp, message)
+
+
+def check_lengths(loaded: Loaded) -> Iterator[Problem]:
+    """Rows are cut evenly, in training and in validation. A context rank would drop the tokens left
+    over, and a pipeline takes rows of one length only."""
+    layout = loaded.config.parallelism
+    tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
+    lengths = {"training.seq_len": loaded.config.training.seq_len}
+    validation = loaded.config.validation
+    if validation.enable and validation.seq_len is not None:
+        lengths["validation.seq_len"] = validation.seq_len
+    # Context parallelism cuts a row into 2·cp pieces, tensor parallelism a rank's share into tp.
+    pieces = lcm(2 * cp, cp * tp) if cp > 1 else tp
+    for key, length in lengths.items():
+        if length % pieces:
+            degrees = [f"{axis}_parallel_degree = {n}" for axis, n in
+                       (("context", cp), ("tensor", tp)) if n > 1]  # fmt: skip
+            nearest = max(1, round(length / pieces)) * pieces
+            message = (
+                f"with {any_of(degrees, 'and')} it must be a multiple of {pieces}; the nearest is "
+                f"{nearest}"
+            )
+            yield Problem(message, loaded.where(key), key, length)
+        elif layout.pipeline_parallel_degree > 1 and length != lengths["training.seq_len"]:
+            message = (
+                "a pipeline takes rows of one length only: leave it out, or set it to "
+                f"{lengths['training.seq_len']}, the length of training.seq_len"
+            )
+            yield Problem(message, loaded.where(key), key, length)
 
 
 def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:

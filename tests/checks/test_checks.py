@@ -237,3 +237,28 @@ def test_freezing_nothing_or_everything_is_refused(patterns: str, says: str) -> 
 
 def test_either_name_of_a_tied_matrix_freezes_it() -> None:
     assert not problems('model.freeze=["lm_head.*"]', "model.overrides.tie_word_embeddings=true")
+
+
+@pytest.mark.parametrize(
+    ("axis", "degree", "length", "says"),
+    [
+        ("context", 2, 62, "must be a multiple of 4; the nearest is 64"),
+        ("context", 4, 1, "must be a multiple of 8; the nearest is 8"),
+        ("tensor", 2, 31, "must be a multiple of 2; the nearest is 32"),
+        ("pipeline", 2, 32, "rows of one length only: leave it out, or set it to 64"),
+    ],
+)
+def test_a_validation_length_that_the_layout_cannot_cut_is_refused(
+    axis: str, degree: int, length: int, says: str
+) -> None:
+    layout = ["training.seq_len=64", f"parallelism.{axis}_parallel_degree={degree}"]
+    held_out = ["validation.enable=true", f"validation.seq_len={length}"]
+    (found,) = [text for text in problems(*layout, *held_out) if "seq_len" in text]
+    assert says in found
+    assert not [text for text in problems(*layout, held_out[1]) if "seq_len" in text]  # unused
+
+
+def test_a_training_length_that_the_layout_cannot_cut_is_refused() -> None:
+    layout = ["parallelism.context_parallel_degree=2", "parallelism.tensor_parallel_degree=2"]
+    (found,) = problems("training.seq_len=126", *layout)
+    assert "must be a multiple of 4; the nearest is 128" in found
