@@ -23,11 +23,12 @@ SizedCheck = Callable[[Loaded, int | None], Iterator[Problem]]
 CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_custom_import, ("job.custom_import",)),
     (model.check_model, ("model", "job.custom_import")),
+    (model.check_export, ("model", "job.custom_import", "checkpoint.last_save_in_hf")),
     (model.check_freeze, ("model", "job.custom_import")),
     (model.check_start, ("model.config", "checkpoint.initial_load_path")),
     (model.check_length, ("model", "training.seq_len")),
     (parallelism.check_splits, ("model", "parallelism")),
-    (parallelism.check_lengths, ("parallelism", "training.seq_len", "validation")),
+    (parallelism.check_lengths, ("model", "parallelism", "training.seq_len", "validation")),
     (schedule.check_warmup, ("lr_scheduler", "training.steps")),
     (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
     (combinations.check_moments, ("optimizer.bf16_moments", "training.dtype")),

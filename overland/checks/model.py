@@ -16,7 +16,7 @@ from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
 from overland.config.model_from import has_weights
 from overland.config.schema import JobConfig
-from overland.models.config import DecoderConfig
+from overland.models.config import RMSNORM, DecoderConfig
 from overland.models.errors import ModelError
 from overland.models.parameters import HEAD
 from overland.models.registry import build_model, flavor_names, model_config, model_names
@@ -76,6 +76,20 @@ def check_length(loaded: Loaded) -> Iterator[Problem]:
         key = "training.seq_len"
         message = f"longer than the {longest} positions this model was made for"
         yield Problem(message, loaded.where(key), key, length, kind="note")
+
+
+def check_export(loaded: Loaded) -> Iterator[Problem]:
+    """Hugging Face has a name for the model, if it is to be exported at the end."""
+    key = "checkpoint.last_save_in_hf"
+    if not loaded.config.checkpoint.last_save_in_hf:
+        return
+    try:
+        config = model_config(loaded.config.model)
+    except (ModelError, OSError):
+        return
+    if isinstance(config, DecoderConfig) and config.norm_type != RMSNORM:
+        message = f"Hugging Face has no {config.model_type} with norm_type = '{config.norm_type}'"
+        yield Problem(message, loaded.where(key), key, True)
 
 
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:

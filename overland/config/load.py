@@ -87,9 +87,9 @@ def load_config(
     """
     given = parse_arguments(arguments)
     path, shown = find_source(source, given, env)
-    entries, notes = translate(read_file(path, shown), shown)
+    entries, notes, refused = translate(read_file(path, shown), shown)
     from_env, env_problems = environment_entries(env)
-    over, over_notes = translate(given.entries, COMMAND_LINE, below=entries)
+    over, over_notes, over_refused = translate(given.entries, COMMAND_LINE, below=entries)
     entries = overlay(overlay(entries, from_env), over)
     config, problems, dropped = validate(entries)
     places = {key: entry.where for key, entry in entries.items() if key not in dropped}
@@ -100,7 +100,9 @@ def load_config(
     if resolve and not paths.problems:
         place = places.get(("model", "from"), shown)
         paths.config, from_problems = expand_from(paths.config, place)
-    problems += given.problems + env_problems + paths.problems + from_problems
+    problems += (
+        refused + over_refused + given.problems + env_problems + paths.problems + from_problems
+    )
     problems = in_order(problems)
     loaded = Loaded(
         config=paths.config,

@@ -9,6 +9,10 @@ The families differ by switches, never by copies of the model:
 | qwen2   | always         | no             | no       | no  | chosen layers, or none | free |
 | qwen3   | attention_bias | attention_bias | no       | yes | chosen layers, or none | free |
 
+One switch is not Hugging Face's: a llama may have `norm_type = "layernorm"`, LayerNorm with a
+weight and no bias, as older torchtitan had. No config.json says so to transformers, so such a model
+is not exported.
+
 Imports no torch, so that the config room and `--help` stay quick.
 """
 
@@ -22,6 +26,7 @@ from typing import Any
 from overland.models.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+RMSNORM, LAYERNORM = "rmsnorm", "layernorm"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -96,11 +101,12 @@ class Family:
     qkv_bias: bool = False  # always on, whatever config.json says
     chooses_attention_bias: bool = False
     chooses_mlp_bias: bool = False
+    chooses_norm: bool = False
     window: str = "none"  # "none" | "all" (every layer or no layer) | "layers" (any subset)
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(chooses_attention_bias=True, chooses_mlp_bias=True),
+    "llama": Family(chooses_attention_bias=True, chooses_mlp_bias=True, chooses_norm=True),
     "mistral": Family(window="all"),
     "qwen2": Family(qkv_bias=True, window="layers"),
     "qwen3": Family(qk_norm=True, chooses_attention_bias=True, window="layers"),
@@ -121,6 +127,7 @@ class DecoderConfig:
     head_dim: int = 0
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
+    norm_type: str = RMSNORM
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
     initializer_range: float = 0.02
@@ -233,6 +240,12 @@ def _check_switches(config: DecoderConfig) -> None:
     family, kind = config.family, config.model_type
     if config.hidden_act != "silu":
         raise ModelError(f"hidden_act '{config.hidden_act}' is not supported; only 'silu' is")
+    if config.norm_type not in (RMSNORM, LAYERNORM):
+        raise ModelError(
+            f"norm_type '{config.norm_type}' is not supported; known: {RMSNORM}, {LAYERNORM}"
+        )
+    if config.norm_type != RMSNORM and not family.chooses_norm:
+        raise ModelError(f"model_type '{kind}' has no norm_type switch; a llama has")
     if config.attention_bias and not family.chooses_attention_bias:
         raise ModelError(f"model_type '{kind}' has no attention_bias switch")
     if config.mlp_bias and not family.chooses_mlp_bias:

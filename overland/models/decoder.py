@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from overland.models.attention import Attention
 from overland.models.backend import check_backend
-from overland.models.config import DecoderConfig
+from overland.models.config import LAYERNORM, DecoderConfig
 from overland.models.init import Rule, decoder_rule
 from overland.models.loss import chunked_cross_entropy
 from overland.models.mask import Mask, Masks
@@ -83,7 +83,7 @@ class DecoderModel(nn.Module):
         layers = range(config.num_hidden_layers)
         self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(i): Layer(config, config.window_of(i)) for i in layers})
-        self.norm: RMSNorm | None = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm: nn.Module | None = build_norm(config)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         windows = dict.fromkeys(config.window_of(i) for i in layers)
         self.masks = Masks(attention, list(windows))
@@ -109,9 +109,9 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
         self.window = window
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = build_norm(config)
         self.self_attn = SelfAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = build_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x_BSD: Tensor, cos_BSd: Tensor, sin_BSd: Tensor, mask: Mask) -> Tensor:
@@ -156,6 +156,13 @@ class MLP(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+
+
+def build_norm(config: DecoderConfig) -> nn.Module:
+    """The norm of the residual stream."""
+    if config.norm_type == LAYERNORM:
+        return nn.LayerNorm(config.hidden_size, config.rms_norm_eps, bias=False)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class RMSNorm(nn.Module):

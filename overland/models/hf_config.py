@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from overland.models.config import FAMILIES, FULL, SLIDING, DecoderConfig, RopeConfig
+from overland.models.config import FAMILIES, FULL, RMSNORM, SLIDING, DecoderConfig, RopeConfig
 from overland.models.errors import ModelError, nearest
 from overland.models.hf_keys import PLAIN, SIZES, keys_of, refuse_unknown
 
@@ -50,6 +50,8 @@ def config_as_hf(config: DecoderConfig) -> dict[str, Any]:
         hf["attention_bias"] = config.attention_bias
     if family.chooses_mlp_bias:
         hf["mlp_bias"] = config.mlp_bias
+    if config.norm_type != RMSNORM:  # ours alone, so it is never exported
+        hf["norm_type"] = config.norm_type
     if family.window == "all":
         hf["sliding_window"] = config.window_of(0)
     if family.window == "layers":
@@ -131,7 +133,7 @@ def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
 
     family, defaults = FAMILIES[model_type], _DEFAULTS[model_type]
     values: dict[str, Any] = {"model_type": model_type}
-    for name in (*SIZES, *PLAIN, "attention_bias", "mlp_bias", "head_dim"):
+    for name in (*SIZES, *PLAIN, "attention_bias", "mlp_bias", "head_dim", "norm_type"):
         value = hf.get(name, defaults.get(name))
         if value is not None:
             values[name] = tuple(value) if isinstance(value, list) else value

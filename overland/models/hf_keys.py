@@ -21,6 +21,8 @@ def keys_of(model_type: str) -> set[str]:
         keys.add("attention_bias")
     if family.chooses_mlp_bias:
         keys.add("mlp_bias")
+    if family.chooses_norm:
+        keys.add("norm_type")
     if family.window == "all":
         keys.add("sliding_window")
     if family.window == "layers":

@@ -56,6 +56,7 @@ KINDS: dict[str, Sections] = {
     "window": {"model": {"model_type": "mistral", "sliding_window": 9}},
     "qknorm": {"model": {"model_type": "qwen3"}},
     "bias": {"model": {"model_type": "qwen2"}},
+    "layernorm": {"model": {"norm_type": "layernorm"}},
     "frozen": {"freeze": {"freeze": ["*q_proj*", "*embed_tokens*", "*input_layernorm*"]}},
     "frozenstage": {"freeze": {"freeze": ["*embed_tokens*", "model.layers.[012].*"]}},
 }
@@ -108,7 +109,7 @@ def parse_all(text: str) -> list[Layout]:
 # Every axis, stage and schedule at least once, in minutes on two cores: what `make test` runs.
 SHORT = parse_all("""
     shard2:zero3  shard2:zero2  shard2:zero0  shard4:zero3_hybrid  rep2xshard2  shard4:accumulate
-    tp2  tp2+qknorm  tp2+bias+tied  cp2+documents  cp2+window  cp2:full
+    tp2+layernorm  tp2+qknorm  tp2+bias+tied  cp2+documents  cp2+window  cp2:full
     pp2:1F1B+tied  pp2:GPipe+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
     pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2:microbatch2
     tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile
@@ -127,6 +128,7 @@ LAYOUTS = SHORT + parse_all("""
     pp2xshard2xtp2  pp2xcp2xtp2+documents  rep2xshard2xtp2  cp2xshard2xtp2:every2
     rep2xcp2xtp2  pp2xrep2xtp2+tied  pp2xshard2xcp2:Interleaved1F1B  pp4xtp2+uneven
     pp2xrep2xshard2:GPipe
+    tp2  pp2xtp2:compile+layernorm  cp2+layernorm  shard2:full+layernorm
     pp2:GPipe+frozenstage  pp2:Interleaved1F1B+frozenstage  pp2:InterleavedZeroBubble+frozenstage
     pp2:ZBVZeroBubble+frozenstage  pp2:DualPipeV+frozenstage  pp2:1F1B+tied+frozen
     pp2xtp2+tied+frozen  pp2xshard2+frozenstage

@@ -7,7 +7,7 @@ from overland.models.config import DecoderConfig
 from overland.models.registry import model_config
 from overland.proofs.layouts import Sections
 
-KINDS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias")
+KINDS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_type")
 
 
 def settings_of(source: str | None) -> Sections | None:

@@ -262,3 +262,10 @@ def test_a_training_length_that_the_layout_cannot_cut_is_refused() -> None:
     layout = ["parallelism.context_parallel_degree=2", "parallelism.tensor_parallel_degree=2"]
     (found,) = problems("training.seq_len=126", *layout)
     assert "must be a multiple of 4; the nearest is 128" in found
+
+
+def test_a_model_that_hugging_face_cannot_name_is_not_exported_at_the_end() -> None:
+    settings = ["model.overrides.norm_type=layernorm", "checkpoint.last_save_in_hf=true"]
+    (found,) = problems(*settings)
+    assert "no llama with norm_type = 'layernorm'" in found
+    assert not problems(settings[0])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from overland.checks import load_checked
+from overland.config.dialects.torchtitan_keys import REFUSED
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
 from overland.config.write import to_toml, toml_value
+from overland.models.registry import model_config
 
 from .torchtitan_v02 import V02
 
@@ -29,13 +32,20 @@ def leaves(tree: dict[str, Any], *path: str) -> list[tuple[tuple[str, ...], Any]
 
 
 KEYS = leaves(V02)
+# With the values of that file they would train something else here, so a note is not enough.
+REFUSED_V02 = {*REFUSED, "checkpoint.exclude_from_loading"}
 
 
 @pytest.mark.parametrize(("path", "value"), KEYS, ids=[".".join(path) for path, _ in KEYS])
 def test_every_key_of_torchtitan_is_ours_or_noted(
     path: tuple[str, ...], value: Any, tmp_path: Path
 ) -> None:
-    loaded = load(tmp_path, f"{'.'.join(path)} = {toml_value(value)}\n")
+    text = f"{'.'.join(path)} = {toml_value(value)}\n"
+    if ".".join(path) in REFUSED_V02:
+        with pytest.raises(ConfigError, match=re.escape(".".join(path))):
+            load(tmp_path, text)
+        return
+    loaded = load(tmp_path, text)
     mine = loaded.config.model_dump()
     native = len(path) == 2 and path[1] in mine.get(path[0], {})
     if native and mine[path[0]][path[1]] == value:
@@ -46,14 +56,15 @@ def test_every_key_of_torchtitan_is_ours_or_noted(
 
 
 def test_a_whole_v02_file_loads_and_its_values_arrive(tmp_path: Path) -> None:
-    text = "".join(f"{'.'.join(path)} = {toml_value(value)}\n" for path, value in KEYS)
+    taken = [(".".join(path), value) for path, value in KEYS]
+    taken = [(key, value) for key, value in taken if key not in REFUSED_V02]
+    text = "".join(f"{key} = {toml_value(value)}\n" for key, value in taken)
     config = load(tmp_path, text).config
     assert config.model.flavor == "8B"
     assert config.model.attention == "flex"
     assert config.data.document_mask
     assert config.model.hf_assets_path == "./assets"
     assert config.checkpoint.initial_load_path == "./weights"
-    assert config.checkpoint.skip_optimizer
     assert config.job.custom_import == "json"
     assert config.parallelism.context_parallel_degree == 2
     assert config.validation.steps == -1
@@ -330,3 +341,27 @@ filter_fqns = ["output"]
     assert '"quantize.linear.mx" in model.converters is ignored' in notes
     assert "one scale per tensor, in training.float8" in notes
     assert "filter_fqns" in notes
+
+
+def test_layernorm_of_older_files_is_built(tmp_path: Path) -> None:
+    loaded = load(tmp_path, '[model]\nnorm_type = "layernorm"\n')
+    assert loaded.config.model.overrides == {"norm_type": "layernorm"}
+    assert "model.norm_type is now model.overrides.norm_type" in loaded.notes[0]
+    assert model_config(loaded.config.model).norm_type == "layernorm"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[model]\nconverters = ["mine"]\n', '"mine" is not known here: there are no converters'),
+        ("[checkpoint]\nload_step = 5\n", "set checkpoint.resume to the path of that step"),
+        (
+            '[checkpoint]\nexclude_from_loading = ["optimizer", "lr_scheduler"]\n',
+            "only the optimizer can be left out of loading, not lr_scheduler",
+        ),
+        ('[fault_tolerance]\nsemi_sync_method = "diloco"\n', "every step is synchronous"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load(tmp_path, text)

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from overland.checkpoint.convert.hf import require_known
+from overland.checkpoint.errors import CheckpointError
 from overland.models import DecoderConfig, build_model
+from overland.models.errors import ModelError
 from overland.models.init import init_weights
 
 from .tiny import CASES, hf
@@ -111,3 +114,22 @@ def test_gradients_reach_every_parameter() -> None:
     tokens_BS = torch.randint(0, 96, (2, 12))
     model(tokens_BS, labels_BS=tokens_BS).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_layernorm_is_a_switch_of_the_decoder() -> None:
+    """LayerNorm with a weight and no bias, in every place but the names unchanged."""
+    model = tiny(norm_type="layernorm")
+    layer = model.config
+    assert layer.parameter_shapes() == tiny().config.parameter_shapes()
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == layer.parameter_shapes()
+    x_BSD = torch.randn(2, 3, layer.hidden_size) + 1
+    block = model.model.layers["0"]
+    for norm in (block.input_layernorm, block.post_attention_layernorm, model.model.norm):
+        centred = x_BSD - x_BSD.mean(-1, keepdim=True)
+        expected = centred / (centred.square().mean(-1, keepdim=True) + layer.rms_norm_eps).sqrt()
+        torch.testing.assert_close(norm(x_BSD), expected)
+    assert DecoderConfig.from_hf(layer.to_hf()) == layer
+    with pytest.raises(CheckpointError, match="cannot be exported to Hugging Face"):
+        require_known(layer.to_hf())
+    with pytest.raises(ModelError, match="norm_type 'np_layernorm' is not supported"):
+        tiny(norm_type="np_layernorm")

@@ -3,6 +3,7 @@ tokenizer and generation config."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from overland.checkpoint.convert.source import (
 from overland.checkpoint.convert.special_tokens import name_special_tokens
 from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
 from overland.checkpoint.errors import CheckpointError
-from overland.models.config import DecoderConfig
+from overland.models.config import RMSNORM, DecoderConfig
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE
 from overland.models.parameters import EMBEDDING, HEAD
@@ -52,6 +53,7 @@ def write_hf(source: Source, folder: Path, options: Options) -> None:
             f"{source.folder} does not say what model it holds; name its config.json, or a folder "
             "with config and tokenizer, with --config"
         )
+    require_known(source.config)
     weights = source.weights()
     if source.config.get("tie_word_embeddings"):
         weights = _without_head(weights)
@@ -74,6 +76,17 @@ def write_hf(source: Source, folder: Path, options: Options) -> None:
     copy_files(source.companions, folder)
     config = name_special_tokens(folder, config, trained_here=source.format == "overland")
     write_json(folder / "config.json", config)
+
+
+def require_known(config: Mapping[str, Any]) -> None:
+    """Refuses a config that transformers would read, without a word, as another model."""
+    norm = config.get("norm_type", RMSNORM)
+    if norm != RMSNORM:
+        raise CheckpointError(
+            f"a model with norm_type = '{norm}' cannot be exported to Hugging Face, whose "
+            f"{config.get('model_type')} has RMSNorm and would compute something else with these "
+            "weights"
+        )
 
 
 def _weights(path: Path) -> dict[str, Lazy]:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from overland.config.dialects import stub, torchtitan
+from overland.config.dialects.draft import Translated
 from overland.config.source import Entries, KeyPath
 
 __all__ = ["todays_key", "translate"]
 
 
-def translate(
-    entries: Entries, shown: str, below: Entries | None = None
-) -> tuple[Entries, list[str]]:
-    """Entries in today's keys, and notes on what was renamed or has no meaning here.
+def translate(entries: Entries, shown: str, below: Entries | None = None) -> Translated:
+    """Entries in today's keys, notes on what was renamed or has no meaning here, and problems:
+    what would train something else here than in the trainer that the file was written for.
 
     Args:
         entries: What was read.
         shown: Name of the place it was read from.
         below: Entries, in today's keys, that these will be laid over.
     """
-    notes: list[str] = []
+    first = Translated(entries, [], [])
     if stub.recognises(entries):
-        entries, notes = stub.translate(entries, shown)
-    entries, more = torchtitan.translate(entries, shown, below or {})
-    return entries, notes + more
+        first = stub.translate(entries, shown)
+    second = torchtitan.translate(first.entries, shown, below or {})
+    return Translated(second.entries, first.notes + second.notes, first.problems + second.problems)
 
 
 def todays_key(path: KeyPath) -> KeyPath:

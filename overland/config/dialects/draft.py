@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from overland.config.errors import Problem
 from overland.config.source import Entries, Entry, KeyPath
+
+
+class Translated(NamedTuple):
+    entries: Entries
+    notes: list[str]
+    problems: list[Problem]
 
 
 class Draft:
@@ -13,6 +20,7 @@ class Draft:
     def __init__(self, native: Entries, shown: str) -> None:
         self.entries = dict(native)
         self.notes: list[str] = []
+        self.problems: list[Problem] = []
         self._native = frozenset(native)
         self._shown = shown
         self._reasons: dict[str, list[str]] = {}
@@ -34,15 +42,19 @@ class Draft:
     def note(self, source: Entry, text: str) -> None:
         self.notes.append(f"{source.where}: {text}")
 
+    def refuse(self, path: KeyPath, source: Entry, reason: str) -> None:
+        """For what would train something else than was asked for: a note is not enough."""
+        self.problems.append(Problem(reason, source.where, ".".join(path), source.value))
+
     def without_meaning(self, path: KeyPath, source: Entry, reason: str) -> None:
         """Keys with the same reason share a note."""
         line = source.where.rpartition(":")[2] if ":" in source.where else ""
         shown = ".".join(path) + (f" (line {line})" if line.isdecimal() else "")
         self._reasons.setdefault(reason, []).append(shown)
 
-    def finish(self) -> tuple[Entries, list[str]]:
+    def finish(self) -> Translated:
         grouped = [
             f"{self._shown}: without effect here: {', '.join(keys)}: {reason}"
             for reason, keys in self._reasons.items()
         ]
-        return self.entries, self.notes + grouped
+        return Translated(self.entries, self.notes + grouped, self.problems)

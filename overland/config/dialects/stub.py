@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from overland.config.dialects.draft import Draft
+from overland.config.dialects.draft import Draft, Translated
 from overland.config.source import Entries, Entry, KeyPath
 
 OWN_SECTIONS = frozenset({"dist", "dataset", "optim", "loss", "misc", "logging"})
@@ -74,8 +74,8 @@ def recognises(entries: Entries) -> bool:
     return len(tops & OWN_SECTIONS) >= 2 and tops <= OWN_SECTIONS | OTHER_SECTIONS
 
 
-def translate(entries: Entries, shown: str) -> tuple[Entries, list[str]]:
-    """Entries in today's keys, and the notes."""
+def translate(entries: Entries, shown: str) -> Translated:
+    """Entries in today's keys, notes, and what is refused."""
     draft = Draft({}, shown)
     first = next(iter(entries.values()))
     draft.put(("training", "dataset"), "random", entries.get(("dataset", "path_train"), first))

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from overland.config.dialects.draft import Draft
+from overland.config.dialects.draft import Draft, Translated
 from overland.config.dialects.torchtitan_keys import (
     EXPERTS,
     IGNORED,
     IGNORED_SECTIONS,
     MX,
+    REFUSED,
     RENAMED,
 )
 from overland.config.source import Entries, Entry, KeyPath
@@ -28,8 +29,9 @@ FLOAT8 = ("training", "float8")
 NO_CONVERTER = "there are no converters; training.float8 narrows products"
 
 
-def translate(entries: Entries, shown: str, below: Entries) -> tuple[Entries, list[str]]:
-    """Entries in today's keys, and the notes; `below` is what they will be laid over."""
+def translate(entries: Entries, shown: str, below: Entries) -> Translated:
+    """Entries in today's keys, notes, and what is refused; `below` is what they will be laid
+    over."""
     old = {path: entry for path, entry in entries.items() if _is_old(path, entry)}
     draft = Draft({path: e for path, e in entries.items() if path not in old}, shown)
     for path, entry in old.items():
@@ -41,7 +43,10 @@ def translate(entries: Entries, shown: str, below: Entries) -> tuple[Entries, li
         else:
             default, reason = IGNORED.get(dotted) or (None, IGNORED_SECTIONS[path[0]])
             at_default = entry.value == default if dotted in IGNORED else entry.value is False
-            draft.without_meaning(path, entry, HARMLESS if at_default else reason)
+            if dotted in REFUSED and not at_default:
+                draft.refuse(path, entry, REFUSED[dotted])
+            else:
+                draft.without_meaning(path, entry, HARMLESS if at_default else reason)
     if old.get(WEIGHTS_IN_HF) is not None:
         _weights_from_assets(draft, old[WEIGHTS_IN_HF], {**below, **draft.entries})
     return draft.finish()
@@ -88,10 +93,11 @@ def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
         if name in ("quantize.linear.float8", "float8"):
             _narrow(draft, f'"{name}" in model.converters', entry)
         else:
-            reason = (
-                MX if name.endswith("mx") else EXPERTS if "grouped_mm" in name else NO_CONVERTER
-            )
-            draft.note(entry, f'"{name}" in model.converters is ignored: {reason}')
+            reason = MX if name.endswith("mx") else EXPERTS if "grouped_mm" in name else ""
+            if reason:
+                draft.note(entry, f'"{name}" in model.converters is ignored: {reason}')
+            else:
+                draft.refuse(path, entry, f'"{name}" is not known here: {NO_CONVERTER}')
 
 
 def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -109,12 +115,12 @@ def _narrow(draft: Draft, asked: str, entry: Entry) -> None:
 
 
 def _norm_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
+    """rmsnorm, fused_rmsnorm and compiled_rmsnorm compute the same. Any other is a switch of the
+    model, which refuses those that it has not."""
     if str(entry.value).endswith("rmsnorm"):
-        draft.without_meaning(path, entry, "these models have RMSNorm")
+        draft.without_meaning(path, entry, "RMSNorm is the default norm")
     else:
-        draft.note(
-            entry, f'model.norm_type = "{entry.value}" is ignored: these models have RMSNorm'
-        )
+        draft.rename(path, ("model", "overrides", "norm_type"), entry.value, entry)
 
 
 def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -189,10 +195,8 @@ def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
         )
     others = [name for name in left_out if name != "optimizer"]
     if others:
-        draft.note(
-            entry,
-            f"{', '.join(others)} in checkpoint.exclude_from_loading is ignored: only the "
-            "optimizer can be left out",
+        draft.refuse(
+            path, entry, f"only the optimizer can be left out of loading, not {', '.join(others)}"
         )
 
 

@@ -146,6 +146,24 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "debug.moe_force_load_balance": (False, EXPERTS),
 }
 
+WEIGHTS_ONLY = (
+    "initial_load_path gives weights only; to continue the whole run, set checkpoint.resume to the "
+    "checkpoint's path"
+)
+# Of these, the ones that would train something else here if they were ignored: at any other value
+# than the default they are refused.
+REFUSED: dict[str, str] = {
+    "checkpoint.initial_load_model_only": WEIGHTS_ONLY,
+    "checkpoint.initial_load_model_weights_only": WEIGHTS_ONLY,
+    "checkpoint.initial_load_in_hf_quantized": "quantized weights cannot be read",
+    "checkpoint.load_step": "set checkpoint.resume to the path of that step's checkpoint",
+    "fault_tolerance.semi_sync_method": (
+        "replicas that train by themselves between synchronisations are not built; every step is "
+        "synchronous"
+    ),
+}
+IGNORED["fault_tolerance.semi_sync_method"] = (None, FAULTS)
+
 # Of products in 8 bits, under both names of the section.
 for _section in ("quantize.linear.float8", "float8"):
     IGNORED |= {
