@@ -29,8 +29,11 @@ def shun(bad: Sequence[str], ours: Collection[str], env: Mapping[str, str]) -> N
     # A job that was just requeued is shown as completing; one that has ended refuses the change.
     states = "--states=PENDING,COMPLETING"
     listed = ["--noheader", states, f"--name={env.get('SLURM_JOB_NAME', '')}"]
-    for line in ask("squeue", "--me", *listed, "--format=%i|%x|%f|%D").split():
-        job, excluded, feature, num_nodes = line.split("|")
+    for line in ask("squeue", "--me", *listed, "--format=%i|%x|%D|%f").split():
+        found = re.fullmatch(r"([^|]+)\|([^|]*)\|(\d+)\|(.*)", line)
+        if found is None:
+            continue
+        job, excluded, num_nodes, feature = found.groups()
         before = expand_hosts(excluded) if excluded and excluded != "(null)" else []
         users = [node for node in before if node not in ours]
         usable = [node for node in usable_nodes(env, feature) if node not in users]
@@ -48,7 +51,7 @@ def usable_nodes(env: Mapping[str, str], feature: str = "") -> list[str]:
     words = ["--noheader", "--Node", "--responding", f"--partition={partition}"]
     found = []
     for line in ask("sinfo", *words, "--format=%N|%t|%f").split():
-        node, state, features = line.split("|")
+        node, state, features = (*line.split("|", 2), "", "")[:3]
         is_fit = not re.fullmatch(r"[\w.-]+", feature) or feature in features.split(",")
         if state.startswith(("idle", "mix", "alloc", "comp", "plnd", "resv")) and is_fit:
             found.append(node)

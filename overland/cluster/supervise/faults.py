@@ -21,6 +21,7 @@ from overland.cluster.last_words import ENDED, SAYS, Kind, Said
 KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"
 NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
+NOTHING = "it said nothing"
 LINES_KEPT = 40  # of each rank
 
 
@@ -152,7 +153,7 @@ class Findings:
             what = f"rank {first.rank} on {first.node}: {first.what}"
             alike = {said.node for said in all_said if said.place == first.place}
             nodes = tuple(alike) if len(alike) == 1 else ()
-            if kind is Kind.NETWORK:  # whoever notices it first may be the most innocent
+            if kind in (Kind.NETWORK, Kind.TAKEN):  # who notices it may be the most innocent
                 faults.append(Fault(kind, what))
             elif kind is not Kind.STOPPED:
                 place = first.place if kind is not Kind.DISK else ""  # whatever writes next fails
@@ -167,8 +168,9 @@ class Findings:
         spoke = {said.rank for said in self.said if said.kind is not Kind.STOPPED}
         for end in self.ends:
             who = f"{name_ranks(end.ranks)} on {', '.join(end.nodes)}"
+            nodes = end.nodes if len(end.nodes) == 1 else ()
             if "Out Of Memory" in end.how:
-                return [Fault(Kind.MEMORY, f"{who}: the node's memory", end.ranks, end.nodes)]
+                return [Fault(Kind.MEMORY, f"{who}: the node's memory", end.ranks, nodes)]
             if spoke & set(end.ranks):
                 return []
             if "Terminated" in end.how:
@@ -178,14 +180,14 @@ class Findings:
             if re.search(KILLED, end.how):
                 # SIGKILL comes from outside of the program, other signals from what it did
                 place = "" if "Killed" in end.how else f"{name_ranks(end.ranks)}: {end.how}"
-                return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, end.nodes, place)]
+                return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, nodes, place)]
             if "exit code" in end.how:
                 words = self._last_words(end.ranks)
                 kind = Kind.CODE if self._has_trace(end.ranks) else Kind.UNKNOWN
                 if re.search(r"exit code 2\b", end.how):  # a sentence, before the ranks met
                     kind = Kind.CONFIG
-                place = words if kind.is_of_the_program else ""
-                return [Fault(kind, f"{who}: {words}", end.ranks, end.nodes, place)]
+                place = words if words != NOTHING else ""
+                return [Fault(kind, f"{who}: {words}", end.ranks, nodes, place)]
         return []
 
     def _gone_causes(self) -> list[Fault]:
@@ -204,7 +206,7 @@ class Findings:
         return any("Traceback" in line for line in self._lines_of(ranks))
 
     def _last_words(self, ranks: Sequence[int]) -> str:
-        return (self._lines_of(ranks) or ["it said nothing"])[-1]
+        return (self._lines_of(ranks) or [NOTHING])[-1]
 
     def _unexplained(self) -> Fault:
         words = self.last_line or "srun said nothing"

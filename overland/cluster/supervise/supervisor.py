@@ -343,7 +343,7 @@ class Supervisor:
 
     def suspects(self) -> list[str]:
         """Nodes that were to blame for attempts of this job without a new step."""
-        failures = [past for past in self.streak if past.session == self.session]
+        failures = [past for past in self.streak if past.is_barren and past.session == self.session]
         return list(dict.fromkeys(node for past in failures for node in past.nodes))
 
     def end(

@@ -329,3 +329,17 @@ def test_of_ranks_that_the_supervisor_ends_only_those_that_were_gone_before_are_
     assert "is gone, without a word" in found.fault().what
     found.read("srun: error: n2: tasks 4-5: Out Of Memory")
     assert (found.fault().kind, found.fault().ranks) == (Kind.MEMORY, (5,))
+
+
+def test_a_program_that_cannot_start_anywhere_is_not_blamed_on_a_node() -> None:
+    """So that the second time it is the same error at the same place, and ends the chain."""
+    found = findings(
+        "0: rank: line 1: /env/bin/python: No such file or directory",
+        "srun: error: n[1-2]: tasks 0-3: Exited with exit code 127",
+    ).fault()
+    assert (found.kind, found.nodes) == (Kind.UNKNOWN, ())
+    assert "No such file or directory" in found.place
+
+
+def test_a_folder_that_is_taken_is_nobodys_fault() -> None:
+    assert findings(said(0, Kind.TAKEN, "job 7 trains there", 1.0)).fault().nodes == ()
