@@ -147,8 +147,9 @@ def watch(wire: Wire, folder: Path, parent: int) -> bool:
     gone; False when the connection is."""
     while True:
         signs = read_signs(folder)
-        wire.send({"beats": [_heard(sign) for sign in signs]})  # also that they are gone
-        if _are_gone(signs, parent):
+        are_gone = _are_gone(signs, parent)  # before it is told, so that it is told
+        wire.send({"beats": [_heard(sign) for sign in signs]})
+        if are_gone:
             return True
         orders = wire.receive(BEAT_SECONDS)
         if orders is None:
