@@ -85,9 +85,12 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         if not _is_data(validation.dataset_path):
             yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
         return
-    names = validation.dataset
-    for name in [names] if isinstance(names, str) else names:
+    from overland.data.wanted import foreign_validation, held_out_sources
+
+    for name in held_out_sources(loaded.config):
         yield from _dataset(loaded, "validation.dataset", name)
+    if note := foreign_validation(loaded.config):
+        yield Problem(note, loaded.where("validation.dataset"), kind="note")
 
 
 def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -> Iterator[Problem]:

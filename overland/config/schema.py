@@ -290,8 +290,9 @@ class Validation(Section):
 
     enable: bool = False
     """Validate every `freq` steps and after the last one."""
-    dataset: str | list[str] = "stdlib_heldout"
-    """One held-out set, or several, by name."""
+    dataset: str | list[str] | None = None
+    """One held-out set, or several, by name; default: what data.holdout keeps out of training, or
+    else stdlib_heldout."""
     dataset_path: PathText | None = None
     """Folder or file to validate on, in place of a name."""
     column: str | None = None
@@ -345,6 +346,9 @@ class Data(Section):
     mixture: Literal["tokens", "rows"] = "tokens"
     """What weights count. tokens: sequences, each from one source; rows: documents, which are then
     packed together."""
+    holdout: NonNegativeInt | Annotated[float, Field(ge=0, lt=1)] = 0
+    """Documents of each source that are kept out of training and validated on: a share, such as
+    0.01, or about so many. A document stays on its side when data is added."""
     packing: Literal["pack", "overflow", "trunc", "best_fit"] = "pack"
     """pack: documents one after another, cut into sequences; overflow: each begins a sequence and
     goes on in further ones; trunc: each is one sequence, the rest is left out; best_fit: only

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from overland.data.corpus import Corpus
 from overland.data.counts import Counts
 from overland.data.errors import DataError
+from overland.data.holdout import held_out
 from overland.data.order import permute
 from overland.data.ranges import spread
 from overland.data.schedule import Schedule
@@ -90,6 +91,8 @@ class Reading:
     """Folder for counts of what windows hold."""
     writes: bool = False
     """Whether this process adds to them; one does."""
+    held_out: bool = False
+    """Whether the documents that `data.holdout` keeps out of training are read, and no others."""
 
     def counts(self, name: str, count: Callable[[int], npt.ArrayLike], per_epoch: int) -> Counts:
         path = self.memory / f"{name}.counts" if self.memory is not None else None
@@ -106,15 +109,17 @@ class SourceWindows:
         corpus: Corpus,
         reading: Reading,
         max_epochs: int | None = None,
+        holdout: float = 0.0,
     ) -> None:
-        """`name` and number as the plan has them: a corpus may be found under another name."""
+        """`name` and number as the plan has them: a corpus may be found under another name.
+        `holdout` is the share of documents that is kept out of training."""
         self.name, self.source, self.corpus = name, source, corpus
-        self.reading, self.max_epochs = reading, max_epochs
+        self.reading, self.max_epochs, self.holdout = reading, max_epochs, holdout
         self.announced = corpus.num_shards * corpus.documents_per_shard
         wanted = max(self.announced // reading.window_documents, corpus.num_shards // MAX_SHARDS, 1)
         self.per_epoch = int(min(wanted, max(corpus.num_shards, 1)))
         parts = [FORMAT, name, corpus.fingerprint, reading.seed, reading.shuffle, self.per_epoch]
-        self.key = digest_of(parts)
+        self.key = digest_of([*parts, holdout, reading.held_out] if holdout else parts)
         self._opened: OrderedDict[int, Documents] = OrderedDict()
         self._sums_of: OrderedDict[int, Array] = OrderedDict()
         # Documents and tokens per shard, as far as they are known: all of a corpus that is built,
@@ -183,8 +188,9 @@ class SourceWindows:
     def _sums(self, first: int, column: int) -> Array | None:
         """Documents or tokens per window, from the sizes of shards, where all are known."""
         self.check_epoch(first)
-        if self._sizes[-1, 0] < 0 and (built := self.corpus.sizes()) is not None:
-            self._sizes = built
+        if self._sizes[-1, 0] < 0 and not self.holdout:
+            built = self.corpus.sizes()
+            self._sizes = self._sizes if built is None else built
         if self.per_epoch == 1:  # whatever the order, it is all of it
             total = int(self._sizes[:, column].sum())
             is_known = bool((self._sizes[:, 0] >= 0).all())
@@ -224,9 +230,6 @@ class SourceWindows:
         numbers = self._shards(np.array([window]))
         shards = [self.corpus.shard(number) for number in numbers.tolist()]
         counts = np.array([shard.info.num_documents for shard in shards])
-        if self._sizes.flags.writeable:
-            tokens = np.array([shard.info.num_tokens for shard in shards])
-            self._sizes[numbers] = np.stack([counts, tokens], axis=1)
         total = int(counts.sum())
         file, place = spread(np.zeros_like(counts), counts)
         all_ = Documents(
@@ -239,9 +242,31 @@ class SourceWindows:
             np.zeros(total, np.int64),
             np.zeros(total, bool),
         )
+        if self.holdout:
+            all_ = all_[self._on_this_side(numbers)]
+            total = len(all_)
+        if self._sizes.flags.writeable:
+            kept = np.bincount(all_.file, minlength=len(numbers))
+            tokens = np.bincount(all_.file, all_.length, minlength=len(numbers))
+            self._sizes[numbers] = np.stack([kept, tokens.astype(np.int64)], axis=1)
+            self._check_any()
         if not self.reading.shuffle or not total:
             return all_
         return all_[self._permute(np.arange(total), total, "documents", window)]
+
+    def _on_this_side(self, shards: Array) -> Array:
+        """The documents of some shards that are held out, or those that are not."""
+        held = [held_out(self.corpus, number, self.holdout) for number in shards.tolist()]
+        return np.flatnonzero(np.concatenate(held) == self.reading.held_out)
+
+    def _check_any(self) -> None:
+        """Once all shards were seen, there must have been something in them to read."""
+        if self.holdout and (self._sizes[:, 0] == 0).all():
+            side = "no document" if self.reading.held_out else "every document"
+            raise DataError(
+                f"data.holdout keeps {side} of {self.name} out of training (a share of "
+                f"{self.holdout:.3g}): change it"
+            )
 
     def _permute(self, places: Array, size: int, what: str, number: int) -> Array:
         return permute(places, size, what, self.reading.seed, self.name, number)

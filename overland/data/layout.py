@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from overland.data import shard
 from overland.data.errors import DataError
-from overland.data.sources.compression import is_compressed
+from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import RULES, FileSource, Kind, Source
 from overland.data.tokenizer import Tokenizer
@@ -44,7 +44,6 @@ SHARD_DOCUMENTS = 4096
 SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which one core makes in about ten seconds
 SHARDS_PER_FOLDER = 1000
 DOCUMENT_BYTES = 4096  # a web page; where nothing says how many documents a file holds
-COMPRESSION = 3  # by how much text shrinks under gzip and zstd
 CHUNK_DOCUMENTS = 1000  # of a source that says nothing
 
 Report = Callable[[str], None]
@@ -385,8 +384,7 @@ def _weigh(
     files = [source.files_of(chunk) for chunk in chunks]
     sharers = Counter(file for names in files for file in names)
     sizes = {
-        file: marks[file].size * (COMPRESSION if is_compressed(file) else 1) / count
-        for file, count in sharers.items()
+        file: marks[file].size * times_smaller(file) / count for file, count in sharers.items()
     }
     weights = []
     for chunk, names in zip(chunks, files, strict=True):

@@ -41,6 +41,8 @@ class Segment:
 class PlannedSource:
     fingerprint: str
     max_epochs: int | None = None
+    holdout: float = 0.0
+    """Share of its documents that is kept out of training."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Plan:
         return {
             "format": FORMAT,
             **asdict(self),
+            "sources": {name: _source_to_json(one) for name, one in self.sources.items()},
             "segments": [_to_json(one) for one in self.segments],
         }
 
@@ -80,6 +83,8 @@ class Plan:
         for name, source in wanted.sources.items():
             if name in self.sources and self.sources[name].fingerprint != source.fingerprint:
                 raise ChangedSource(name)
+            if name in self.sources:
+                check_same_holdout(name, self.sources[name].holdout, source.holdout)
         kept = tuple(one for one in self.segments if one.first_batch < batch)
         new = replace(wanted.segments[-1], first_batch=batch)
         if not kept or differences(kept[-1], new):
@@ -102,6 +107,15 @@ def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str)
             )
 
 
+def check_same_holdout(name: str, ours: float, theirs: float) -> None:
+    if ours != theirs:
+        raise DataError(
+            f"data.holdout is a share of {theirs:.6g} of {name}, and this run began with "
+            f"{ours:.6g}: it would validate on documents that it was trained on; set it back, or "
+            "start a new run with --resume none"
+        )
+
+
 class ChangedSource(DataError):
     """A source that is not what the run was trained on."""
 
@@ -122,6 +136,14 @@ def differences(before: Segment, after: Segment) -> list[str]:
         for key in new
         if key not in ("first_batch", "rest_rules") and old[key] != new[key]
     ]
+
+
+def _source_to_json(source: PlannedSource) -> dict[str, Any]:
+    """Without what plans of before did not have, so that their fingerprint stays."""
+    values = asdict(source)
+    if not source.holdout:
+        del values["holdout"]
+    return values
 
 
 def _to_json(segment: Segment) -> dict[str, Any]:

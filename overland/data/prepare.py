@@ -20,6 +20,7 @@ from overland.data import registry
 from overland.data.corpus import Corpus, changes, lay_out, open_corpus
 from overland.data.documents import Reading
 from overland.data.errors import DataError
+from overland.data.holdout import share_of
 from overland.data.layout import find_laid_out, is_corpus, read_layout
 from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
 from overland.data.random_blocks import RandomBlocks
@@ -35,6 +36,7 @@ from overland.data.wanted import (
     refuse_choices,
     sources_of,
     training_table,
+    validates_on_holdout,
 )
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
@@ -195,7 +197,9 @@ def training_data(
         pad_id=_pad_id(corpora),
     )
     planned = {
-        name: PlannedSource(corpora[name].fingerprint, source.max_epochs)
+        name: PlannedSource(
+            corpora[name].fingerprint, source.max_epochs, _holdout(data, corpora[name], place)
+        )
         for name, source in wanted.items()
     }
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
@@ -241,10 +245,10 @@ def validation_data(
     config: JobConfig, num_rows: int, vocab_size: int | None, place: Place
 ) -> list[Dataset]:
     """The held-out sets, in the order of their names; read in order, never shuffled."""
-    validation = config.validation
-    wanted = held_out_sources(config)
-    if not wanted:
+    validation, on_holdout = config.validation, validates_on_holdout(config)
+    if not validation.enable:
         return []
+    wanted = sources_of(config) if on_holdout else held_out_sources(config)
     place.once(partial(check_held_out, config))
     segment = Segment(
         first_batch=0,
@@ -254,20 +258,32 @@ def validation_data(
         document_mask=config.data.document_mask,
     )
     tokenizer = tokenizer_for(config, sources_of(config), vocab_size, place)
-    reading = Reading(config.debug.seed, False, config.data.window_documents)
+    window_documents = config.data.window_documents
+    if on_holdout:  # a shard at a time: all of a window is tokenised, to find a few documents in it
+        window_documents = min(window_documents, SHARD_DOCUMENTS)
+    reading = Reading(config.debug.seed, False, window_documents, held_out=on_holdout)
     datasets = []
     for name, source in wanted.items():
-        corpus = open_data("validation", name, source, config, tokenizer, vocab_size, place)
+        table = training_table(config, name) if on_holdout else "validation"
+        corpus = open_data(table, name, source, config, tokenizer, vocab_size, place)
+        share = _holdout(config.data, corpus, place) if on_holdout else 0.0
+        if on_holdout and not share:  # random tokens
+            continue
         plan = Plan(
             config.debug.seed,
-            config.data.window_documents,
+            window_documents,
             "tokens",
-            {name: PlannedSource(corpus.fingerprint)},
+            {name: PlannedSource(corpus.fingerprint, holdout=share)},
             (replace(segment, weights={name: 1.0}, pad_id=_pad_id({name: corpus})),),
         )
         rows = PlannedRows(plan, {name: corpus}, reading)
         datasets.append(Dataset(name, rows, tokenizer))
     return datasets
+
+
+def _holdout(data: Settings, corpus: Data, place: Place) -> float:
+    """The share of a corpus that is held out; the first rank counts its documents for all."""
+    return place.once(partial(share_of, data, corpus)) if isinstance(corpus, Corpus) else 0.0
 
 
 def open_data(
@@ -413,7 +429,7 @@ def _reopen(
     folder = registry.find_folder(name, wanted, config.data)
     if registry.is_random(name, wanted) or (folder is not None and is_corpus(folder)):
         return None
-    source = partial(registry.open_source, name, wanted, config.data)
+    source = partial(open_wanted, config, training_table(config, name), name, wanted)
     found = _find(_root(config), fingerprint)
     tokenizers = [tokenizer]
     if tokenizer is not None and tokenizer.bos_id is not None and config.data.add_bos is None:

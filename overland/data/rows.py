@@ -67,7 +67,14 @@ class PlannedRows:
             raise NoDocuments
         self.corpora = corpora
         self.windows = {
-            name: SourceWindows(name, number, corpus, reading, plan.sources[name].max_epochs)
+            name: SourceWindows(
+                name,
+                number,
+                corpus,
+                reading,
+                plan.sources[name].max_epochs,
+                plan.sources[name].holdout,
+            )
             for number, name in enumerate(self.names)
             if isinstance(corpus := corpora.get(name), Corpus)
         }

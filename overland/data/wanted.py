@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from overland.config.errors import any_of
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.errors import DataError, Unsettled
@@ -26,17 +27,24 @@ def sources_of(config: JobConfig) -> dict[str, DataSource]:
     return {name: DataSource(path=training.dataset_path, **choices)}
 
 
-def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
-    """The held-out sets, in the order of their names."""
+def validates_on_holdout(config: JobConfig) -> bool:
+    """Whether validation reads the documents that `data.holdout` keeps out of training."""
     validation = config.validation
-    if not validation.enable:
+    is_named = validation.dataset is not None or validation.dataset_path is not None
+    return bool(validation.enable and config.data.holdout and not is_named)
+
+
+def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
+    """The sets to validate on, by name; none where `data.holdout` gives them."""
+    validation = config.validation
+    if not validation.enable or validates_on_holdout(config):
         return {}
     choices = {key: getattr(validation, key) for key in CHOICES}
     if validation.dataset_path is not None:
         path = validation.dataset_path
         return {Path(path).name: DataSource(path=path, **choices)}
-    names = [validation.dataset] if isinstance(validation.dataset, str) else validation.dataset
-    return {name: DataSource(**choices) for name in names}
+    names = validation.dataset or "stdlib_heldout"
+    return {name: DataSource(**choices) for name in ([names] if isinstance(names, str) else names)}
 
 
 def training_table(config: JobConfig, name: str) -> str:
@@ -56,8 +64,26 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
         raise error.by(f"{table}.{error.option}") from None
 
 
+def foreign_validation(config: JobConfig) -> str | None:
+    """What to say where the standard library is validated on and something else is trained on."""
+    training = sources_of(config)
+    if "stdlib_heldout" not in held_out_sources(config) or any(
+        wanted.path is None and (wanted.dataset or name).partition(":")[0] in ("stdlib", "random")
+        for name, wanted in training.items()
+    ):
+        return None
+    return (
+        f"validation reads stdlib_heldout, which is not held out of {any_of(list(training), 'and')}"
+        ": data.holdout = 0.01 keeps a share of the training data for it, or set "
+        "validation.dataset_path"
+    )
+
+
 def check_held_out(config: JobConfig) -> None:
     """Raises where validation would read what is trained on, unless that is asked for."""
+    if validates_on_holdout(config):
+        choices = {key: getattr(config.validation, key) for key in CHOICES}
+        refuse_choices(DataSource(**choices), "validation", "what data.holdout keeps for it")
     if config.validation.allow_training_data:
         return
     training = sources_of(config)
@@ -70,8 +96,9 @@ def check_held_out(config: JobConfig) -> None:
             for file in _files(config, "validation", held_name, held):
                 if file in trained_on:
                     raise DataError(
-                        f"validation would read {file}, which is trained on: choose other data in "
-                        "[validation], or allow it by validation.allow_training_data = true"
+                        f"validation would read {file}, which is trained on: set data.holdout = "
+                        "0.01 in its place to keep some documents for validation, choose other "
+                        "data in [validation], or set validation.allow_training_data = true"
                     )
 
 

@@ -29,7 +29,7 @@ from overland.data.corpus import Corpus
 from overland.data.errors import DataError
 from overland.data.layout import is_corpus, sketch
 from overland.data.make import Maker
-from overland.data.plan import Plan, check_same_order
+from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import (
     Place,
     check_still_there,
@@ -238,6 +238,11 @@ def try_checkpoint(path: Path, config: JobConfig) -> None:
     if plan is not None:
         saved = Plan.from_json(plan)
         check_still_there(saved, sources_of(config))
+        for name, source in sources_of(config).items():
+            share = config.data.holdout  # as a number of documents, it takes counting them
+            is_share = isinstance(share, float) or not share
+            if name in saved.sources and is_share and not registry.is_random(name, source):
+                check_same_holdout(name, saved.sources[name].holdout, float(share))
         check_same_order(
             saved, config.debug.seed, config.data.window_documents, config.data.mixture
         )

@@ -17,10 +17,16 @@ from overland.data.sources.needs import need
 
 SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20
+COMPRESSION = 3  # by how much text shrinks under gzip and zstd
 
 
 def is_compressed(file: str) -> bool:
     return file.lower().endswith(SUFFIXES)
+
+
+def times_smaller(file: str) -> int:
+    """About how much smaller text is than it was."""
+    return COMPRESSION if is_compressed(file) else 1
 
 
 def bare_suffix(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import IO
 import numpy as np
 
 from overland.data.sources.columns import Place, choose_column, did_you_mean, name_of
-from overland.data.sources.compression import is_compressed, open_bytes, reading
+from overland.data.sources.compression import is_compressed, open_bytes, reading, times_smaller
 from overland.data.sources.records import Sample, kind_of, values_at
 from overland.data.sources.source import Bad, Document, FileSource, Kind, part_of, split_part
 
@@ -45,9 +45,16 @@ class JsonLines(FileSource):
         chosen = columns.get(self.column or "")
         self.kind = (chosen.kind if chosen else None) or "text"
         self._path = chosen.place if chosen else (self.column or "text",)
+        self._line_bytes = sample.num_bytes / max(sample.num_lines, 1)
 
     def chunks(self) -> list[str]:
         return [chunk for file in self.files for chunk in line_chunks(self.root, file)]
+
+    def about_documents(self) -> int | None:
+        if not self._line_bytes:
+            return None
+        sizes = ((self.root / file).stat().st_size * times_smaller(file) for file in self.files)
+        return round(sum(sizes) / self._line_bytes)
 
     def read(self, chunk: str) -> Iterator[Document]:
         file, part = split_part(chunk)
@@ -163,6 +170,8 @@ def sample_lines(root: Path, files: Sequence[str]) -> Sample:
             with contextlib.suppress(ValueError, RecursionError):
                 sample.add(json.loads(line))
             num_bytes += len(line)
+            sample.num_lines += 1
+            sample.num_bytes += len(line)
             if number * len(chosen) >= SAMPLE_RECORDS or num_bytes * len(chosen) >= SAMPLE_BYTES:
                 break
     return sample

@@ -41,6 +41,7 @@ class Sample:
     """The columns of some records, and what they hold."""
 
     def __init__(self) -> None:
+        self.num_lines = self.num_bytes = 0
         self.examples: dict[str, Any] = {}
         self._types: dict[Place, str] = {}
         self._kinds: dict[Place, Counter[Kind]] = {}

@@ -74,6 +74,12 @@ class FileSource:
         """How many documents the chunk holds, where the format says so beforehand."""
         return None
 
+    def about_documents(self) -> int | None:
+        """About how many documents there are in all, if that can be told without reading them."""
+        counts = [self.num_documents(chunk) for chunk in self.chunks()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
     def read(self, chunk: str) -> Iterator[Document]:
         """The documents of one chunk, front to back."""
         raise NotImplementedError

@@ -1,0 +1,91 @@
+"""Documents that are kept out of training, to validate on: a share of them, by what they hold.
+
+Each document has a mark, a keyed hash of its tokens without BOS and EOS, and is held out if the
+mark lies below the share. So a document stays on its side when files are added, moved or shuffled,
+whatever the seed, and copies of it are on the same side. Shards hold all documents; which side one
+is on is decided when they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.config.schema import Data as Settings
+from overland.data.corpus import Corpus
+from overland.data.errors import DataError
+from overland.data.layout import Layout
+from overland.data.shard import Shard
+from overland.data.sources.source import FileSource
+
+KEY = b"overland: held out or not"
+FORMAT = 1
+
+Marks = npt.NDArray[np.uint64]
+
+
+def held_out(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]:
+    """Which documents of a shard are held out."""
+    limit = np.uint64(min(round(share * 2**64), 2**64 - 1))
+    return _kept_marks(corpus.layout, corpus.shard(number), number) < limit
+
+
+def share_of(data: Settings, corpus: Corpus) -> float:
+    """What `data.holdout` comes to for a corpus. A number of documents is taken as a share of all,
+    as far as these can be counted without reading them: it is met roughly."""
+    if isinstance(data.holdout, float) or not data.holdout:
+        return float(data.holdout)
+    total = _num_documents(corpus)
+    if data.holdout >= total:
+        raise DataError(
+            f"data.holdout = {data.holdout:,} would keep all of {corpus.name} out of training: it "
+            f"has about {total:,} documents"
+        )
+    return data.holdout / total
+
+
+def marks_of(shard: Shard, layout: Layout) -> Marks:
+    first, last = int(layout.add_bos), int(layout.add_eos)
+    tokens = np.asarray(shard.tokens)
+    marks = np.empty(shard.info.num_documents, np.uint64)
+    for number in range(len(marks)):
+        begin, end = shard.offsets[number] + first, shard.offsets[number + 1] - last
+        ids = tokens[begin:end].astype("<u4").tobytes()
+        digest = hashlib.blake2b(ids, digest_size=8, key=KEY).digest()
+        marks[number] = int.from_bytes(digest, "little")
+    return marks
+
+
+def _kept_marks(layout: Layout, shard: Shard, number: int) -> Marks:
+    """From the file that keeps them, so that not every rank of a large run reads every token."""
+    path = _path(layout, number)
+    with contextlib.suppress(OSError, ValueError):
+        marks: Marks = np.load(path)
+        if marks.dtype == np.uint64 and len(marks) == shard.info.num_documents:
+            return marks
+    marks = marks_of(shard, layout)
+    with contextlib.suppress(OSError):  # a corpus that may only be read
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.npy")
+        np.save(beside, marks)
+        beside.rename(path)
+    return marks
+
+
+def _path(layout: Layout, number: int) -> Path:
+    shard = layout.shard_path(number)
+    return layout.folder / f"marks-{FORMAT}" / shard.parent.name / f"{shard.stem}.npy"
+
+
+def _num_documents(corpus: Corpus) -> int:
+    sizes = corpus.sizes()
+    if sizes is not None:
+        return int(sizes[:, 0].sum())
+    source = corpus.open_source() if corpus.open_source is not None else None
+    about = source.about_documents() if isinstance(source, FileSource) else None
+    return round(about or corpus.num_shards * corpus.documents_per_shard)

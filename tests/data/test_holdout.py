@@ -1,0 +1,189 @@
+"""Documents that are kept out of training: which they are, and who reads them."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from overland.checks import load_checked
+from overland.config.schema import JobConfig
+from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.errors import DataError
+from overland.data.holdout import held_out
+from overland.data.plan import Plan
+from overland.data.prepare import Dataset, Place, training_data, validation_data
+from overland.data.rows import PlannedRows
+from overland.data.sources import open_source
+from overland.data.tokenizer import Tokenizer
+from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
+from tests.data.making import write_lines
+
+SHARE = 0.2
+
+
+def documents_in_an_epoch(rows: PlannedRows, held: bool) -> list[int]:
+    """The numbers that the documents of an epoch are made of, as often as they begin."""
+    windows = next(iter(replaced(rows, held).windows.values()))
+    found = [windows.open(number) for number in range(windows.per_epoch)]
+    return [
+        int(part.files[file][start])
+        for part in found
+        for file, start in zip(part.file, part.start, strict=True)
+    ]
+
+
+def replaced(rows: PlannedRows, held: bool) -> PlannedRows:
+    return PlannedRows(rows.plan, rows.corpora, replace(rows.reading, held_out=held))
+
+
+def with_holdout(plan: Plan, share: float = SHARE) -> Plan:
+    sources = {name: replace(one, holdout=share) for name, one in plan.sources.items()}
+    return replace(plan, sources=sources)
+
+
+def sides(corpus: Corpus, share: float = SHARE) -> tuple[list[int], list[int]]:
+    corpora = {"a": corpus}
+    rows = rows_of(with_holdout(one_segment(corpora, {"a": 1.0}), share), corpora)
+    return documents_in_an_epoch(rows, held=False), documents_in_an_epoch(rows, held=True)
+
+
+def test_each_document_is_on_one_side_and_copies_are_on_the_same(tmp_path: Path) -> None:
+    class Twice(Numbered):
+        """The second half of the documents is the first again."""
+
+        def read(self, chunk: str) -> Iterator[Any]:
+            for i in range(int(chunk), int(chunk) + self.num_documents(chunk)):
+                yield np.full(self.lengths[i % 300], self.first + i % 300)
+
+    trained, held = sides(make_corpus("a", Twice(100, 600), tmp_path))
+    assert set(trained).isdisjoint(held)
+    assert sorted(trained + held) == sorted([*range(100, 400), *range(100, 400)])
+    assert 0.1 < len(held) / 600 < 0.3
+
+
+def test_a_document_stays_on_its_side_when_data_is_added(tmp_path: Path) -> None:
+    _, few = sides(make_corpus("a", Numbered(100, 300), tmp_path / "few", built=True))
+    _, many = sides(make_corpus("a", Numbered(100, 900, per_chunk=5), tmp_path / "many"))
+    assert set(few) == {number for number in many if number < 400}
+    assert len(many) > len(few) > 0
+    _, more = sides(make_corpus("a", Numbered(100, 300), tmp_path / "few"), share=0.4)
+    assert set(few) < set(more)
+
+
+@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+@pytest.mark.parametrize("packing", ["pack", "overflow", "trunc", "best_fit"])
+def test_no_held_out_document_is_in_any_batch(tmp_path: Path, packing: str, mixture: str) -> None:
+    sources = {"a": Numbered(100, 40), "b": Numbered(1000, 60)}
+    corpora = {name: make_corpus(name, one, tmp_path) for name, one in sources.items()}
+    plan = with_holdout(one_segment(corpora, {"a": 1.0, "b": 2.0}, mixture, packing=packing))
+    rows = rows_of(plan, corpora, tmp_path / "counts")
+    fed = {int(token) for batch in range(120) for token in np.unique(rows.read(batch).tokens)}
+    held = {number for corpus in corpora.values() for number in sides(corpus)[1]}
+    assert fed - {0} == {*range(100, 140), *range(1000, 1060)} - held
+    again = rows_of(Plan.from_json(plan.to_json()), corpora, tmp_path / "counts")
+    for batch, part in itertools.product((119, 7), (0, 1)):
+        assert np.array_equal(again.read(batch, part, 2).tokens, rows.read(batch, part, 2).tokens)
+
+
+def test_the_share_is_part_of_the_plan_and_cannot_change_in_a_run(tmp_path: Path) -> None:
+    corpora = {"a": make_corpus("a", Numbered(0, 40), tmp_path)}
+    plan = one_segment(corpora, {"a": 1.0})
+    held = with_holdout(plan)
+    assert plan.to_json()["sources"]["a"] == {  # as it always was, so that runs can be resumed
+        "fingerprint": corpora["a"].fingerprint,
+        "max_epochs": None,
+    }
+    assert held.fingerprint != plan.fingerprint
+    assert Plan.from_json(held.to_json()) == held
+    for before, after in ((plan, held), (held, plan), (held, with_holdout(plan, 0.3))):
+        with pytest.raises(DataError, match="validate on documents that it was trained on"):
+            before.continued(after, 5)
+    assert held.continued(held, 5) == held
+
+
+def test_shares_that_leave_nothing_are_told(tmp_path: Path) -> None:
+    corpus = make_corpus("a", Numbered(0, 20), tmp_path)
+    with pytest.raises(DataError, match=r"data\.holdout keeps no document of a out of training"):
+        sides(corpus, share=1e-9)
+    with pytest.raises(DataError, match=r"data\.holdout keeps every document of a out"):
+        sides(corpus, share=1 - 1e-12)
+
+
+def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    source = open_source(write_lines(tmp_path / "text", 2, 50))
+    bare = Tokenizer(Path(tokenizer.path), add_eos=False)
+    found = []
+    for number, one in enumerate((tokenizer, bare)):
+        folder = lay_out("a", source, one, tmp_path / str(number))
+        corpus = open_corpus(folder, lambda: source, lambda one=one: one, wait=False)  # type: ignore[misc]
+        found.append(held_out(corpus, 0, SHARE).tolist())
+        kept = list(folder.glob("marks-1/*/*.npy"))
+        assert len(kept) == 1
+        kept[0].write_bytes(b"cut short")
+        assert held_out(corpus, 0, SHARE).tolist() == found[-1]
+    assert found[0] == found[1]
+    assert 0 < sum(found[0]) < 100
+
+
+def config_of(text: Path, root: Path, tokenizer: Tokenizer, holdout: float) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "model": {"hf_assets_path": str(tokenizer.path)},
+            "training": {"dataset_path": str(text), "seq_len": 32},
+            "data": {"folder": str(root), "holdout": holdout, "tokenise_processes": 0},
+            "validation": {"enable": True},
+        }
+    )
+
+
+def texts_of(data: Dataset) -> set[str]:
+    assert data.tokenizer is not None
+    windows = next(iter(data.rows.windows.values()))
+    found = [windows.open(number) for number in range(windows.per_epoch)]
+    return {
+        data.tokenizer.decode(part.files[file][start : start + length - 1])
+        for part in found
+        for file, start, length in zip(part.file, part.start, part.length, strict=True)
+    }
+
+
+@pytest.mark.parametrize("holdout", [SHARE, 100])
+def test_validation_reads_what_training_leaves_out(
+    tmp_path: Path, tokenizer: Tokenizer, holdout: float
+) -> None:
+    text = write_lines(tmp_path / "text", 5, 100)
+    config = config_of(text, tmp_path / "data", tokenizer, holdout)
+    training = training_data(config, 4, None, Place())
+    (validation,) = validation_data(config, 4, None, Place())
+    assert validation.name == "text"
+    trained, held = texts_of(training), texts_of(validation)
+    records = [json.loads(line) for file in text.iterdir() for line in file.open()]
+    assert trained | held == {record["text"] for record in records}
+    assert trained.isdisjoint(held)
+    assert 60 < len(held) < 140
+    assert validation.rows.num_batches(-1) > 1
+    without = config_of(text, tmp_path / "data", tokenizer, 0)
+    with pytest.raises(DataError, match="this run began with"):
+        training_data(without, 4, None, Place()).continued(training.plan.to_json(), 1)
+    with pytest.raises(DataError, match="would keep all of text out of training"):
+        training_data(config_of(text, tmp_path / "data", tokenizer, 1000), 4, None, Place())
+
+
+def test_validation_on_foreign_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    path = f"training.dataset_path={tmp_path / 'mine.txt'}"
+    _, problems = load_checked("quickstart", [path])
+    (note,) = (str(problem) for problem in problems if problem.kind == "note")
+    assert "validation reads stdlib_heldout, which is not held out of mine.txt" in note
+    for more in ("data.holdout=0.01", "validation.enable=false", "training.dataset_path=none"):
+        assert load_checked("quickstart", [path, more])[1] == []
+    for wrong in ("data.holdout=1.5", "data.holdout=-1"):
+        with pytest.raises(Exception, match=r"data\.holdout"):
+            load_checked("quickstart", [wrong])
