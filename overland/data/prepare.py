@@ -202,6 +202,9 @@ def training_data(
         )
         for name, source in wanted.items()
     }
+    for name, source in planned.items():
+        if source.holdout:
+            place.report(f"{name}: {source.holdout:.3%} of all documents are kept out of training")
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
     rows = PlannedRows(plan, corpora, reading)
