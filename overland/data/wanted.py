@@ -84,6 +84,11 @@ def check_held_out(config: JobConfig) -> None:
     if validates_on_holdout(config):
         choices = {key: getattr(config.validation, key) for key in CHOICES}
         refuse_choices(DataSource(**choices), "validation", "what data.holdout keeps for it")
+        if all(registry.is_random(*one) for one in sources_of(config).items()):
+            raise DataError(
+                "data.holdout keeps documents for validation, and random tokens are none: name "
+                "other data in [validation]"
+            )
     if config.validation.allow_training_data:
         return
     training = sources_of(config)

@@ -103,6 +103,10 @@ def test_what_is_trained_on_is_not_validated_on(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="which is trained on"):
         check_held_out(config_of(validation={"dataset": ["stdlib_heldout", "stdlib:2/6"]}))
     check_held_out(config_of(training={"dataset": "random"}, validation={"dataset": "random"}))
+    with pytest.raises(DataError, match="random tokens are none"):
+        check_held_out(config_of(training={"dataset": "random"}, data={"holdout": 0.1}))
+    with pytest.raises(DataError, match=r"validation\.split = 'test': what data\.holdout keeps"):
+        check_held_out(config_of(validation={"split": "test"}, data={"holdout": 0.1}))
 
 
 def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) -> None:
