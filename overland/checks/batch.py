@@ -23,6 +23,10 @@ def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     unit = local * degree
     below, above = size // unit * unit, (size // unit + 1) * unit
     nearest = f"the nearest are {below} and {above}" if below else f"the least is {above}"
+    share = size // degree
+    if size % degree == 0:  # what other trainers do: the local batch as an upper bound
+        fitting = max(n for n in range(1, min(local, share) + 1) if share % n == 0)
+        nearest = f"training.local_batch_size = {fitting} keeps {size}, or {nearest}"
     message = (
         f"expected a multiple of {unit} (local_batch_size {local} × data-parallel degree "
         f"{degree}); {nearest}"
