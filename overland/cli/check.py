@@ -42,15 +42,22 @@ def report(
     is a backend that this machine lacks: the run may be meant for another."""
     from overland.checks import load_checked
     from overland.config.degrees import smallest_world
+    from overland.config.errors import ConfigError
+    from overland.config.load import in_order
     from overland.training.rehearsal import require_start
 
     loaded, problems = load_checked(
         source, arguments, world_size=world_size, waive={"missing", "machine"}
     )
-    problems += require_start(loaded)
+    try:
+        problems += require_start(loaded)
+    except ConfigError as error:
+        to_fetch = [problem for problem in problems if problem.kind == "missing"]
+        raise ConfigError(in_order([*to_fetch, *error.problems])) from None
     world_size = world_size or smallest_world(loaded.config.parallelism)
-    facts = describe(loaded.config, world_size)
-    if step:
+    has_model = not any(problem.key == "model.config" for problem in problems)
+    facts = describe(loaded.config, world_size) if has_model else {}
+    if step and has_model:
         facts |= fake_step_facts(loaded.config, world_size)
     missing = [str(problem) for problem in problems if problem.kind == "missing"]
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
@@ -59,14 +66,17 @@ def report(
         return 0
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    width = max(map(len, facts))
+    width = max(map(len, facts), default=0)
     for name, value in facts.items():
         shown = value if isinstance(value, str) else f"{value:,}"
         print(f"{name.replace('_', ' '):<{width}} {shown}")
     if missing:
         print("\nStill to fetch before training:")
         print(*(f"  {line}" for line in missing), sep="\n")
-    print("\nThe config is valid.")
+    if has_model:
+        print("\nThe config is valid.")
+    else:
+        print("\nThe rest of the config is valid; the model itself was not looked at.")
     return 0
 
 

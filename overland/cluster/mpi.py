@@ -13,6 +13,13 @@ from overland.cluster.variables import first_set, number
 from overland.cluster.world import World
 
 
+def is_under_mpi(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether mpirun or mpiexec started this process. Its terminal is then one that they made up,
+    and what it prints is passed on line by line."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID")
+    return any(name in env for name in names)
+
+
 def from_open_mpi(env: Mapping[str, str]) -> World | None:
     if "OMPI_COMM_WORLD_RANK" not in env or "OMPI_COMM_WORLD_SIZE" not in env:
         return None

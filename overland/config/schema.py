@@ -186,7 +186,8 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
     save_tb_folder: PathText = "tb"
-    """Folder of the events, below the run folder."""
+    """Folder of the events, below the run folder. An absolute path may be shared by runs: each
+    gets a subfolder with the name of its run folder."""
     enable_wandb: bool = False
     """Also log to Weights & Biases (needs the wandb package)."""
     disable_color_printing: bool = False
@@ -201,7 +202,7 @@ class Profiling(Section):
     enable_profiling: bool = False
     """Record traces (open them in Perfetto)."""
     save_traces_folder: PathText = "profile_trace"
-    """Folder of the traces, below the run folder."""
+    """Folder of the traces, below the run folder; absolute: as metrics.save_tb_folder."""
     profile_freq: PositiveInt = 10
     """One trace every this many steps."""
     profiler_warmup: NonNegativeInt = 3
@@ -211,7 +212,7 @@ class Profiling(Section):
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history at the end of each trace."""
     save_memory_snapshot_folder: PathText = "memory_snapshot"
-    """Folder of the snapshots, below the run folder."""
+    """Folder of the snapshots, below the run folder; absolute: as metrics.save_tb_folder."""
 
 
 class Checkpoint(Section):
@@ -220,7 +221,7 @@ class Checkpoint(Section):
     enable: bool = True
     """Save checkpoints and resume from them."""
     folder: PathText = "checkpoint"
-    """Folder of the checkpoints, below the run folder."""
+    """Folder of the checkpoints, below the run folder; an absolute path must be this run's own."""
     interval: PositiveInt = 500
     """Save every this many steps; the last step is always saved."""
     interval_minutes: PositiveFloat | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from overland.cluster.mpi import is_under_mpi
 from overland.training.callbacks import Callback, Record
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Console(Callback):
         self.screen = RichConsole(no_color=plain, highlight=False, soft_wrap=True)
         self.prefix = f"[rank {run.world.rank}] " if run.world.rank else ""
         self.bar: Progress | None = None
-        if sys.stdout.isatty() and run.world.is_first:
+        if sys.stdout.isatty() and run.world.is_first and not is_under_mpi():
             self.bar = Progress(
                 BarColumn(bar_width=16),
                 MofNCompleteColumn(),

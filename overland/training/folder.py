@@ -21,10 +21,10 @@ class RunFolder:
         root = Path(config.job.dump_folder).expanduser()
         return cls(
             root,
-            tb=root / config.metrics.save_tb_folder,
+            tb=below(root, config.metrics.save_tb_folder),
             checkpoints=root / config.checkpoint.folder,
-            traces=root / config.profiling.save_traces_folder,
-            memory_snapshots=root / config.profiling.save_memory_snapshot_folder,
+            traces=below(root, config.profiling.save_traces_folder),
+            memory_snapshots=below(root, config.profiling.save_memory_snapshot_folder),
         )
 
     @property
@@ -84,6 +84,13 @@ class RunFolder:
         beside = self.root / ".done"
         beside.write_text(f"{steps}\n")
         beside.rename(self.done)
+
+
+def below(root: Path, folder: str) -> Path:
+    """A folder of the run. One that lies elsewhere may be shared by runs, and each has its own
+    part of it, by name."""
+    path = Path(folder).expanduser()
+    return path / root.absolute().name if path.is_absolute() else root / path
 
 
 def fresh_folder(wanted: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,7 @@ class Profiler(Callback):
     def __init__(self, run: Run) -> None:
         settings = run.config.profiling
         idle = settings.profile_freq - settings.profiler_warmup - settings.profiler_active
+        quieten()
         activities = [ProfilerActivity.CPU]
         if run.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -52,3 +55,11 @@ class Profiler(Callback):
             self.run.folder.memory_snapshots.mkdir(parents=True, exist_ok=True)
             path = self.run.folder.memory_snapshots / f"{name}.pickle"
             path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+
+
+def quieten() -> None:
+    """Keeps off the console what the profiler says at each start and end of a trace: lines of its
+    library (only the levels above 5 leave `USDT: profiler_start` out), and that a trace holds the
+    events of its own steps, which is what is wanted."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")

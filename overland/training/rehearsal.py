@@ -69,7 +69,8 @@ def require_start(loaded: Loaded) -> list[Problem]:
     Files that are still to be fetched are left out: `checks` lists them."""
     rehearsal = Rehearsal(loaded)
     rehearsal.data()
-    rehearsal.start()
+    if not rehearsal.lacks_model():
+        rehearsal.start()
     fatal = [problem for problem in rehearsal.problems if problem.kind != "note"]
     if fatal:
         raise ConfigError(in_order(fatal), partial=loaded)
@@ -112,7 +113,9 @@ class Rehearsal:
             with self.told("data.mixture"):
                 if any(registry.is_random(name, source) for name, source in wanted.items()):
                     raise NoDocuments
-        vocab_size = getattr(model_config(config.model), "vocab_size", None)
+        vocab_size = None
+        if not self.lacks_model():
+            vocab_size = getattr(model_config(config.model), "vocab_size", None)
         size = max(SMALLEST, trained_size(config.data, vocab_size))
         tokenizer: Any = Untrained(size, add_eos=config.data.add_eos)
         given = None
@@ -137,6 +140,11 @@ class Rehearsal:
             for name, source in held_out_sources(config).items():
                 with self.told(key):
                     self.source("validation", name, source, tokenizer, vocab_size)
+
+    def lacks_model(self) -> bool:
+        """Its config.json is still to be fetched, which `checks` reports."""
+        path = self.loaded.config.model.config
+        return path is not None and not Path(path).expanduser().exists()
 
     def tokenizer(
         self, wanted: Mapping[str, DataSource], vocab_size: int | None

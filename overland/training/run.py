@@ -115,7 +115,7 @@ def build_run(
 
     def report(message: str) -> None:
         if world.rank in log_ranks:
-            print(message, flush=True)
+            print(f"[rank {world.rank}] {message}" if world.rank else message, flush=True)
 
     if settled:
         report(settled)

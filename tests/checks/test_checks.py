@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from overland.checks import check_config, load_checked, require
+from overland.cli.main import app
 from overland.config.degrees import DegreeError, resolve_degrees
 from overland.config.errors import ConfigError
 from overland.config.load import load_config, recipe_names
@@ -280,3 +282,16 @@ def test_a_model_that_hugging_face_cannot_name_is_not_exported_at_the_end() -> N
     (found,) = problems(*settings)
     assert "no llama with norm_type = 'layernorm'" in found
     assert not problems(settings[0])
+
+
+def test_a_model_that_is_still_to_be_fetched_hides_nothing() -> None:
+    Path("page.txt").write_text("text")
+    words = ["check", "run.toml", "model.config=nowhere", "training.seq_len=10_000_000"]
+    done = CliRunner().invoke(app, [*words, "training.dataset_path=page.txt"])
+    assert done.exit_code == 0, done.output
+    assert 'model.config = "nowhere": no such file or folder' in done.stdout
+    assert "the model itself was not looked at" in done.stdout
+    done = CliRunner().invoke(app, [*words, "training.dataset_path=run.toml"])
+    assert done.exit_code == 2
+    assert 'model.config = "nowhere": no such file or folder' in done.stderr
+    assert "run.toml: its format is not known" in done.stderr

@@ -254,6 +254,7 @@ def test_run_train_sh_trains_with_settings_from_the_environment(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert "[rank 1] step 2/2" in done.stdout
     assert not re.search(r"^step 2/2", done.stdout, flags=re.MULTILINE)
+    assert "[rank 1] stdlib is tokenised ahead of training" in done.stdout
 
 
 def test_run_train_sh_in_a_fresh_clone_says_how_to_install(tmp_path: Path) -> None:
