@@ -2,11 +2,12 @@
 
     python benchmarks/gpu/start.py 8B [key=value …]
 
-Three starts in one run folder, each a process of its own:
+Four starts in one run folder, each a process of its own:
 cold:      nothing compiled yet, anywhere
-elsewhere: the run folder's `compiled.bin`, on a node that has nothing; Triton's cache is in the
-           user's home, which the nodes of a cluster share
-here:      the node's own cache too
+elsewhere: what the run folder keeps, `compiled.bin` and `kernels.tar`, in a job that has nothing
+           else, as after a cluster has emptied its nodes
+compiled:  the same without `kernels.tar`
+here:      the node's own caches too
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from shapes import SHAPES
 
-STARTS = ("cold", "elsewhere", "here")
+STARTS = ("cold", "elsewhere", "compiled", "here")
 
 
 def main() -> None:
@@ -37,6 +38,9 @@ def main() -> None:
         for start in STARTS:
             if start != "here":
                 shutil.rmtree(node, ignore_errors=True)
+                shutil.rmtree(caches["TRITON_HOME"], ignore_errors=True)
+            if start == "compiled":
+                (Path(folder) / "run" / "kernels.tar").unlink()
             words = [sys.executable, __file__, "--once", name, f"{folder}/run", *changes]
             done = subprocess.run(
                 words, env={**os.environ, **caches}, capture_output=True, text=True

@@ -74,7 +74,8 @@ export FI_CXI_RX_MATCH_MODE="hybrid"
 # it (training stub).
 export MIOPEN_USER_DB_PATH="/tmp/$USER-$SLURM_JOB_ID-miopen"
 export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"
-# Compiled kernels, which would else go to home, read-only on compute nodes.
+# Compiled kernels, which would else go to home, read-only on compute nodes. The run folder keeps them
+# for the next job, which puts them here again.
 export TRITON_CACHE_DIR="/tmp/$USER-$SLURM_JOB_ID-triton"
 export TORCHINDUCTOR_CACHE_DIR="/tmp/$USER-$SLURM_JOB_ID-inductor"
 # Eight ranks share the node's cores; the work is on the devices

@@ -1,38 +1,50 @@
-"""What the compiler made, in one file of the run folder: the next session starts warm.
+"""What was compiled, kept in the run folder: the next session starts warm.
 
-The compiler's own cache is a folder in the node's /tmp, which clusters empty after each job. One
-file that is written whole asks nothing of a parallel filesystem: no locks, no thousand small files.
+Compilers keep their work in folders of the node, in /tmp as a rule, which clusters empty after each
+job. In the run folder it is one file per compiler and pipeline stage, written whole by the stage's
+first rank, and read by one rank for all: no locks, no thousand small files that every rank asks a
+parallel file system for. Entries are found by a hash of code, shapes, device and version, so that
+several nodes, devices and versions can share a file, and stale entries do no harm.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from overland.checkpoint.plan import broadcast
 from overland.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from overland.training.run import Run
 
-FILE = "compiled.bin"
+COMPILED, KERNELS = "compiled.bin", "kernels.tar"
+MOST_BYTES = 2**29  # of kernels, so that a folder of years is not taken along
+SAVED_AFTER = 2  # steps, by when every kernel of a step has run
 
 
 class CompileCache(Callback):
-    """Every rank reads the file before the first step; after it, rank 0 writes it anew."""
+    """What torch.compile made."""
 
     def __init__(self, run: Run) -> None:
-        self.path = run.folder.root / FILE
-        self.is_saved = not run.world.is_first
+        self.path = path_of(run, COMPILED)
+        self.is_saved = not is_first_of_stage(run)
 
     def on_start(self, run: Run) -> None:
-        # Entries are found by a hash of code, shapes, device and version: stale ones do no harm.
-        if not self.path.is_file():
+        made = read_for_all(run, COMPILED)[stage_of(run)]
+        if not made:
             return
         try:
-            torch.compiler.load_cache_artifacts(self.path.read_bytes())
-        except Exception as error:  # another torch's file, or half of one; all is compiled anew
+            torch.compiler.load_cache_artifacts(made)
+        except Exception as error:  # another torch's file, or half of one; all is compiled again
             run.call("on_message", f"{self.path} cannot be used: {error!r}")
 
     def on_step(self, run: Run) -> None:
@@ -40,8 +52,146 @@ class CompileCache(Callback):
             return
         self.is_saved = True
         made = torch.compiler.save_cache_artifacts()
-        if made is None:
+        if made is not None:
+            write_whole(run, self.path, made[0])
+
+
+class KernelCache(Callback):
+    """What Triton made: our own kernels, which torch.compile knows nothing of. One rank of each
+    node puts them where Triton looks for them."""
+
+    def __init__(self, run: Run) -> None:
+        self.path, self.steps = path_of(run, KERNELS), 0
+        self.is_writer = is_first_of_stage(run)
+        self.began = time.time()
+        self.kept: dict[str, bytes] = {}
+
+    def on_start(self, run: Run) -> None:
+        for stage, packed in enumerate(read_for_all(run, KERNELS)):
+            try:
+                kernels = unpacked(packed)
+                if run.world.local_rank == 0:
+                    put(kernels, triton_folder())
+            except (OSError, ValueError, tarfile.TarError) as error:
+                run.call("on_message", f"kept kernels cannot be used: {error!r}")
+                continue
+            if stage == stage_of(run):
+                self.kept = kernels
+        broadcast(None, run.store.group)  # no rank compiles what another is about to put there
+
+    def on_step(self, run: Run) -> None:
+        self.steps += 1
+        if not self.is_writer or self.steps != SAVED_AFTER:
             return
-        part = self.path.with_suffix(".part")
-        part.write_bytes(made[0])
-        os.replace(part, self.path)
+        made = kernels_in(triton_folder(), self.began)
+        kernels = {**self.kept, **made}
+        if made.keys() - self.kept.keys() and sum(map(len, kernels.values())) <= MOST_BYTES:
+            write_whole(run, self.path, packed_as_tar(kernels))
+
+
+def stage_of(run: Run) -> int:
+    """The pipeline stage of this rank: what a stage compiles is its own."""
+    return run.world.rank * run.mesh.degrees.pp // run.world.size
+
+
+def is_first_of_stage(run: Run) -> bool:
+    return run.world.rank % (run.world.size // run.mesh.degrees.pp) == 0
+
+
+def path_of(run: Run, name: str) -> Path:
+    return run.folder.root / name_of(name, stage_of(run))
+
+
+def name_of(name: str, stage: int) -> str:
+    first, ending = name.split(".")
+    return name if stage == 0 else f"{first}_{stage}.{ending}"
+
+
+def read_for_all(run: Run, name: str) -> list[bytes]:
+    """The files of all stages, read by rank 0; empty where there is none. What another user wrote
+    is not run."""
+    read = []
+    for stage in range(run.mesh.degrees.pp):
+        path = run.folder.root / name_of(name, stage)
+        try:
+            is_ours = run.world.is_first and path.stat().st_uid == os.getuid()
+            read.append(path.read_bytes() if is_ours else b"")
+        except OSError:
+            read.append(b"")
+    return broadcast(read, run.store.group)
+
+
+def write_whole(run: Run, path: Path, data: bytes) -> None:
+    """A full disk costs the next session some time, and must not end this one."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError as error:
+        run.call("on_message", f"{path} was not written: {error.strerror}")
+        with suppress(OSError):
+            part.unlink()
+
+
+def triton_folder() -> Path:
+    """Where Triton keeps its kernels."""
+    home = os.environ.get("TRITON_HOME") or "~"
+    return Path(os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache").expanduser()
+
+
+# A group of files, the parts of one kernel, names them by their absolute paths.
+GROUP, PLACE = "__grp__", b"{overland:kernels}"
+
+
+def kernels_in(folder: Path, since: float) -> dict[str, bytes]:
+    """The files of Triton's cache that were written since then, by `hash/name`."""
+    found = {}
+    for path in folder.glob("*/*"):
+        try:
+            if path.is_file() and path.name != "lock" and path.stat().st_mtime >= since:
+                data = path.read_bytes()
+                is_group = path.name.startswith(GROUP)
+                found[f"{path.parent.name}/{path.name}"] = (
+                    data.replace(bytes(folder), PLACE) if is_group else data
+                )
+        except OSError:  # replaced or removed meanwhile
+            continue
+    return found
+
+
+def put(kernels: Mapping[str, bytes], folder: Path) -> None:
+    """Each file whole, and those that are there are left alone. Groups come last: they stand for
+    all of their files."""
+    for name in sorted(kernels, key=lambda name: GROUP in name):
+        path, data = folder / name, kernels[name]
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_name(f"{path.name}.{os.getpid()}")
+            beside.write_bytes(data.replace(PLACE, bytes(folder)) if GROUP in name else data)
+            beside.replace(path)
+
+
+def packed_as_tar(kernels: Mapping[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, data in kernels.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    return file.getvalue()
+
+
+def unpacked(packed: bytes) -> dict[str, bytes]:
+    """Plain files two levels deep, and nothing else. ValueError for a path that leads elsewhere."""
+    kernels: dict[str, bytes] = {}
+    if not packed:
+        return kernels
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:") as tar:
+        for entry in tar:
+            parts = entry.name.split("/")
+            if not entry.isfile() or len(parts) != 2 or {"", ".", ".."} & set(parts):
+                raise ValueError(f"{entry.name!r} is no file of a kernel")
+            file = tar.extractfile(entry)
+            assert file is not None
+            kernels[entry.name] = file.read()
+    return kernels

@@ -23,6 +23,7 @@ from overland.config.write import write_config
 from overland.data.corpus import Corpus
 from overland.data.errors import DataError
 from overland.data.prepare import Dataset, Place, training_data, validation_data
+from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
 from overland.models.registry import model_config
@@ -34,7 +35,7 @@ from overland.parallel.single import splits
 from overland.reporting.readme import write_readme
 from overland.training.auto import settle
 from overland.training.callbacks import Callback, user_callbacks
-from overland.training.compiled import CompileCache
+from overland.training.compiled import CompileCache, KernelCache
 from overland.training.console import Console
 from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
@@ -263,6 +264,7 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
         (True, Timeouts),
         (run.beat.is_read, Pace),
         (config.compile.enable is True, CompileCache),
+        (run.device.type == "cuda" and has_triton(), KernelCache),
         (run.world.rank in log_ranks, Console),
         (first, JsonLines),
         (first, LossPlot),
