@@ -87,16 +87,22 @@ class SubmittedRun:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "site.toml").write_text(SITE.format(ranks_per_node=ranks_per_node))
         (folder / "slow.py").write_text(SLOW.format(seconds=step_seconds))
+        self.nodes = nodes
+        self.jobs: list[int] = []
+        self.submit(*flags)
+
+    def submit(self, *flags: str) -> None:
+        """Also again, once its jobs are over."""
         words = ["submit", "quickstart", *self.settings, "--site", "site.toml", "--nodes"]
         done = subprocess.run(
-            [sys.executable, "-m", "overland", *words, str(nodes), "--json", *flags],
-            cwd=folder,
-            env=slurm.environment(environment()),
+            [sys.executable, "-m", "overland", *words, str(self.nodes), "--json", *flags],
+            cwd=self.folder,
+            env=self.slurm.environment(environment()),
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        self.jobs = [int(job) for job in json.loads(done.stdout)["jobs"]]
+        self.jobs += [int(job) for job in json.loads(done.stdout)["jobs"]]
 
     # What it tells
 
