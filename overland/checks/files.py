@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from overland.config.errors import Problem, any_of, nearest_name
-from overland.config.load import Loaded
+from overland.config.errors import ConfigError, Problem, any_of, nearest_name
+from overland.config.load import Loaded, load_config
 
 CHOICES = ("column", "subset", "split")  # keys that say which part of a dataset is read
 # torchtitan's names for parts of one public corpus, and which files of it they mean.
@@ -42,6 +42,40 @@ def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
         near = nearest_name(checkpoint.resume, ["auto", "none"])
         message = 'expected "auto", "none" or the path of a checkpoint that is there'
         yield Problem(message, loaded.where(key), key, checkpoint.resume, near and f'"{near}"')
+
+
+# What a run is about. Settings such as the rate or the number of steps may change when it resumes.
+SAME_RUN = {
+    "model": ("name", "flavor", "config", "overrides"),
+    "training": ("dataset", "dataset_path", *CHOICES),
+    "data": ("sources",),
+}
+
+
+def check_folder(loaded: Loaded) -> Iterator[Problem]:
+    """A folder that the user did not name is not resumed for another model or other data: two
+    configs may have one name, and one config is edited."""
+    config, key = loaded.config, "job.dump_folder"
+    before = Path(config.job.dump_folder) / "config.toml"
+    is_named = loaded.is_set(key) and not loaded.where(key).startswith("recipe ")
+    if is_named or config.checkpoint.resume == "none" or not before.is_file():
+        return
+    try:
+        earlier = load_config(str(before)).config
+    except (ConfigError, OSError):
+        return  # of another version, say
+    for section, names in SAME_RUN.items():
+        for name in names:
+            old = getattr(getattr(earlier, section), name, None)
+            new = getattr(getattr(config, section), name, None)
+            if old != new:
+                message = (
+                    f"holds a run with another {section}.{name} ({old}, now {new}). "
+                    f"`--resume none` starts a new run beside it; set {key} to name a folder, or "
+                    f"to continue that run with this change"
+                )
+                yield Problem(message, loaded.where(key), key, config.job.dump_folder)
+                return
 
 
 def check_training_data(loaded: Loaded) -> Iterator[Problem]:

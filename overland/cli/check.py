@@ -127,4 +127,5 @@ def describe(config: Any, world_size: int) -> dict[str, Any]:
         "tokens_per_step": rows * training.seq_len,
         "accumulated_passes": rows // per_pass,
         "tokens_in_all": rows * training.seq_len * training.steps,
+        "run_folder": config.job.dump_folder,
     }

@@ -73,6 +73,13 @@ def train_here(source: str | None, arguments: list[str], world: World | None, be
         for note in [*loaded.notes, *map(str, notes)]:
             print(f"note: {note}", file=sys.stderr)
         loaded, arguments = settle_folder(loaded, arguments)
+        if not loaded.is_set("job.dump_folder"):
+            folder = loaded.config.job.dump_folder
+            print(
+                f"note: the run folder is {folder}, after the config's name; job.dump_folder sets "
+                f"another",
+                file=sys.stderr,
+            )
         if num_ranks > 1:
             logs = Path(loaded.config.job.dump_folder).expanduser() / "logs"
             words = ["train", *([source] if source else []), *arguments]

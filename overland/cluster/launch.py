@@ -2,7 +2,8 @@
 
 A rank that is not asked to print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The
 first rank to fail takes the others down, and the end of its log is shown. Ctrl-C reaches all ranks
-through the terminal: they finish their step, save and exit; a second one ends them at once.
+through the terminal: they finish their step, save and exit; a second one ends them at once. A
+terminal that is closed does the same by SIGHUP.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 
-from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, STOPPED
+from overland.cluster.signals import (
+    INTERRUPTED,
+    SAME_PRESS_SECONDS,
+    SIGNALS,
+    STOPPED,
+    leave_terminal,
+)
 
 GRACE_SECONDS = 10.0
 STOP_SECONDS = 60.0
@@ -150,6 +157,7 @@ class _interrupts_go_to:
             self._pass_on(number, frame)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.send_signal(number)

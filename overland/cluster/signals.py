@@ -17,7 +17,11 @@ from overland.cluster.last_words import Kind, last_words
 
 STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
 INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# A terminal that is closed, or an ssh connection that breaks, sends SIGHUP; nohup ignores it.
+IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+HANGUP = () if IS_IGNORED else (signal.SIGHUP,)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *HANGUP)
+TERMINALS = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]  # later none is one
 # A terminal sends Ctrl-C to every process of a run, and the launcher passes its own on: what comes
 # within this time is one key press.
 SAME_PRESS_SECONDS = 1.0
@@ -31,6 +35,16 @@ def end_at_signal(words: str) -> None:
 
     for number in SIGNALS:
         signal.signal(number, end)
+
+
+def leave_terminal(number: int) -> None:
+    """After SIGHUP the terminal is gone, and writing to it fails: what is said goes nowhere."""
+    if number != signal.SIGHUP:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in TERMINALS:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def leave(code: int, words: str) -> None:

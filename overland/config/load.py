@@ -25,7 +25,7 @@ from overland.config.arguments import (
 from overland.config.dialects import translate
 from overland.config.errors import ConfigError, Problem, nearest_name
 from overland.config.model_from import expand_from
-from overland.config.schema import JobConfig
+from overland.config.schema import Job, JobConfig
 from overland.config.source import SUFFIXES, KeyPath, overlay, read_file
 from overland.config.validate import validate
 from overland.config.variables import Resolved, resolve_paths
@@ -100,6 +100,8 @@ def load_config(
     if resolve and not paths.problems:
         place = places.get(("model", "from"), shown)
         paths.config, from_problems = expand_from(paths.config, place)
+    if ("job", "dump_folder") not in places:
+        paths.config = in_own_folder(paths.config, path)
     problems += (
         refused + over_refused + given.problems + env_problems + paths.problems + from_problems
     )
@@ -116,6 +118,13 @@ def load_config(
     if problems:
         raise ConfigError(problems, partial=loaded)
     return loaded
+
+
+def in_own_folder(config: JobConfig, path: Path) -> JobConfig:
+    """The config with a run folder named after its file, so that configs do not share one. The same
+    file means the same folder, whoever starts it and whenever: that is how a run resumes."""
+    folder = f"{Job().dump_folder}/{path.stem}"
+    return config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": folder})})
 
 
 def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) -> tuple[Path, str]:

@@ -36,7 +36,8 @@ class Job(Section):
     """What this run is and where it writes."""
 
     dump_folder: PathText = "./outputs"
-    """The run folder: metrics, TensorBoard events, checkpoints, traces and a README go below it."""
+    """The run folder: metrics, TensorBoard events, checkpoints, traces and a README go below it.
+    Without this key it is named after the config file: ./outputs/NAME."""
     description: str = "a training run"
     """One line about the run, shown in its README and at the start."""
     print_config: bool = False

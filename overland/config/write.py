@@ -13,6 +13,9 @@ from overland.config.fields import Key, all_keys, sections
 from overland.config.schema import JobConfig, Section
 from overland.config.variables import with_literal_paths
 
+# Left out, this one would be named after the file that it is read back from.
+ALWAYS = ("job.dump_folder",)
+
 
 def write_config(
     config: JobConfig, path: Path, full: bool = False, heading: str = "", resolved: bool = True
@@ -46,7 +49,11 @@ def to_toml(
     blocks = [_comment(heading)] if heading else []
     for section in sections():
         keys = [key for key in all_keys().values() if key.section == section]
-        chosen = [key for key in keys if full or _value(config, key) != key.default]
+        chosen = [
+            key
+            for key in keys
+            if full or _value(config, key) != key.default or key.dotted in ALWAYS
+        ]
         plain = [key for key in chosen if not (key.table and _value(config, key))]
         if plain:
             lines = [

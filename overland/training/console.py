@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
@@ -68,10 +69,12 @@ class Console(Callback):
 
     def on_end(self, run: Run) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            with suppress(OSError):
+                self.bar.stop()
 
     def _print(self, text: str) -> None:
-        self.screen.print(self.prefix + text, markup=False)
+        with suppress(OSError):  # a terminal that was closed must not end the run before its save
+            self.screen.print(self.prefix + text, markup=False)
 
 
 def describe_shortly(record: Record) -> str:

@@ -1,7 +1,7 @@
 """Stopping and saving together: what one rank learns, all ranks do after the same step.
 
 A run stops early, saves and can be resumed when
-- a signal comes to any rank: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2;
+- a signal comes to any rank: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP;
 - a file STOP appears in the run folder;
 - the session has lasted `checkpoint.stop_after_minutes`, or the Slurm job is about to end.
 The last two, and saves by the clock, are for rank 0 to see. So is a save whose state turned out not
@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, leave
+from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, leave, leave_terminal
 from overland.config.schema import Checkpoint as Settings
 
 STOP_FILE = "STOP"
@@ -129,6 +129,7 @@ class StopRequest:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        leave_terminal(number)
         if self.signal is None:
             self.signal, self._since = signal.Signals(number), now
         elif number == signal.SIGINT and now - self._since > SAME_PRESS_SECONDS:

@@ -3,10 +3,16 @@ the bits of an unbroken run."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import random
 import signal
 import subprocess
+import sys
+import termios
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +23,7 @@ from overland.checkpoint.verify import verify
 from tests.cli.processes import (
     LIMIT_SECONDS,
     TINY,
+    environment,
     interrupt,
     losses,
     overland,
@@ -71,6 +78,52 @@ def test_a_signal_saves_and_stops(
     assert f"stopping after step {stopped}: a signal ({number.name})" in output
     assert newest(tmp_path).name == f"step_{stopped}.preempt"
     goes_on(tmp_path, unbroken, stopped)
+
+
+def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path) -> None:
+    """As when an ssh connection breaks: SIGHUP, and whatever is printed from then on fails."""
+    terminal, theirs = pty.openpty()
+
+    def own_terminal() -> None:
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    def read_all() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(terminal, 65536):
+                pass
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "overland", *WORDS, *steps(600)],
+        cwd=tmp_path,
+        env=environment(NGPU="2"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=own_terminal,
+    )
+    os.close(theirs)
+    reader = threading.Thread(target=read_all, daemon=True)
+    reader.start()
+    wait_for_step(tmp_path / RUN / "metrics.jsonl", 4)
+    os.close(terminal)
+    assert process.wait(LIMIT_SECONDS) == STOPPED
+    stopped = max(losses(tmp_path / RUN / "metrics.jsonl"))
+    assert newest(tmp_path).name == f"step_{stopped}.preempt"
+
+
+def test_nohup_keeps_a_run_from_stopping_when_the_terminal_is_closed() -> None:
+    program = "import signal, overland.cluster.signals as s; print(signal.SIGHUP in s.SIGNALS)"
+    for words, answers in ([], "True"), (["nohup"], "False"):
+        done = subprocess.run(
+            [*words, sys.executable, "-c", program],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+        )
+        assert done.stdout.strip() == answers, done.stderr
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:

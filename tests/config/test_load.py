@@ -8,7 +8,7 @@ import pytest
 
 from overland.config.errors import ConfigError
 from overland.config.load import dry_run, load_config, log_ranks, ngpu, recipe_names
-from overland.config.schema import JobConfig
+from overland.config.schema import Job, JobConfig
 
 
 @pytest.fixture
@@ -44,8 +44,9 @@ def test_toml_and_yaml_give_the_same_config(write) -> None:
 
 
 def test_an_empty_file_and_an_empty_section_are_the_defaults(write) -> None:
-    assert config_of(write("")) == JobConfig()
-    assert config_of(write("training:\noptimizer: {}\n", "run.yaml")) == JobConfig()
+    defaults = JobConfig(job=Job(dump_folder="./outputs/run"))
+    assert config_of(write("")) == defaults
+    assert config_of(write("training:\noptimizer: {}\n", "run.yaml")) == defaults
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Runs without a job.dump_folder have a folder each, and resume only themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overland.checks import check_config
+from overland.config.load import load_config
+from overland.config.write import write_config
+
+
+@pytest.fixture(autouse=True)
+def _two_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text("[training]\ndataset = 'random'\n")
+    Path("b.toml").write_text("[training]\ndataset = 'random'\n")
+
+
+def folder_of(source: str, *arguments: str) -> str:
+    return load_config(source, arguments, {}).config.job.dump_folder
+
+
+def refusals(source: str, *arguments: str) -> list[str]:
+    found = map(str, check_config(load_config(source, arguments, {}), 1))
+    return [text for text in found if "job.dump_folder" in text]
+
+
+def ran(source: str, *arguments: str) -> None:
+    """Leaves what a run leaves in its folder."""
+    config = load_config(source, arguments, {}).config
+    folder = Path(config.job.dump_folder)
+    folder.mkdir(parents=True)
+    write_config(config, folder / "config.toml", full=True)
+
+
+def test_each_config_has_a_folder_of_its_own() -> None:
+    assert (folder_of("a.toml"), folder_of("b.toml")) == ("./outputs/a", "./outputs/b")
+    assert folder_of("a.toml", "job.dump_folder=./outputs") == "./outputs"
+    ran("a.toml")
+    assert folder_of("outputs/a/config.toml") == "./outputs/a"  # which says so
+
+
+def test_the_same_config_resumes_also_for_longer_and_at_another_rate() -> None:
+    ran("a.toml")
+    assert refusals("a.toml", "training.steps=99", "optimizer.lr=1e-5") == []
+
+
+@pytest.mark.parametrize(
+    "change", ["training.dataset=stdlib", "model.flavor=8B", "model.overrides.hidden_size=32"]
+)
+def test_another_model_or_other_data_does_not_resume_it(change: str) -> None:
+    ran("a.toml")
+    (said,) = refusals("a.toml", change)
+    assert "holds a run with another" in said
+    assert "--resume none" in said
+    assert refusals("a.toml", change, "checkpoint.resume=none") == []
+    assert refusals("a.toml", change, "job.dump_folder=./outputs/a") == []  # on purpose
+
+
+def test_a_recipes_folder_is_not_one_that_the_user_chose() -> None:
+    ran("quickstart")
+    assert refusals("quickstart") == []
+    assert len(refusals("quickstart", "training.dataset_path=a.toml")) == 1
