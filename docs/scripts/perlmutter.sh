@@ -42,6 +42,9 @@ log "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIS
 export SLURM_EXPORT_ENV=ALL
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NGPU
 
+module reset
+module load cudatoolkit nccl || exit 1
+
 # Training never opens a connection: a library that tries fails at once, where it would wait.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export WANDB_MODE="${WANDB_MODE:-offline}"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from overland.cluster.preflight import judge, limits, start, versions
+from overland.cluster.preflight import judge, limits, start, transport, versions
 from overland.cluster.preflight.crew import Crew, Task
 from overland.cluster.preflight.judge import Bounds, Finding, Place
 from overland.cluster.preflight.progress import Progress
@@ -250,4 +250,5 @@ def _judge_sum(
     if wrong:
         return {}, f"the all-reduce of all good nodes gave a wrong sum on {', '.join(wrong)}"
     rate = min(facts["gb_per_s"] for facts in answers.values())
-    return {"gb_per_s": rate, "tasks": len(orders)}, ""
+    network, problem = transport.judge(answers)
+    return {"gb_per_s": rate, "tasks": len(orders), "transport": network}, problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
+from overland.cluster.preflight import transport
 from overland.cluster.preflight.child import Stage
 from overland.cluster.preflight.link import group
 from overland.cluster.wire import Message
@@ -21,7 +22,10 @@ def measure(
     import torch.distributed as dist
 
     rank, size = order["rank"], order["size"]
-    with group(order, listener, rank, size, local_rank, stage) as (device, _):
+    with (
+        transport.logged() as log,
+        group(order, listener, rank, size, local_rank, stage) as (device, _),
+    ):
         num_bytes = CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
         # Small whole numbers, so that float32 holds every sum exactly, in any order.
         terms = [r % 8 + 1 for r in range(size)]
@@ -34,5 +38,7 @@ def measure(
             dist.all_reduce(tensor.fill_(terms[rank]))
         right = right and bool((tensor == sum(terms)).all())  # waits for the device
         seconds = (time.perf_counter() - start) / REPEATS
+        network = transport.measure(log)
     # What a ring sends and receives, per rank: comparable over numbers of ranks.
-    return {"right": right, "gb_per_s": 2 * (size - 1) / size * num_bytes / seconds / 1e9}
+    rate = 2 * (size - 1) / size * num_bytes / seconds / 1e9
+    return {"right": right, "gb_per_s": rate, **network}

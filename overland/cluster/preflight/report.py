@@ -13,6 +13,7 @@ from overland.cluster.preflight.tournament import Match
 
 FULL_TABLE = 32  # nodes; of more, only the bad ones are shown
 PLAIN_WIDTH = 160
+IN_WORDS = {"Socket": "TCP (NET/Socket)", "IB": "InfiniBand or RoCE (NET/IB)"}
 
 
 @dataclass
@@ -69,7 +70,9 @@ class Report:
         lines += [f"note: {note}" for note in self.notes]
         if self.all_reduce:
             rate, tasks = self.all_reduce["gb_per_s"], self.all_reduce["tasks"]
-            lines.append(f"all-reduce of {tasks} tasks: {rate:.3g} GB/s per task.")
+            network = self.all_reduce.get("transport")
+            over = f" over {IN_WORDS.get(network, network)}" if network else ""
+            lines.append(f"all-reduce of {tasks} tasks: {rate:.3g} GB/s per task{over}.")
         return "\n".join(lines)
 
 

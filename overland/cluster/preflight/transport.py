@@ -1,0 +1,91 @@
+"""What NCCL and RCCL send over between nodes, as they say themselves in their log.
+
+Without the network plugin of a fabric they fall back to TCP without a word, several times slower.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+
+TCP = "Socket"
+# NCCL up to 2.26 says "Using network", later ones "Assigned NET plugin"; both name it once it is
+# chosen, after the lines of all that were tried.
+CHOSEN = re.compile(
+    r"NCCL INFO (?:Using network|Assigned NET plugin|Initialized NET plugin) (.+?)(?: to comm.*)?$",
+    re.MULTILINE,
+)
+USED = re.compile(r"NCCL INFO NET/(IB|OFI|Socket)\b.*\b(?:Using|Selected)\b")
+LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+
+# Where Linux lists the devices of a fabric -> what it is called.
+FABRICS = {"cxi": "Slingshot", "infiniband": "InfiniBand", "efa": "EFA"}
+
+
+@contextmanager
+def logged(env: MutableMapping[str, str] = os.environ) -> Iterator[Path]:
+    """A file that NCCL writes its log to, if it is initialised inside."""
+    before = {name: env.get(name) for name in (*LOG, "NCCL_DEBUG_FILE")}
+    with tempfile.TemporaryDirectory(prefix="overland-nccl-") as folder:
+        path = Path(folder) / "log"
+        env.update({**LOG, "NCCL_DEBUG_FILE": str(path)})
+        try:
+            yield path
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    env.pop(name, None)
+                else:
+                    env[name] = value
+
+
+def measure(log: Path) -> dict[str, object]:
+    """The transport and the fabrics of this node; nothing where there is no log."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return {}
+    return {"transport": transport_in(text), "fabrics": fabrics()}
+
+
+def transport_in(log: str) -> str | None:
+    """`Socket` (TCP), `IB`, `AWS Libfabric` or another plugin's name; None: the log names none."""
+    chosen = CHOSEN.findall(log)
+    if chosen:
+        return str(chosen[-1]).strip()
+    used = USED.findall(log)
+    return str(used[-1]) if used else None
+
+
+def fabrics(root: Path = Path("/sys/class")) -> list[str]:
+    """The high-speed fabrics that this node has devices of."""
+    return [
+        name
+        for folder, name in FABRICS.items()
+        if (root / folder).is_dir() and any((root / folder).iterdir())
+    ]
+
+
+def judge(answers: Mapping[tuple[str, int], Mapping[str, object]]) -> tuple[str | None, str]:
+    """(the transport in use, what is wrong with it), from all tasks of a sum."""
+    found = {str(facts["transport"]) for facts in answers.values() if facts.get("transport")}
+    transport = ", ".join(sorted(found)) or None
+    slow = {
+        node: facts["fabrics"]
+        for (node, _), facts in answers.items()
+        if facts.get("transport") == TCP and facts.get("fabrics")
+    }
+    if not slow or len({node for node, _ in answers}) < 2:  # one node has no use for a network
+        return transport, ""
+    node, names = next(iter(slow.items()))
+    where = f"{len(slow)} nodes, such as {node}," if len(slow) > 1 else node
+    fabric = " and ".join(map(str, names)) if isinstance(names, list) else str(names)
+    return transport, (
+        f"collectives of {where} go over TCP (NET/Socket) although there is {fabric}, which is "
+        "several times faster: NCCL or RCCL did not find the network plugin; load the cluster's "
+        "module for it, or put its folder on LD_LIBRARY_PATH (NCCL_DEBUG=INFO tells what is tried)"
+    )
