@@ -206,6 +206,8 @@ def _follow(workers: Workers, state: Progress, progress: Callable[[Progress], No
                     state.num_bad += num_bad
                 case ["bad", _, text]:
                     raise DataError(text)
+                case ["refused", _, code, reason, file]:
+                    raise OSError(code, reason, file)
                 case ["failed", number, trace]:
                     raise RuntimeError(f"shard {number} could not be made\n{trace}")
                 case ["idle"]:

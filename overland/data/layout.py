@@ -461,7 +461,7 @@ def _inside(folder: Path) -> Path:
 @contextlib.contextmanager
 def durable(path: Path) -> Iterator[Any]:
     """A file that is on the disk when this ends."""
-    with path.open("wb") as file:
+    with shard.naming(path), path.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -129,7 +129,7 @@ def write_shard(
     width = np.dtype(dtype).itemsize
     assert dtype == DTYPES[width]
     try:
-        with beside.open("wb") as file:
+        with naming(beside), beside.open("wb") as file:
             file.write(bytes(HEAD.size))
             digest = hashlib.blake2b(digest_size=8)
             offsets, max_token = _write_tokens(_Tee(file, digest), documents, dtype)
@@ -152,6 +152,18 @@ def write_shard(
         raise
     sync_folder(path.parent)
     return info
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the file's name into what the system says of writing to it, such as that the disk is
+    full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

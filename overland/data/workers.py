@@ -303,6 +303,9 @@ def _serve(parent: _Parent, maker: Maker, todo: list[int], reports: bool) -> Non
         except DataError as error:
             failed.add(number)
             parent.tell("bad", number, str(error)[:MAX_TEXT])
+        except OSError as error:  # a full disk, no permission
+            failed.add(number)
+            parent.tell("refused", number, error.errno, error.strerror, str(error.filename))
         except Exception:
             failed.add(number)
             parent.tell("failed", number, traceback.format_exc()[-MAX_TEXT:])

@@ -1,5 +1,6 @@
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -180,3 +181,20 @@ def test_processes_that_always_end_are_an_error_with_a_way_out(
     folder = lay_out("lines", source, tokenizer, tmp_path, shard_documents=1)
     with pytest.raises(DataError, match=r"ended again and again.*try fewer --processes"):
         build(folder, source, tokenizer, processes=1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_cannot_be_written_is_named(
+    tmp_path: Path, tokenizer: Tokenizer, processes: int
+) -> None:
+    """A limit on the size of files stands for a full disk: the system names no file either."""
+    source = lines_of(write_lines(tmp_path / "text", 4, 1000))
+    folder = lay_out("lines", source, tokenizer, tmp_path / "out", shard_documents=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            build(folder, source, tokenizer, processes=processes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(error.value.filename).startswith(str(folder / "shards"))
