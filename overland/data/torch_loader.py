@@ -19,7 +19,7 @@ import torch
 
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
 from overland.data.blocks import Rows
-from overland.data.errors import DataError
+from overland.data.errors import DataError, Unsettled
 from overland.data.fields import Array, Fields, tokens_and_labels, with_borders
 from overland.data.loader import read_ahead
 from overland.data.pack import Packing
@@ -42,6 +42,7 @@ def build_train_loader(
     skip_bad: bool = True,
     shifted: bool = False,
     add_bos: bool | None = None,
+    column: str | None = None,
 ) -> TrainLoader:
     """Returns batches of `micro_blocks` sequences for this rank, from a corpus of any format.
 
@@ -71,6 +72,7 @@ def build_train_loader(
             would shift them again, and learn the token after next.
         add_bos: Begin each document with BOS; default: as the tokenizer itself does. A state that
             is loaded, and a corpus that is there already, keep what they began with.
+        column: Column that holds the documents; default: text, tokens, input_ids or content.
     """
     if micro_blocks < 1 or seq_len < 1:
         raise DataError("micro_blocks and seq_len must be 1 or more")
@@ -79,13 +81,17 @@ def build_train_loader(
     rank = _from_environment("RANK", "SLURM_PROCID", 0) if rank is None else rank
     if world_size is None:
         world_size = _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)
-    if tokenizer_name is None and getattr(open_source(mds_root), "kind", "text") == "text":
+    try:
+        source = open_source(mds_root, column=column)
+    except Unsettled as error:
+        raise error.by(f"the argument {error.option}") from None
+    if tokenizer_name is None and source.kind == "text":
         raise DataError(f"{mds_root} is text: say which tokenizer makes tokens of it, by its name")
     cache = Path(local_cache or "data").expanduser()
     tokenizer = None if tokenizer_name is None else str(_find_tokenizer(tokenizer_name))
     config = JobConfig(
         model=Model(hf_assets_path=tokenizer),
-        training=Training(dataset_path=str(mds_root), seq_len=seq_len),
+        training=Training(dataset_path=str(mds_root), seq_len=seq_len, column=column),
         data=Data(
             folder=str(cache),
             packing=strategy,

@@ -103,8 +103,9 @@ class Rehearsal:
         try:
             yield
         except (DataError, ModelError, CheckpointError, OSError) as error:
-            message = " ".join(str(error).split())
-            self.problems.append(Problem(message, self.loaded.where(key), key))
+            problem = Problem(" ".join(str(error).split()), self.loaded.where(key), key)
+            if problem not in self.problems:
+                self.problems.append(problem)
 
     def data(self) -> None:
         config = self.loaded.config

@@ -298,3 +298,14 @@ def test_a_state_of_another_corpus_is_refused(settings: dict[str, Any], tmp_path
         other.load_state_dict(state)
     with pytest.raises(DataError, match="this is no state of a loader"):
         other.load_state_dict({"foo": 1})
+
+
+def test_the_column_of_documents_is_an_argument(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text('{"id": 1, "ids": [1, 2, 3, 4, 5]}\n')
+    settings: dict[str, Any] = {"seq_len": 2, "micro_blocks": 1, "local_cache": tmp_path / "cache"}
+    with pytest.raises(DataError, match="set the argument column to the column"):
+        build_train_loader(tmp_path / "text", **settings)
+    loader = build_train_loader(tmp_path / "text", **settings, column="ids")
+    assert next(iter(loader))["input_ids"].shape == (1, 2)
+    loader.close()
