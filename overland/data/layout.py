@@ -388,7 +388,7 @@ def _weigh(
     }
     weights = []
     for chunk, names in zip(chunks, files, strict=True):
-        size = sum(sizes[file] for file in names)
+        size = source.num_bytes(chunk) or sum(sizes[file] for file in names)
         documents = num_documents(chunk)
         weights.append((max(1, size / DOCUMENT_BYTES) if documents is None else documents, size))
     return weights

@@ -36,7 +36,7 @@ from overland.data.tokenizer import Tokenizer
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from overland.data.workers import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from overland.data.workers import main; main(*map(int, sys.argv[1:3]), float(sys.argv[4]))"
 )
 MAX_EXPECTED = 1000  # int32 numbers that go through a pipe at once, without ever blocking: 4,096 B
 MAX_TEXT = 3000
@@ -76,7 +76,7 @@ class Workers:
         self._payload = _payload(
             str(layout.folder), source, tokenizer, np.asarray(numbers, np.int64), reports
         )
-        self._restarts = RESTARTS * count
+        self._restarts, self._count = RESTARTS * count, count
         self._expected: Sequence[int] = ()
         self._errors: dict[int, DataError] = {}
         self._processes: list[_Process] = []
@@ -144,14 +144,15 @@ class Workers:
         self._payload.close()
 
     def _start(self) -> None:
-        process = _Process(self._payload.fileno(), self._threads)
+        share = len(self._processes) / self._count
+        process = _Process(self._payload.fileno(), self._threads, share)
         self._processes.append(process)
         if len(self._expected):
             process.send(self._expected)
 
 
 class _Process:
-    def __init__(self, payload: int, threads: int) -> None:
+    def __init__(self, payload: int, threads: int, share: float) -> None:
         self.pipe, theirs = Pipe()
         self.ended = False
         one = str(threads)
@@ -167,7 +168,7 @@ class _Process:
             # Not multiprocessing's own start: that imports the user's main module again, and with
             # it torch, which costs seconds and a gigabyte in every process.
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno()), str(payload), path],
+                [sys.executable, "-c", START, str(theirs.fileno()), str(payload), path, str(share)],
                 pass_fds=[theirs.fileno(), payload],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -201,8 +202,9 @@ def _payload(*parts: Any) -> Any:
     return file
 
 
-def main(pipe: int, payload: int) -> None:
-    """The process's side."""
+def main(pipe: int, payload: int, share: float) -> None:
+    """The process's side. It takes the numbers up at its own `share` of the list: consecutive ones
+    lie in one file, which is read on where it is compressed."""
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
@@ -215,7 +217,8 @@ def main(pipe: int, payload: int) -> None:
         except DataError as error:  # the tokenizer's files changed; the parent will find out, too
             sys.exit(str(error))
         maker = Maker(read_layout(Path(folder)), source, tokenizer)
-        _serve(parent, maker, numbers.tolist(), reports)
+        first = int(len(numbers) * share)
+        _serve(parent, maker, [*numbers[first:].tolist(), *numbers[:first].tolist()], reports)
 
 
 class _Gone(Exception):

@@ -1,3 +1,4 @@
+import gzip
 import os
 import random
 import resource
@@ -62,6 +63,30 @@ def start(folder: Path, lines: Path, tokenizer: Tokenizer) -> subprocess.Popen[b
     return subprocess.Popen(
         [sys.executable, "-c", BUILD_SLOWLY, *words], cwd=ROOT, env=environment()
     )
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_one_file_is_built_in_parts(
+    tmp_path: Path, tokenizer: Tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By several processes and --part, so that a kill loses a shard and not the file."""
+    monkeypatch.setattr("overland.data.sources.lines.PART_BYTES", 4000)
+    lines = write_lines(tmp_path / "lines", 1, documents_per_file=300)
+    texts = list(lines_of(lines).read("000.jsonl"))
+    if suffix:
+        (lines / "000.jsonl.gz").write_bytes(gzip.compress((lines / "000.jsonl").read_bytes()))
+        (lines / "000.jsonl").unlink()
+    source = lines_of(lines)
+    folder = lay_out("a", source, tokenizer, tmp_path, shard_documents=1)
+    layout = read_layout(folder)
+    assert layout.num_shards >= 6
+    assert build(folder, source, tokenizer, processes=2, part=(0, 2)).totals is None
+    assert 0 < len(layout.made()) < layout.num_shards
+    assert build(folder, source, tokenizer, processes=2, part=(1, 2)).totals is not None
+    corpus = open_corpus(folder)
+    shards = [corpus.shard(number) for number in range(corpus.num_shards)]
+    made = [one.document(i).tolist() for one in shards for i in range(one.info.num_documents)]
+    assert [tokenizer.decode(ids) for ids in made] == texts
 
 
 def test_processes_build_what_one_process_makes(

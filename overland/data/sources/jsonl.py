@@ -1,5 +1,4 @@
-"""JSON lines. A large file that is not compressed is read in segments, several at a time if wanted:
-a segment holds the lines that begin in it."""
+"""JSON lines: an object per line, of which one value is the document."""
 
 from __future__ import annotations
 
@@ -7,22 +6,27 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from overland.data.sources.columns import Place, choose_column, did_you_mean, name_of
-from overland.data.sources.compression import is_compressed, open_bytes, reading, times_smaller
+from overland.data.sources.compression import times_smaller
+from overland.data.sources.lines import (
+    Part,
+    line_chunks,
+    lines_before,
+    num_bytes,
+    read_part,
+    split_lines,
+)
 from overland.data.sources.records import Sample, kind_of, values_at
-from overland.data.sources.source import Bad, Document, FileSource, Kind, part_of, split_part
+from overland.data.sources.source import Bad, Document, FileSource, Kind
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
-SEGMENT_BYTES = 64 << 20
 # Looked at to settle the column: of all files together, or a line of each file.
 SAMPLE_RECORDS = 1000
 SAMPLE_BYTES = 4 << 20
 SAMPLE_FILES = 16
-BOM = b"\xef\xbb\xbf"
 
 
 class JsonLines(FileSource):
@@ -48,7 +52,13 @@ class JsonLines(FileSource):
         self._line_bytes = sample.num_bytes / max(sample.num_lines, 1)
 
     def chunks(self) -> list[str]:
-        return [chunk for file in self.files for chunk in line_chunks(self.root, file)]
+        return list(line_chunks(self.root, self.files, self.rules))
+
+    def files_of(self, chunk: str) -> list[str]:
+        return [split_lines(chunk, self.names)[0]]
+
+    def num_bytes(self, chunk: str) -> int | None:
+        return num_bytes(chunk, self.names)
 
     def about_documents(self) -> int | None:
         if not self._line_bytes:
@@ -57,25 +67,15 @@ class JsonLines(FileSource):
         return round(sum(sizes) / self._line_bytes)
 
     def read(self, chunk: str) -> Iterator[Document]:
-        file, part = split_part(chunk)
+        file, part = split_lines(chunk, self.names)
         return read_lines(self.root / file, part, self._path, self.kind, self.bad)
 
 
-def line_chunks(root: Path, file: str) -> list[str]:
-    with reading(root / file):
-        size = (root / file).stat().st_size
-    if size <= SEGMENT_BYTES or is_compressed(file):
-        return [file]
-    return [part_of(file, part) for part in range(-(-size // SEGMENT_BYTES))]
-
-
-def read_lines(
-    path: Path, part: int | None, column: Place, kind: Kind, bad: Bad
-) -> Iterator[Document]:
-    for line, start, place in _lines(path, part):
+def read_lines(path: Path, part: Part, column: Place, kind: Kind, bad: Bad) -> Iterator[Document]:
+    for line, start, place in read_part(path, part):
         if not line.strip():
             continue
-        where = lambda start=start, place=place: f"{path}:{_lines_before(path, start) + place}"
+        where = lambda start=start, place=place: f"{path}:{lines_before(path, start) + place}"
         try:
             record, text = _parse(line)
         except _Unusable as error:
@@ -92,36 +92,6 @@ def read_lines(
 
 class _Unusable(Exception):
     pass
-
-
-def _lines(path: Path, part: int | None) -> Iterator[tuple[bytes, int, int]]:
-    """Each line, where the reading began, and the how-manieth line since then it is."""
-    start = (part or 0) * SEGMENT_BYTES
-    stop = None if part is None else start + SEGMENT_BYTES
-    with reading(path), open_bytes(path) as file:
-        if start:  # the line under way belongs to the segment before
-            file.seek(start - 1)
-            start += len(file.readline()) - 1
-        for place, line in enumerate(_until(file, stop, start), start=1):
-            yield line.removeprefix(BOM) if place == 1 and not start else line, start, place
-
-
-def _lines_before(path: Path, offset: int) -> int:
-    """Takes reading the file up to there, so only a message asks for it."""
-    if not offset:
-        return 0
-    with reading(path), path.open("rb") as file:
-        return sum(1 for _ in _until(file, offset))
-
-
-def _until(file: IO[bytes], stop: int | None, offset: int = 0) -> Iterator[bytes]:
-    """The lines that begin before `stop`."""
-    while stop is None or offset < stop:
-        line = file.readline()
-        if not line:
-            return
-        offset += len(line)
-        yield line
 
 
 def _parse(line: bytes) -> tuple[object, str]:
@@ -166,7 +136,7 @@ def sample_lines(root: Path, files: Sequence[str]) -> Sample:
     chosen = list(dict.fromkeys(chosen))
     for file in chosen:
         num_bytes = 0
-        for number, (line, _, _) in enumerate(_lines(root / file, None), start=1):
+        for number, (line, _, _) in enumerate(read_part(root / file, Part()), start=1):
             with contextlib.suppress(ValueError, RecursionError):
                 sample.add(json.loads(line))
             num_bytes += len(line)

@@ -52,7 +52,7 @@ class FileSource:
     def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
         self.root = root
         self.files = list(files)
-        self._names = frozenset(self.files)
+        self.names = frozenset(self.files)
         self.columns: dict[str, str] = {}
         self.not_read = ""
         """Files beside these that are left out, in a sentence."""
@@ -80,6 +80,10 @@ class FileSource:
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
+    def num_bytes(self, chunk: str) -> int | None:
+        """Of its text, about, where that is not an even share of its file."""
+        return None
+
     def read(self, chunk: str) -> Iterator[Document]:
         """The documents of one chunk, front to back."""
         raise NotImplementedError
@@ -91,7 +95,7 @@ class FileSource:
     def files_of(self, chunk: str) -> list[str]:
         """Those among them that one chunk is read from."""
         file, part = split_part(chunk)
-        return [chunk if part is None or chunk in self._names else file]
+        return [chunk if part is None or chunk in self.names else file]
 
     def marks(self) -> dict[str, FileMark]:
         """A mark of each of these files, to be kept and given to `changes_since`."""

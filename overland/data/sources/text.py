@@ -9,8 +9,9 @@ from pathlib import Path
 from overland.data.errors import DataError
 from overland.data.sources.compression import bare_suffix, open_bytes, reading
 from overland.data.sources.csv_rows import read_rows
-from overland.data.sources.jsonl import JSON_SUFFIXES, line_chunks, read_lines
-from overland.data.sources.source import Bad, FileSource, decode, split_part
+from overland.data.sources.jsonl import JSON_SUFFIXES, read_lines
+from overland.data.sources.lines import line_chunks, num_bytes, split_lines
+from overland.data.sources.source import Bad, FileSource, decode
 from overland.data.sources.walk import LeftOut, walk
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex"}
@@ -51,20 +52,26 @@ class TextFolder(FileSource):
             self.column = column
 
     def chunks(self) -> list[str]:
-        return [
-            chunk
-            for file in self.files
-            for chunk in (line_chunks(self.root, file) if _is_lines(file) else [file])
-        ]
+        lines = [file for file in self.files if _is_lines(file)]
+        parts: dict[str, list[str]] = {file: [] for file in lines}
+        for chunk in line_chunks(self.root, lines, self.rules):
+            parts[split_lines(chunk, self.names)[0]].append(chunk)
+        return [chunk for file in self.files for chunk in parts.get(file, [file])]
+
+    def files_of(self, chunk: str) -> list[str]:
+        return [split_lines(chunk, self.names)[0]]
+
+    def num_bytes(self, chunk: str) -> int | None:
+        return num_bytes(chunk, self.names)
 
     def num_documents(self, chunk: str) -> int | None:
-        return 1 if _is_one(split_part(chunk)[0]) else None
+        return 1 if _is_one(split_lines(chunk, self.names)[0]) else None
 
     def read(self, chunk: str) -> Iterator[str]:
-        file, part = split_part(chunk)
+        file, part = split_lines(chunk, self.names)
         if not _is_lines(file):
             read = read_text if _is_one(file) else partial(read_rows, column=self.column or "text")
-            yield from read(self.root / chunk, bad=self.bad)
+            yield from read(self.root / file, bad=self.bad)
             return
         column = (self.column or "text",)
         for document in read_lines(self.root / file, part, column, "text", self.bad):

@@ -1,5 +1,8 @@
+import bz2
 import gzip
 import json
+import lzma
+import random
 from pathlib import Path
 
 import numpy as np
@@ -38,24 +41,68 @@ def test_json_lines_come_out_of_any_compression(tmp_path: Path, suffix: str) -> 
     assert read_all(source) == [*TEXTS, "more"]
 
 
-@pytest.mark.parametrize("segment", [1, 7, 40, 41, 64, 10_000])
-def test_segments_of_a_large_file_hold_every_line_once(
-    tmp_path: Path, segment: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [1, 7, 40, 41, 64, 10_000])
+@pytest.mark.parametrize("rules", [2, 1])
+def test_parts_of_a_large_file_hold_every_line_once(
+    tmp_path: Path, size: int, rules: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"{i} " + "x" * (i % 50) for i in range(60)]
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
-    monkeypatch.setattr("overland.data.sources.jsonl.SEGMENT_BYTES", segment)
+    for name in ("PART_BYTES", "SEGMENT_BYTES"):
+        monkeypatch.setattr(f"overland.data.sources.lines.{name}", size)
     source = open_source(tmp_path)
+    source.rules = rules
     assert read_all(source) == texts
-    assert (len(source.chunks()) > 1) == (segment < 10_000)
+    assert (len(source.chunks()) > 1) == (size < 10_000)
+    assert {file for chunk in source.chunks() for file in source.files_of(chunk)} == {"a.jsonl"}
 
 
-def test_a_bad_line_in_a_later_segment_has_its_number_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def compressed(path: Path, text: bytes) -> None:
+    ways = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress,
+            ".zst": zstandard.ZstdCompressor().compress}  # fmt: skip
+    path.write_bytes(ways[path.suffix](text))
+
+
+@pytest.mark.parametrize("order", ["forward", "backward", "by twos"])
+@pytest.mark.parametrize("suffix", ["gz", "xz", "bz2", "zst"])
+def test_parts_of_a_compressed_file_hold_every_line_once(
+    tmp_path: Path, suffix: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.jsonl").write_bytes(lines(["x"] * 30) + b"{oops\n" + lines(["y"]))
-    monkeypatch.setattr("overland.data.sources.jsonl.SEGMENT_BYTES", 100)
-    with pytest.raises(DataError, match=r"a\.jsonl:31: not a JSON object"):
+    """In any order, as several processes read them; there are some also where text shrinks a lot,
+    and where it does not shrink as usual."""
+    monkeypatch.setattr("overland.data.sources.lines.PART_BYTES", 5000)
+    draw = random.Random(0)
+    for texts in (
+        [f"{i} " + "x" * (i % 500) for i in range(400)],
+        [f"{draw.getrandbits(900)}" for _ in range(400)],
+    ):
+        compressed(tmp_path / f"a.jsonl.{suffix}", lines(texts))
+        source = open_source(tmp_path)
+        chunks = source.chunks()
+        assert 8 <= len(chunks) <= 32
+        ranks = {"forward": chunks, "backward": chunks[::-1], "by twos": chunks[::2] + chunks[1::2]}
+        found = {chunk: list(source.read(chunk)) for chunk in ranks[order]}
+        assert [text for chunk in chunks for text in found[chunk]] == texts
+        sizes = [sum(map(len, map(str, found[chunk]))) for chunk in chunks]
+        assert max(sizes) < sum(sizes) / 2
+
+
+def test_a_file_whose_name_looks_like_a_part_is_a_file(tmp_path: Path) -> None:
+    for name in ("a.jsonl#3", "a.jsonl#0-10"):
+        (tmp_path / name).write_bytes(lines([name]))
+    source = JsonLines(tmp_path, ["a.jsonl#3", "a.jsonl#0-10"])
+    assert read_all(source) == ["a.jsonl#3", "a.jsonl#0-10"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_bad_line_in_a_later_part_has_its_number_in_the_file(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = lines(["x"] * 30) + b"{oops\n" + lines(["y"])
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(gzip.compress(text) if suffix else text)
+    monkeypatch.setattr("overland.data.sources.lines.PART_BYTES", 100)
+    with pytest.raises(DataError, match=r"a\.jsonl(\.gz)?:31: not a JSON object"):
         read_all(open_source(tmp_path))
 
 

@@ -1,0 +1,209 @@
+"""Files of lines, in parts: a part holds the lines that begin in it, so that several processes can
+share one file, and a build that is killed keeps the parts that it made.
+
+Parts are ranges of bytes; of a compressed file, of what it unfolds to. To reach a part of such a
+file, all before it must be unfolded, so it has few parts, and the reader stays open where a part
+ends: the next one continues there. How long the text is can only be estimated: the last part takes
+whatever is left.
+"""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import math
+import re
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from overland.data.sources.compression import (
+    READ_BYTES,
+    SUFFIXES,
+    is_compressed,
+    open_bytes,
+    reading,
+)
+from overland.data.sources.needs import need
+
+PART_BYTES = 4 << 20  # a second for one core; some form a shard
+MAX_PARTS = 32  # of a compressed file, which is unfolded up to each of them
+FEW_FILES = 64  # as many need no look at how much each unfolds to
+USUAL_EXPANSION = 3
+HEAD_BYTES = 1 << 20
+MOST_UNFOLDED = 64 << 20
+SEGMENT_BYTES = 64 << 20  # a part under the rules of earlier versions, by its number
+BOM = b"\xef\xbb\xbf"
+RANGE = re.compile(r"(.*)#(\d+)-(\d*)", re.DOTALL)
+SEGMENT = re.compile(r"(.*)#(\d+)", re.DOTALL)
+
+
+class Part(NamedTuple):
+    """Lines that begin in [start, stop) of a file, or from `start` on."""
+
+    start: int = 0
+    stop: int | None = None
+
+
+def split_lines(chunk: str, files: frozenset[str]) -> tuple[str, Part]:
+    """The file and the part that a chunk names."""
+    if chunk in files:
+        return chunk, Part()
+    if found := RANGE.fullmatch(chunk):
+        return found[1], Part(int(found[2]), int(found[3]) if found[3] else None)
+    if found := SEGMENT.fullmatch(chunk):
+        start = int(found[2]) * SEGMENT_BYTES
+        return found[1], Part(start, start + SEGMENT_BYTES)
+    return chunk, Part()
+
+
+def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
+    """The chunks of all files; those of one follow each other."""
+    looks = sum(map(is_compressed, files)) < FEW_FILES
+    for file in files:
+        with reading(root / file):
+            size = (root / file).stat().st_size
+        if rules == 1:
+            yield from _segments(file, size)
+        elif is_compressed(file):
+            size *= _expansion(root / file) if looks else USUAL_EXPANSION
+            yield from _ranges(file, size, max(PART_BYTES, -(-size // MAX_PARTS)))
+        else:
+            yield from _ranges(file, size, PART_BYTES)
+
+
+def num_bytes(chunk: str, files: frozenset[str]) -> int | None:
+    """Of the text of a part, where its name tells."""
+    _, part = split_lines(chunk, files)
+    if SEGMENT.fullmatch(chunk) or not (part.start or part.stop):
+        return None
+    return PART_BYTES if part.stop is None else part.stop - part.start
+
+
+def read_part(path: Path, part: Part) -> Iterator[tuple[bytes, int, int]]:
+    """Each line, where the reading began, and the how-manieth line since then it is."""
+    with reading(path):
+        file, start = _open_at(path, part)
+        offset, place = start, 0
+        try:
+            while part.stop is None or offset < part.stop:
+                line = file.readline()
+                if not line:
+                    break
+                offset, place = offset + len(line), place + 1
+                yield line.removeprefix(BOM) if place == 1 and not start else line, start, place
+            if part.stop is not None and is_compressed(path.name):
+                file = _keep(path, file, offset, part.stop)
+        finally:
+            file.close()
+
+
+def lines_before(path: Path, offset: int) -> int:
+    """Takes reading the file up to there, so only a message asks for it."""
+    return sum(1 for _ in read_part(path, Part(0, offset))) if offset else 0
+
+
+def _segments(file: str, size: int) -> list[str]:
+    if size <= SEGMENT_BYTES or is_compressed(file):
+        return [file]
+    return [f"{file}#{part}" for part in range(-(-size // SEGMENT_BYTES))]
+
+
+def _ranges(file: str, size: int, step: int) -> list[str]:
+    starts = [step * i for i in range(max(1, round(size / step)))]
+    if len(starts) == 1:
+        return [file]
+    return [f"{file}#{start}-{start + step}" for start in starts[:-1]] + [f"{file}#{starts[-1]}-"]
+
+
+class _Kept(NamedTuple):
+    key: tuple[str, int, int]
+    file: IO[bytes]
+    offset: int
+    """Where it stands: at the beginning of a line."""
+    stop: int
+    """Of the part that it has read: no line begins between this and `offset`."""
+
+
+_kept: list[_Kept] = []  # one at most
+_lock = threading.Lock()
+
+
+def _open_at(path: Path, part: Part) -> tuple[IO[bytes], int]:
+    """A file at the first line that begins in the part, and where that is."""
+    if not part.start:
+        return open_bytes(path), 0
+    kept = _take(path, part.start) if is_compressed(path.name) else None
+    if kept is not None and kept.stop == part.start:
+        return kept.file, kept.offset
+    file, offset = (kept.file, kept.offset) if kept is not None else (open_bytes(path), 0)
+    # The line under way belongs to the part before.
+    if is_compressed(path.name):
+        while offset < part.start - 1:
+            data = file.read(min(READ_BYTES, part.start - 1 - offset))
+            if not data:
+                return file, offset
+            offset += len(data)
+    else:
+        offset = file.seek(part.start - 1)
+    return file, offset + len(file.readline())
+
+
+def _keep(path: Path, file: IO[bytes], offset: int, stop: int) -> IO[bytes]:
+    """Keeps a reader for the part that follows; returns what is to be closed in its place."""
+    with _lock:
+        _kept.append(_Kept(_key(path), file, offset, stop))
+        return _kept.pop(0).file if len(_kept) > 1 else io.BytesIO()
+
+
+def _take(path: Path, start: int) -> _Kept | None:
+    with _lock:
+        kept = _kept.pop() if _kept else None
+    if kept is None:
+        return None
+    if kept.key == _key(path) and (kept.stop == start or kept.offset < start):
+        return kept
+    kept.file.close()
+    return None
+
+
+def _key(path: Path) -> tuple[str, int, int]:
+    stat = path.stat()
+    return str(path), stat.st_size, stat.st_mtime_ns
+
+
+def _expansion(path: Path) -> int:
+    """How much longer the text is than the file: a power of two, by the file's beginning."""
+    with reading(path), path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    unfolded = 0
+    with suppress(OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):  # reading says why
+        unfolded, unused = _unfold(path, head)
+        head = head[: len(head) - unused]
+    return 2 ** max(0, round(math.log2(unfolded / len(head)))) if unfolded and head else 1
+
+
+def _unfold(path: Path, head: bytes) -> tuple[int, int]:
+    """How many bytes the beginning of a file unfolds to, and how many of it were not needed."""
+    makers: dict[str, Any] = {
+        ".gz": lambda: zlib.decompressobj(wbits=31),
+        ".xz": lzma.LZMADecompressor,
+        ".bz2": bz2.BZ2Decompressor,
+    }
+    assert path.suffix.lower() in SUFFIXES
+    make = makers.get(path.suffix.lower())
+    if make is not None:
+        decompressor = make()
+        text = decompressor.decompress(head, MOST_UNFOLDED)
+        rest = decompressor.unused_data or getattr(decompressor, "unconsumed_tail", b"")
+        return len(text), len(rest)
+    zstd: Any = need("zstandard", f"{path}: zstd")
+    try:
+        reader = zstd.ZstdDecompressor().stream_reader(io.BytesIO(head), read_across_frames=True)
+        return len(reader.read(MOST_UNFOLDED)), 0
+    except zstd.ZstdError:
+        return 0, 0
