@@ -73,9 +73,10 @@ class Wire:
         if len(self._rest) > LONGEST_LINE:
             return None
         try:
-            return [json.loads(line) for line in lines]
-        except ValueError:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):  # the latter from brackets without end
             return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
     def close(self) -> None:
         self.socket.close()
@@ -128,9 +129,7 @@ class Switchboard:
         messages = wire.receive()
         if messages and not is_known:
             said = messages.pop(0)
-            is_known = isinstance(said, dict) and hmac.compare_digest(
-                str(said.get("key", "")).encode(), self._key.encode()
-            )
+            is_known = hmac.compare_digest(str(said.get("key", "")).encode(), self._key.encode())
             self._wires[connection] = wire, is_known
             messages = messages if is_known else None
         if is_known:

@@ -70,7 +70,6 @@ def progress(seen: Snapshot) -> RenderableType:
         ProgressBar(total=seen.steps, completed=min(seen.step, seen.steps), width=30),
         f"{share:.1%}",
         time_left(seen),
-        last_step(seen),
     )
     return line
 
@@ -82,12 +81,6 @@ def time_left(seen: Snapshot) -> str:
     if seen.state != "training" or seen.because:  # when it goes on, nobody knows
         return f"{left} of training to go"
     return f"{left} to go, until {moment(seen.time + seen.seconds_left, seen.time)}"
-
-
-def last_step(seen: Snapshot) -> str:
-    if not seen.stepped or seen.state == "finished":
-        return ""
-    return f"last step {duration(seen.time - seen.stepped)} ago"
 
 
 def session(seen: Snapshot) -> Text | None:
@@ -132,6 +125,8 @@ def speed(seen: Snapshot) -> Text | None:
         words.append(f"MFU {mfu:.1%}")
     if seen.step_seconds:
         words.append(f"{seen.step_seconds:.3g} s per step")
+    if seen.stepped and seen.state != "finished":
+        words.append(f"last step {duration(seen.time - seen.stepped)} ago")
     if memory is not None:
         words.append(f"memory {memory:.1f} GiB")
     if wait is not None and wait > 0.02:

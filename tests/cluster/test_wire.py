@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 from collections.abc import Iterator
 
@@ -34,13 +36,33 @@ def test_messages_go_both_ways_in_order(board: Switchboard) -> None:
 def test_a_caller_without_the_key_is_hung_up_on(board: Switchboard) -> None:
     stranger = Wire.to_first_node({**board.environment(), KEY: "guess"})
     assert stranger.receive(10) is None
-    noise = socket.create_connection(("127.0.0.1", int(board.environment()[ADDRESS].split(":")[1])))
+    noise = socket.create_connection(address_of(board))
     noise.sendall(b"GET / HTTP/1.0\n\n")
     assert noise.recv(10) == b""
     friend = Wire.to_first_node(board.environment())
     friend.send({"hello": 1})
     assert board.inbox.get(timeout=60)[1] == {"hello": 1}
     assert board.inbox.empty()
+
+
+@pytest.mark.parametrize("noise", [b"[" * 200_000, b"7", b"[1]", b"null", b"\xff\xfe"])
+def test_noise_ends_its_own_connection_and_no_other(board: Switchboard, noise: bytes) -> None:
+    friend = Wire.to_first_node(board.environment())
+    for knows_the_key in (False, True):
+        stranger = socket.create_connection(address_of(board), timeout=60)
+        if knows_the_key:
+            stranger.sendall(json.dumps({"key": board.environment()[KEY]}).encode() + b"\n")
+        stranger.sendall(noise + b"\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""
+    friend.send({"hello": 1})
+    while (heard := board.inbox.get(timeout=60)[1]) is None:  # the end of one that knew the key
+        pass
+    assert heard == {"hello": 1}
+
+
+def address_of(board: Switchboard) -> tuple[str, int]:
+    return "127.0.0.1", int(board.environment()[ADDRESS].split(":")[1])
 
 
 def test_the_other_end_learns_that_the_first_node_is_gone() -> None:

@@ -215,7 +215,7 @@ class Watchdog:
         another (`odd`)."""
         stopped = [rank for rank in late if rank.is_stopped]
         stuck = [rank for rank in late if self._is_stuck(rank)]
-        if 2 * len(stuck) >= len(self.ranks):  # the file system answers nobody
+        if len(stuck) == len(self.ranks):  # the file system answers nobody
             odd, behind = (), []
         else:
             behind = stuck or self._behind()

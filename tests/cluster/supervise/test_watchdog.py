@@ -166,6 +166,12 @@ def test_a_rank_whose_bytes_do_not_move_is_named_with_its_node(phase: Phase) -> 
     assert "no byte moved for 11 s" in fault.what
 
 
+def test_of_two_ranks_the_one_whose_bytes_do_not_move_is_named() -> None:
+    dog = dog_after(step_seconds=0.5, num_ranks=2)
+    hear_disk(dog, Phase.SAVING, (WAITING, 60.0), (MOVING, 11.0), age=70.0)
+    assert dog.hang(dog.late_ranks()).ranks == (1,)
+
+
 def test_a_file_system_that_answers_nobody_is_no_nodes_fault() -> None:
     dog = dog_after(step_seconds=0.5)
     hear_disk(dog, Phase.SAVING, *[(MOVING, 20.0)] * 4, age=300.0)
