@@ -166,10 +166,14 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     limit = max(SILENT_SECONDS, SILENT_STEPS * (seen.step_seconds or 0))
     age = seen.time - (seen.last_sign or 0)
     supervised = supervisors_word(live)
-    if supervised and seen.time - number(live.get("time")) < limit:
+    signalled = events.all[-1] if events.all and events.all[-1]["event"] == "signal" else {}
+    is_gone = seen.queue is not None and not any(job.runs for job in seen.queue)
+    if signalled and not is_gone and age < limit:
+        return "stopping", str(signalled.get("what", ""))
+    if supervised and not signalled and seen.time - number(live.get("time")) < limit:
         state, words = supervised
         return state, words or waits_for_disk(seen, live)
-    if owner and owner_lives(owner, seen.time):
+    if owner and not signalled and owner_lives(owner, seen.time):
         has_stepped = number(seen.newest.get("time")) >= number(owner.get("since"))
         return "training" if has_stepped else "starting", ""
     done = read_text(run / "done")

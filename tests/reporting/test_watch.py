@@ -210,12 +210,17 @@ def test_a_job_that_was_requeued_and_runs_again_does_not_wait(
     assert "n2 does not answer → back into the queue without n2" in shown(look(run), 160)
 
 
-def test_what_ended_a_job_from_outside_is_told(tmp_path: Path) -> None:
+def test_what_ended_a_job_from_outside_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm may kill the supervisor before it can write its last line."""
-    run = make_run(tmp_path, done=50)
-    add_events(run, SESSION, {"event": "signal", "what": "the job was cancelled (scancel)"})
-    set_live(run, time=NOW - 3600)
-    assert (look(run).state, look(run).because) == ("stopped", "the job was cancelled (scancel)")
+    run, what = make_run(tmp_path, done=50), "the job was cancelled (scancel, or preemption)"
+    add_events(run, SESSION, {"event": "signal", "what": what})
+    set_live(run, time=NOW + 5)
+    set_owner(run, host="elsewhere-1")
+    assert (look(run).state, look(run).because) == ("stopping", what)
+    in_queue(monkeypatch, [])
+    assert (look(run).state, look(run).because) == ("stopped", what)
 
 
 def test_a_session_that_failed(tmp_path: Path) -> None:

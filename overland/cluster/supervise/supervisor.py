@@ -62,7 +62,7 @@ LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
 BAD_SECONDS = 24 * 3600.0  # by then someone has looked at a bad node, or it was not so bad
 ENDED_BY = {  # Slurm's states of a job
-    "CANCELLED": "the job was cancelled (scancel)",
+    "CANCELLED": "the job was cancelled (scancel, or preemption)",
     "TIMEOUT": "the job has reached its time limit",
     "PREEMPTED": "the job was preempted",
 }
@@ -250,7 +250,8 @@ class Supervisor:
         went on meanwhile."""
         dog = watched.dog
         late = dog.late_ranks()
-        tell(f"rank {late[0].rank} has not gone on for {late[0].age:.0f} s: asking for all stacks")
+        seconds = max(late[0].age, late[0].quiet if late[0].is_moving else 0.0)
+        tell(f"rank {late[0].rank} has not gone on for {seconds:.0f} s: asking for all stacks")
         watched.stacks.clear()
         watched.ask_all({"dump": True})
         deadline = time.monotonic() + STACKS_SECONDS
@@ -318,7 +319,12 @@ class Supervisor:
         if not self.why_asked:
             name = signal.Signals(self.asked_to_end).name
             self.why_asked = f"{name} came"
-            if state := job_state(self.env):
+            state = job_state(self.env)
+            if state == "COMPLETING":  # which hides why
+                end = self.env.get("SLURM_JOB_END_TIME", "")
+                is_time = end.isdecimal() and time.time() >= int(end) - 1
+                state = "TIMEOUT" if is_time else "CANCELLED"
+            if state:
                 self.why_asked = ENDED_BY.get(
                     state, f"{name} came, and Slurm calls the job {state}"
                 )

@@ -48,20 +48,23 @@ def test_a_fault_that_leaves_too_few_nodes_is_not_called_a_restart(
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "ends", "words"),
     [
-        ("CANCELLED", "the job was cancelled (scancel)"),
-        ("TIMEOUT", "the job has reached its time limit"),
-        ("RUNNING", "SIGTERM came, and Slurm calls the job RUNNING"),
+        ("CANCELLED", "", "the job was cancelled (scancel, or preemption)"),
+        ("TIMEOUT", "", "the job has reached its time limit"),
+        ("COMPLETING", "99999999999", "the job was cancelled (scancel, or preemption)"),
+        ("COMPLETING", "1000", "the job has reached its time limit"),
+        ("RUNNING", "", "SIGTERM came, and Slurm calls the job RUNNING"),
     ],
 )
 def test_who_ended_a_job_from_outside_is_written_at_once(
-    state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: str, ends: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scontrol_says(f"JobState={state} Reason=None", tmp_path, monkeypatch)
     job = Supervised(tmp_path, tmp_path / "1.toml", 100, ["srun"], num_nodes=1, tasks_per_node=1)
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": ends}
     roster = Roster(["n1"], wanted=1, batch_host="n1")
-    supervisor = Supervisor(job, {"SLURM_JOB_ID": "7"}, roster, Logbook(tmp_path, "7"))
+    supervisor = Supervisor(job, env, roster, Logbook(tmp_path, "7"))
     supervisor.asked_to_end = signal.SIGTERM
     for _ in range(2):
         assert supervisor.reason_to_end() == f"{words}; the last checkpoint is kept"
