@@ -64,10 +64,14 @@ def transport_in(log: str) -> str | None:
 def fabrics(root: Path = Path("/sys/class")) -> list[str]:
     """The high-speed fabrics that this node has devices of."""
     return [
-        name
-        for folder, name in FABRICS.items()
-        if (root / folder).is_dir() and any((root / folder).iterdir())
+        name for folder, name in FABRICS.items() if any(map(_counts, (root / folder).glob("*")))
     ]
+
+
+def _counts(device: Path) -> bool:
+    """A card for Ethernet may be listed as InfiniBand's; only its link layer tells."""
+    layers = [file.read_text().strip() for file in device.glob("ports/*/link_layer")]
+    return not layers or "InfiniBand" in layers
 
 
 def judge(answers: Mapping[tuple[str, int], Mapping[str, object]]) -> tuple[str | None, str]:

@@ -83,6 +83,12 @@ def test_fabrics_are_found_where_linux_lists_them(tmp_path: Path) -> None:
     (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
     (tmp_path / "infiniband").mkdir()
     assert transport.fabrics(tmp_path) == ["Slingshot"]
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("Ethernet\n")
+    assert transport.fabrics(tmp_path) == ["Slingshot"]
+    (port / "link_layer").write_text("InfiniBand\n")
+    assert transport.fabrics(tmp_path) == ["Slingshot", "InfiniBand"]
 
 
 def test_the_log_is_asked_for_only_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
