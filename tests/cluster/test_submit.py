@@ -24,6 +24,7 @@ from overland.cluster.job import Wanted, plan_job
 from overland.cluster.script import render_job
 from overland.cluster.site import load_site
 from overland.cluster.submit import next_files, submit, without_slurms_own, write_private
+from overland.cluster.supervise.faults import Findings
 from tests.cli.processes import ROOT
 from tests.cluster.scripts import LEFT_OPEN, assert_good_bash, make_job, place
 
@@ -502,8 +503,15 @@ RANK = re.compile(r"^rank='(.*)'$", flags=re.MULTILINE)
 @pytest.mark.parametrize(("code", "seen"), [(0, 0), (75, 0), (2, 2), (137, 137)])
 def test_a_rank_that_stopped_is_no_failure(code: int, seen: int) -> None:
     (around,) = RANK.findall(render_job(make_job("generic-nvidia", place(RUN))))
-    done = subprocess.run(["bash", "-c", around, "rank", "bash", "-c", f"exit {code}"])
+    done = subprocess.run(
+        ["bash", "-c", around, "rank", "bash", "-c", f"exit {code}"],
+        env={**os.environ, "SLURMD_NODENAME": "n7"}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == seen
+    heard = Findings()
+    assert all(heard.read(f"3: {line}\n") for line in done.stdout.splitlines())
+    told = {rank: node for rank, (node, _) in heard.ended.items()}
+    assert told == ({3: "n7"} if code == 0 else {}), "srun tells nothing of an exit code of 0"
 
 
 SAVES_AND_STOPS = """

@@ -48,7 +48,7 @@ class Failure:
 class Answer:
     """To a failure."""
 
-    action: Literal["restart", "stop", "next session", "requeue"]
+    action: Literal["restart", "stop", "give back", "next session", "requeue"]
     reason: str = ""
     pause_seconds: float = 0.0
 
@@ -63,13 +63,13 @@ def decide(streak: Sequence[Failure], max_failed_starts: int = MAX_FAILED_STARTS
         return Answer("stop", "the same error at the same place twice")
     if same and not last.replaced:
         return Answer(
-            "next session", f"the same error twice on {', '.join(last.nodes)}, without a spare"
+            "give back", f"the same error twice on {', '.join(last.nodes)}, without a spare"
         )
     tries = _tries(streak, max_failed_starts)
     failed = sum(past.is_barren for past in streak if past.session == last.session)
     if failed >= tries:
         attempts = "1 attempt" if failed == 1 else f"{failed} attempts"
-        return Answer("next session", f"{attempts} without a new step; the next job continues")
+        return Answer("give back", f"{attempts} without a new step: the nodes are given back")
     return Answer("restart", pause_seconds=_pause(last, failed))
 
 
@@ -124,4 +124,4 @@ def _tries(streak: Sequence[Failure], max_failed_starts: int) -> int:
 def _pause(last: Failure, failed: int) -> float:
     if not last.is_barren or last.kind not in MAY_PASS:
         return 0.0
-    return float(min(PAUSE_SECONDS * 2 ** (failed - 1), LONGEST_PAUSE_SECONDS))
+    return min(PAUSE_SECONDS * 2 ** min(failed - 1, 10), LONGEST_PAUSE_SECONDS)

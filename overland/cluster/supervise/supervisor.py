@@ -135,8 +135,11 @@ class Supervisor:
                 return self.end("failed", answer.reason)
             if answer.action == "requeue":
                 return self.not_enough_nodes()
+            if answer.action == "give back":
+                self.end("stopped", answer.reason, suspects=self.suspects())
+                return 1  # no training was done, whatever the next job of the chain will do
             if answer.action == "next session":
-                return self.end("stopped", answer.reason, suspects=self.suspects())
+                return self.end("stopped", answer.reason)
             if how.kind is Kind.DISK:
                 self.wait_for_room()
             self.pause(answer.pause_seconds)
@@ -364,7 +367,7 @@ class Supervisor:
         if how == "failed":
             step = self.newest_checkpoint()
             self.logbook.stop_chain(
-                f"{what}. Submitted again, once that is mended, it goes on from step {step}"
+                f"{what}. Submitted again, once that is fixed, it resumes from step {step}"
             )
         if how == "stopped":
             self.shun_bad_nodes()

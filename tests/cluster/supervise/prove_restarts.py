@@ -89,7 +89,7 @@ def run_chain(policy: Policy, rates: Rates, chance: random.Random) -> tuple[bool
             answer = policy(streak)
             if answer.action == "stop":
                 return True, trained + has_trained, failed, hours
-            if answer.action == "next session":
+            if answer.action == "give back":
                 break
             left -= answer.pause_seconds / 3600
         trained += has_trained

@@ -100,15 +100,15 @@ def test_a_job_that_gets_to_no_new_step_leaves_the_rest_to_the_next(
     flags = ["--sessions", "2"]
     run = submit_broken(slurm, tmp_path / "run", "os.kill(os.getpid(), 9)", *flags, tries=2)
     states = [slurm.wait_for(job) for job in run.jobs]
-    assert [state_of(shown) for shown in states] == ["COMPLETED", "COMPLETED"]
+    assert [state_of(shown) for shown in states] == ["FAILED", "FAILED"]
     faults = run.events("fault")
     assert {fault["kind"] for fault in faults} == {"rank killed"}
-    given_back = [fault["action"] for fault in faults].index("next session")
+    given_back = [fault["action"] for fault in faults].index("give back")
     assert [fault["new_steps"] > 0 for fault in faults[given_back - 1 :]] == [False] * 3
     assert len(faults) == given_back + 2
     ends = run.events("end")
     assert [end["how"] for end in ends] == ["stopped", "stopped"]
-    assert "2 attempts without a new step; the next job continues" in ends[0]["what"]
+    assert "2 attempts without a new step: the nodes are given back" in ends[0]["what"]
     assert "1 attempt without a new step" in ends[1]["what"]
     assert not (run.root / "stopped").exists()
 

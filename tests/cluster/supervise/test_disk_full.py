@@ -38,7 +38,7 @@ def test_a_node_whose_own_disk_is_full_is_replaced_by_a_spare(tmp_path: Path) ->
 def test_without_a_spare_a_full_disk_ends_a_job_and_no_chain(fault: Fault, tmp_path: Path) -> None:
     supervisor = supervisor_in(tmp_path, "n1", "n2")
     answers = [supervisor.answer(fault) for _ in range(8)]
-    assert [answer.action for answer in answers] == ["restart"] * 7 + ["next session"]
+    assert [answer.action for answer in answers] == ["restart"] * 7 + ["give back"]
     assert answers[0].pause_seconds < answers[5].pause_seconds
 
 
