@@ -5,14 +5,20 @@ and call anything. This one knows the opcodes that data needs and nothing else. 
 gives what a table says (`known.py` has the one for checkpoints) and is refused if the table lacks
 it; only a `Maker` from that table can be called, and only stand-ins take a state. So nothing of
 what a file names is ever imported, and no Python object of ours can be changed by a file.
+
+Data can do harm without running: a value that refers to another one over and over grows to any
+size, and Python hashes, compares and prints nested values by recursion in C. So what reading may
+cost is bounded by the length of the pickle, keys are flat, and the result is neither deep nor
+large when everything that is shared in it is written out.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +63,14 @@ def load_pickle(data: bytes, where: str, names: Names, persistent: Persistent | 
 
 _MARK = object()
 
+# Objects made, weighted by some 100 bytes of memory, and elements copied by makers, per byte of the
+# pickle. Files of torch, DeepSpeed and DCP need less than 0.5.
+COST_PER_BYTE, COST_OF_ANY = 1, 2**16
+# The same for the result with everything shared written out, as converting or printing it does.
+EXTENT_PER_BYTE, EXTENT_OF_ANY = 64, 2**20
+MAX_DEPTH = 100
+MAX_INTEGER_BYTES = 1024
+
 
 class _Machine:
     def __init__(
@@ -66,6 +80,7 @@ class _Machine:
         self.at = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.budget = COST_PER_BYTE * len(data) + COST_OF_ANY
 
     def run(self) -> Any:
         try:
@@ -75,6 +90,7 @@ class _Machine:
                     raise self.refusal(f"has opcode {opcode!r}, which data does not need")
                 action(self)
             (value,) = self.stack
+            self.check_extent(value)
             return value
         except _DAMAGE as error:
             raise CheckpointError(
@@ -84,6 +100,48 @@ class _Machine:
 
     def refusal(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.where} {why}; nothing was run")
+
+    def spend(self, cost: int) -> None:
+        self.budget -= cost
+        if self.budget < 0:
+            raise self.refusal(
+                f"would grow far beyond its {len(self.data)} bytes, as a file made to fill the "
+                "memory does"
+            )
+
+    def check_extent(self, value: Any) -> None:
+        """Refuses what a walk through the result would not survive: depth, loops, and values
+        shared so often that they are endless when written out. Itself no recursion."""
+        limit = EXTENT_PER_BYTE * len(self.data) + EXTENT_OF_ANY
+        extents: dict[int, int] = {}  # by identity; 0 while it is being looked at
+        path = [(value, 1, _inside(value))]
+        while path:
+            container, extent, rest = path.pop()
+            for child in rest:
+                if isinstance(child, (str, bytes)):
+                    extent += 1 + len(child) // 16
+                elif not isinstance(child, _CONTAINERS):
+                    extent += 1
+                elif known := extents.get(id(child)):
+                    extent += known
+                elif id(child) in extents or len(path) >= MAX_DEPTH:
+                    raise self.refusal(
+                        f"holds values inside each other, more than {MAX_DEPTH} deep or in a loop"
+                    )
+                else:
+                    extents[id(container)] = extents[id(child)] = 0
+                    path += [(container, extent, rest), (child, 1, _inside(child))]
+                    break
+            else:
+                extents[id(container)] = extent
+                if path:
+                    outer, before, others = path[-1]
+                    path[-1] = (outer, before + extent, others)
+            if extent > limit:
+                raise self.refusal(
+                    f"refers to the same values so often that its {len(self.data)} bytes would "
+                    "be endless when written out"
+                )
 
     def take(self, count: int) -> bytes:
         end = self.at + count
@@ -111,18 +169,23 @@ class _Machine:
                 return items
         raise IndexError
 
+    def integer(self, count: int) -> int:
+        if count > MAX_INTEGER_BYTES:
+            raise ValueError
+        return int.from_bytes(self.take(count), "little", signed=True)
+
     def named(self, module: Any, name: Any) -> Any:
-        try:
-            return self.names[module, name]
-        except (KeyError, TypeError):
-            shown = f"{module}.{name}" if type(module) is type(name) is str else "something"
-            raise self.refusal(
-                f"names {shown:.200}, which is not on the list of known classes"
-            ) from None
+        # Only strings are looked up: the hash of a nested tuple can take for ever, or crash.
+        is_name = type(module) is type(name) is str
+        if not is_name or (module, name) not in self.names:
+            shown = f"{module:.100}.{name:.100}" if is_name else "something"
+            raise self.refusal(f"names {shown}, which is not on the list of known classes")
+        return self.names[module, name]
 
     def call(self, function: Any, args: Any) -> Any:
         if not isinstance(function, Maker) or not isinstance(args, tuple):
             raise self.refusal(f"calls {type(function).__name__} with {type(args).__name__}")
+        self.spend(4 + len(args) + sum(len(one) for one in args if isinstance(one, _SIZED)))
         return function.make(*args)
 
 
@@ -139,23 +202,59 @@ def _push(value: Callable[[_Machine], Any]) -> Action:
     return lambda machine: machine.stack.append(value(machine))
 
 
-def _collect(kind: Callable[[list[Any]], Any]) -> Action:
-    return lambda machine: machine.stack.append(kind(machine.since_mark()))
+def _make(value: Callable[[_Machine], Any], cost: int = 1) -> Action:
+    """Pushes a new object, which costs memory of its own."""
+
+    def action(machine: _Machine) -> None:
+        machine.spend(cost)
+        machine.stack.append(value(machine))
+
+    return action
 
 
-def as_key(value: Any) -> Any:
-    """What may be a key or a member of a set. Python hashes nested tuples by recursion in C, so a
-    deep one would end the process."""
-    plain = (str, int, float, bytes, type(None), StandIn)
-    if isinstance(value, plain) or (
-        isinstance(value, tuple) and all(isinstance(one, plain) for one in value)
-    ):
-        return value
-    raise TypeError
+def _collect(kind: Callable[[list[Any]], Any], cost: int = 1) -> Action:
+    return _make(lambda machine: kind(machine.since_mark()), cost)
 
 
-def _pairs(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(map(as_key, items[::2]), items[1::2], strict=True))
+_CONTAINERS = (dict, list, tuple, set, frozenset, StandIn)
+_SIZED = (str, bytes, dict, list, tuple, set, frozenset)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        return itertools.chain(value, value.values())
+    if isinstance(value, StandIn):
+        return iter((value.args, value.state))
+    return iter(value if isinstance(value, (list, tuple, set, frozenset)) else ())
+
+
+_PLAIN = (str, int, float, bytes, type(None))
+MAX_ODD_KEYS = 1000
+
+
+def as_keys(values: Iterable[Any], already: int = 0) -> list[Any]:
+    """What may be keys, or members of a set that has some already. Hashes of strings are salted,
+    small numbers are their own; other numbers, and tuples, can be chosen to hash alike, which
+    makes a large dict as slow as a list."""
+    keys = list(values)
+    for key in keys:
+        if isinstance(key, (str, bytes, StandIn)) or key is None:
+            continue
+        if isinstance(key, int) and -(2**32) < key < 2**32:
+            continue
+        flat = key if isinstance(key, tuple) and len(key) <= 64 else (key,)
+        if already + len(keys) > MAX_ODD_KEYS or not all(isinstance(one, _PLAIN) for one in flat):
+            raise TypeError
+    return keys
+
+
+def as_dict(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    items = [(key, value) for key, value in pairs]
+    return dict(zip(as_keys(key for key, _ in items), (value for _, value in items), strict=True))
+
+
+def _pairs(items: list[Any], already: int = 0) -> dict[Any, Any]:
+    return dict(zip(as_keys(items[::2], already), items[1::2], strict=True))
 
 
 def _extend_list(machine: _Machine, items: list[Any]) -> None:
@@ -167,13 +266,13 @@ def _extend_list(machine: _Machine, items: list[Any]) -> None:
 def _extend_dict(machine: _Machine, items: list[Any]) -> None:
     if not isinstance(machine.stack[-1], dict):
         raise TypeError
-    machine.stack[-1].update(_pairs(items))
+    machine.stack[-1].update(_pairs(items, len(machine.stack[-1])))
 
 
 def _extend_set(machine: _Machine, items: list[Any]) -> None:
     if not isinstance(machine.stack[-1], set):
         raise TypeError
-    machine.stack[-1].update(map(as_key, items))
+    machine.stack[-1].update(as_keys(items, len(machine.stack[-1])))
 
 
 def _last(machine: _Machine, count: int) -> list[Any]:
@@ -187,6 +286,7 @@ def _last(machine: _Machine, count: int) -> list[Any]:
 
 
 def _remember(machine: _Machine, place: int) -> None:
+    machine.spend(1)
     machine.memo[place] = machine.stack[-1]
 
 
@@ -241,8 +341,8 @@ _ACTIONS: dict[bytes, Action] = {
     pickle.BININT1: _push(lambda m: m.number("<B")),
     pickle.BININT2: _push(lambda m: m.number("<H")),
     pickle.LONG: _push(lambda m: int(m.line().rstrip("L"))),
-    pickle.LONG1: _push(lambda m: int.from_bytes(m.take(m.number("<B")), "little", signed=True)),
-    pickle.LONG4: _push(lambda m: int.from_bytes(m.take(m.number("<i")), "little", signed=True)),
+    pickle.LONG1: _push(lambda m: m.integer(m.number("<B"))),
+    pickle.LONG4: _push(lambda m: m.integer(m.number("<i"))),
     pickle.FLOAT: _push(lambda m: float(m.line())),
     pickle.BINFLOAT: _push(lambda m: struct.unpack(">d", m.take(8))[0]),
     pickle.BINUNICODE: _push(lambda m: m.take(m.number("<I")).decode("utf-8", "surrogatepass")),
@@ -254,17 +354,17 @@ _ACTIONS: dict[bytes, Action] = {
     pickle.SHORT_BINBYTES: _push(lambda m: m.take(m.number("<B"))),
     pickle.BINBYTES8: _push(lambda m: m.take(m.number("<Q"))),
     pickle.BYTEARRAY8: _push(lambda m: m.take(m.number("<Q"))),
-    pickle.EMPTY_LIST: _push(lambda m: []),
-    pickle.EMPTY_DICT: _push(lambda m: {}),
-    pickle.EMPTY_SET: _push(lambda m: set()),
+    pickle.EMPTY_LIST: _make(lambda m: []),
+    pickle.EMPTY_DICT: _make(lambda m: {}),
+    pickle.EMPTY_SET: _make(lambda m: set(), 3),
     pickle.EMPTY_TUPLE: _push(lambda m: ()),
-    pickle.TUPLE1: _push(lambda m: tuple(_last(m, 1))),
-    pickle.TUPLE2: _push(lambda m: tuple(_last(m, 2))),
-    pickle.TUPLE3: _push(lambda m: tuple(_last(m, 3))),
+    pickle.TUPLE1: _make(lambda m: tuple(_last(m, 1))),
+    pickle.TUPLE2: _make(lambda m: tuple(_last(m, 2))),
+    pickle.TUPLE3: _make(lambda m: tuple(_last(m, 3))),
     pickle.TUPLE: _collect(tuple),
     pickle.LIST: _collect(list),
     pickle.DICT: _collect(_pairs),
-    pickle.FROZENSET: _collect(lambda items: frozenset(map(as_key, items))),
+    pickle.FROZENSET: _collect(lambda items: frozenset(as_keys(items)), 3),
     pickle.APPEND: lambda m: _extend_list(m, _last(m, 1)),
     pickle.APPENDS: lambda m: _extend_list(m, m.since_mark()),
     pickle.SETITEM: lambda m: _extend_dict(m, _last(m, 2)),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overland.checkpoint.convert import llama
 from overland.checkpoint.convert.known import KNOWN
-from overland.checkpoint.convert.lazy import Lazy, Shape, Stored, Tiled
+from overland.checkpoint.convert.lazy import MAX_DIMS, Lazy, Shape, Stored, Tiled
 from overland.checkpoint.convert.source import (
     MODEL,
     MOMENTS,
@@ -29,12 +29,14 @@ from overland.checkpoint.convert.source import (
     file_inside,
     num_updates,
 )
-from overland.checkpoint.convert.torch_file import MAX_PICKLE_BYTES, read_torch_file, scalar
+from overland.checkpoint.convert.torch_file import read_torch_file, scalar
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import tile as fills
 from overland.checkpoint.pickles import StandIn, load_pickle
 
 METADATA = ".metadata"
+# Some 140 bytes for every part of a tensor: ten million parts.
+MAX_METADATA_BYTES = 2**30
 
 
 def detect_dcp(path: Path) -> bool:
@@ -135,7 +137,7 @@ def _short(stored: Any) -> str:
 
 def _read_metadata(path: Path) -> StandIn:
     file = path / METADATA
-    if file.stat().st_size > MAX_PICKLE_BYTES:
+    if file.stat().st_size > MAX_METADATA_BYTES:
         raise CheckpointError(f"{file} is larger than any metadata")
     metadata = load_pickle(file.read_bytes(), str(file), KNOWN)
     if not isinstance(metadata, StandIn) or not metadata.kind.endswith(".Metadata"):
@@ -176,7 +178,11 @@ def _fits(corner: Shape, size: Shape, shape: Shape) -> bool:
 
 
 def _shape(value: Any) -> Shape | None:
-    if isinstance(value, tuple) and all(type(one) is int and one >= 0 for one in value):
+    if (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMS
+        and all(type(one) is int and 0 <= one < 2**63 for one in value)
+    ):
         return value
     return None
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from overland.checkpoint.convert.lazy import Shape, Stored
+from overland.checkpoint.convert.lazy import MAX_DIMS, Shape, Stored
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.pickles import Maker, Names, as_key, stand_in
+from overland.checkpoint.pickles import Maker, Names, as_dict, as_keys, stand_in
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,12 @@ def _tensor_of_type(
 
 def _stored(storage: Storage, dtype: torch.dtype, first: Any, shape: Any, stride: Any) -> Stored:
     where = storage.path
-    numbers = (first, *shape, *stride)
-    if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple):
+        raise TypeError
+    plausible = len(shape) == len(stride) <= MAX_DIMS and all(
+        type(number) is int and 0 <= number < 2**63 for number in (first, *shape, *stride)
+    )
+    if not plausible:
         raise CheckpointError(f"{where} holds a tensor with a shape that cannot be")
     result = Stored(tuple(shape), dtype, where, storage.offset + first * dtype.itemsize)
     if not result.numel:
@@ -78,7 +82,13 @@ def _contiguous(shape: Shape) -> Shape:
 
 def _typed_tensor(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     """A tensor with attributes of its own (DeepSpeed puts some on); the attributes are dropped."""
-    if not isinstance(function, Maker) or kind not in (TENSOR, PARAMETER):
+    if (
+        not isinstance(function, Maker)
+        or function.make not in (_tensor, _tensor_of_type, _parameter)
+        or (kind is not TENSOR and kind is not PARAMETER)
+        or not isinstance(args, tuple)
+        or len(args) > 8
+    ):
         raise TypeError
     return function.make(*args)
 
@@ -90,8 +100,7 @@ def _parameter(tensor: Any, *_: Any) -> Stored:
 
 
 def _pairs(pairs: Any) -> dict[Any, Any]:
-    items = pairs.items() if isinstance(pairs, dict) else pairs
-    return {as_key(key): value for key, value in items}
+    return as_dict(pairs.items() if isinstance(pairs, dict) else pairs)
 
 
 def _bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
@@ -142,8 +151,8 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): lambda _factory=None, pairs=(): _pairs(pairs),
     ("collections", "Counter"): lambda counts=(): _pairs(counts),
     ("_codecs", "encode"): _bytes,
-    ("builtins", "set"): lambda items=(): set(map(as_key, items)),
-    ("builtins", "frozenset"): lambda items=(): frozenset(map(as_key, items)),
+    ("builtins", "set"): lambda items=(): set(as_keys(items)),
+    ("builtins", "frozenset"): lambda items=(): frozenset(as_keys(items)),
     ("builtins", "bytes"): _bytes,
     ("builtins", "bytearray"): _bytes,
     ("builtins", "complex"): lambda real, imaginary: complex(real, imaginary),

@@ -21,6 +21,9 @@ from overland.checkpoint.errors import CheckpointError
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
 
+# Torch has no tensors with more.
+MAX_DIMS = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Lazy:

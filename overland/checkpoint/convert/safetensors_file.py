@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from overland.checkpoint.convert.lazy import Lazy, Stored, memory
+from overland.checkpoint.convert.lazy import MAX_DIMS, Lazy, Stored, memory
 from overland.checkpoint.errors import CheckpointError
 
 # As the format's own library has it.
@@ -94,8 +94,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> None:
 def _entry(path: Path, data: int, entry: Any) -> Stored:
     start, end = entry["data_offsets"]
     shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
-    if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
+    numbers = (start, end, *shape)
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise ValueError("sizes and offsets are natural numbers")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor with {len(shape)} dims")
     tensor = Stored(shape, dtype, path, data + start)
     if end - start != tensor.nbytes:
         raise ValueError(f"{end - start} bytes for shape {list(shape)} of {dtype}")

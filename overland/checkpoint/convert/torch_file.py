@@ -17,8 +17,8 @@ from overland.checkpoint.convert.lazy import Stored
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.pickles import load_pickle
 
-# A pickle describes tensors, a few hundred bytes each; a gigabyte of it is an attack or a mistake.
-MAX_PICKLE_BYTES = 2**30
+# A pickle describes tensors, a few hundred bytes each; so much of it is an attack or a mistake.
+MAX_PICKLE_BYTES = 2**28
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
@@ -40,8 +40,13 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
         pickled = file.read(count)
 
     def storage(key: Any) -> Storage:
-        kind, type_, name, _device, numel, *_ = key
+        if not isinstance(key, tuple) or len(key) not in (5, 6):
+            raise TypeError
+        kind, type_, name, _device, numel = key[:5]
         if kind != "storage" or not isinstance(type_, StorageType) or type(numel) is not int:
+            raise TypeError
+        # Only a short string is looked up: records are numbered, and a file may ask many times.
+        if type(name) is not str or len(name) > 128:
             raise TypeError
         place = records.get(f"{root}data/{name}")
         if place is None:
