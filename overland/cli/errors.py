@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
+from overland.config.text import visible
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -53,7 +55,9 @@ def is_user_error(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> str:
+    """What the user reads. Names from a file of others may be in it, so nothing of it reaches the
+    terminal as a command."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
-        return f"{where}{error.strerror}"
-    return str(error)
+        return visible(f"{where}{error.strerror}")
+    return visible(str(error))

@@ -71,10 +71,14 @@ def _append(repo: Repo, url: str, size: int, part: Path, advance: Callable[[int]
         came_whole = response.status_code == 200  # a server that knows no ranges
         if came_whole:
             advance(-have)
+        room = size if came_whole else min(PIECE, size - have)
         with part.open("wb" if came_whole else "ab") as file:
             for chunk in response.iter_bytes():
-                file.write(chunk)
+                file.write(chunk[:room])
                 file.flush()  # what has come outlives this process
-                advance(len(chunk))
+                advance(min(len(chunk), room))
+                room -= len(chunk)
+                if room <= 0:  # an answer without an end would fill the disk
+                    break
     if part.stat().st_size <= have:
         raise httpx.RemoteProtocolError("the answer was empty")

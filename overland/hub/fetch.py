@@ -38,6 +38,7 @@ from overland.hub.snapshot import (
     write_snapshot,
 )
 
+LARGEST_README = 2**24  # bytes; it is read before the disk is looked at
 Report = Callable[[str, int, int], None]  # what is being done, bytes so far, bytes in all
 
 
@@ -176,7 +177,12 @@ def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, Entry]) -> 
     from overland.data.sources.huggingface import subset_files
 
     with tempfile.TemporaryDirectory() as place:
-        if page := files.get("README.md"):
+        page = files.get("README.md")
+        if page and page.size > LARGEST_README:
+            raise HubError(
+                f"the README.md of {repo.name} has {page.size:,} bytes, and says too much"
+            )
+        if page:
             bring_one(repo, commit, "README.md", page, Path(place), lambda size: None)
         try:
             return subset_files(Path(place), list(files), subset, repo.name)

@@ -6,17 +6,20 @@ a file is not read. What is imported here opens connections, so only `fetch` and
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overland.hub.errors import HubError
-from overland.hub.snapshot import Entry
+from overland.hub.snapshot import Entry, check_commit
 
 ENDPOINT = "https://huggingface.co"
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # the client obeys both
 SECONDS = 30.0  # for an answer about a repository
+MOST_FILES = 2_000_000  # of a repository; a list without an end would fill the memory
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ def commit_of(client: Any, repo: Repo, revision: str | None) -> str:
         raise HubError(
             f"{repo.name} has no revision {revision!r}; it has {names}, and its commits"
         ) from None
-    return str(info.sha)
+    try:
+        return check_commit(info.sha)
+    except ValueError as error:
+        raise not_a_hub(repo, error) from None
 
 
 def list_files(client: Any, repo: Repo, commit: str) -> dict[str, Entry]:
@@ -77,10 +83,24 @@ def list_files(client: Any, repo: Repo, commit: str) -> dict[str, Entry]:
     from huggingface_hub.hf_api import RepoFile
 
     tree = client.list_repo_tree(repo.name, repo_type=repo.type, revision=commit, recursive=True)
-    return {
-        one.path: Entry(one.lfs.size, f"sha256:{one.lfs.sha256}")
-        if one.lfs
-        else Entry(one.size, f"git:{one.blob_id}")
-        for one in tree
-        if isinstance(one, RepoFile)
-    }
+    files: dict[str, Entry] = {}
+    try:
+        for one in itertools.islice(tree, MOST_FILES + 1):
+            if isinstance(one, RepoFile) and one.lfs:
+                files[one.path] = Entry(one.lfs.size, f"sha256:{one.lfs.sha256}")
+            elif isinstance(one, RepoFile):
+                files[one.path] = Entry(one.size, f"git:{one.blob_id}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, json.JSONDecodeError):  # a page of a proxy, which has its own words
+            raise
+        raise not_a_hub(repo, error) from None
+    if len(files) > MOST_FILES:
+        raise HubError(f"{repo.page} lists more than {MOST_FILES:,} files, which is refused")
+    return files
+
+
+def not_a_hub(repo: Repo, error: Exception) -> HubError:
+    return HubError(
+        f"{repo.endpoint} does not answer about {repo.name} as a Hub does ({error!s:.200}): check "
+        "HF_ENDPOINT"
+    )

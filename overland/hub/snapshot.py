@@ -14,12 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from overland.config.text import control_character
 from overland.hub.errors import HubError
 
 OWN = ".overland"
@@ -27,6 +29,9 @@ LIST = f"{OWN}/snapshot.json"
 VERSION = 1
 BLOCK = 1 << 22
 THREADS = 8  # files at a time, as the Hub's own client does
+LARGEST = 2**50  # bytes of a file: a petabyte; no Hub takes more than a thousandth of it
+# Git names blobs by SHA-1, or by SHA-256 in repositories that chose so.
+HASH = re.compile(r"sha256:[0-9a-f]{64}|git:[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 @dataclass(frozen=True)
@@ -36,19 +41,28 @@ class Entry:
     size: int
     hash: str
 
+    def __post_init__(self) -> None:
+        """What a Hub, or a list that came with a folder, may say: the hash becomes part of a path,
+        and the size bounds what is written."""
+        if type(self.hash) is not str or not HASH.fullmatch(self.hash):
+            raise ValueError(f"{self.hash!r:.100} is no hash")
+        if type(self.size) is not int or not 0 <= self.size <= LARGEST:
+            raise ValueError(f"{self.size!r:.100} is no size of a file")
+
     def problem(self, path: Path) -> str | None:
         """`missing`, `damaged`, or None."""
         try:
             if path.stat().st_size != self.size:
                 return "damaged"
-            kind = self.hash.partition(":")[0]
-            return None if hash_of(path, kind) == self.hash else "damaged"
+            return None if hash_of(path, self.hash) == self.hash else "damaged"
         except FileNotFoundError:
             return "missing"
 
 
-def hash_of(path: Path, kind: str) -> str:
-    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(usedforsecurity=False)
+def hash_of(path: Path, like: str) -> str:
+    """The file's hash, of the same kind as another one."""
+    kind, _, digits = like.partition(":")
+    digest = hashlib.sha256() if len(digits) == 64 else hashlib.sha1(usedforsecurity=False)
     if kind == "git":
         digest.update(f"blob {path.stat().st_size}\0".encode())
     with path.open("rb") as file:
@@ -82,10 +96,11 @@ def read_snapshot(folder: Path) -> Snapshot | None:
             raise HubError(f"{path} is of another version of Overland: fetch into a new folder")
         files = {name: Entry(*entry) for name, entry in tree["files"].items()}
         facts = {key: tree[key] for key in ("type", "name", "revision", "commit", "requests")}
+        check_commit(facts["commit"])
         snapshot = Snapshot(**facts, files=files)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise HubError(f"{path} is damaged: remove it and fetch again") from None
     check_names(snapshot.files)
     return snapshot
@@ -129,6 +144,13 @@ def find_problems(
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
+def check_commit(commit: Any) -> str:
+    """It becomes part of addresses."""
+    if type(commit) is not str or not re.fullmatch(r"[0-9a-f]{40}(?:[0-9a-f]{24})?", commit):
+        raise ValueError(f"{commit!r:.100} is no commit")
+    return commit
+
+
 def check_names(names: Iterable[str]) -> None:
     for name in names:
         check_name(name)
@@ -136,6 +158,13 @@ def check_names(names: Iterable[str]) -> None:
 
 def check_name(name: str) -> None:
     """A Hub gives names; none may lead out of the folder, or onto our own files."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or "\\" in name or ".." in parts or parts[0] == OWN:
+    path = PurePosixPath(name)
+    is_plain = path.parts and path.as_posix() == name and not path.is_absolute()
+    if (
+        not is_plain
+        or ".." in path.parts
+        or "\\" in name
+        or path.parts[0].lower() == OWN
+        or control_character(name) is not None
+    ):
         raise HubError(f"the repository holds a file called {name!r}, which is refused")

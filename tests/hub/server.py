@@ -12,6 +12,7 @@ It can fail as the real one does: `cut` ends an answer after some bytes, `corrup
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -72,6 +73,8 @@ class Hub:
         self.fail: dict[str, list[int]] = {}  # file -> statuses, in turn
         self.hold: dict[str, int] = {}  # file -> bytes after which an answer waits for `release`
         self.release = threading.Event()
+        self.claims: dict[str, dict[str, Any]] = {}  # file -> what the tree says instead
+        self.endless: set[str] = set()  # files whose answers go on until the client hangs up
         self.gitignored: set[str] = set()
         self.no_ranges = self.portal = False
         self.server = Server(("127.0.0.1", 0), self._handler())
@@ -257,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
             if path.endswith(LFS):
                 entry["oid"] = git_id(b"pointer to " + data)
                 entry["lfs"] = {"oid": sha256(data), "size": len(data), "pointerSize": 134}
-            entries.append(entry)
+            entries.append(entry | self.hub.claims.get(path, {}))
         start = int(parse_qs(urlsplit(self.path).query).get("cursor", ["0"])[0])
         more = {}
         if start + PAGE < len(entries):
@@ -307,7 +310,22 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
         if self.command == "GET" and (self.hub.cut.get(file) or file in self.hub.hold):
             self.give_part(status, body, headers, file)
+        if self.command == "GET" and file in self.hub.endless:
+            self.give_endlessly(status, body, headers)
         raise Answer(status, body, **headers)
+
+    def give_endlessly(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        """At most 64 MiB, so that a client that would take it all fails its test and no disk."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(body)
+            for _ in range(64):
+                self.wfile.write(b"x" * 2**20)
+        raise Answer(0)
 
     def give_part(self, status: int, body: bytes, headers: dict[str, str], file: str) -> None:
         """Promises all, and hangs up or waits in the middle."""

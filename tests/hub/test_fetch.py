@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from overland.config.load import load_config
 from overland.data.sources.open import open_source
 from overland.hub import download as downloading
 from overland.hub import fetch as fetching
+from overland.hub.snapshot import Entry
 from tests.cli.processes import LIMIT_SECONDS, overland, start_overland
 from tests.hub.server import TOKEN, Hub
 
@@ -394,11 +396,71 @@ def test_a_folder_holds_one_repository(hub: Hub) -> None:
 
 
 def test_a_name_that_leads_out_of_the_folder_is_refused(hub: Hub) -> None:
-    for name in ("../evil.txt", "/evil.txt", ".overland/snapshot.json", "a/../../evil"):
+    names = ("../evil.txt", "/evil.txt", ".overland/snapshot.json", ".Overland/lock")
+    for name in (*names, "a/../../evil", "a//b", "./a", "a\nb", "a\x1b[2J", "a\\b"):
         hub.add("me/evil", {name: b"x"}, "dataset")
         assert "is refused" in refused("dataset", "me/evil", "--to", "there")
     assert not Path("evil.txt").exists()
     assert not Path("there").exists()
+
+
+WEIGHTS = "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("file", "claim"),
+    [
+        (WEIGHTS, {"lfs": {"oid": "../../../../evil", "size": 40_000, "pointerSize": 1}}),
+        (WEIGHTS, {"lfs": {"oid": "/" + "a" * 63, "size": 40_000, "pointerSize": 1}}),
+        (WEIGHTS, {"lfs": {"oid": "a" * 64 + "\n", "size": 40_000, "pointerSize": 1}}),
+        (WEIGHTS, {"lfs": {"oid": "a" * 40, "size": 40_000, "pointerSize": 1}}),
+        (WEIGHTS, {"lfs": {"oid": "a" * 64, "size": -1, "pointerSize": 1}}),
+        (WEIGHTS, {"lfs": {"oid": "a" * 64, "size": 2**80, "pointerSize": 1}}),
+        (WEIGHTS, {"lfs": {"oid": "a" * 64, "size": "1", "pointerSize": 1}}),
+        (WEIGHTS, {"lfs": {}}),
+        ("config.json", {"oid": "../../../../evil"}),
+        ("config.json", {"oid": "a" * 39}),
+        ("config.json", {"oid": None}),
+        ("config.json", {"size": None}),
+        ("config.json", {"size": -5}),
+    ],
+)
+def test_what_a_hub_claims_must_be_possible(hub: Hub, file: str, claim: dict[str, object]) -> None:
+    hub.add("me/llama", MODEL)
+    hub.claims[file] = claim
+    before = set(Path.cwd().parent.rglob("*"))
+    assert "does not answer about me/llama as a Hub does" in refused("model", "me/llama")
+    assert set(Path.cwd().parent.rglob("*")) == before
+
+
+def test_no_byte_is_written_past_the_announced_size(hub: Hub) -> None:
+    for ranges in (True, False):
+        hub.add("me/llama", MODEL)
+        hub.no_ranges = not ranges
+        hub.endless = {WEIGHTS}
+        run("model", "me/llama", "--to", f"there-{ranges}")
+        assert (Path(f"there-{ranges}") / WEIGHTS).read_bytes() == MODEL[WEIGHTS]
+
+
+def test_a_list_that_came_with_a_folder_is_no_more_trusted_than_a_hub(hub: Hub) -> None:
+    hub.add("me/llama", MODEL)
+    run("model", "me/llama", "--to", "there")
+    listed = Path("there/.overland/snapshot.json")
+    tree = json.loads(listed.read_text())
+    for change in (
+        {"files": {"config.json": [23, "sha256:../../../evil"]}},
+        {"files": {"config.json": [-1, "git:" + "a" * 40]}},
+        {"commit": "../../x"},
+    ):
+        listed.write_text(json.dumps(tree | change))
+        assert "is damaged" in refused("model", "me/llama", "--to", "there")
+
+
+def test_a_repository_that_names_blobs_by_sha256_is_checked_by_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"hello")
+    digest = hashlib.sha256(b"blob 5\0hello").hexdigest()
+    assert Entry(5, f"git:{digest}").problem(tmp_path / "a") is None
+    assert Entry(5, f"git:{digest[::-1]}").problem(tmp_path / "a") == "damaged"
 
 
 # told
