@@ -163,9 +163,14 @@ def job_name(run: Path) -> str:
 def sbatch_words(text: str) -> list[str]:
     """`--mail-user=me -x node1` as one flag each, its value with it."""
     flags: list[str] = []
-    for word in shlex.split(text):
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise ClusterError(f"--sbatch {text}: a quotation mark is not closed") from None
+    for word in words:
         if word.startswith("-"):
-            flags.append(word)
+            flag, equals, value = word.partition("=")
+            flags.append(f"{flag}={shlex.quote(value)}" if equals else word)
         elif flags:
             flags[-1] += f" {shlex.quote(word)}"
         else:

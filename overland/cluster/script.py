@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job, sbatch_words
 from overland.cluster.slurm import MOST_RESTARTS
+from overland.config.text import control_character
 from overland.config.variables import SECRET
 
 GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell
@@ -36,6 +38,7 @@ def render_job(job: Job) -> str:
     )
 
 
+@functools.cache
 def template(name: str) -> Any:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -49,10 +52,31 @@ def template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # bash is no HTML; `sh` quotes
+        autoescape=False,  # bash is no HTML; `sh` and `words` quote
+        finalize=_one_line,
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    environment.filters["words"] = lambda texts: " ".join(map(quoted_words, texts))
     return environment.get_template(name)
+
+
+def _one_line(value: Any) -> Any:
+    """Everything that a template puts into a script comes through here. Quotes do not help where a
+    text stands in a comment or in an #SBATCH line: what follows a line break is a command."""
+    if isinstance(value, str) and (letter := control_character(value)) is not None:
+        raise ClusterError(
+            f"{value!r:.200} cannot stand in a script, because it holds {letter}: take that out of "
+            "the config, the flags or the site's file"
+        )
+    return value
+
+
+def quoted_words(text: str) -> str:
+    """One or more words of a site's file, which the shell takes as words and nothing else."""
+    try:
+        return shlex.join(shlex.split(text))
+    except ValueError:
+        raise ClusterError(f"{text!r}: a quotation mark is not closed") from None
 
 
 def headers(job: Job) -> list[str]:
@@ -62,7 +86,7 @@ def headers(job: Job) -> list[str]:
         "account": wanted.account,
         "partition": wanted.partition,
         "qos": wanted.qos,
-        "constraint": slurm.constraint,
+        "constraint": slurm.constraint and shlex.quote(slurm.constraint),
         "nodes": wanted.nodes + wanted.spares,
         "ntasks-per-node": job.devices_per_node,
         "cpus-per-task": job.cpus_per_task,
@@ -85,8 +109,8 @@ def srun_flags(job: Job) -> list[str]:
         flags.append("--gpus-per-task=1")
     if slurm.gpus == "per-node":
         flags.append(f"--gpus-per-node={job.devices_per_node}")
-    flags += [f"--gpu-bind={slurm.gpu_bind}"] if slurm.gpu_bind else []
-    return [*flags, *slurm.srun]
+    flags += [f"--gpu-bind={shlex.quote(slurm.gpu_bind)}"] if slurm.gpu_bind else []
+    return [*flags, *map(quoted_words, slurm.srun)]
 
 
 def command(job: Job) -> str:

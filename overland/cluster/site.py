@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +21,7 @@ from overland.config.errors import ConfigError, Problem, nearest_name
 from overland.config.fields import in_words
 from overland.config.schema import PositiveInt, Section
 from overland.config.source import nest, read_toml
+from overland.config.text import control_character
 from overland.config.toml_lines import KeyPath, index_lines
 from overland.config.variables import SECRET
 
@@ -149,15 +150,41 @@ def read_site(text: str, shown: str, name: str) -> NamedSite:
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         raise ConfigError([_problem(detail, lines, shown) for detail in details]) from None
-    reasons = _reasons(text, lines)
     problems = [
-        Problem(message, f"{shown}:{lines['environment', key]}", f"environment.{key}")
-        for key, value in facts.environment.items()
-        if (message := _bad_variable(key, value))
+        Problem(message, f"{shown}:{line}" if line else shown, ".".join(path))
+        for path, value in [(("name",), name), *_strings(facts.model_dump(), ())]
+        if (message := _not_for_scripts(path, value))
+        for line in [_line(path, lines)]
     ]
     if problems:
         raise ConfigError(problems)
-    return NamedSite(name, facts, reasons)
+    return NamedSite(name, facts, _reasons(text, lines))
+
+
+def _strings(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _strings(inner, (*path, key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner, path)
+
+
+def _not_for_scripts(path: KeyPath, value: str) -> str:
+    """Why a text cannot stand where the scripts of jobs and of the set-up have it; "" if it can."""
+    if letter := control_character("".join((*path, value))):
+        return f"holds {letter}, a control character, which would end a line of a script"
+    if path[0] == "environment":
+        return _bad_variable(path[-1], value)
+    if path[0] == "disk" and (not _is_plain(value) or "'" in value):
+        return f"expected a path, with $NAMES; {value!r} would end its quotes or run commands"
+    if path in (("setup", "rocm"), ("setup", "gpu_arch")) and not re.fullmatch(
+        r"[\w.;:+-]+", value
+    ):
+        return f"expected one word, got {value!r}"
+    return ""
 
 
 def _bad_variable(name: str, value: str) -> str:
@@ -165,9 +192,14 @@ def _bad_variable(name: str, value: str) -> str:
         return "is no name of a variable"
     if SECRET.search(name):
         return "looks like a secret, which must not lie in a file; `--env` passes it on by name"
-    if re.search(r'["`\\\n]|\$\(', value):
+    if not _is_plain(value):
         return "expected plain text and $NAMES: a value must not end its quotes or run commands"
     return ""
+
+
+def _is_plain(value: str) -> bool:
+    """What stays text between double quotes, except for the values of variables."""
+    return re.search(r'["`\\]|\$\(', value) is None
 
 
 def _reasons(text: str, lines: Mapping[KeyPath, int]) -> dict[str, list[str]]:
@@ -185,9 +217,13 @@ def _reasons(text: str, lines: Mapping[KeyPath, int]) -> dict[str, list[str]]:
     return found
 
 
+def _line(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
+    return next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
+
+
 def _problem(detail: Any, lines: Mapping[KeyPath, int], shown: str) -> Problem:
     path = tuple(str(part) for part in detail["loc"])
-    line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)
+    line = _line(path, lines)
     where = f"{shown}:{line}" if line else shown
     owner = _table(detail["loc"][:-1])
     key, fields = ".".join(path), owner.model_fields if owner else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -122,16 +123,17 @@ def _start_here(job: Job, script: Path) -> str:
 
 def how_to_follow(job: Job, ids: list[str]) -> list[str]:
     """Commands, with what they do."""
+    run, logs = shlex.quote(str(job.place.run)), shlex.quote(str(job.place.logs))
     if job.site.facts.scheduler == "none":
         return [
             f"{command('overland', 'watch', job.place.run)}    # all of it, live",
-            f"tail -f {job.place.logs}/job.log    # what it says",
-            f"touch {job.place.run}/STOP    # save and stop",
+            f"tail -f {logs}/job.log    # what it says",
+            f"touch {run}/STOP    # save and stop",
         ]
     return [
         f"{command('overland', 'watch', job.place.run)}    # all of it, live",
         f"squeue --me --name={job.name}    # where the jobs stand",
-        f"tail -f {job.place.logs}/job-{ids[0]}.log    # what the first one says",
-        f"touch {job.place.run}/STOP    # save and stop; the next link goes on",
+        f"tail -f {logs}/job-{ids[0]}.log    # what the first one says",
+        f"touch {run}/STOP    # save and stop; the next link goes on",
         f"scancel --me --name={job.name}    # give up the whole chain",
     ]
