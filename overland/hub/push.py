@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from overland.cluster.script import SHORTEST_SECRET
-from overland.config.variables import SECRET
+from overland.config.inside import leads_out
 from overland.hub.errors import HubError, in_words
 from overland.hub.repo import SECONDS, Repo, connect, list_files, open_repo
-from overland.hub.snapshot import BLOCK, OWN
+from overland.hub.secrets import refuse_secrets
+from overland.hub.snapshot import OWN, check_names
 
 LEFT_OUT = {OWN, ".cache", ".git"}  # what fetch, the Hub's client and git keep beside the files
 # Names of files that only a trainer reads: our checkpoints' marker, and DCP's.
@@ -121,14 +121,33 @@ def speaks_xet(repo: Repo, revision: str) -> bool:
 def find_files(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise HubError(f"{folder} is no folder; `overland push` takes one, such as RUN/hf")
-    found = [
-        path.relative_to(folder)
+    paths = [
+        path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not LEFT_OUT & set(path.relative_to(folder).parts)
+        if not LEFT_OUT & set(path.relative_to(folder).parts)
     ]
+    for path in paths:
+        if path.is_symlink():
+            refuse_link(path, folder)
+    found = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
     if not found:
         raise HubError(f"{folder} holds no files")
-    return [path.as_posix() for path in found]
+    check_names(found)
+    return found
+
+
+def refuse_link(path: Path, folder: Path) -> None:
+    """A link may lead to anything on this machine; one that is followed or left out silently would
+    be a surprise either way."""
+    if not path.exists():
+        raise HubError(f"{path} is a link that leads nowhere: remove it before pushing")
+    if path.is_dir():
+        raise HubError(f"{path} is a linked folder: put a copy in its place, or remove it")
+    if leads_out(path, folder):
+        raise HubError(
+            f"{path} is a link out of the folder, to {path.resolve()}: put a copy in its place if "
+            "it is meant to be pushed, or remove it"
+        )
 
 
 def refuse_checkpoints(folder: Path, files: list[str]) -> None:
@@ -139,29 +158,3 @@ def refuse_checkpoints(folder: Path, files: list[str]) -> None:
                 f"{folder} holds a checkpoint that only a trainer reads ({file}): push instead "
                 f"what `overland convert {folder} {folder}-hf --to hf` makes of it"
             )
-
-
-def refuse_secrets(folder: Path, files: list[str], env: Mapping[str, str]) -> None:
-    """A token that found its way into what is about to be given to others."""
-    secrets = {
-        name: value.encode()
-        for name, value in env.items()
-        if SECRET.search(name) and len(value) >= SHORTEST_SECRET
-    }
-    for file in files:
-        for name in secrets_in(folder / file, secrets):
-            raise HubError(f"{folder / file} holds the value of {name}: take it out before pushing")
-
-
-def secrets_in(path: Path, secrets: Mapping[str, bytes]) -> list[str]:
-    """Names of those that the file holds, read in blocks that overlap by the longest."""
-    longest = max(map(len, secrets.values()), default=0)
-    end = b""
-    with path.open("rb") as file:
-        while secrets and (block := file.read(BLOCK)):
-            text = end + block
-            found = [name for name, value in secrets.items() if value in text]
-            if found:
-                return found
-            end = text[-longest:]
-    return []

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from overland.cli.main import app
-from overland.hub import push as pushing
+from overland.hub import secrets
 from tests.hub.server import TOKEN, Hub
 
 FILES = {
@@ -94,12 +94,101 @@ def test_a_secret_of_the_environment_is_never_sent(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-key-that-is-secret")
-    monkeypatch.setattr(pushing, "BLOCK", 64)  # it lies across the border of two blocks
+    monkeypatch.setattr(secrets, "BLOCK", 64)  # it lies across the border of two blocks
     (folder / "log.txt").write_bytes(b"x" * 55 + b"a-key-that-is-secret" + b"y" * 100)
     said = run(str(folder), "me/new", code=2).stderr
     assert "log.txt holds the value of WANDB_API_KEY" in said
     assert "a-key-that-is-secret" not in said
     assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".env", ".env.local", ".ENV", ".netrc", ".git_credentials", "sub/credentials.json",
+        "id_rsa", "id_ed25519.bak", "server.key", "cert.pem", ".ssh/config", ".aws/config",
+    ],
+)  # fmt: skip
+def test_a_file_of_secrets_is_known_by_its_name(hub: Hub, folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    said = run(str(folder), "me/new", code=2).stderr
+    assert f"{name} looks like a file of keys or passwords" in said
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hf_" + "a1B2" * 9, "a token of Hugging Face"),
+        ("key = AKIA" + "A1B2" * 4 + "\n", "a key of AWS"),
+        ('"AIza' + "x-_1a" * 7, "a key of Google Cloud"),
+        ("AccountKey=" + "a" * 86 + "==;", "a key of Azure"),
+        ("ghp_" + "a1" * 18, "a token of GitHub"),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
+        ("-----BEGIN PRIVATE KEY-----", "a private key"),
+        ("-----BEGIN RSA PRIVATE KEY-----", "a private key"),
+    ],
+)
+def test_a_key_is_found_in_any_file(
+    hub: Hub, folder: Path, text: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "BLOCK", 50)  # it lies across the borders of blocks
+    (folder / "notes.md").write_bytes(b"\xff" * 45 + text.encode() + b" " * 99)
+    said = run(str(folder), "me/new", code=2).stderr
+    assert f"notes.md holds {kind}" in said
+    assert text.strip() not in said
+    assert hub.requests == []
+
+
+def test_what_only_resembles_a_secret_is_sent(hub: Hub, folder: Path) -> None:
+    resembling = {
+        "tokenizer.json": b'{"hf_token": "hf_xxx", "AKIA": 1}',
+        "environment.md": b"-----BEGIN PUBLIC KEY-----",
+        "id_rsa.pub": b"ssh-rsa AAAA",
+    }
+    for name, data in resembling.items():
+        (folder / name).write_bytes(data)
+    run(str(folder), "me/new")
+    assert held(hub, "me/new") == FILES | resembling
+
+
+def test_links_lead_to_files_of_the_folder_or_are_refused(
+    hub: Hub, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "outside.txt").write_text("private")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("private")
+    link = folder / "link.txt"
+    for target, reason in (
+        (tmp_path / "outside.txt", "is a link out of the folder"),
+        (Path("../outside.txt"), "is a link out of the folder"),
+        (tmp_path / "elsewhere", "is a linked folder"),
+        (Path("link.txt"), "leads nowhere"),
+        (Path("nothing"), "leads nowhere"),
+    ):
+        link.symlink_to(target)
+        said = run(str(folder), "me/new", code=2).stderr
+        assert reason in said
+        assert said.count("\n") == 1
+        link.unlink()
+    assert hub.requests == []
+    link.symlink_to("config.json")
+    run(str(folder), "me/new")
+    assert held(hub, "me/new") == {**FILES, "link.txt": FILES["config.json"]}
+
+
+def test_a_snapshot_in_the_cache_of_hugging_face_is_a_folder_like_any_other(
+    hub: Hub, folder: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "models--me--x"
+    snapshot = cache / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "1").write_bytes(b"{}")
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    run(str(snapshot), "me/new")
+    assert held(hub, "me/new") == {"config.json": b"{}"}
 
 
 @pytest.mark.parametrize("name", ["step_10/COMMITTED", "dcp/.metadata", "__0_0.distcp"])

@@ -6,7 +6,6 @@ Names are those of a run's own state: `model.<Hugging Face name>`, `optimizer.<n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from overland.checkpoint.convert.lazy import Lazy, Slices, held
 from overland.checkpoint.errors import CheckpointError
+from overland.config import foreign
+from overland.config.inside import leads_out
 
 Config = dict[str, Any] | None
 """The contents of a config.json, where there is one."""
@@ -92,13 +93,26 @@ def num_updates(steps: list[float]) -> dict[str, Lazy]:
 
 
 def companions_in(folder: Path) -> list[Path]:
-    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    for path in found:
+        refuse_link_out(path)
+    return found
+
+
+def refuse_link_out(path: Path) -> None:
+    """What is copied beside weights must be a file of their folder: a folder that came from others
+    could name any file of this machine by a link."""
+    if leads_out(path, path.parent):
+        raise CheckpointError(
+            f"{path} is a link out of its folder, to {path.resolve()}: put a copy in its place if "
+            "it belongs there, or remove it"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        contents = foreign.read_json(path)
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} holds a {type(contents).__name__}, expected an object")
@@ -109,6 +123,7 @@ def config_near(*folders: Path) -> Config:
     """config.json of the first folder that has one."""
     for folder in folders:
         if (folder / "config.json").is_file():
+            refuse_link_out(folder / "config.json")
             return read_json(folder / "config.json")
     return None
 
