@@ -125,7 +125,7 @@ class Index:
         try:
             with no_garbage_collection():
                 return cls._parse(data)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except NOT_AN_INDEX as error:
             raise CheckpointError(f"{where} is not the index of a checkpoint: {error}") from None
 
     @classmethod
@@ -140,6 +140,7 @@ class Index:
             for name, size, header, checksum, blocks in document["files"]
         }
         names = list(files)
+        stored = sum(info.num_bytes for info in files.values())
         tensors = {
             name: Entry(
                 DTYPES[entry["dtype"]],
@@ -151,7 +152,38 @@ class Index:
             )
             for name, entry in document["tensors"].items()
         }
-        return cls(document["type"], document["world_size"], tensors, files, document["run"])
+        for name, entry in tensors.items():
+            # Parts are checked as they are read, since there may be a million of them.
+            if not _is_shape(entry.shape) or entry.num_bytes > stored:
+                raise ValueError(f"{name} cannot have the shape {list(entry.shape)!s:.100}")
+        kind, world_size, run = (document[key] for key in ("type", "world_size", "run"))
+        if type(kind) is not str or type(world_size) is not int or not isinstance(run, dict):
+            raise ValueError("it does not say whose it is")
+        return cls(kind, world_size, tensors, files, run)
+
+
+NOT_AN_INDEX = (
+    ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
+
+
+def _is_shape(shape: tuple[Any, ...]) -> bool:
+    return len(shape) <= 64 and all(type(size) is int and 0 <= size < 2**63 for size in shape)
+
+
+def check_part(entry: Entry, part: Part, info: FileInfo) -> None:
+    """ValueError if a part does not lie in its tensor and in its file, with its checksums."""
+    inside = len(part.start) == len(part.shape) == len(entry.shape) and all(
+        type(first) is type(size) is int and 0 <= first <= first + size <= whole
+        for first, size, whole in zip(part.start, part.shape, entry.shape, strict=True)
+    )
+    if not inside:
+        raise ValueError("a part of it lies outside of it")
+    size = math.prod(part.shape) * entry.dtype.itemsize
+    if type(part.offset) is not int or not 0 <= part.offset <= info.num_bytes - size:
+        raise ValueError("a part of it lies outside of its file")
+    if not isinstance(part.checksums, (list, tuple)) or len(part.checksums) != -(-size // BLOCK):
+        raise ValueError("a part of it lacks checksums")
 
 
 @contextmanager
@@ -185,24 +217,40 @@ def header_of(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> byte
     return len(text).to_bytes(8, "little") + text
 
 
+# Parts of a tensor that lie in no grid are compared in pairs; no layout makes so many of them.
+MOST_UNEVEN = 2000
+
+
 def tile(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     """Whether boxes (start, shape) fill a tensor, each element once."""
     boxes = [box for box in boxes if math.prod(box[1])]
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
-    if not shape:
-        return True
-    boxes.sort()
-    for i, (start, size) in enumerate(boxes):
-        if any(a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
+    for start, size in boxes:
+        if any(a < 0 or a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
             return False
-        for other, other_size in itertools.islice(boxes, i + 1, None):
-            if other[0] >= start[0] + size[0]:
-                break  # they are in order of their first rows
-            pairs = zip(start, size, other, other_size, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in pairs):
-                return False
-    return True
+    return _apart(boxes, 0, len(shape))
+
+
+def _apart(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dim: int, num_dims: int) -> bool:
+    """Whether no two boxes overlap, given that they do in all dims before `dim`. Boxes of a grid,
+    as every layout makes them, take no pairs to compare."""
+    if len(boxes) < 2:
+        return True
+    if dim == num_dims:
+        return False
+    rows: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for start, size in boxes:
+        rows.setdefault((start[dim], size[dim]), []).append((start, size))
+    order = sorted(rows)
+    if all(a + n <= b for (a, n), (b, _) in itertools.pairwise(order)):
+        return all(_apart(row, dim + 1, num_dims) for row in rows.values())
+    if len(boxes) > MOST_UNEVEN:
+        return False
+    return not any(
+        all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))
+        for one, other in itertools.combinations(boxes, 2)
+    )
 
 
 def name_of_part(
@@ -225,6 +273,9 @@ def parse_marker(text: bytes) -> dict[str, Any]:
     document = json.loads(text)
     if not isinstance(document, dict) or document.pop("crc32", None) != _sum_of(document):
         raise ValueError("it does not match its checksum")
+    numbers = (document.get(key) for key in ("step", "index_bytes", "index_crc32"))
+    if any(type(number) is not int for number in numbers):
+        raise ValueError("it lacks a number")
     return document
 
 

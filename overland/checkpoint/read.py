@@ -31,7 +31,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.disk import Moved, ignore
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.format import COMMITTED, INDEX, Entry, Index, Part, parse_marker
+from overland.checkpoint.format import (
+    COMMITTED,
+    INDEX,
+    Entry,
+    Index,
+    Part,
+    check_part,
+    parse_marker,
+)
 from overland.checkpoint.plan import broadcast, local_name, local_tensor
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
@@ -81,6 +89,7 @@ class Checkpoint:
         entry = self._entry(name)
         if not target.numel():
             return
+        self.check_parts(name)
         chunk = ChunkStorageMetadata(torch.Size(start), target.size())
         covered = 0
         for item in create_read_items_for_chunk_list(name, _metadata(entry), [chunk]):
@@ -153,6 +162,17 @@ class Checkpoint:
         read_fully(self._descriptor(file), view, offset, self.path / file, self._moved)
         return data
 
+    def check_parts(self, name: str) -> None:
+        entry = self._entry(name)
+        try:
+            for part in entry.parts:
+                check_part(entry, part, self.index.files[part.file])
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path / INDEX} is wrong about {name}: {error}; the checkpoint was changed "
+                "after it was written"
+            ) from None
+
     def _entry(self, name: str) -> Entry:
         try:
             return self.tensors[name]
@@ -211,6 +231,8 @@ def read_marker(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not there, or is no folder")
     try:
         return parse_marker((path / COMMITTED).read_bytes())
+    except RecursionError:
+        raise CheckpointError(f"{path / COMMITTED} is damaged: it nests too deep") from None
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a committed checkpoint: no {COMMITTED}") from None
     except ValueError:

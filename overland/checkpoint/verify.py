@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import NAME
-from overland.checkpoint.format import COMMITTED, INDEX, tile
+from overland.checkpoint.format import (
+    COMMITTED,
+    DTYPE_NAMES,
+    INDEX,
+    NOT_AN_INDEX,
+    name_of_part,
+    tile,
+)
 from overland.checkpoint.read import NUM_THREADS, PIECE, Checkpoint, open_checkpoint, part_bytes
+
+_WRITER = re.compile(r"rank_(\d{5})")
+_STREAM = re.compile(r"(?:rank_\d{5}/)?rng\.(\d+)\.")
 
 Progress = Callable[[int], None]
 """Called with the number of bytes verified since the last call; from several threads."""
@@ -34,7 +48,11 @@ def verify(path: Path, progress: Progress = lambda _: None) -> list[str]:
             return str(error)
 
     with checkpoint, ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as pool:
-        found = [*_unknown_files(checkpoint), *_gaps(checkpoint)]
+        found = [*_unknown_files(checkpoint), *_contradictions(checkpoint)]
+        impossible = list(_gaps(checkpoint))
+        if impossible:  # then there is no telling which bytes to read
+            return [*found, *impossible]
+        found += _other_headers(checkpoint)
         found += pool.map(problem_of, [*_headers(checkpoint), *_pieces(checkpoint)])
     return list(dict.fromkeys(text for text in found if text))  # a missing file is told once
 
@@ -111,7 +129,88 @@ def _unknown_files(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _gaps(checkpoint: Checkpoint) -> Iterator[str]:
-    """A tensor whose parts do not add up to it."""
+    """A tensor whose parts do not add up to it, or lie where they cannot."""
     for name, entry in checkpoint.tensors.items():
+        try:
+            checkpoint.check_parts(name)
+        except CheckpointError as error:
+            yield str(error)
+            continue
         if not tile(entry.shape, [(part.start, part.shape) for part in entry.parts]):
             yield f"{checkpoint.path}: the parts of {name} do not make up the whole"
+
+
+def _contradictions(checkpoint: Checkpoint) -> Iterator[str]:
+    """What marker, index and files say about the same thing in different words: an edit that made
+    the checksums right again does not make these agree."""
+    index, where = checkpoint.index, checkpoint.path / INDEX
+    marked, ranks = checkpoint.about["step"], index.world_size
+    progress = checkpoint.run.get("progress")
+    if isinstance(progress, dict) and progress.get("step", marked) != marked:
+        yield f"{where} is of step {progress['step']!s:.50}, and {COMMITTED} of step {marked}"
+    if index.kind not in ("shard", "full", "local"):
+        yield f"{where} is of type {index.kind!r:.50}, which is not known"
+    writers = {int(found[1]) for file in index.files if (found := _WRITER.match(file))}
+    if writers and max(writers) >= (1 if index.kind == "full" else ranks):
+        yield f"{where} is of {ranks} ranks, and has a file of rank {max(writers)}"
+    streams = {int(found[1]) for name in index.tensors if (found := _STREAM.match(name))}
+    if streams and streams != set(range(ranks)):
+        yield f"{where} is of {ranks} ranks, and has the random streams of {len(streams)}"
+    converted = index.kind == "full" and ranks == 1  # it keeps the layout of the run it came from
+    layout = checkpoint.run.get("layout")
+    if isinstance(layout, dict) and not converted:
+        yield from _other_layout(checkpoint, layout)
+
+
+def _other_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> Iterator[str]:
+    index, where = checkpoint.index, checkpoint.path / INDEX
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    shown = ", ".join(f"{axis} {layout.get(axis)!s:.50}" for axis in axes)
+    if any(type(layout.get(axis)) is not int for axis in axes):
+        yield f"{where} has no layout of numbers: {shown}"
+        return
+    if math.prod(layout[axis] for axis in axes) != index.world_size:
+        yield f"{where} is of {index.world_size} ranks, and its layout is of others: {shown}"
+    most = layout["dp_shard"] * layout["cp"] * layout["tp"]
+    for name, entry in checkpoint.tensors.items():
+        if index.kind == "shard" and len(entry.parts) > most:
+            count = len(entry.parts)
+            yield f"{where} has {name} in {count} parts, more than its layout makes: {shown}"
+            return
+
+
+def _other_headers(checkpoint: Checkpoint) -> Iterator[str]:
+    """Every file of tensors says itself which parts it holds, and where."""
+    in_index: dict[str, dict[str, Any]] = {
+        file: {} for file in checkpoint.index.files if file.endswith(".safetensors")
+    }
+    for name, entry in checkpoint.tensors.items():
+        for part in entry.parts:
+            if part.file in in_index:
+                begin = part.offset - checkpoint.index.files[part.file].header
+                in_index[part.file][name_of_part(name, part.start, part.shape, entry.shape)] = (
+                    DTYPE_NAMES[entry.dtype],
+                    list(part.shape),
+                    [begin, begin + part_bytes(entry, part)],
+                )
+    for file, expected in in_index.items():
+        try:
+            data = checkpoint.read_raw(file, 0, checkpoint.index.files[file].header)
+            header = json.loads(bytes(data[8:].numpy().data))
+            found = {
+                name: (one["dtype"], one["shape"], one["data_offsets"])
+                for name, one in header.items()
+                if name != "__metadata__"
+            }
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        except (*NOT_AN_INDEX, RuntimeError):
+            found = {}
+        if wrong := sorted(expected.keys() ^ found.keys()) or [
+            name for name in expected if expected[name] != found[name]
+        ]:
+            yield (
+                f"{checkpoint.path / file} does not hold what {INDEX} says of it: {wrong[0]} is "
+                "another one in its header"
+            )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.format import parse_marker, tile
+from overland.checkpoint.format import marker, parse_marker, tile
 from overland.checkpoint.read import load
 from overland.checkpoint.verify import verify
 from tests.checkpoint.states import copy, like, save, some_state
@@ -198,3 +200,108 @@ def _change(path: Path, chance: random.Random, change: Callable[[bytes, int], by
             break
     path.write_bytes(data[:at] + new + data[at + len(new) :])
     return path.name
+
+
+# Edited with care: every checksum is made right again.
+
+
+def edited(good: Path, to: Path, change: Callable[[Any], Any], about: Any = None) -> Path:
+    copy(good.parent, to)
+    path = to / "step_2"
+    document = json.loads((path / "index.json").read_bytes())
+    changed = change(document)
+    text = changed if isinstance(changed, bytes) else json.dumps(document).encode()
+    facts = parse_marker((path / "COMMITTED").read_bytes()) | (about or {})
+    (path / "index.json").write_bytes(text)
+    (path / "COMMITTED").write_bytes(marker(text, facts))
+    return path
+
+
+def put(*keys: Any, value: Any) -> Callable[[Any], None]:
+    def change(document: Any) -> None:
+        for key in keys[:-1]:
+            document = document[key]
+        document[keys[-1]] = value
+
+    return change
+
+
+FIVE = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+PART = ("tensors", "model.matrix", "parts", 0)
+EMPTY = {"dtype": "U8", "shape": [0], "parts": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put("run", "progress", "step", value=7), "is of step 7, and COMMITTED of step 2"),
+        (put("run", "layout", value=FIVE | {"tp": 2}), "its layout is of others: .* tp 2"),
+        (put("run", "layout", value=FIVE | {"tp": "2"}), "no layout of numbers"),
+        (put("type", value="other"), "is of type 'other'"),
+        (put("world_size", value=0), "has a file of rank 0"),
+        (put("tensors", "rng.3.torch", value=EMPTY), "random streams of 1"),
+        (put(*PART, 2, value=[1, 0]), "model.matrix: a part of it lies outside of it"),
+        (put(*PART, 2, value=[-1, 0]), "model.matrix: a part of it lies outside of it"),
+        (put(*PART, 3, value=[96, 41]), "model.matrix: a part of it lies outside of it"),
+        (put(*PART, 3, value=[95, 40]), "model.matrix do not make up the whole"),
+        (put(*PART, 3, value=["96", 40]), "model.matrix: a part of it lies outside of it"),
+        (put(*PART, 1, value=10**15), "model.matrix: a part of it lies outside of its file"),
+        (put(*PART, 1, value=-8), "model.matrix: a part of it lies outside of its file"),
+        (put(*PART, 1, value="0"), "model.matrix: a part of it lies outside of its file"),
+        (put(*PART, 4, value=[]), "model.matrix: a part of it lacks checksums"),
+        (put(*PART, 4, value=None), "model.matrix: a part of it lacks checksums"),
+    ],
+)  # fmt: skip
+def test_an_edit_with_right_checksums_contradicts_something_else(
+    good: Path, tmp_path: Path, change: Callable[[Any], None], said: str
+) -> None:
+    problems = verify(edited(good, tmp_path / "copy", change))
+    assert any(re.search(said, problem) for problem in problems), problems
+
+
+def test_parts_that_an_edit_swapped_are_found_by_their_own_files(
+    good: Path, tmp_path: Path
+) -> None:
+    """Two tensors of one shape, each under the other's name, with the other's checksums."""
+
+    def swap(document: Any) -> None:
+        tensors = document["tensors"]
+        tensors["model.other"] = tensors.pop("model.matrix")
+
+    (problem,) = verify(edited(good, tmp_path / "copy", swap))
+    assert "rank_00000.safetensors does not hold what index.json says of it" in problem
+
+
+def test_a_step_that_an_edit_changed_is_found_by_the_folder(good: Path, tmp_path: Path) -> None:
+    path = edited(good, tmp_path / "copy", lambda document: None, {"step": 3})
+    assert "holds step 3, whatever its name says" in verify(path)[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: b"[]",
+        lambda document: b"null",
+        lambda document: b"[" * 100_000,
+        lambda document: b'{"format": ' + b"9" * 5000 + b"}",
+        put("tensors", value=[1, 2]),
+        put("tensors", value={"a": 7}),
+        put("tensors", value={"a": {"dtype": "F32", "shape": 3, "parts": []}}),
+        put("tensors", "model.matrix", "shape", value=[10**9, 10**9]),
+        put("tensors", "model.matrix", "shape", value=[2**63] * 60_000),
+        put("tensors", "model.matrix", "shape", value=["96", 40]),
+        put("files", value=7),
+        put("files", value=[["a", "1", 2, 3, []]]),
+        put("files", 0, 0, value="../x"),
+        put("run", value=[]),
+        put("world_size", value="1"),
+        put("version", value="2"),
+    ],
+)  # fmt: skip
+def test_an_index_of_another_structure_is_one_sentence(
+    good: Path, tmp_path: Path, change: Callable[[Any], Any]
+) -> None:
+    path = edited(good, tmp_path / "copy", change)
+    with pytest.raises(CheckpointError, match=re.escape(f"{path / 'index.json'} ")):
+        load(path, like(some_state(2)))
+    assert len(verify(path)) == 1

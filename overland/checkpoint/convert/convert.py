@@ -85,6 +85,7 @@ def convert(
     target = Path(target).expanduser()
     if format_.is_file and target.suffix != ".safetensors":
         raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
+    _check_apart(Path(source).expanduser(), target)
     memory = PeakMemory()
     given_config, companions = _given_config(config)
     opened = open_source(source, given_config)
@@ -123,6 +124,19 @@ def convert(
         str(source), opened.format, str(target), to, len(sent), num_bytes, verified,
         difference, memory.growth(), 2 * largest + ALLOWANCE,
     )  # fmt: skip
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """A target inside its source would become part of it: of a checkpoint, whose files are all
+    listed, or of a run."""
+    whole, new = source.resolve(), target.resolve()
+    if new == whole or new in whole.parents:
+        raise CheckpointError(f"{target} is {source} or holds it: choose a target outside of it")
+    if whole in new.parents:
+        raise CheckpointError(
+            f"{target} lies inside {source}, which must stay as it is: choose a target outside of "
+            "it"
+        )
 
 
 def _selected(source: Source, weights_only: bool) -> dict[str, Lazy]:

@@ -420,3 +420,34 @@ def test_weights_to_start_from_stay_in_their_folder(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="not a file of its folder"):
         load_hf(build_model(DecoderConfig.from_hf(tiny_config())), tmp_path / "model")
+
+
+def test_a_target_inside_its_source_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    FORMATS["torch"].write(tiny_source(tiny_config()), source, Options())
+    (tmp_path / "link").symlink_to(source)
+    before = snapshot(tmp_path)
+    inside = (source / "out", source, tmp_path / "link" / "out", tmp_path / "link", tmp_path)
+    for target in (*inside, source / "model_state_dict.pt" / "out", source / ".." / "a" / "out"):
+        with pytest.raises(CheckpointError, match="choose a target outside of it"):
+            convert(source, target, "dcp")
+    with pytest.raises(CheckpointError, match="choose a target outside of it"):
+        convert(tmp_path / "link", source / "out", "dcp")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_linked_file_is_not_copied_into_the_target(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    FORMATS["hf"].write(tiny_source(tiny_config(), optimizer=False), source, Options())
+    (tmp_path / "private.json").write_text('{"password": 1}')
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(tmp_path / "private.json")
+    assert_refused(source, tmp_path, f"{name} is a link out of its folder")
+    (source / name).unlink()
+    (source / "real.json").write_text(json.dumps(tiny_config()))
+    (source / name).symlink_to("real.json")
+    convert(source, tmp_path / "out", "hf")
+    assert not (tmp_path / "out" / name).is_symlink()
