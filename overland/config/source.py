@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.errors import ConfigError, Problem
+from overland.config.foreign import LARGEST_CONFIG, check_yaml
 from overland.config.toml_lines import LineIndex, index_lines
 
 KeyPath = tuple[str, ...]
@@ -34,6 +35,9 @@ SUFFIXES = (".toml", ".yaml", ".yml")
 def read_file(path: Path, shown: str) -> Entries:
     """Entries of a .toml, .yaml or .yml file; `shown` is its name in messages."""
     try:
+        if path.stat().st_size > LARGEST_CONFIG:
+            message = f"larger than {LARGEST_CONFIG:,} bytes, which no config is"
+            raise ConfigError([Problem(message, where=shown)])
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         message = f"not a text file in UTF-8 (byte {error.start} cannot be read)"
@@ -48,12 +52,16 @@ def read_file(path: Path, shown: str) -> Entries:
 
 
 def read_toml(text: str, shown: str) -> Entries:
-    index = index_lines(text)
     try:
+        index = index_lines(text)
         tree = tomllib.loads(text)
+        return flatten(tree, index.lines, shown)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_toml_problem(str(error), text, index, shown)]) from None
-    return flatten(tree, index.lines, shown)
+    except RecursionError:
+        raise ConfigError([Problem("its values are nested too deep", where=shown)]) from None
+    except ValueError as error:  # a number with thousands of digits
+        raise ConfigError([Problem(f"not valid TOML: {error}", where=shown)]) from None
 
 
 def read_yaml(text: str, shown: str) -> Entries:
@@ -64,6 +72,7 @@ def read_yaml(text: str, shown: str) -> Entries:
         node = loader.get_single_node()
         lines: dict[KeyPath, int] = {}
         problems: list[Problem] = []
+        check_yaml(node)
         if node is not None:
             _index_yaml(node, (), lines, problems, shown)
         if problems:
@@ -75,8 +84,12 @@ def read_yaml(text: str, shown: str) -> Entries:
         where = f"{shown}:{min(mark.line + 1, last)}" if mark else shown
         detail = error.problem or error.context or "cannot be read"
         raise ConfigError([Problem(f"not valid YAML: {detail}", where=where)]) from None
-    except (yaml.YAMLError, ValueError) as error:
-        detail = str(error).splitlines()[0]
+    except RecursionError:
+        raise ConfigError([Problem("its values are nested too deep", where=shown)]) from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        detail = (str(error).splitlines() or ["cannot be read"])[0]
         raise ConfigError([Problem(f"not valid YAML: {detail}", where=shown)]) from None
     if not isinstance(tree, dict):
         raise ConfigError([Problem("expected sections with keys, as in `training:`", where=shown)])

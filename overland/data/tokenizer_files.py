@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overland.config.foreign import parse_json
 from overland.data.errors import DataError
 
 # Meta keeps its own format in a folder below the one with Hugging Face's.
@@ -106,8 +106,11 @@ def _names(*said: dict[str, Any]) -> dict[str, str | None]:
 
 def _added(config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
     decoder = config.get("added_tokens_decoder") or {}
-    ids = {name: int(i) for name, i in added.items()}
-    return ids | {str(_content(token)): int(i) for i, token in decoder.items()}
+    try:
+        ids = {name: int(i) for name, i in added.items()}
+        return ids | {str(_content(token)): int(i) for i, token in decoder.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{CONFIG} or {ADDED} lists tokens without ids: {error}") from None
 
 
 def _content(token: Any) -> str | None:
@@ -119,7 +122,7 @@ def _read_json(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        value = json.loads(read_bytes(path))
+        value = parse_json(read_bytes(path))
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -16,6 +16,7 @@ from overland.data.tokenizer_files import Beside
 
 # By these names where no file beside it says which tokens they are.
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+LARGEST_VOCABULARY = 2**26
 KNOWN_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")
 
 
@@ -42,7 +43,9 @@ class HuggingFace:
             # Some files call them ordinary; then text would give them.
             self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(special)])
 
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise DataError(f"{path} has a token with id {self.vocab_size - 1:,}, beyond any model")
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: i for i, token in added.items() if token.special}
         self._spellings = self._spell_specials(json.loads(data)["model"])

@@ -6,7 +6,6 @@ Only the slice that lives here is taken from a file, one tensor at a time. They 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from overland.config.foreign import read_json
 from overland.models.buffers import persistent_buffers
 from overland.models.errors import ModelError
 from overland.models.init import LocalPart, plain_name, whole
@@ -63,8 +63,10 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if index.is_file():
         try:
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            weight_map: dict[str, str] = read_json(index)["weight_map"]
+            if not all(isinstance(file, str) for file in weight_map.values()):
+                raise ValueError("a file in it is no name")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
         outside = [f for f in weight_map.values() if f != Path(f).name]
         if outside:

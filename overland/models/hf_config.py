@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from overland.config.foreign import LARGEST_CONFIG, read_json
 from overland.models.config import FAMILIES, FULL, RMSNORM, SLIDING, DecoderConfig, RopeConfig
 from overland.models.errors import ModelError, nearest
 from overland.models.hf_keys import PLAIN, SIZES, keys_of, refuse_unknown
@@ -20,7 +21,7 @@ def read_config(source: Mapping[str, Any] | str | Path) -> DecoderConfig:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = read_json(path, LARGEST_CONFIG)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -119,10 +120,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
+    try:
+        return _described(hf, where)
+    except (TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ModelError(f"{where} holds something else than a config.json: {error}") from None
+
+
+def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
     model_type = hf.get("model_type")
     if model_type is None:
         raise ModelError(f"{where} has no model_type; known: {', '.join(FAMILIES)}")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"{where}: model_type '{model_type}' is not supported; known: {', '.join(FAMILIES)}"
         )
@@ -130,6 +138,9 @@ def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
     for name in SIZES:
         if hf.get(name) is None:
             raise ModelError(f"{where} has no {name}")
+        check_type(DecoderConfig, name, hf[name], where)
+        if hf[name] > MOST.get(name, 2**31):
+            raise ModelError(f"{where}: {name} = {hf[name]} is beyond any model")
 
     family, defaults = FAMILIES[model_type], _DEFAULTS[model_type]
     values: dict[str, Any] = {"model_type": model_type}
@@ -137,8 +148,10 @@ def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
         value = hf.get(name, defaults.get(name))
         if value is not None:
             values[name] = tuple(value) if isinstance(value, list) else value
+            check_type(DecoderConfig, name, values[name], where)
     if family.window == "all":
         values["sliding_window"] = hf.get("sliding_window", defaults.get("sliding_window"))
+        check_type(DecoderConfig, "sliding_window", values["sliding_window"], where)
     if family.window == "layers":
         values |= _window_from_hf(hf)
     try:
@@ -148,10 +161,36 @@ def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
         raise ModelError(f"{where}: {error}") from None
 
 
+# Built one by one, so that a number beyond reason would take hours and all memory.
+MOST = {"num_hidden_layers": 100_000}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
+}
+
+
+def check_type(owner: type, name: str, value: Any, where: str) -> None:
+    """JSON says "32" and 32 as easily; only one of them is a size."""
+    (expected,) = (str(item.type) for item in fields(owner) if item.name == name)
+    for one in expected.split(" | "):
+        inner = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", one)
+        if inner and isinstance(value, tuple) and all(type(v) in _TYPES[inner[1]] for v in value):
+            return
+        if one in _TYPES and type(value) in _TYPES[one]:
+            return
+    raise ModelError(f"{where}: {name} = {value!r:.100} is not of type {expected}")
+
+
 def _rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
     # As transformers 5 does: rope_scaling wins over rope_parameters, a theta inside wins over
     # one outside.
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"rope_scaling = {rope!r:.100} is no object")
+    rope = dict(rope)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError("rope_parameters per layer type are not supported")
     old_type = rope.pop("type", None)
@@ -169,6 +208,8 @@ def _rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
             rope.get("original_max_position_embeddings") or default
         )
     numbers = {name: value for name, value in rope.items() if name in known}
+    for name, value in {"rope_type": kind, "rope_theta": theta, **numbers}.items():
+        check_type(RopeConfig, name, value, "rope")
     return RopeConfig(rope_type=kind, rope_theta=float(theta), **numbers)
 
 

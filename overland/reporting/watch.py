@@ -290,7 +290,7 @@ def read_config(run: Path) -> dict[str, Any]:
     for path in sorted([run / "config.toml", *submitted], key=modified, reverse=True):
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # being written
+        except (OSError, ValueError, RecursionError):  # being written
             continue
     return {}
 
@@ -303,7 +303,7 @@ def read_owner(path: Path) -> Event:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_text(path))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -7,7 +7,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +18,8 @@ from overland.data.sources.needs import need
 SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20
 COMPRESSION = 3  # by how much text shrinks under gzip and zstd
+# Given to zstd at once: four bytes of it can stand for 128 KiB, and what comes out is held.
+ZSTD_BYTES = 1 << 12
 
 
 def is_compressed(file: str) -> bool:
@@ -47,14 +49,18 @@ def open_bytes(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def decompress(data: bytes, method: str, path: Path) -> bytes:
-    if method == "zstd":
-        with io.BufferedReader(_ZstdFile(path, io.BytesIO(data))) as file:
-            return file.read()
-    if method in ("gz", "gzip"):
-        return gzip.decompress(data)
-    if method == "bz2":
-        return bz2.decompress(data)
+def decompress(data: bytes, method: str, path: Path, most: int) -> bytes:
+    """What `data` holds; of more than `most` bytes, one more, however much there would be."""
+    openers: dict[str, Callable[[IO[bytes]], Any]] = {
+        "zstd": lambda file: io.BufferedReader(_ZstdFile(path, file)),
+        "gz": lambda file: gzip.GzipFile(fileobj=file),
+        "gzip": lambda file: gzip.GzipFile(fileobj=file),
+        "bz2": bz2.BZ2File,
+    }
+    if method in openers:
+        with openers[method](io.BytesIO(data)) as file:
+            opened: bytes = file.read(max(most, 0) + 1)
+            return opened
     raise DataError(f"{path} is compressed with {method}; zstd, gz and bz2 can be read")
 
 
@@ -84,7 +90,7 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = self._rest or self._file.read(READ_BYTES)
+            data = self._rest or self._file.read(ZSTD_BYTES)
             self._rest = b""
             if not data:
                 if self._frame is not None:

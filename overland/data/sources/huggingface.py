@@ -6,18 +6,17 @@ which subset (config) and split; otherwise the names of folders and files tell.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from overland.config.errors import nearest_name
+from overland.config.foreign import LARGEST_CONFIG, parse_yaml, read_json
 from overland.data.errors import DataError, Unsettled
 from overland.data.sources.source import inside
 
+MOST_STARS = 4  # of a README's pattern
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -213,10 +212,11 @@ def _configs(page: Path) -> list[dict[str, Any]]:
     """`configs` of the YAML that a dataset's README.md begins with."""
     if not page.is_file():
         return []
-    head = re.match(r"---\s*\n(.*?)\n---", page.read_text(encoding="utf-8", errors="replace"), re.S)
+    with page.open(encoding="utf-8", errors="replace") as file:
+        head = re.match(r"---\s*\n(.*?)\n---", file.read(LARGEST_CONFIG), re.S)
     try:
-        front = yaml.safe_load(head[1]) if head else None
-    except yaml.YAMLError:
+        front = parse_yaml(head[1]) if head else None
+    except ValueError:
         return []
     configs = front.get("configs") if isinstance(front, dict) else None
     return [one for one in configs if isinstance(one, dict)] if isinstance(configs, list) else []
@@ -240,14 +240,18 @@ def _glob(pattern: str) -> re.Pattern[str]:
     pieces = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     found = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
     is_set = re.compile(r"\[[^\]]+\]").fullmatch
-    return re.compile(
-        "".join(one if is_set(one) else pieces.get(one, re.escape(one)) for one in found)
-    )
+    text = "".join(one if is_set(one) else pieces.get(one, re.escape(one)) for one in found)
+    try:
+        if sum(one.startswith("*") for one in found) > MOST_STARS:  # each one multiplies the time
+            raise re.error("too many *")
+        return re.compile(text)
+    except re.error as error:
+        raise DataError(f"the pattern {pattern!r:.200} cannot be used: {error}") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ def read_index(path: Path) -> Index:
         raise DataError(
             f"{path}: version {version}, type code {code}; version 1 with integers is read"
         )
-    ends = np.cumsum([HEAD.size, 4 * num_sequences, 8 * num_sequences, 8 * num_borders]).tolist()
+    sizes = [HEAD.size, 4 * num_sequences, 8 * num_sequences, 8 * num_borders]
+    ends = list(itertools.accumulate(sizes))  # of any size, where NumPy's numbers would wrap around
     if size not in (ends[-1], ends[-1] + num_sequences):  # the rest: one mode per sequence
         raise DataError(f"{path} is cut short or damaged: {size:,} bytes where {ends[-1]:,} fit")
     index = Index(
@@ -119,8 +121,8 @@ def read_index(path: Path) -> Index:
     if (np.diff(borders) < 0).any() or (index.lengths < 0).any() or (index.pointers < 0).any():
         raise DataError(f"{path} is damaged: it has negative lengths or places")
     reach = index.pointers + index.lengths.astype(np.int64) * np.dtype(index.dtype).itemsize
-    if num_sequences and reach.max() > num_bytes:
-        worst = int(reach.argmax())
+    if num_sequences and max(reach.max(), index.pointers.max()) > num_bytes:
+        worst = int(np.maximum(reach, index.pointers).argmax())
         raise DataError(
             f"{tokens} is cut short: sequence {worst:,} ends at byte {int(reach[worst]):,} and the "
             f"file has {num_bytes:,}"
