@@ -16,6 +16,9 @@ must move: if a rank has neither read nor written a byte for `stall_seconds`, al
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -70,6 +73,10 @@ class Stalled(CheckpointError):
     """A rank has moved no byte for too long. Raised on all ranks alike."""
 
 
+# A full disk, a quota, a file system that stumbled: what a second try may not meet.
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a save ended. `seconds` from the call to the commit; `waited` is what the loop lost. An
@@ -83,6 +90,11 @@ class Outcome:
     error: str = ""
     note: str = ""
     not_finite: tuple[str, ...] = ()
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the error may be gone in a while."""
+        return any(os.strerror(number) in self.error for number in PASSING)
 
 
 class Store:
@@ -126,6 +138,8 @@ class Store:
             tidy(self.folder, self.disk)
         make = plan_local_save if self.settings.type == "local" else plan_save
         self._plan = make(state, self.group)
+        if self._rank == 0 and (words := self._no_room(self._plan)):
+            self.notes.append(words)
         if self.settings.async_mode == "disabled":
             return
         if snapshot := self._make_snapshot(self._plan, state):
@@ -136,6 +150,19 @@ class Store:
                 f"host memory has no room for a copy of the state ({gigabytes:.0f} GB on this "
                 f"node), so training waits while checkpoints are written"
             )
+
+    def _no_room(self, plan: Plan) -> str:
+        """A checkpoint of whole tensors is written twice, and every new one before an old goes."""
+        size = sum(file.num_bytes for files in plan.files_of_ranks for file in files)
+        needed = size * (2 if self.settings.type == "full" else 1)
+        free = shutil.disk_usage(self.folder).free
+        if free >= needed:
+            return ""
+        return (
+            f"{self.folder} has {free / 1e9:.1f} GB free, and a checkpoint needs "
+            f"{needed / 1e9:.1f} GB: saves will fail unless you make room, or set "
+            f"checkpoint.fallback_folder for the last one"
+        )
 
     def _make_snapshot(self, plan: Plan, state: State) -> Snapshot | None:
         """On all ranks or on none: one that waits for the disk would make all others wait."""

@@ -15,6 +15,8 @@ from overland.config.text import visible
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NOT_SAVED = 74  # exit code: "input/output error", as sysexits.h has it
+
 # By module and name, so that nothing heavy is imported to compare with.
 USER_ERRORS = {
     "ConfigError",
@@ -40,9 +42,13 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
             if not is_user_error(error):
                 raise
             print(sentence(error), file=sys.stderr)
-            raise typer.Exit(2) from None
+            raise typer.Exit(NOT_SAVED if is_not_saved(error) else 2) from None
 
     return guarded
+
+
+def is_not_saved(error: Exception) -> bool:
+    return type(error).__name__ == "NotSavedError"
 
 
 def is_user_error(error: Exception) -> bool:

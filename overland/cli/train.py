@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,13 +123,30 @@ def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> N
     with process_group(config.comm, world, device_type()) as device:
         if config.checkpoint.resume == "none":
             config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
-        with owned(RunFolder.of(config).root, world.is_first):
+        folder = RunFolder.of(config).root
+        with owned(folder, world.is_first), memory_in_words(config, world, device):
             finished = train_and_tell(config, world, device, printing, beat)
     beat.enter(Phase.FINISHED if finished else Phase.STOPPED)
     if not finished:
         if beat.is_read and world.is_first:
             say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)
         raise typer.Exit(STOPPED)
+
+
+@contextmanager
+def memory_in_words(config: JobConfig, world: World, device: torch.device) -> Iterator[None]:
+    """Turns an error of the allocator into one sentence with ways out."""
+    from overland.config.degrees import resolve_degrees
+    from overland.models.registry import model_config
+    from overland.training.memory_words import is_out_of_memory, out_of_memory
+
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
+        raise out_of_memory(config, model_config(config.model), degrees, device) from None
 
 
 def train_and_tell(

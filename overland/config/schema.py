@@ -247,6 +247,9 @@ class Checkpoint(Section):
     """Save and stop after so many minutes of this session; the next session goes on."""
     walltime_margin_minutes: NonNegativeFloat = 3.0
     """Save and stop this long before a Slurm job ends, or earlier if saving takes long."""
+    fallback_folder: PathText | None = None
+    """Where the last save of a session goes, in a folder named after the run's, if the run folder's
+    disk keeps refusing it; a resume looks there too. Best on another file system."""
     resume: PathText = "auto"
     """auto: from the newest checkpoint of the run folder, if any; none: start anew in a fresh
     folder; or the path of a checkpoint."""

@@ -4,3 +4,7 @@ class TrainingError(Exception):
 
 class TakenError(TrainingError):
     """Somebody else trains in the run folder."""
+
+
+class OutOfMemoryError(TrainingError):
+    """There is no memory left; the message says what held it and what to change."""

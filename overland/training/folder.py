@@ -15,6 +15,8 @@ class RunFolder:
     checkpoints: Path
     traces: Path
     memory_snapshots: Path
+    fallback: Path | None
+    """For a last save that the run folder's disk refuses."""
 
     @classmethod
     def of(cls, config: JobConfig) -> RunFolder:
@@ -25,6 +27,9 @@ class RunFolder:
             checkpoints=root / config.checkpoint.folder,
             traces=below(root, config.profiling.save_traces_folder),
             memory_snapshots=below(root, config.profiling.save_memory_snapshot_folder),
+            fallback=Path(config.checkpoint.fallback_folder) / root.absolute().name
+            if config.checkpoint.fallback_folder
+            else None,
         )
 
     @property

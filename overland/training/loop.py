@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.errors import NotSavedError
 from overland.checkpoint.finite import in_words
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Outcome
@@ -26,6 +26,8 @@ from overland.training.schedule import learning_rate
 from overland.training.step import StepResult, train_step
 from overland.training.stop import Clock, StopRequest, Wish
 from overland.training.validate import validate
+
+RETRY_SECONDS = 20.0  # between two tries of the last save
 
 Data = Generator[Batch, None, None]
 
@@ -97,7 +99,9 @@ def train(run: Run) -> bool:
                     which = f" ({stop.signal.name})" if stop.signal else ""
                     reason = f"{wish.reason}{which}"
                     run.call("on_message", f"stopping after step {progress.step}: {reason}")
+                    insist_on_last_save(run, clock, preempt=True)
                     return False
+            insist_on_last_save(run, clock, preempt=False)
         finally:
             run.beat.enter(Phase.ENDING, progress.step)
             data.close()
@@ -154,13 +158,35 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
             clock.saved(outcome.seconds)
 
 
+def insist_on_last_save(run: Run, clock: Clock | None, preempt: bool) -> None:
+    """Waits for the last save. One that fails as a full disk does is tried again, until the job's
+    end is near, and then in `checkpoint.fallback_folder`. Nobody is asked anything."""
+    report_saves(run, run.store.finish(), clock)
+    seconds = from_first_rank(clock.seconds_for_retries() if clock is not None else 0.0)
+    deadline = time.monotonic() + seconds
+    while (last := run.store.last) is not None and last.error and last.may_pass:
+        if not from_first_rank(time.monotonic() + RETRY_SECONDS < deadline):
+            break
+        left = deadline - time.monotonic()
+        run.call("on_message", f"trying that save again for {left:.0f} s; make room on the disk")
+        time.sleep(RETRY_SECONDS)
+        run.save(preempt)
+        report_saves(run, run.store.finish(), clock)
+    fallback = run.folder.fallback
+    if last is not None and last.error and fallback is not None:
+        run.call("on_message", f"saving in checkpoint.fallback_folder instead: {fallback}")
+        run.store.folder = fallback
+        run.save(preempt)
+        report_saves(run, run.store.finish(), clock)
+
+
 def check_last_save(run: Run) -> None:
     """Raises if the newest save is not there to resume from."""
     last = run.store.last
     if last is None:
         return
     if last.error:
-        raise CheckpointError(f"the last save failed, {last.path} is not there: {last.error}")
+        raise NotSavedError(f"the last save failed, {last.path} is not there: {last.error}")
     if last.not_finite:
         good = committed(run.store.folder)
         raise TrainingError(

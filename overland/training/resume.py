@@ -10,7 +10,7 @@ import torch
 
 from overland.checkpoint.convert import open_source
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.folder import committed, newest_in, set_later_aside, uncommitted
+from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
 from overland.config.schema import Checkpoint
 from overland.data.prepare import kept_bos
 from overland.models.hf import INDEX, SINGLE, load_hf
@@ -89,12 +89,13 @@ def resume_newest(run: Run, report: Report) -> bool:
     folder = run.store.folder
     names: list[str] = []
     if run.world.is_first:
-        names = [path.name for path in committed(folder)]
+        elsewhere = committed(run.folder.fallback) if run.folder.fallback is not None else []
+        names = [str(path) for path in sorted([*committed(folder), *elsewhere], key=step_of)]
         for path in uncommitted(folder):
             report(f"note: {path} was never committed, so it is no checkpoint")
     names = from_first_rank(names)
     for name in reversed(names):
-        problem = try_to_restore(run, folder / name, report)
+        problem = try_to_restore(run, Path(name), report)
         if not problem:
             put_later_ones_aside(run, report)
             return True
@@ -121,7 +122,8 @@ def try_to_restore(run: Run, path: Path, report: Report) -> str:
     problem = first_problem(problem)
     run.beat.pulse.end()
     if not problem:
-        run.resumed_own = path.parent.resolve() == run.store.folder.resolve()
+        own = [run.store.folder, *([run.folder.fallback] if run.folder.fallback else [])]
+        run.resumed_own = path.parent.resolve() in [folder.resolve() for folder in own]
         fresh = ", with a new optimizer" if run.config.checkpoint.skip_optimizer else ""
         report(f"resumed {path} at step {run.progress.step}{fresh}")
         for note in notes:

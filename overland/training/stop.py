@@ -25,6 +25,7 @@ from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, l
 from overland.config.schema import Checkpoint as Settings
 
 STOP_FILE = "STOP"
+RETRY_FOR_SECONDS = 600.0  # at most, where no job ends before
 LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow to ask
 
 
@@ -84,6 +85,11 @@ class Clock:
             if self.stop_file.exists():
                 return Wish.STOP_FILE
         return Wish.SAVE if now - self._saved >= self._interval else Wish.NOTHING
+
+    def seconds_for_retries(self) -> float:
+        """How long a last save may be tried again, with one more save to spare."""
+        left = self._job_end - time.time() - 2 * self._slowest_save
+        return max(0.0, min(left, RETRY_FOR_SECONDS))
 
     def saving(self) -> None:
         self._saved = time.monotonic()

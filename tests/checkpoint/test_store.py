@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -444,3 +445,15 @@ def test_a_master_weight_in_two_parts_is_tested(tmp_path: Path, mode: str) -> No
     store.close()
     assert store.last is not None
     assert store.last.not_finite == ("model.w",)
+
+
+@pytest.mark.parametrize(("room", "notes"), [(100_000, 1), (10**9, 0)])
+def test_a_disk_without_room_is_named_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, notes: int
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=room))
+    store = Store(tmp_path, Settings())
+    store.prepare(some_state(1))
+    store.close()
+    assert len(store.notes) == notes
+    assert all("GB free, and a checkpoint needs" in note for note in store.notes)

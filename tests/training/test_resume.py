@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import sys
@@ -12,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from overland.checkpoint.errors import CheckpointError
+from overland.checkpoint.disk import Disk
+from overland.checkpoint.errors import CheckpointError, NotSavedError
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.cluster.pool import RankPool
@@ -21,6 +24,7 @@ from overland.config.schema import JobConfig
 from overland.data.errors import DataError
 from overland.data.loader import load
 from overland.data.random_blocks import RandomBlocks
+from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run
@@ -475,3 +479,55 @@ def first_weights(world: World, config: JobConfig) -> dict[str, torch.Tensor]:
         name: parameter.detach().full_tensor()  # type: ignore[attr-defined]
         for name, parameter in named_parameters(run.model.parts).items()
     }
+
+
+class FullForAWhile(Disk):
+    """Refuses so many saves for want of room, and takes those in `elsewhere`."""
+
+    def __init__(self, refusals: int, elsewhere: Path) -> None:
+        self.refusals, self.elsewhere = refusals, elsewhere
+
+    def create(self, path: Path) -> int:
+        if self.refusals and self.elsewhere not in path.parents:
+            self.refusals -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return super().create(path)
+
+
+def save_on_a_full_disk(world: World, config: JobConfig, refusals: int) -> tuple[list[str], str]:
+    loop.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 0.01, 0.3
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    assert run.folder.fallback is not None
+    run.store.disk = FullForAWhile(refusals, run.folder.fallback.parent)
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    train(run)
+    try:
+        loop.check_last_save(run)
+    except NotSavedError as error:
+        return recorder.messages, str(error)
+    again = build_run(config, world, torch.device("cpu"), log_ranks=())
+    assert again.progress.step == config.training.steps
+    return recorder.messages, ""
+
+
+@pytest.mark.parametrize("where", ["there after all", "elsewhere", "nowhere"])
+def test_a_last_save_is_tried_again_and_then_elsewhere(
+    ranks: RankPool, tmp_path: Path, where: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    if where == "nowhere":
+        elsewhere.write_text("a file where the folder should be")
+    config = job(
+        tmp_path / "run", 3, checkpoint={"interval": 100, "fallback_folder": str(elsewhere)}
+    )
+    refusals = 2 if where == "there after all" else 10**6
+    ((messages, error),) = ranks.run(1, save_on_a_full_disk, config, refusals)
+    assert any("No space left on device" in message for message in messages)
+    assert any(message.startswith("trying that save again") for message in messages)
+    if where == "nowhere":
+        assert error.startswith("the last save failed")
+        return
+    folder = tmp_path / "run" / "checkpoint" if refusals == 2 else elsewhere / "run"
+    assert error == ""
+    assert [one.path.name for one in list_checkpoints(folder)] == ["step_3"]

@@ -1,0 +1,74 @@
+"""What to say when a run has no memory left: what was held, and three ways out with estimates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from overland.config.degrees import Degrees
+from overland.config.schema import JobConfig
+from overland.models.config import DecoderConfig
+from overland.planner.memory import StepMemory, step_memory
+from overland.training.errors import OutOfMemoryError
+
+GIB = 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A GPU's allocator has a class of its own; the CPU's raises a RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def out_of_memory(
+    config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
+) -> OutOfMemoryError:
+    """One sentence in place of a page of traces. Estimates are for the decoder alone: of a user's
+    own model nothing is known."""
+    where = "this GPU's" if device.type == "cuda" else "this machine's"
+    what = f"out of {where} memory"
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = torch.cuda.max_memory_allocated(device)
+        what += f": {held / GIB:.1f} GiB of {total / GIB:.1f} GiB were held by tensors"
+    if not isinstance(architecture, DecoderConfig):
+        return OutOfMemoryError(
+            f"{what}. Lower training.local_batch_size (training.global_batch_size keeps the "
+            f"batch), set activation_checkpoint.mode=full, or use more devices"
+        )
+    now = _estimate(config, architecture, degrees)
+    training = config.training
+    rows = max(1, training.local_batch_size // 2)
+    fewer = config.model_copy(update={"training": _with(training, local_batch_size=rows)})
+    recompute = _with(config.activation_checkpoint, mode="full")
+    recomputed = config.model_copy(update={"activation_checkpoint": recompute})
+    moments = _with(config.optimizer, bf16_moments=True)
+    narrow = config.model_copy(update={"optimizer": moments})
+    ways = [
+        (f"training.local_batch_size={rows} (with training.global_batch_size the batch stays "
+         f"what it is)", fewer),
+        ("activation_checkpoint.mode=full", recomputed),
+        ("optimizer.bf16_moments=true", narrow),
+    ]  # fmt: skip
+    listed = "; ".join(
+        f"{key}: about {_estimate(changed, architecture, degrees).peak / GIB:.2f} GiB"
+        for key, changed in ways
+    )
+    return OutOfMemoryError(
+        f"{what}. By estimate a step takes {now.peak / GIB:.2f} GiB per device: parameters and "
+        f"moments {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, kept for the "
+        f"backward pass {now.kept / GIB:.2f}. Ways out: {listed}; or more devices to shard over"
+    )
+
+
+def _estimate(config: JobConfig, architecture: DecoderConfig, degrees: Degrees) -> StepMemory:
+    mode = config.activation_checkpoint.mode
+    recompute = mode if mode in ("none", "selective", "full") else "none"
+    compiled = config.compile.enable is True
+    return step_memory(architecture, config, degrees, recompute, compiled)
+
+
+def _with(section: Any, **update: object) -> Any:
+    return section.model_copy(update=update)

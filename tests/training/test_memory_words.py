@@ -1,0 +1,29 @@
+"""Without memory a run ends in one sentence, with ways out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from overland.cluster.last_words import Kind, kind_of
+from overland.config.degrees import resolve_degrees
+from overland.models.registry import model_config
+from overland.training.memory_words import is_out_of_memory, out_of_memory
+from tests.jobs import tiny_job
+
+
+def test_what_was_held_and_three_ways_out_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as met:  # what this machine's allocator really says
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(met.value)
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+    config = tiny_job(tmp_path, training={"dtype": "float32", "mixed_precision_param": "bfloat16"})
+    degrees = resolve_degrees(config.parallelism, 1)
+    error = out_of_memory(config, model_config(config.model), degrees, torch.device("cpu"))
+    said = str(error)
+    assert kind_of(error) is Kind.MEMORY
+    for way in ("local_batch_size=4", "activation_checkpoint.mode=full", "bf16_moments=true"):
+        assert re.search(rf"{way}[^;]*: about [\d.]+ GiB", said), said
