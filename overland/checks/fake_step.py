@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import mul
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from overland.cluster.pool import forget_meshes
 from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
+from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.models.decoder import Decoder
 from overland.models.registry import model_config
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
+from overland.parallel.pipeline import deal_layers, micro_batches_kept, stages_of_rank
 from overland.parallel.single import Masters, splits
 
 ADAM_MOMENTS = 2
@@ -44,7 +47,8 @@ class FakeStep:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int
+    activation_bytes: int  # kept for the backward pass, by all micro-batches that are under way
+    microbatch_bytes: tuple[int, ...]  # of that, what each stage keeps of one micro-batch
     collectives: dict[str, int]
     seconds: float
 
@@ -62,10 +66,39 @@ class FakeStep:
 
 
 def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> list[FakeStep]:
-    """A step of rank 0, and with a pipeline one of the last rank too, which has the head."""
+    """A step of rank 0; with a pipeline, of the first rank with each of its stages."""
     degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
-    ranks = [0] if degrees.pp == 1 else [0, world_size - 1]
-    return [fake_step(config, degrees, rank) for rank in ranks]
+    if degrees.pp == 1:
+        return [fake_step(config, degrees, 0)]
+    schedule = config.parallelism.pipeline_parallel_schedule
+    shares = deal_layers(model_config(config.model), degrees.pp * STAGES_PER_RANK[schedule])
+    kept = micro_batches_kept(schedule, degrees.pp, num_microbatches(config, degrees))
+    steps, alike = [], dict[tuple[Any, ...], FakeStep]()
+    for place, combinations in enumerate(kept):
+        numbers = stages_of_rank(place, degrees.pp, schedule)
+        # Stages in the middle with the same number of layers differ in nothing that is counted.
+        kind = tuple((len(shares[n]), n == 0, n == len(shares) - 1) for n in numbers)
+        rank = place * (world_size // degrees.pp)
+        step = alike[kind] if kind in alike else fake_step(config, degrees, rank)
+        alike[kind] = replace(step, seconds=0.0)
+        steps.append(replace(step, rank=rank, activation_bytes=most_kept(step, combinations)))
+    return steps
+
+
+def num_microbatches(config: JobConfig, degrees: Degrees) -> int:
+    """Of a pipeline, in a step."""
+    rows = config.training.local_batch_size
+    if config.training.global_batch_size != -1:
+        rows = config.training.global_batch_size // degrees.dp
+    return max(1, rows // config.parallelism.pipeline_parallel_microbatch_size)
+
+
+def most_kept(step: FakeStep, combinations: Iterable[tuple[int, ...]]) -> int:
+    """Bytes at the moment at which a rank's stages keep the most. What one pass of each stage keeps
+    beyond `microbatch_bytes` are parameters, which all micro-batches share."""
+    shared = step.activation_bytes - sum(step.microbatch_bytes)
+    each = step.microbatch_bytes
+    return shared + max(sum(map(mul, counts, each)) for counts in combinations)
 
 
 def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
@@ -87,10 +120,19 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
             masters = Masters(parts)
             if splits(mesh, config.training):
                 masters.split()
+            each = []
             for part in parts:
                 with saved_tensors_hooks(saved.pack, saved.unpack):
                     output = part(*stage_inputs(part, config, degrees))
-                output.sum().backward()
+                if degrees.pp > 1:  # a second micro-batch, of which only the memory is counted
+                    before, counts = saved.total, collectives.counts.copy()
+                    with saved_tensors_hooks(saved.pack, saved.unpack):
+                        second = part(*stage_inputs(part, config, degrees))
+                    each.append(saved.total - before)
+                    saved.total, collectives.counts = before, counts
+                    del second
+                if output.requires_grad:  # a first stage may be frozen
+                    output.sum().backward()
             masters.join()
         parameters = [local(p) for part in parts for p in part.parameters()]
         trained = [local(p) for part in parts for p in part.parameters() if p.requires_grad]
@@ -101,6 +143,7 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
         num_bytes(trained),
         ADAM_MOMENTS * num_bytes(trained),
         saved.total,
+        tuple(each),
         dict(sorted(collectives.counts.items())),
         time.perf_counter() - started,
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,6 +64,36 @@ def layer_and_head_cost(config: DecoderConfig) -> tuple[float, float]:
     attention = 2 * config.hidden_size * config.head_dim * heads
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     return float(layer), float(config.hidden_size * config.vocab_size)
+
+
+def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[set[tuple[int, ...]]]:
+    """For each rank of a pipeline, how many micro-batches each of its stages keeps for the backward
+    pass at a time: all combinations that occur in a step, in the order that torch's schedule has.
+
+    A micro-batch is kept from its forward pass until its backward pass is over. Where that is split
+    in two, torch frees only a part of it before the end of the step (measured by hooks on saved
+    tensors): it is counted as kept, so that the count is never too small.
+    """
+    numbers = stages_of_rank(0, pp, schedule)
+    stages = [SimpleNamespace(stage_index=number, num_stages=pp * len(numbers), group_size=pp,
+                              group_rank=0, is_first=number == 0, device=torch.device("cpu"),
+                              is_last=number == pp * len(numbers) - 1, submod=nn.Identity())
+              for number in numbers]  # fmt: skip
+    kind: Callable[..., Any] = get_schedule_class(schedule)
+    made = kind(
+        stages if len(numbers) > 1 else stages[0], num_microbatches, loss_fn=lambda *_: None
+    )
+    combinations = []
+    for rank in range(pp):
+        kept = dict.fromkeys(stages_of_rank(rank, pp, schedule), 0)
+        found = set()
+        for action in made.pipeline_order[rank]:
+            for part in () if action is None else action.sub_actions or (action,):
+                change = {"FORWARD": 1, "FULL_BACKWARD": -1}
+                kept[part.stage_index] += change.get(part.computation_type.name, 0)
+                found.add(tuple(kept.values()))
+        combinations.append(found)
+    return combinations
 
 
 def keep_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> None:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from operator import mul
 
 from overland.config.degrees import Degrees
+from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.flops import count_parameters
@@ -78,12 +80,10 @@ def step_memory(
     NVIDIA GPUs."""
     training, tp, pp = config.training, degrees.tp, degrees.pp
     size = SIZES[training.mixed_precision_param]
-    rows, passes = training.local_batch_size, 1
+    rows = training.local_batch_size
     if pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
-        passes = pp  # under way in the first stage
     tokens = rows * training.seq_len // degrees.cp
-    layers = ceil(model.num_hidden_layers / pp)
     matrix = model.vocab_size * model.hidden_size / tp
 
     per_token = kept_per_token(model, config, degrees, recompute, compiled)
@@ -94,7 +94,7 @@ def step_memory(
     return StepMemory(
         state,
         gradients,
-        kept=passes * layers * tokens * per_token,
+        kept=layers_kept(model, config, degrees) * tokens * per_token,
         # The gradient of the output matrix is added up in float32; and the last norm's input and
         # output, and the gradient of the latter.
         head=chunk * model.vocab_size / tp + 4 * matrix + 3 * hidden,
@@ -103,8 +103,26 @@ def step_memory(
         block=tokens * (3 * size * model.intermediate_size / tp + whole - per_token)
         + size * matrix
         + 2 * hidden,
-        accumulates=_rows_of_rank(config, degrees) > training.local_batch_size,
+        accumulates=_accumulates(config, degrees),
     )
+
+
+def layers_kept(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> int:
+    """Blocks whose values are kept at a time, each counted once per micro-batch that is under way;
+    of a pipeline, on the rank that keeps the most."""
+    pp, layout = degrees.pp, config.parallelism
+    if pp == 1:
+        return model.num_hidden_layers
+    from overland.parallel.pipeline import deal_layers, micro_batches_kept, stages_of_rank
+
+    schedule = layout.pipeline_parallel_schedule
+    shares = deal_layers(model, pp * STAGES_PER_RANK[schedule])
+    count = int(_rows_of_rank(config, degrees)) // layout.pipeline_parallel_microbatch_size
+    most = 0
+    for rank, combinations in enumerate(micro_batches_kept(schedule, pp, max(1, count))):
+        layers = [len(shares[number]) for number in stages_of_rank(rank, pp, schedule)]
+        most = max(most, *(sum(map(mul, counts, layers)) for counts in combinations))
+    return most
 
 
 def kept_per_token(
@@ -147,22 +165,31 @@ def _state(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> tuple[f
     number = layers * layer + ends
     wide, size = SIZES[training.dtype], SIZES[training.mixed_precision_param]
     moments = 2 * (2 if config.optimizer.bf16_moments else wide)
-    accumulates = _rows_of_rank(config, degrees) > training.local_batch_size
+    accumulates = _accumulates(config, degrees)
     if degrees.world_size == 1 and not training.enable_cpu_offload:
         # Kept in halves, gradients are as narrow as the pass unless several add up.
         summed = SIZES[training.mixed_precision_reduce] if accumulates else size
         return (wide + moments) * number, min(summed, wide) * number
     shards = degrees.dp_shard * degrees.cp
+    # The gradients of a pipeline's micro-batches are added up whole, and shared out at the end.
+    gradients = wide * number / shards
+    if degrees.pp > 1:
+        gradients = SIZES[training.mixed_precision_reduce] * number
     # FSDP: the root is gathered for the whole step, blocks for their turn (two at a time).
     gathered = size * (ends + 2 * layer) if degrees.reshard_after_forward else size * number
     reducing = 2 * layer * (size + SIZES[training.mixed_precision_reduce])
     if training.enable_cpu_offload:
         return gathered + reducing, 0.0
-    return (wide + moments) * number / shards + gathered + reducing, wide * number / shards
+    return (wide + moments) * number / shards + gathered + reducing, gradients
+
+
+def _accumulates(config: JobConfig, degrees: Degrees) -> bool:
+    """Whether gradients of several passes add up. Those of a pipeline's micro-batches always do."""
+    return degrees.pp > 1 or _rows_of_rank(config, degrees) > config.training.local_batch_size
 
 
 def _rows_of_rank(config: JobConfig, degrees: Degrees) -> float:
     training = config.training
-    if training.global_batch_size == -1 or degrees.pp > 1:
+    if training.global_batch_size == -1:
         return training.local_batch_size
     return training.global_batch_size / degrees.dp

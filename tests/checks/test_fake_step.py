@@ -1,13 +1,28 @@
 """A step of one rank of a large world, on this machine, without memory."""
 
+from __future__ import annotations
+
 import itertools
+from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from overland.checks.fake_step import fake_steps
+from overland.checks.fake_step import fake_steps, local
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
 from overland.config.load import load_config
+from overland.config.schema import JobConfig
+from overland.data.loader import load
 from overland.models.flops import count_parameters
 from overland.models.registry import model_config
+from overland.proofs.layout import proof_job
+from overland.proofs.layouts import parse
+from overland.training.run import build_run
+from overland.training.step import train_step
 
 
 def steps(world_size: int, *settings: str):
@@ -28,7 +43,7 @@ def test_a_pipeline_is_checked_at_both_ends() -> None:
     _, (first, last) = steps(
         32, "parallelism.pipeline_parallel_degree=2", "parallelism.context_parallel_degree=2"
     )
-    assert (first.rank, last.rank) == (0, 31)
+    assert (first.rank, last.rank) == (0, 16)
     assert first.activation_bytes > 0
     assert last.activation_bytes > 0
 
@@ -43,6 +58,67 @@ def test_every_combination_of_axes_is_checked_in_one_process() -> None:
         settings = [f"parallelism.{axis}_parallel_degree={n}" for axis, n in degrees.items()]
         _, found = steps(pp * tp * cp * dp, *settings, *tiny)
         assert all(step.activation_bytes > 0 for step in found), (pp, tp, cp, dp)
+
+
+def test_gpipe_keeps_every_micro_batch_and_1f1b_as_many_as_stages() -> None:
+    pp = ["parallelism.pipeline_parallel_degree=2", "training.local_batch_size=16"]
+    pp += ["model.overrides.num_hidden_layers=4", "training.seq_len=64"]
+    _, gpipe = steps(2, *pp, "parallelism.pipeline_parallel_schedule=GPipe")
+    _, one = steps(2, *pp, "parallelism.pipeline_parallel_schedule=1F1B")
+    for wide, narrow, under_way in zip(gpipe, one, (2, 1), strict=True):
+        (each,) = wide.microbatch_bytes
+        assert wide.activation_bytes - narrow.activation_bytes == (16 - under_way) * each
+
+
+class Live:
+    """Bytes of saved tensors that are alive, each storage once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.holders: Counter[int] = Counter()
+
+    def pack(self, tensor: Tensor) -> Held:
+        return Held(self, tensor)
+
+    def unpack(self, held: Held) -> Tensor:
+        return held.tensor
+
+
+class Held:
+    def __init__(self, live: Live, tensor: Tensor) -> None:
+        plain = local(tensor)
+        self.live, self.tensor, self.key = live, tensor, plain.untyped_storage()._cdata
+        self.size = plain.numel() * plain.element_size()
+        live.now += 0 if live.holders[self.key] else self.size
+        live.holders[self.key] += 1
+        live.most = max(live.most, live.now)
+
+    def __del__(self) -> None:
+        self.live.holders[self.key] -= 1
+        self.live.now -= 0 if self.live.holders[self.key] else self.size
+
+
+def most_saved(world: World, config: JobConfig) -> int:
+    """Bytes that this rank keeps at most in a real step."""
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    batch = load(run.dataset.rows, 0, run.mesh.dp_rank, run.mesh.dp_size)
+    live = Live()
+    with saved_tensors_hooks(live.pack, live.unpack):
+        train_step(run, batch)
+    return live.most
+
+
+@pytest.mark.parametrize(
+    ("schedule", "least", "most"),
+    [("GPipe", 0.99, 1.01), ("1F1B", 0.99, 1.01), ("ZBVZeroBubble", 0.95, 2.0)],
+)
+def test_kept_bytes_are_those_of_real_stages(
+    ranks: RankPool, tmp_path: Path, schedule: str, least: float, most: float
+) -> None:
+    config = proof_job(parse(f"pp2:{schedule}"), (), "float64", 1, tmp_path)
+    counted = [step.activation_bytes for step in fake_steps(config, 2)]
+    for ours, real in zip(counted, ranks.run(2, most_saved, config), strict=True):
+        assert least < ours / real < most, (counted, real)
 
 
 def test_recompute_keeps_less_for_the_backward_pass() -> None:

@@ -152,6 +152,15 @@ def test_every_way_to_spread_a_model_takes_less_on_each_device(layout: dict[str,
     assert spread.state < 0.5 * alone.state
 
 
+def test_a_pipeline_keeps_what_its_schedule_has_under_way() -> None:
+    def kept(schedule: str, rows: int) -> float:
+        layout = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
+        return estimate("8B", rows, world=4, parallelism=layout).kept
+
+    assert kept("GPipe", 64) == 8 * kept("GPipe", 8)
+    assert kept("1F1B", 64) == kept("1F1B", 8) == kept("GPipe", 4)
+
+
 def test_gradients_of_several_passes_stay_beside_the_activations() -> None:
     one, several = estimate("1B", 2), estimate("1B", 2, training={"global_batch_size": 8})
     assert several.gradients == 2 * one.gradients  # added up in float32
