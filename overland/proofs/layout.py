@@ -31,7 +31,8 @@ HEAD = """\
 
 Written by `overland prove layout --table` (`make prove-all`). A row: a tiny model, trained from \
 the same seed on real processes over gloo; the largest relative difference to one process in any \
-step, of the loss and of the gradient norm. How to read a name: `overland/proofs/layouts.py`.
+step, of the loss and of the gradient norm; next to the number format, the bounds of both. How to \
+read a name: `overland/proofs/layouts.py`.
 
 | layout | ranks | number format | loss | gradient norm | verdict |
 |---|---|---|---|---|---|
@@ -78,7 +79,7 @@ class Verdict:
         return [
             f"`{self.layout}`",
             str(self.ranks),
-            f"{self.dtype} (≤ {TOLERANCES[self.dtype]:g})",
+            f"{self.dtype} (≤ {TOLERANCES[self.dtype]:g}, {NORM_TOLERANCES[self.dtype]:g})",
             f"{self.loss_difference:.1e}",
             f"{self.norm_difference:.1e}",
             "equal" if self.is_equal else f"differs {self.error}",

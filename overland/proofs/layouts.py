@@ -109,6 +109,7 @@ def parse_all(text: str) -> list[Layout]:
 # Every axis, stage and schedule at least once, in minutes on two cores: what `make test` runs.
 SHORT = parse_all("""
     shard2:zero3  shard2:zero2  shard2:zero0  shard4:zero3_hybrid  rep2xshard2  shard4:accumulate
+    shard4:accumulate+documents  shard2:zero3+documents
     tp2+layernorm  tp2+qknorm  tp2+bias+tied  cp2+documents  cp2+window  cp2:full
     pp2:1F1B+tied  pp2:GPipe+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
     pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2:microbatch2
