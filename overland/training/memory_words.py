@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from overland.config.degrees import Degrees
+from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
-from overland.planner.memory import StepMemory, step_memory
+from overland.planner.memory import RECOMPUTE, StepMemory, least_recompute, step_memory
+from overland.training.auto import compiles
 from overland.training.errors import OutOfMemoryError
 
 GIB = 2**30
@@ -38,35 +41,44 @@ def out_of_memory(
             f"{what}. Lower training.local_batch_size (training.global_batch_size keeps the "
             f"batch), set activation_checkpoint.mode=full, or use more devices"
         )
-    now = _estimate(config, architecture, degrees)
-    training = config.training
+    training = settle_dtype(config.training, device.type)
+    config = config.model_copy(update={"training": training})
+    now = _estimate(config, architecture, degrees, device)
     rows = max(1, training.local_batch_size // 2)
     fewer = config.model_copy(update={"training": _with(training, local_batch_size=rows)})
     recompute = _with(config.activation_checkpoint, mode="full")
     recomputed = config.model_copy(update={"activation_checkpoint": recompute})
     moments = _with(config.optimizer, bf16_moments=True)
     narrow = config.model_copy(update={"optimizer": moments})
+    two = replace(degrees, dp_shard=2 * degrees.dp_shard)
     ways = [
         (f"training.local_batch_size={rows} (with training.global_batch_size the batch stays "
-         f"what it is)", fewer),
-        ("activation_checkpoint.mode=full", recomputed),
-        ("optimizer.bf16_moments=true", narrow),
+         f"what it is)", fewer, degrees),
+        ("activation_checkpoint.mode=full", recomputed, degrees),
+        ("optimizer.bf16_moments=true", narrow, degrees),
+        ("twice as many devices to shard over", config, two),
     ]  # fmt: skip
-    listed = "; ".join(
-        f"{key}: about {_estimate(changed, architecture, degrees).peak / GIB:.2f} GiB"
-        for key, changed in ways
-    )
+    estimates = [(way, _estimate(some, architecture, on, device).peak) for way, some, on in ways]
+    helps = [(way, peak) for way, peak in estimates if peak < now.peak]
+    listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
     return OutOfMemoryError(
         f"{what}. By estimate a step takes {now.peak / GIB:.2f} GiB per device: parameters and "
         f"moments {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, kept for the "
-        f"backward pass {now.kept / GIB:.2f}. Ways out: {listed}; or more devices to shard over"
+        f"backward pass {now.kept / GIB:.2f}. Ways out: {listed or 'a smaller model or training.seq_len'}"
     )
 
 
-def _estimate(config: JobConfig, architecture: DecoderConfig, degrees: Degrees) -> StepMemory:
-    mode = config.activation_checkpoint.mode
-    recompute = mode if mode in ("none", "selective", "full") else "none"
+def _estimate(
+    config: JobConfig, architecture: DecoderConfig, degrees: Degrees, device: torch.device
+) -> StepMemory:
+    """Of the run as this rank would start it. It asks no other rank: they may be elsewhere."""
     compiled = config.compile.enable is True
+    compiled = compiled or (config.compile.enable == "auto" and compiles(config, device))
+    mode = config.activation_checkpoint.mode
+    if mode == "auto" and device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+        return least_recompute(architecture, config, degrees, there, compiled)[1]
+    recompute = mode if mode in RECOMPUTE else "none"
     return step_memory(architecture, config, degrees, recompute, compiled)
 
 

@@ -20,10 +20,24 @@ def test_what_was_held_and_three_ways_out_are_named(tmp_path: Path) -> None:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(met.value)
     assert not is_out_of_memory(RuntimeError("shapes do not fit"))
-    config = tiny_job(tmp_path, training={"dtype": "float32", "mixed_precision_param": "bfloat16"})
+    # The number format, recomputation and compilation are left to the device, as by default.
+    config = tiny_job(tmp_path, training={"dtype": "float32", "mixed_precision_param": "auto"})
     degrees = resolve_degrees(config.parallelism, 1)
     error = out_of_memory(config, model_config(config.model), degrees, torch.device("cpu"))
     said = str(error)
     assert kind_of(error) is Kind.MEMORY
     for way in ("local_batch_size=4", "activation_checkpoint.mode=full", "bf16_moments=true"):
         assert re.search(rf"{way}[^;]*: about [\d.]+ GiB", said), said
+
+
+def test_a_way_out_that_frees_nothing_is_not_advised(tmp_path: Path) -> None:
+    config = tiny_job(
+        tmp_path,
+        model={"name": "llama3", "flavor": "8B", "overrides": {}},
+        training={"local_batch_size": 1},
+        activation_checkpoint={"mode": "full"},
+        optimizer={"bf16_moments": True},
+    )
+    degrees = resolve_degrees(config.parallelism, 1)
+    said = str(out_of_memory(config, model_config(config.model), degrees, torch.device("cpu")))
+    assert re.search(r"Ways out: twice as many devices to shard over: about [\d.]+ GiB$", said)
