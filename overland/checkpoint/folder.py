@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,30 @@ def superfluous(found: Sequence[Found], settings: Settings, newest: str) -> list
     judged = [one for one in found if one.validation_loss < math.inf]
     kept += sorted(judged, key=lambda one: one.validation_loss)[: settings.keep_best]
     return [one for one in found if one not in kept]
+
+
+def lack_of_room(folder: Path, settings: Settings, num_bytes: int) -> str:
+    """Says that the disk has no room for the checkpoints of this size that are kept at a time, or
+    not even for one; nothing if it has. A new one is written before an old one goes, and one of
+    whole tensors is written twice. Quotas are not seen."""
+    place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    free = shutil.disk_usage(place).free
+    room_of_one = num_bytes * (2 if settings.type == "full" else 1)
+    there = len(list_checkpoints(folder))
+    more = max(0, settings.keep_latest_k - there) * num_bytes + room_of_one
+    if free >= more:
+        return ""
+    has = f"{folder} has {free / 1e9:.1f} GB free"
+    if free < room_of_one:
+        return (
+            f"{has}, and a checkpoint needs {room_of_one / 1e9:.1f} GB: saves will fail unless you "
+            f"make room, or set checkpoint.fallback_folder for the last one"
+        )
+    return (
+        f"{has}, and {more / 1e9:.1f} GB will be needed for checkpoints of "
+        f"{num_bytes / 1e9:.1f} GB each: make room, or lower checkpoint.keep_latest_k = "
+        f"{settings.keep_latest_k}"
+    )
 
 
 def delete(path: Path, disk: Disk) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -38,6 +37,7 @@ from overland.checkpoint.folder import (
     LATEST,
     broken,
     delete,
+    lack_of_room,
     list_checkpoints,
     name_of,
     set_aside,
@@ -138,8 +138,11 @@ class Store:
             tidy(self.folder, self.disk)
         make = plan_local_save if self.settings.type == "local" else plan_save
         self._plan = make(state, self.group)
-        if self._rank == 0 and (words := self._no_room(self._plan)):
-            self.notes.append(words)
+        if self._rank == 0:
+            files = [file for files in self._plan.files_of_ranks for file in files]
+            size = sum(file.num_bytes for file in files)
+            if words := lack_of_room(self.folder, self.settings, size):
+                self.notes.append(words)
         if self.settings.async_mode == "disabled":
             return
         if snapshot := self._make_snapshot(self._plan, state):
@@ -150,19 +153,6 @@ class Store:
                 f"host memory has no room for a copy of the state ({gigabytes:.0f} GB on this "
                 f"node), so training waits while checkpoints are written"
             )
-
-    def _no_room(self, plan: Plan) -> str:
-        """A checkpoint of whole tensors is written twice, and every new one before an old goes."""
-        size = sum(file.num_bytes for files in plan.files_of_ranks for file in files)
-        needed = size * (2 if self.settings.type == "full" else 1)
-        free = shutil.disk_usage(self.folder).free
-        if free >= needed:
-            return ""
-        return (
-            f"{self.folder} has {free / 1e9:.1f} GB free, and a checkpoint needs "
-            f"{needed / 1e9:.1f} GB: saves will fail unless you make room, or set "
-            f"checkpoint.fallback_folder for the last one"
-        )
 
     def _make_snapshot(self, plan: Plan, state: State) -> Snapshot | None:
         """On all ranks or on none: one that waits for the disk would make all others wait."""

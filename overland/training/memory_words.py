@@ -61,10 +61,11 @@ def out_of_memory(
     estimates = [(way, _estimate(some, architecture, on, device).peak) for way, some, on in ways]
     helps = [(way, peak) for way, peak in estimates if peak < now.peak]
     listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
+    listed = listed or "a smaller model or training.seq_len"
     return OutOfMemoryError(
         f"{what}. By estimate a step takes {now.peak / GIB:.2f} GiB per device: parameters and "
         f"moments {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, kept for the "
-        f"backward pass {now.kept / GIB:.2f}. Ways out: {listed or 'a smaller model or training.seq_len'}"
+        f"backward pass {now.kept / GIB:.2f}. Ways out: {listed}"
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from overland.checkpoint.convert import open_source
 from overland.checkpoint.convert.source import MODEL
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.folder import committed, newest_in
+from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.read import open_checkpoint
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
@@ -54,6 +54,7 @@ from overland.data.wanted import (
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.registry import build_model, model_config
+from overland.parallel.apply import freeze
 from overland.parallel.parts import named_parameters
 from overland.training.folder import RunFolder
 from overland.training.resume import bos_of_the_resumed
@@ -71,6 +72,7 @@ def require_start(loaded: Loaded) -> list[Problem]:
     rehearsal.data()
     if not rehearsal.lacks_model():
         rehearsal.start()
+        rehearsal.room()
     fatal = [problem for problem in rehearsal.problems if problem.kind != "note"]
     if fatal:
         raise ConfigError(in_order(fatal), partial=loaded)
@@ -226,6 +228,23 @@ class Rehearsal:
             if path.exists():
                 with self.told("checkpoint.initial_load_path"):
                     try_weights(path, config)
+
+    def room(self) -> None:
+        """Notes that the disk has no room for the checkpoints."""
+        config = self.loaded.config
+        if not config.checkpoint.enable:
+            return
+        width = getattr(torch, config.training.dtype).itemsize
+        moments = 2 * (2 if config.optimizer.bf16_moments else width)
+        model = model_of(config)
+        freeze(model, config.model.freeze)
+        size = sum(
+            one.numel() * (width + (moments if one.requires_grad else 0))
+            for one in model.parameters()
+        )
+        if words := lack_of_room(RunFolder.of(config).checkpoints, config.checkpoint, size):
+            key = "job.dump_folder"
+            self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
 
 
 def try_newest(checkpoints: list[Path], config: JobConfig) -> None:

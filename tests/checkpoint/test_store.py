@@ -447,13 +447,19 @@ def test_a_master_weight_in_two_parts_is_tested(tmp_path: Path, mode: str) -> No
     assert store.last.not_finite == ("model.w",)
 
 
-@pytest.mark.parametrize(("room", "notes"), [(100_000, 1), (10**9, 0)])
+@pytest.mark.parametrize(
+    ("room", "note"),
+    [(0.9, "and a checkpoint needs"), (2.5, "lower checkpoint.keep_latest_k = 3"), (4.5, "")],
+)
 def test_a_disk_without_room_is_named_before_the_first_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, notes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: float, note: str
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=room))
-    store = Store(tmp_path, Settings())
-    store.prepare(some_state(1))
+    """Room for so many checkpoints; three are kept, and a new one is written before one goes."""
+    state = {"model.w": torch.ones(1_000_000)}
+    free = int(room * 4_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    store = Store(tmp_path / "not yet there", Settings.model_validate({"keep_latest_k": 3}))
+    store.prepare(state)
     store.close()
-    assert len(store.notes) == notes
-    assert all("GB free, and a checkpoint needs" in note for note in store.notes)
+    assert len(store.notes) == bool(note)
+    assert all(note in one for one in store.notes)

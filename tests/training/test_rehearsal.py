@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -200,3 +201,14 @@ def test_a_corpus_that_is_read_over_and_over_is_noted(tmp_path: Path) -> None:
     assert "reads it about 200 times" in note
     assert dataset.repeats(2) == []
     dataset.close()
+
+
+def test_check_notes_a_disk_without_room_for_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    config = tiny_job(tmp_path / "run", training=TRAIN, checkpoint={"enable": True})
+    notes = require_start(Loaded(config, [], "run.toml"))
+    assert [note.key for note in notes if "GB free, and a checkpoint needs" in note.message] == [
+        "job.dump_folder"
+    ]
