@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,17 +168,28 @@ class SubmittedRun:
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.ranks()[rank][0], number)
 
-    @contextmanager
-    def slowed(self, rank: int) -> Iterator[None]:
-        """Stopped for most of every 2 ms, like a throttled device. What a rank times
-        of itself takes less than a ms, and must not fit in between."""
-        pid, _ = self.ranks()[rank]
-        with subprocess.Popen([sys.executable, "-c", PULSE, str(pid)]) as pulse:
-            try:
-                yield
-            finally:
+    def slow_until(self, rank: int, is_true: Callable[[], bool], what: str) -> None:
+        """Stops a rank for most of every 2 ms, like a throttled device. What a rank times of itself
+        takes about a ms, and must not fit in between. On a busy machine it may be taken for a hang:
+        then the rank that takes its place is slowed."""
+        pulses: dict[int, subprocess.Popen[bytes]] = {}
+
+        def is_done() -> bool:
+            pid, _ = self.ranks().get(rank, (0, ""))
+            if pid and pid not in pulses:
+                pulses[pid] = subprocess.Popen(
+                    [sys.executable, "-c", PULSE, str(pid)], stderr=subprocess.DEVNULL
+                )
+            return is_true()
+
+        try:
+            self.wait_until(is_done, what)
+        finally:
+            for pid, pulse in pulses.items():
                 pulse.kill()
-        os.kill(pid, signal.SIGCONT)
+                pulse.wait()
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def kill_node(self, node: str) -> None:
         """All that runs there, in an order in which nobody can act on the others' end. A srun has

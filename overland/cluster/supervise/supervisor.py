@@ -472,7 +472,12 @@ class Supervisor:
         for rank, factor, what in dog.stragglers():
             tell(f"rank {rank.rank} on {rank.node} is slow: it {what}")
             self.logbook.write(
-                "straggler", rank=rank.rank, node=rank.node, factor=round(factor, 2), what=what
+                "straggler",
+                attempt=self.number,
+                rank=rank.rank,
+                node=rank.node,
+                factor=round(factor, 2),
+                what=what,
             )
 
     def is_done(self) -> bool:

@@ -52,8 +52,7 @@ def story(nodes: Slurm, disk: Path) -> SubmittedRun:
         lambda: len(run.agents()) == 2 and not {killed, stopped} & {*run.agents()},
         "both agents have been replaced",
     )
-    with run.slowed(SLOW_RANK):
-        run.wait_until(lambda: named_slow(run), f"rank {SLOW_RANK} is named as slow")
+    run.slow_until(SLOW_RANK, lambda: named_slow(run), f"rank {SLOW_RANK} is named as slow")
     run.wait_for_step(12)
     run.survives("node lost", lambda: run.kill_node(run.ranks()[0][1]))
     run.survives("rank killed", lambda: run.signal_rank(3, signal.SIGKILL))
@@ -100,8 +99,8 @@ def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> No
 
 def test_a_slow_rank_is_named_with_its_node_and_goes_on(story: SubmittedRun) -> None:
     [slow, *_] = [event for event in story.events("straggler") if event["rank"] == SLOW_RANK]
-    nodes = story.events("attempt")[0]["nodes"]
-    assert slow["node"] == nodes[SLOW_RANK // RANKS_PER_NODE]
+    attempts = {event["attempt"]: event["nodes"] for event in story.events("attempt")}
+    assert slow["node"] == attempts[slow["attempt"]][SLOW_RANK // RANKS_PER_NODE]
     assert slow["factor"] > 1.5
     assert f"rank {SLOW_RANK} on {slow['node']} is slow: it computes" in story.log()
 
