@@ -100,7 +100,7 @@ def load_config(
     if resolve and not paths.problems:
         place = places.get(("model", "from"), shown)
         paths.config, from_problems = expand_from(paths.config, place)
-    if ("job", "dump_folder") not in places:
+    if resolve and ("job", "dump_folder") not in places:
         paths.config = in_own_folder(paths.config, path)
     problems += (
         refused + over_refused + given.problems + env_problems + paths.problems + from_problems

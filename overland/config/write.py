@@ -52,7 +52,7 @@ def to_toml(
         chosen = [
             key
             for key in keys
-            if full or _value(config, key) != key.default or key.dotted in ALWAYS
+            if full or _value(config, key) != key.default or (resolved and key.dotted in ALWAYS)
         ]
         plain = [key for key in chosen if not (key.table and _value(config, key))]
         if plain:

@@ -64,8 +64,9 @@ def test_quickstart_ends_with_a_sample_and_three_commands(quickstart: tuple[Path
     output = quickstart[1]
     assert "The model continues 'def ':" in output
     assert "  │ def " in output
-    commands = re.findall(r"^  (overland \S+ .*|tensorboard .*)$", output, flags=re.MULTILINE)
-    assert [command.split()[:2] for command in commands] == [
+    commands = re.findall(r"^  (\S*(?:overland|tensorboard) \S+ .*)$", output, flags=re.MULTILINE)
+    words = [command.split()[:2] for command in commands]
+    assert [[Path(program).name, first] for program, first in words] == [
         ["overland", "generate"],
         ["tensorboard", "--logdir"],
         ["overland", "train"],

@@ -159,7 +159,11 @@ def test_a_recording_that_fails_is_told_once_and_steps_go_on(
 def test_only_what_is_known_to_replay_is_replayed(
     device: str, world: int, model: dict[str, Any], attention: str, replays: bool
 ) -> None:
-    sections = {"model": {"attention": attention, **model}, "compile": {"enable": True}}
+    sections = {
+        "model": {"attention": attention, **model},
+        "compile": {"enable": True},
+        "training": {"mixed_precision_param": "bfloat16"},
+    }
     config = JobConfig.model_validate(sections)
     degrees = resolve_degrees(config.parallelism, world)
     mesh: Any = SimpleNamespace(degrees=degrees, device_type=device)

@@ -85,6 +85,6 @@ def test_one_device_in_halves_computes_what_fsdp_computes(
     alone, sharded = ranks.run(1, curves_with_and_without_fsdp, job)[0]
     assert alone[:2] == sharded[:2]
     # Ties are rounded differently, which concerns one weight in 65536; then rounding grows.
-    for which in (0, 1):  # loss, gradient norm
-        assert difference(alone[:4], sharded[:4], which) < 1e-4
+    for which, bound in ((0, 1e-4), (1, 1e-3)):  # loss, gradient norm
+        assert difference(alone[:4], sharded[:4], which) < bound
     assert difference(alone, sharded, 0) < 1e-3

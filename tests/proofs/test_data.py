@@ -251,7 +251,9 @@ def test_ranks_that_share_rows_must_be_given_the_same(ranks: RankPool, texts: Pa
 def test_validation_sees_every_row_once_in_any_layout(
     ranks: RankPool, texts: Path, num_ranks: int
 ) -> None:
-    held_out = {"enable": True, "freq": 2, "steps": -1, "dataset": "news"}
+    held_out = {
+        "enable": True, "freq": 2, "steps": -1, "dataset": "news", "allow_training_data": True,
+    }  # fmt: skip
     config = job(texts, num_ranks, steps=2, validation=held_out)
     config.data.datasets["news"] = str(texts / "news")
     loss = ranks.run(num_ranks, validated, config)[0]

@@ -217,7 +217,8 @@ def test_a_state_that_is_not_finite_ends_the_run_and_is_never_resumed(
     good = [one.path.name for one in list_checkpoints(folder)]
     assert good == ["step_2"]
     assert (folder / "latest").readlink() == Path("step_2")
-    assert read_checkpoints(folder).not_finite == "step_4.nonfinite"
+    # Training may have come to another save before the first one was judged.
+    assert read_checkpoints(folder).not_finite in ("step_4.nonfinite", "step_6.nonfinite")
 
 
 def run_after_a_checkpoint_broke(world: World, config: JobConfig) -> list[str]:

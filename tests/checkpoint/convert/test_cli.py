@@ -63,7 +63,8 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path
 
 
 def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
-    code, _, error = overland(tmp_path, tmp_path / "out", "--to", "hf")
+    (tmp_path / "notes").mkdir()
+    code, _, error = overland(tmp_path / "notes", tmp_path / "out", "--to", "hf")
     assert code == 2
     assert "no checkpoint of a known format" in error
     code, _, error = overland(tmp_path / "gone", tmp_path / "out", "--to", "hf")

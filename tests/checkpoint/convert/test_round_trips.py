@@ -223,8 +223,10 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         convert(tmp_path / "a", tmp_path / "b", "meta")
     assert not (tmp_path / "b").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]  # and no leftovers
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes.txt").touch()
     with pytest.raises(CheckpointError, match="already exists"):
-        convert(tmp_path / "a", tmp_path / "a", "dcp")
+        convert(tmp_path / "a", tmp_path / "b", "dcp")
 
 
 def test_a_tied_head_that_differs_is_no_tied_head(tmp_path: Path) -> None:
