@@ -99,6 +99,11 @@ def check_lengths(loaded: Loaded) -> Iterator[Problem]:
                 f"{lengths['training.seq_len']}, the length of training.seq_len"
             )
             yield Problem(message, loaded.where(key), key, length)
+    rows = validation.local_batch_size
+    if validation.enable and rows is not None and layout.pipeline_parallel_degree > 1:
+        key = "validation.local_batch_size"
+        message = "not used: a pipeline validates with as many rows per pass as it trains with"
+        yield Problem(message, loaded.where(key), key, rows, kind="note")
 
 
 def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:

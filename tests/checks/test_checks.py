@@ -271,6 +271,16 @@ def test_a_validation_length_that_the_layout_cannot_cut_is_refused(
     assert not [text for text in problems(*layout, held_out[1]) if "seq_len" in text]  # unused
 
 
+def test_a_pipeline_says_that_it_validates_with_its_own_number_of_rows() -> None:
+    layout = ["training.seq_len=64", "parallelism.pipeline_parallel_degree=2"]
+    (found,) = [
+        text
+        for text in problems(*layout, "validation.enable=true", "validation.local_batch_size=3")
+        if "validation.local_batch_size" in text
+    ]
+    assert "not used: a pipeline validates with as many rows" in found
+
+
 def test_a_training_length_that_the_layout_cannot_cut_is_refused() -> None:
     layout = ["parallelism.context_parallel_degree=2", "parallelism.tensor_parallel_degree=2"]
     (found,) = problems("training.seq_len=126", *layout)
