@@ -96,9 +96,11 @@ def test_a_mistake_in_the_code_is_tried_once_more_and_then_ends_the_chain(
 def test_a_job_that_gets_to_no_new_step_leaves_the_rest_to_the_next(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """Killed at every seventh step: the first job tries twice in vain, the second one once."""
-    flags = ["--sessions", "2"]
-    run = submit_broken(slurm, tmp_path / "run", "os.kill(os.getpid(), 9)", *flags, tries=2)
+    """Killed at every seventh step: the first job tries twice in vain, the second one once. Not
+    before the other rank has been seen to be that far: else a later attempt seems to get further.
+    """
+    act = "__import__('time').sleep(3); os.kill(os.getpid(), 9)"
+    run = submit_broken(slurm, tmp_path / "run", act, "--sessions", "2", tries=2)
     states = [slurm.wait_for(job) for job in run.jobs]
     assert [state_of(shown) for shown in states] == ["FAILED", "FAILED"]
     faults = run.events("fault")
