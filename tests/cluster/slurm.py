@@ -59,7 +59,8 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+# as long as a job has to say what it must after it was told to end; a busy machine is slow
+KillWait=15
 SchedulerParameters=batch_sched_delay=0,sched_interval=5,sched_min_interval=0
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP

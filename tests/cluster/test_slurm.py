@@ -115,11 +115,13 @@ def test_waiting_jobs_are_kept_from_bad_nodes_for_a_while_and_never_from_too_man
         slurm.run("scancel", f"--name={NAME}")
 
 
-def test_a_job_that_requeues_itself_is_kept_from_its_bad_node(slurm: Slurm) -> None:
+def test_a_job_that_requeues_itself_is_kept_from_its_bad_node(slurm: Slurm, tmp_path: Path) -> None:
     """All of its processes get SIGTERM for it, and what it asks of Slurm must not end there."""
+    told = tmp_path / "node"
     code = (
         "import os, signal; from overland.cluster.slurm import requeue, shun;"
         "node = [os.environ['SLURMD_NODENAME']];"
+        f"open('{told}', 'w').write(node[0]);"
         "signal.signal(signal.SIGTERM, lambda *_: None);"
         "requeue(os.environ); shun(node, node, os.environ)"
     )
@@ -128,7 +130,11 @@ def test_a_job_that_requeues_itself_is_kept_from_its_bad_node(slurm: Slurm) -> N
     job = slurm.run(*words, f"--wrap={script}", env=environment()).strip()
     try:
         wait_until(lambda: " Restarts=1 " in shown(slurm, job), "it is requeued", lambda: "")
-        wait_until(lambda: excluded(slurm, job) == ["n1"], "n1 is excluded", lambda: "")
+        node = told.read_text()
+        wait_until(
+            lambda: excluded(slurm, job) == [node], f"{node} is excluded",
+            lambda: f"{shown(slurm, job)}\n{slurm.run('sinfo', '--Node', '--long')}",
+        )  # fmt: skip
     finally:
         slurm.run("scancel", job)
 
