@@ -87,7 +87,7 @@ def load_config(
     """
     given = parse_arguments(arguments)
     path, shown = find_source(source, given, env)
-    entries, notes, refused = translate(read_file(path, shown), shown)
+    entries, notes, refused = translate(read_file(path, shown), shown, above=given.entries)
     from_env, env_problems = environment_entries(env)
     over, over_notes, over_refused = translate(given.entries, COMMAND_LINE, below=entries)
     entries = overlay(overlay(entries, from_env), over)

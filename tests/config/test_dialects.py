@@ -33,7 +33,14 @@ def leaves(tree: dict[str, Any], *path: str) -> list[tuple[tuple[str, ...], Any]
 
 KEYS = leaves(V02)
 # With the values of that file they would train something else here, so a note is not enough.
-REFUSED_V02 = {*REFUSED, "checkpoint.exclude_from_loading"}
+REFUSED_V02 = {"checkpoint.exclude_from_loading"}
+REFUSED_V02 |= {
+    ".".join(path)
+    for path, value in KEYS
+    if ".".join(path) in REFUSED and value not in REFUSED[".".join(path)][0]
+}
+# Alone, it asks for weights without saying which.
+NEEDS_OTHERS = {"checkpoint.initial_load_in_hf"}
 
 
 @pytest.mark.parametrize(("path", "value"), KEYS, ids=[".".join(path) for path, _ in KEYS])
@@ -41,7 +48,7 @@ def test_every_key_of_torchtitan_is_ours_or_noted(
     path: tuple[str, ...], value: Any, tmp_path: Path
 ) -> None:
     text = f"{'.'.join(path)} = {toml_value(value)}\n"
-    if ".".join(path) in REFUSED_V02:
+    if ".".join(path) in REFUSED_V02 | NEEDS_OTHERS:
         with pytest.raises(ConfigError, match=re.escape(".".join(path))):
             load(tmp_path, text)
         return
@@ -57,7 +64,7 @@ def test_every_key_of_torchtitan_is_ours_or_noted(
 
 def test_a_whole_v02_file_loads_and_its_values_arrive(tmp_path: Path) -> None:
     taken = [(".".join(path), value) for path, value in KEYS]
-    taken = [(key, value) for key, value in taken if key not in REFUSED_V02]
+    taken = [one for one in taken if one[0] not in REFUSED_V02]
     text = "".join(f"{key} = {toml_value(value)}\n" for key, value in taken)
     config = load(tmp_path, text).config
     assert config.model.flavor == "8B"
@@ -251,7 +258,7 @@ dist:
   dtype: float16
   sharding_stage: zero2_hybrid
 logging: {directory: logs, level: info}
-loss: {grad_accum_steps: 4}
+loss: {grad_accum_steps: 1}
 lr_scheduler:
   min_lr: 1e-7
   total_iterations: 1000
@@ -327,22 +334,6 @@ def test_products_in_8_bits_are_asked_for_in_one_key(tmp_path: Path, text: str) 
     assert 'is now training.float8 = "tensorwise"' in loaded.notes[0]
 
 
-def test_what_other_recipes_of_8_bits_mean_here_is_told(tmp_path: Path) -> None:
-    text = """
-[model]
-converters = ["quantize.linear.mx"]
-[quantize.linear.float8]
-recipe_name = "rowwise"
-filter_fqns = ["output"]
-"""
-    loaded = load(tmp_path, text)
-    assert loaded.config.training.float8 == "off"
-    notes = "\n".join(loaded.notes)
-    assert '"quantize.linear.mx" in model.converters is ignored' in notes
-    assert "one scale per tensor, in training.float8" in notes
-    assert "filter_fqns" in notes
-
-
 def test_layernorm_of_older_files_is_built(tmp_path: Path) -> None:
     loaded = load(tmp_path, '[model]\nnorm_type = "layernorm"\n')
     assert loaded.config.model.overrides == {"norm_type": "layernorm"}
@@ -360,8 +351,81 @@ def test_layernorm_of_older_files_is_built(tmp_path: Path) -> None:
             "only the optimizer can be left out of loading, not lr_scheduler",
         ),
         ('[fault_tolerance]\nsemi_sync_method = "diloco"\n', "every step is synchronous"),
+        ("[fault_tolerance]\nenable = true\n", "start one run on all devices"),
+        ('[model]\nconverters = ["quantize.linear.mx"]\n', '"quantize.linear.mx" is not built'),
+        ('[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "have one scale per tensor"),
+        ('[float8]\nfilter_fqns = ["attention.wk"]\n', "are all those of the blocks"),
+        ('[float8]\nscaling_type_input = "delayed"\n', "are dynamic; remove this key"),
+        ("[float8]\nmine = 1\n", "float8.mine = 1: torchtitan's key is not known here"),
+        ("[quantize.linear]\nmine = 1\n", "quantize.linear.mine = 1: torchtitan's key is not"),
+        ("[experimental]\nmine = 1\n", "experimental.mine = 1: torchtitan's key is not known"),
+        ('[experimental]\ncustom_args_module = "m"\n', "let job.custom_import import a module"),
+        ('[job]\ncustom_config_module = "m"\n', "let job.custom_import import a module"),
+        ("[optimizer]\nearly_step_in_backward = true\n", "set training.max_norm = 0"),
+        ("[checkpoint]\ncreate_seed_checkpoint = true\n", "no seed checkpoint is needed"),
+        ('[comm]\nmode = "fake_backend"\n', "DRY_RUN=1"),
+        ("[checkpoint]\ninitial_load_in_hf = true\n", "no folder of weights is given"),
     ],
 )
 def test_what_would_train_something_else_is_refused(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         load(tmp_path, text)
+
+
+def test_sections_of_torchtitans_own_dense_files_load(tmp_path: Path) -> None:
+    text = """
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = ["output"]
+[quantize.linear.mx]
+recipe_name = "mxfp8_cublas"
+[fault_tolerance]
+enable = false
+group_size = 2
+[experimental]
+"""
+    notes = "\n".join(load(tmp_path, text).notes)
+    assert all(name in notes for name in ("filter_fqns", "recipe_name", "group_size"))
+
+
+def test_weights_come_from_the_assets_that_the_command_line_names(tmp_path: Path) -> None:
+    text = '[checkpoint]\ninitial_load_in_hf = true\n[model]\nhf_assets_path = "./a"\n'
+    config = load(tmp_path, text, "model.hf_assets_path=./b").config
+    assert (config.model.hf_assets_path, config.checkpoint.initial_load_path) == ("./b", "./b")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "grad_accum_steps: 1",
+            "grad_accum_steps: 4",
+            "loss.grad_accum_steps = 4: accumulation follows from the global batch; set "
+            "training.global_batch_size to 16 × 4 × the number of data-parallel devices",
+        ),
+        ("from_scratch: true", "from_scratch: false", "no weights are given to start from"),
+        ("  warmup_it", "  scheduler_update_iterations: 5\n  warmup_it", "updated at every step"),
+        ("misc: {", "misc: {mine: 1, ", "misc.mine = 1: nothing is known here of this key"),
+    ],
+)
+def test_what_would_train_something_else_than_the_stub_is_refused(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    assert old in STUB
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load(tmp_path, STUB.replace(old, new), name="stub.yaml")
+
+
+def test_the_stubs_accumulation_follows_from_a_global_batch(tmp_path: Path) -> None:
+    text = STUB.replace("grad_accum_steps: 1", "grad_accum_steps: 4")
+    loaded = load(tmp_path, text, "training.global_batch_size=128", name="stub.yaml")
+    assert loaded.config.training.global_batch_size == 128
+
+
+def test_the_stub_without_mixed_precision_trains_in_float32_whatever_its_dtype(
+    tmp_path: Path,
+) -> None:
+    text = "misc: {uses_mixed_precision: false}\ndist: {dtype: float16}\n"
+    config = load(tmp_path, text, name="stub.yaml").config
+    assert config.training.mixed_precision_param == "float32"

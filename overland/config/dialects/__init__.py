@@ -9,7 +9,9 @@ from overland.config.source import Entries, KeyPath
 __all__ = ["todays_key", "translate"]
 
 
-def translate(entries: Entries, shown: str, below: Entries | None = None) -> Translated:
+def translate(
+    entries: Entries, shown: str, below: Entries | None = None, above: Entries | None = None
+) -> Translated:
     """Entries in today's keys, notes on what was renamed or has no meaning here, and problems:
     what would train something else here than in the trainer that the file was written for.
 
@@ -17,11 +19,12 @@ def translate(entries: Entries, shown: str, below: Entries | None = None) -> Tra
         entries: What was read.
         shown: Name of the place it was read from.
         below: Entries, in today's keys, that these will be laid over.
+        above: Entries that will be laid over these, as they were given.
     """
     first = Translated(entries, [], [])
     if stub.recognises(entries):
-        first = stub.translate(entries, shown)
-    second = torchtitan.translate(first.entries, shown, below or {})
+        first = stub.translate(entries, shown, above or {})
+    second = torchtitan.translate(first.entries, shown, below or {}, above or {})
     return Translated(second.entries, first.notes + second.notes, first.problems + second.problems)
 
 

@@ -49,13 +49,10 @@ WITHOUT_MEANING: dict[str, str] = {
     "dataset.pin_memory": LOADER,
     "dataset.prefetch_factor": LOADER,
     "dataset.seg_size": EPOCHS,
-    "model.from_scratch": "checkpoint.initial_load_path says what weights to start from",
-    "lr_scheduler.scheduler_update_iterations": "the rate is updated at every step",
     "checkpoint.offload_to_cpu": WHOLE,
     "checkpoint.rank0_only": WHOLE,
     "checkpoint.preempt_metadata_path": "the newest checkpoint is found in the run folder",
     "logging": LOGS,
-    "misc": "nothing here corresponds to it",
     "misc.max_epochs": EPOCHS,
     "misc.max_eval_iter": "set validation.enable and validation.steps to validate",
     "misc.max_eval_retry": "set validation.enable and validation.steps to validate",
@@ -74,8 +71,8 @@ def recognises(entries: Entries) -> bool:
     return len(tops & OWN_SECTIONS) >= 2 and tops <= OWN_SECTIONS | OTHER_SECTIONS
 
 
-def translate(entries: Entries, shown: str) -> Translated:
-    """Entries in today's keys, notes, and what is refused."""
+def translate(entries: Entries, shown: str, above: Entries) -> Translated:
+    """Entries in today's keys, notes, and what is refused; `above` will be laid over them."""
     draft = Draft({}, shown)
     first = next(iter(entries.values()))
     draft.put(("training", "dataset"), "random", entries.get(("dataset", "path_train"), first))
@@ -88,6 +85,9 @@ def translate(entries: Entries, shown: str) -> Translated:
     for path, entry in entries.items():
         _one(draft, path, entry)
     _cpu_only(draft, entries)
+    _mixed_precision(draft, entries)
+    _accumulation(draft, entries, above)
+    _from_scratch(draft, entries, above)
     _folder(draft, entries)
     return draft.finish()
 
@@ -109,6 +109,8 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
             draft.rename(path, tuple(RENAMED[dotted].split(".")), entry.value, entry)
     elif reason:
         draft.without_meaning(path, entry, reason)
+    elif path[0] == "misc":
+        draft.refuse(path, entry, "nothing is known here of this key; remove it")
     else:
         # Today's key, or an unknown one, which validation reports in the section it belongs to.
         draft.put((HOME.get(path[0], path[0]), *path[1:]), entry.value, entry)
@@ -151,17 +153,51 @@ def _save_every(draft: Draft, entry: Entry, name: str) -> None:
     draft.note(entry, f"checkpoint.{name} is now checkpoint.interval (the shorter of the two)")
 
 
-def _accumulation(draft: Draft, entry: Entry) -> None:
-    if entry.value in (None, 1):
-        draft.without_meaning(("loss", "grad_accum_steps"), entry, "one step is one batch")
+def _accumulation(draft: Draft, entries: Entries, above: Entries) -> None:
+    """The batch depends on it, and on the number of devices, which is not known here."""
+    path, batch = ("loss", "grad_accum_steps"), ("training", "global_batch_size")
+    entry = entries.get(path)
+    if entry is None:
         return
-    batch = draft.entries.get(("training", "local_batch_size"))
-    local = batch.value if batch else "local_batch_size"
-    draft.note(
-        entry,
-        f"loss.grad_accum_steps = {entry.value} follows from the global batch here: set "
-        f"training.global_batch_size = {local} × {entry.value} × number of devices",
-    )
+    if entry.value in (None, 1):
+        draft.without_meaning(path, entry, "one step is one batch")
+    elif batch in entries or batch in above:
+        draft.without_meaning(path, entry, "it follows from training.global_batch_size")
+    else:
+        size = entries.get(("dataset", "batch_size"))
+        local = size.value if size else "local_batch_size"
+        draft.refuse(
+            path,
+            entry,
+            "accumulation follows from the global batch; set training.global_batch_size to "
+            f"{local} × {entry.value} × the number of data-parallel devices",
+        )
+
+
+def _from_scratch(draft: Draft, entries: Entries, above: Entries) -> None:
+    path = ("model", "from_scratch")
+    entry, weights = entries.get(path), ("checkpoint", "initial_load_path")
+    if entry is None:
+        return
+    if entry.value is not False or weights in draft.entries or weights in above:
+        reason = "checkpoint.initial_load_path says what weights to start from"
+        draft.without_meaning(path, entry, reason)
+    else:
+        reason = "no weights are given to start from; set checkpoint.initial_load_path"
+        draft.refuse(path, entry, reason)
+
+
+def _update_interval(draft: Draft, entry: Entry) -> None:
+    path = ("lr_scheduler", "scheduler_update_iterations")
+    if entry.value in (None, 1):
+        draft.without_meaning(path, entry, "the rate is updated at every step")
+    else:
+        draft.refuse(
+            path,
+            entry,
+            "the rate is updated at every step; set it to 1, and count warmup_iterations and "
+            "total_iterations in steps",
+        )
 
 
 def _cpu_only(draft: Draft, entries: Entries) -> None:
@@ -179,13 +215,16 @@ def _cpu_only(draft: Draft, entries: Entries) -> None:
             draft.without_meaning(path, entry, "GPUs are used where there are any")
 
 
-def _mixed_precision(draft: Draft, entry: Entry) -> None:
-    if entry.value is False:
+def _mixed_precision(draft: Draft, entries: Entries) -> None:
+    """Stands above dist.dtype."""
+    path = ("misc", "uses_mixed_precision")
+    entry = entries.get(path)
+    if entry is not None and entry.value is False:
         draft.put(("training", "mixed_precision_param"), "float32", entry)
         draft.note(entry, 'misc.uses_mixed_precision is now mixed_precision_param = "float32"')
-    else:
+    elif entry is not None:
         reason = "training.mixed_precision_param says in which type"
-        draft.without_meaning(("misc", "uses_mixed_precision"), entry, reason)
+        draft.without_meaning(path, entry, reason)
 
 
 def _later(draft: Draft, entry: Entry) -> None:
@@ -222,8 +261,10 @@ SPECIAL: dict[str, Callable[[Draft, Entry], None]] = {
     "checkpoint.preempt_chkpt_saving_iterations": _preempt_interval,
     "checkpoint.directory": _later,
     "checkpoint.prefix": _later,
-    "loss.grad_accum_steps": _accumulation,
+    "loss.grad_accum_steps": _later,
+    "model.from_scratch": _later,
+    "lr_scheduler.scheduler_update_iterations": _update_interval,
     "dist.cpu_only": _later,
     "misc.cpu_only": _later,
-    "misc.uses_mixed_precision": _mixed_precision,
+    "misc.uses_mixed_precision": _later,
 }

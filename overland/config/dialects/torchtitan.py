@@ -17,21 +17,25 @@ from overland.config.dialects.torchtitan_keys import (
     IGNORED_SECTIONS,
     MX,
     REFUSED,
+    REFUSED_SECTIONS,
     RENAMED,
+    UNKNOWN,
 )
 from overland.config.source import Entries, Entry, KeyPath
 
 HARMLESS = "they have torchtitan's defaults, so nothing is lost"
+SAME = "this is how it is done here"
 WEIGHTS_IN_HF = ("checkpoint", "initial_load_in_hf")
 INITIAL_WEIGHTS = ("checkpoint", "initial_load_path")
 ASSETS = ("model", "hf_assets_path")
+MODEL_FROM = ("model", "from")
 FLOAT8 = ("training", "float8")
 NO_CONVERTER = "there are no converters; training.float8 narrows products"
 
 
-def translate(entries: Entries, shown: str, below: Entries) -> Translated:
-    """Entries in today's keys, notes, and what is refused; `below` is what they will be laid
-    over."""
+def translate(entries: Entries, shown: str, below: Entries, above: Entries) -> Translated:
+    """Entries in today's keys, notes, and what is refused; `below` is what they will be laid over,
+    `above` what will be laid over them."""
     old = {path: entry for path, entry in entries.items() if _is_old(path, entry)}
     draft = Draft({path: e for path, e in entries.items() if path not in old}, shown)
     for path, entry in old.items():
@@ -40,15 +44,22 @@ def translate(entries: Entries, shown: str, below: Entries) -> Translated:
             SPECIAL[dotted](draft, path, entry)
         elif dotted in RENAMED:
             draft.rename(path, todays_key(path), entry.value, entry)
-        else:
-            default, reason = IGNORED.get(dotted) or (None, IGNORED_SECTIONS[path[0]])
-            at_default = entry.value == default if dotted in IGNORED else entry.value is False
-            if dotted in REFUSED and not at_default:
-                draft.refuse(path, entry, REFUSED[dotted])
+        elif dotted in REFUSED:
+            harmless, reason = REFUSED[dotted]
+            if entry.value in harmless:
+                at_default = entry.value == harmless[0]
+                draft.without_meaning(path, entry, HARMLESS if at_default else SAME)
             else:
-                draft.without_meaning(path, entry, HARMLESS if at_default else reason)
+                draft.refuse(path, entry, reason)
+        elif dotted in IGNORED:
+            default, reason = IGNORED[dotted]
+            draft.without_meaning(path, entry, HARMLESS if entry.value == default else reason)
+        elif reason := _ignored_section(path):
+            draft.without_meaning(path, entry, HARMLESS if entry.value is False else reason)
+        elif entry.value != {}:
+            draft.refuse(path, entry, UNKNOWN)
     if old.get(WEIGHTS_IN_HF) is not None:
-        _weights_from_assets(draft, old[WEIGHTS_IN_HF], {**below, **draft.entries})
+        _weights_from_assets(draft, old[WEIGHTS_IN_HF], {**below, **draft.entries, **above})
     return draft.finish()
 
 
@@ -62,7 +73,14 @@ def _is_old(path: KeyPath, entry: Entry) -> bool:
     dotted = ".".join(path)
     if dotted in SPECIAL:
         return dotted not in BY_VALUE or BY_VALUE[dotted](entry.value)
-    return dotted in RENAMED or dotted in IGNORED or path[0] in IGNORED_SECTIONS
+    listed = dotted in RENAMED or dotted in REFUSED or dotted in IGNORED
+    return listed or bool(_ignored_section(path)) or path[0] in REFUSED_SECTIONS
+
+
+def _ignored_section(path: KeyPath) -> str:
+    """Why no key of the section or table that `path` lies in means anything here, if so."""
+    tables = (".".join(path[:n]) for n in range(1, len(path) + 1))
+    return next((IGNORED_SECTIONS[name] for name in tables if name in IGNORED_SECTIONS), "")
 
 
 def _flavor(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -92,12 +110,12 @@ def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
     for name in names:
         if name in ("quantize.linear.float8", "float8"):
             _narrow(draft, f'"{name}" in model.converters', entry)
+        elif "grouped_mm" in name:
+            draft.note(entry, f'"{name}" in model.converters is ignored: {EXPERTS}')
+        elif name.endswith("mx"):
+            draft.refuse(path, entry, f'"{name}" is not built: {MX}; {NO_CONVERTER}')
         else:
-            reason = MX if name.endswith("mx") else EXPERTS if "grouped_mm" in name else ""
-            if reason:
-                draft.note(entry, f'"{name}" in model.converters is ignored: {reason}')
-            else:
-                draft.refuse(path, entry, f'"{name}" is not known here: {NO_CONVERTER}')
+            draft.refuse(path, entry, f'"{name}" is not known here: {NO_CONVERTER}')
 
 
 def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -109,7 +127,7 @@ def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 def _narrow(draft: Draft, asked: str, entry: Entry) -> None:
     if draft.put(FLOAT8, "tensorwise", entry):
-        draft.note(entry, f'{asked} is now training.float8 = "tensorwise"')
+        draft.note(entry, f'{asked} is now training.float8 = "tensorwise"; the head stays wide')
     else:
         draft.note(entry, f"{asked} is ignored, since training.float8 is given too")
 
@@ -207,8 +225,12 @@ def _weights_in_hf(draft: Draft, path: KeyPath, entry: Entry) -> None:
 def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
     """With initial_load_in_hf and no path, torchtitan starts from the weights in hf_assets_path."""
     assets = known.get(ASSETS)
-    if asked.value is not True or assets is None or INITIAL_WEIGHTS in known:
+    if asked.value is not True or INITIAL_WEIGHTS in known or MODEL_FROM in known:
         draft.without_meaning(WEIGHTS_IN_HF, asked, "the format of the weights is recognised")
+        return
+    if assets is None:
+        reason = "no folder of weights is given; set checkpoint.initial_load_path to it"
+        draft.refuse(WEIGHTS_IN_HF, asked, reason)
         return
     draft.put(INITIAL_WEIGHTS, assets.value, asked)
     text = "without initial_load_path is now checkpoint.initial_load_path"

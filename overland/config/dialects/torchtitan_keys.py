@@ -41,8 +41,7 @@ RENAMED: dict[str, str] = {
     "validation.batch_size": "validation.local_batch_size",
 }
 
-MX = "products in 8 bits have one scale per tensor (training.float8), not one per block of numbers"
-ONE_SCALE = "products in 8 bits have one scale per tensor, in training.float8"
+MX = "products in 8 bits have one scale per tensor, not one per block of numbers"
 GATHERED = "weights are gathered in training.mixed_precision_param and scaled in every pass"
 EXPERTS = "the models here are dense, without experts"
 FUSED = "the fused implementation is the only one"
@@ -63,7 +62,6 @@ FULL_SAVE = (
 IGNORED: dict[str, tuple[Any, str]] = {
     "job.config_file": (ANY, "the file is named on the command line"),
     "job.save_config_file": (ANY, "the resolved config is always written into the run folder"),
-    "job.custom_config_module": ("", "the schema is fixed; job.custom_import loads your module"),
     "job.use_for_integration_test": (ANY, "it belongs to torchtitan's own tests"),
     "metrics.save_for_all_ranks": (False, "metrics are those of the whole run"),
     "metrics.rank_0_only": (True, "metrics are those of the whole run"),
@@ -72,7 +70,6 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "optimizer.fused": (True, FUSED),
     "optimizer.foreach": (False, FUSED),
     "compile.components": (["model", "loss"], "each block is compiled"),
-    "optimizer.early_step_in_backward": (False, "the optimizer steps after the backward pass"),
     "training.gc_debug": (False, "garbage is collected every training.gc_freq steps"),
     "training.data_parallel_type": (ANY, "parallelism.sharding_stage says how data is spread"),
     "training.checkpoint_interval_type": ("steps", "checkpoint.interval counts steps"),
@@ -108,21 +105,10 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "parallelism.expert_tensor_parallel_degree": (1, EXPERTS),
     "parallelism.expert_parallel_comm_backend": ("standard", EXPERTS),
     "checkpoint.enable_ft_dataloader_checkpoints": (True, FAULTS),
-    "checkpoint.initial_load_model_only": (
-        True,
-        "initial_load_path gives weights only; checkpoint.resume continues a whole run",
-    ),
-    "checkpoint.initial_load_model_weights_only": (
-        True,
-        "initial_load_path gives weights only; checkpoint.resume continues a whole run",
-    ),
-    "checkpoint.initial_load_in_hf_quantized": (False, "quantized weights cannot be read yet"),
     "checkpoint.last_save_model_only": (ANY, FULL_SAVE),
     "checkpoint.last_save_model_weights_only": (ANY, FULL_SAVE),
     "checkpoint.model_weights_only": (ANY, FULL_SAVE),
-    "checkpoint.load_step": (-1, "checkpoint.resume takes the path of the checkpoint"),
     "checkpoint.enable_first_step_checkpoint": (False, "checkpoint.interval says when to save"),
-    "checkpoint.create_seed_checkpoint": (False, "weights depend on debug.seed, not on the layout"),
     "checkpoint.load_only": (False, "set checkpoint.resume for loading; saving goes on"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (ANY, EXPERTS),
     "activation_checkpoint.early_stop": (False, "PyTorch's default is taken"),
@@ -133,8 +119,6 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "comm.trace_buf_size": (20000, FLIGHT),
     "comm.save_traces_folder": ("comm_traces", FLIGHT),
     "comm.save_traces_file_prefix": ("rank_", FLIGHT),
-    "comm.mode": ("default", "DRY_RUN=1 or `overland check` tries a layout without devices"),
-    "experimental.custom_args_module": ("", "the schema is fixed; job.custom_import loads yours"),
     "experimental.enable_compiled_autograd": (False, "the backward pass is compiled by blocks"),
     "experimental.pipeline_parallel_split_points": ([], STAGES),
     "experimental.pipeline_parallel_schedule_csv": ("", STAGES),
@@ -146,43 +130,92 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "debug.moe_force_load_balance": (False, EXPERTS),
 }
 
+# Of products in 8 bits, under both names of the section.
+for _section in ("quantize.linear.float8", "float8"):
+    IGNORED |= {
+        f"{_section}.enable_fsdp_float8_all_gather": (False, GATHERED),
+        f"{_section}.precompute_float8_dynamic_scale_for_fsdp": (False, GATHERED),
+        f"{_section}.force_recompute_fp8_weight_in_bwd": (False, GATHERED),
+        f"{_section}.emulate": (False, "on a CPU, and only there, products are emulated"),
+        f"{_section}.moe_fqns_prototype": ([], EXPERTS),
+    }
+
 WEIGHTS_ONLY = (
     "initial_load_path gives weights only; to continue the whole run, set checkpoint.resume to the "
     "checkpoint's path"
 )
-# Of these, the ones that would train something else here if they were ignored: at any other value
-# than the default they are refused.
-REFUSED: dict[str, str] = {
-    "checkpoint.initial_load_model_only": WEIGHTS_ONLY,
-    "checkpoint.initial_load_model_weights_only": WEIGHTS_ONLY,
-    "checkpoint.initial_load_in_hf_quantized": "quantized weights cannot be read",
-    "checkpoint.load_step": "set checkpoint.resume to the path of that step's checkpoint",
+FIXED_SCHEMA = (
+    "a module cannot add keys or change defaults here; remove this key, and let job.custom_import "
+    "import a module that registers your model, data or callbacks"
+)
+# Key that would train something else here if it were ignored -> (values that would not, the default
+# first; what to do at any other value).
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "job.custom_config_module": ([""], FIXED_SCHEMA),
+    "experimental.custom_args_module": ([""], FIXED_SCHEMA),
+    "optimizer.early_step_in_backward": (
+        [False],
+        "the optimizer steps after the backward pass, when gradients have been clipped; remove "
+        "this key, and set training.max_norm = 0 to train without clipping, as it does",
+    ),
+    "checkpoint.initial_load_model_only": ([True], WEIGHTS_ONLY),
+    "checkpoint.initial_load_model_weights_only": ([True], WEIGHTS_ONLY),
+    "checkpoint.initial_load_in_hf_quantized": ([False], "quantized weights cannot be read"),
+    "checkpoint.load_step": ([-1], "set checkpoint.resume to the path of that step's checkpoint"),
+    "checkpoint.create_seed_checkpoint": (
+        [False],
+        "no seed checkpoint is needed, and this would train; remove this key: first weights depend "
+        "on debug.seed, not on the layout",
+    ),
+    "comm.mode": (
+        ["default"],
+        "this would train; remove this key, and try the layout without devices by DRY_RUN=1 or "
+        "`overland check`",
+    ),
+    "fault_tolerance.enable": (
+        [False],
+        "replica groups of TorchFT are not built, so each would train by itself; remove this key "
+        "and start one run on all devices",
+    ),
     "fault_tolerance.semi_sync_method": (
+        [None],
         "replicas that train by themselves between synchronisations are not built; every step is "
-        "synchronous"
+        "synchronous",
     ),
 }
-IGNORED["fault_tolerance.semi_sync_method"] = (None, FAULTS)
 
-# Of products in 8 bits, under both names of the section.
+# Products that stay wide here as well: of the head, and of parts that no dense model has.
+WIDE = [[], ["output"], ["router.gate"], ["output", "router.gate"], ["router.gate", "output"]]
 for _section in ("quantize.linear.float8", "float8"):
-    IGNORED |= {
-        f"{_section}.recipe_name": ("tensorwise", ONE_SCALE),
-        f"{_section}.enable_fsdp_float8_all_gather": (False, GATHERED),
-        f"{_section}.precompute_float8_dynamic_scale_for_fsdp": (False, GATHERED),
-        f"{_section}.force_recompute_fp8_weight_in_bwd": (False, GATHERED),
-        f"{_section}.filter_fqns": (ANY, "all products of the blocks are narrowed, no other"),
-        f"{_section}.emulate": (False, "on a CPU, and only there, products are emulated"),
+    REFUSED |= {
+        f"{_section}.recipe_name": (
+            [None, "tensorwise", ""],
+            "products in 8 bits have one scale per tensor; remove this key, and training.float8 = "
+            '"tensorwise" takes them so',
+        ),
+        f"{_section}.filter_fqns": (
+            WIDE,
+            "products in 8 bits are all those of the blocks, and not the head; remove this key, "
+            "and training.float8 takes them so",
+        ),
     }
-for _section in ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"):
-    IGNORED |= {f"{_section}.fqns": ([], EXPERTS), f"{_section}.recipe_name": (None, EXPERTS)}
+    for _role in ("input", "weight", "grad_output"):
+        REFUSED[f"{_section}.scaling_type_{_role}"] = (
+            ["dynamic"],
+            "scales of products in 8 bits are dynamic; remove this key",
+        )
 
-# Sections of which no (other) key means anything here.
+# Sections and tables of which no (other) key means anything here: they are read only with a
+# converter or a switch that is refused, or by models that are not here.
 IGNORED_SECTIONS: dict[str, str] = {
-    "quantize": MX,
-    "float8": ONE_SCALE,
+    "quantize.linear.mx": MX,
+    "quantize.grouped_mm": EXPERTS,
     "mx": MX,
-    "experimental": "nothing here corresponds to it",
     "fault_tolerance": FAULTS,
     "memory_estimation": ESTIMATE,
 }
+
+# Sections of torchtitan whose other keys are not known here, so that ignoring them may train
+# something else.
+REFUSED_SECTIONS = frozenset({"quantize", "float8", "experimental"})
+UNKNOWN = "torchtitan's key is not known here, and may change what is trained; remove it"
