@@ -89,6 +89,7 @@ def _update(  # type: ignore[no-untyped-def]
         if HALVES:
             upper = tl.load(parameter_ptr + place, mask=inside, other=0).to(tl.int32)
             rest = tl.load(rest_ptr + place, mask=inside, other=0).to(tl.int32)
+            rest = tl.where(((upper & 0x7FFF) == 0) & (rest < 0), 0, rest)  # see split.py's join
             wide = ((upper << 16) + rest).to(tl.float32, bitcast=True)
         else:
             wide = tl.load(parameter_ptr + place, mask=inside, other=0.0)

@@ -24,6 +24,12 @@ def split(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(narrow: Tensor, rest: Tensor) -> Tensor:
-    """The float32 tensor that `split` took apart."""
+    """The float32 tensor that `split` took apart.
+
+    If something else was written into the bfloat16 half since, the remainder that was left behind
+    moves it by half a unit at most. Only zero has nothing below it: a negative remainder, which
+    `split` never gives to a zero, would borrow from the sign and make it NaN, so it is dropped.
+    """
+    rest = rest.where((narrow != 0) | (rest > 0), 0)
     bits = (narrow.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
     return bits.view(torch.float32)

@@ -97,6 +97,18 @@ def test_what_is_not_a_number_stays_none(moments: torch.dtype, in_halves: bool) 
         assert tensor.isnan().all()
 
 
+def test_a_weight_that_was_zeroed_in_place_is_updated_from_zero() -> None:
+    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    numbers = torch.tensor(1.0), rates, torch.tensor(1.0), torch.tensor(0.0)
+    kernel, twin = (state_of((61, 67), torch.float32, in_halves=True) for _ in range(2))
+    for one in (kernel, twin):
+        one.parameter.mul_(0)  # zeros of both signs, with remainders of both
+    update_triton([kernel], *numbers)
+    update_plain([twin], *numbers)
+    assert torch.allclose(master(kernel), -1e-3 * kernel.gradient.double().sign(), rtol=1e-3)
+    torch.testing.assert_close(master(kernel), master(twin), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sum_of_squares(dtype: torch.dtype) -> None:
     sizes = (PIECE + 5, PIECE, 3, 0)

@@ -38,3 +38,14 @@ def test_the_upper_half_is_the_nearest_bfloat16() -> None:
     ours = (split(wide)[0].double() - wide).abs()
     theirs = (wide.bfloat16().double() - wide).abs()
     assert torch.equal(ours, theirs)
+
+
+def test_what_is_written_into_the_upper_half_is_what_halves_put_together_are() -> None:
+    """A hook or callback may zero, fill or copy into a weight; the remainders know nothing of it."""
+    rest = torch.arange(-(2**15), 2**15).to(torch.int16)
+    smallest, largest = 2.0**-133, torch.finfo(torch.bfloat16).max
+    for number in (0.0, 1.0, 0.1, 1e-30, smallest, largest):
+        for written in (number, -number):
+            narrow = torch.full(rest.shape, written, dtype=torch.bfloat16)
+            off = (join(narrow, rest).double() - narrow.double()).abs()
+            assert (off <= max(abs(written) * 2**-8, smallest / 2)).all(), written
