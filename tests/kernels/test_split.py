@@ -41,7 +41,7 @@ def test_the_upper_half_is_the_nearest_bfloat16() -> None:
 
 
 def test_what_is_written_into_the_upper_half_is_what_halves_put_together_are() -> None:
-    """A hook or callback may zero, fill or copy into a weight; the remainders know nothing of it."""
+    """A callback may zero, fill or copy into a weight; the remainders know nothing of it."""
     rest = torch.arange(-(2**15), 2**15).to(torch.int16)
     smallest, largest = 2.0**-133, torch.finfo(torch.bfloat16).max
     for number in (0.0, 1.0, 0.1, 1e-30, smallest, largest):
