@@ -40,9 +40,9 @@ class Arrow(FileSource):
         for file in self.files:
             with _open(root / file) as (reader, is_file):
                 schema = reader.schema
+                columns = columns_of(schema)
                 self._rows[file] = _rows_per_batch(reader) if is_file else None
             if self.column is None:
-                columns = columns_of(schema)
                 self.columns = {name: one.type for name, one in columns.items()}
                 examples = partial(_examples, root / file, columns)
                 self.column = choose_column(root / file, column, columns, examples)
@@ -69,7 +69,7 @@ class Arrow(FileSource):
         path, rows = self.root / file, self._rows[file]
         first = sum((rows or [])[: group or 0])
         with _open(path) as (reader, is_file):
-            for batch in [reader.get_batch(group)] if is_file else _batches(reader, path):
+            for batch in [_batch(reader, group)] if is_file else _batches(reader, path):
                 array = batch.column(batch.schema.get_field_index(self._path[0]))
                 yield from documents(array, self._path, self.kind, path, first, self.bad)
                 first += batch.num_rows
@@ -90,12 +90,21 @@ def _examples(path: Path, columns: Mapping[str, Column]) -> dict[str, Any]:
     with _open(path) as (reader, is_file):
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         batch = next(iter(batches), None)
-        return {} if batch is None else examples_of(batch.slice(0, EXAMPLE_ROWS), columns)
+        if batch is None:
+            return {}
+        batch.validate(full=True)
+        return examples_of(batch.slice(0, EXAMPLE_ROWS), columns)
 
 
 def _rows_per_batch(reader: Any) -> list[int]:
     """Of a mapped file this touches the heads of the batches alone."""
-    return [reader.get_batch(group).num_rows for group in range(reader.num_record_batches)]
+    return [_batch(reader, group).num_rows for group in range(reader.num_record_batches)]
+
+
+def _batch(reader: Any, group: int | None) -> Any:
+    batch = reader.get_batch(group)
+    batch.validate()  # as many values as rows, within the bytes that there are
+    return batch
 
 
 def _batches(reader: Any, path: Path) -> Iterator[Any]:

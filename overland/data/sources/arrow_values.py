@@ -55,18 +55,16 @@ def examples_of(table: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
 def documents(
     array: Any, place: Place, kind: Kind, path: Path, first: int, bad: Bad
 ) -> Iterator[Document]:
-    """Of one column, or of what lies at `place` in it; `first` is its first row in the file."""
-    pa = need("pyarrow", str(path))
+    """Of one column, or of what lies at `place` in it; `first` is its first row in the file.
+
+    Arrow takes lengths and offsets of a file for granted, and reads wherever they point; so they
+    are looked at before they are used.
+    """
+    array.validate()
     rows = np.arange(first, first + len(array))
     for step in place[1:]:
         array, rows = _into(array, step, rows, path, bad)
-    if kind == "text":
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        # As bytes, so that one document that is no UTF-8 can be told from its neighbours.
-        values = array.cast(pa.large_binary()).to_pylist()
-    else:
-        values = [row.values if row.is_valid else None for row in array]
+    values = _bytes_in(array, path) if kind == "text" else _lists_in(array)
     for row, value in zip(rows.tolist(), values, strict=True):
         where = f"{path}: row {row}"
         if value is None:
@@ -80,6 +78,38 @@ def documents(
             yield document
 
 
+def _bytes_in(array: Any, path: Path) -> Iterator[bytes | None]:
+    """Each text as bytes, so that one that is no UTF-8 can be told from its neighbours. What a
+    dictionary holds is given out row by row: a short file can repeat a long text many times."""
+    pa = need("pyarrow", str(path))
+    if not pa.types.is_dictionary(array.type):
+        array = array.view(_bare(array.type))
+        array.validate(full=True)
+        return (value.as_py() for value in array)
+    words = array.dictionary.view(_bare(array.dictionary.type))
+    words.validate(full=True)
+    limits = need("pyarrow.compute", str(path)).min_max(array.indices).as_py()
+    if limits["min"] is not None and not 0 <= limits["min"] <= limits["max"] < len(words):
+        raise DataError(f"{path} is damaged: an index of its dictionary of {len(words):,} is wrong")
+    return (None if i is None else words[i].as_py() for i in array.indices.to_pylist())
+
+
+def _lists_in(array: Any) -> Iterator[Any]:
+    array.validate(full=True)
+    return (row.values if row.is_valid else None for row in array)
+
+
+def _bare(type: Any) -> Any:
+    """The type of the same bytes that need not be UTF-8."""
+    pa = need("pyarrow", "arrow")
+    bare = {
+        pa.string(): pa.binary(),
+        pa.large_string(): pa.large_binary(),
+        pa.string_view(): pa.binary_view(),
+    }
+    return bare.get(type, type)
+
+
 def _into(
     array: Any, step: Step, rows: npt.NDArray[np.int64], path: Path, bad: Bad
 ) -> tuple[Any, npt.NDArray[np.int64]]:
@@ -87,6 +117,10 @@ def _into(
     compute = need("pyarrow.compute", str(path))
     if step is not None:
         return compute.struct_field(array, [step]), rows
+    if not need("pyarrow", str(path)).types.is_fixed_size_list(array.type):
+        offsets = array.offsets.to_numpy(zero_copy_only=False)
+        if (offsets[1:] < offsets[:-1]).any():
+            raise DataError(f"{path} is damaged: a list in it ends before it begins")
     if array.null_count:
         for row in rows[array.is_null().to_numpy(zero_copy_only=False)].tolist():
             bad(f"{path}: row {row}: the list of documents is null")
@@ -101,8 +135,8 @@ def reading_arrow(path: Path) -> Iterator[None]:
     pa = need("pyarrow", str(path))
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())
+    except (OSError, UnicodeDecodeError, MemoryError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split()) or "there is no memory for what it claims to hold"
         raise DataError(f"{path} cannot be read, is cut short or damaged: {reason}") from None
 
 

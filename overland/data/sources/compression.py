@@ -18,8 +18,14 @@ from overland.data.sources.needs import need
 SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20
 COMPRESSION = 3  # by how much text shrinks under gzip and zstd
-# Given to zstd at once: four bytes of it can stand for 128 KiB, and what comes out is held.
-ZSTD_BYTES = 1 << 12
+# Given to zstd and xz at once: four bytes can stand for 128 KiB, and what comes out is held.
+FOLDED_BYTES = 1 << 12
+# What an xz file may ask for; `xz -9` asks for 65 MiB, and zstd's own limit is 128 MiB.
+XZ_MEMORY = 256 << 20
+# What a compressed file that is held in memory whole may unfold to: this, or more if it is within
+# so many times its own size. Zeros shrink to a thousandth under gzip, text hardly to a tenth.
+MOST_UNFOLDED = 256 << 20
+MOST_TIMES = 100
 
 
 def is_compressed(file: str) -> bool:
@@ -41,12 +47,34 @@ def open_bytes(path: Path) -> IO[bytes]:
         case ".gz":
             return io.BufferedReader(gzip.GzipFile(path, "rb"), READ_BYTES)
         case ".xz":
-            return io.BufferedReader(lzma.LZMAFile(path), READ_BYTES)
+            return io.BufferedReader(_XzFile(path), READ_BYTES)
         case ".bz2":
             return io.BufferedReader(bz2.BZ2File(path), READ_BYTES)
         case ".zst" | ".zstd":
             return io.BufferedReader(_ZstdFile(path), READ_BYTES)
     return path.open("rb")
+
+
+def read_whole(path: Path) -> bytes:
+    """All of a file, unless it is a small one that unfolds to more than memory should hold."""
+    with open_bytes(path) as file:
+        if not is_compressed(path.name):
+            return file.read()
+        most = most_unfolded(path.stat().st_size)
+        data = bytearray()
+        while piece := file.read(READ_BYTES):
+            data += piece
+            if len(data) > most:
+                raise DataError(
+                    f"{path} unfolds to more than {most:,} bytes, over {MOST_TIMES} times its own "
+                    "size; if that is meant, decompress it first"
+                )
+    return bytes(data)
+
+
+def most_unfolded(size: int) -> int:
+    """What a file of so many bytes may unfold to in memory."""
+    return max(MOST_UNFOLDED, MOST_TIMES * size)
 
 
 def decompress(data: bytes, method: str, path: Path, most: int) -> bytes:
@@ -74,12 +102,14 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {reason}") from None
 
 
-class _ZstdFile(io.RawIOBase):
-    """Decompresses frame after frame. The library's own reader takes the end of a file that was
-    cut short for the end of the data."""
+class _Frames(io.RawIOBase):
+    """Decompresses frame after frame. The libraries' own readers take the end of a zstd file that
+    was cut short for the end of the data, and have no limit to the memory that an xz file takes."""
+
+    padding = b""
+    """What may stand between frames, and after the last."""
 
     def __init__(self, path: Path, file: IO[bytes] | None = None) -> None:
-        self._zstd: Any = need("zstandard", f"{path}: zstd")
         self._file = file if file is not None else path.open("rb")
         self._frame: Any = None
         self._rest = b""  # compressed
@@ -90,17 +120,20 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = self._rest or self._file.read(ZSTD_BYTES)
+            data = self._rest or self._file.read(FOLDED_BYTES)
             self._rest = b""
             if not data:
                 if self._frame is not None:
-                    raise EOFError("it is cut short in the middle of a zstd frame")
+                    raise EOFError("it is cut short in the middle of a compressed frame")
                 return 0
             if self._frame is None:
-                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+                data = data.lstrip(self.padding) if self.padding else data
+                if not data:
+                    continue
+                self._frame = self.begin()
             try:
                 self._ready = memoryview(self._frame.decompress(data))
-            except self._zstd.ZstdError as error:
+            except self.error as error:
                 raise EOFError(str(error)) from None
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None
@@ -112,3 +145,27 @@ class _ZstdFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+    error: type[Exception]
+
+    def begin(self) -> Any:
+        """A decompressor for the next frame."""
+        raise NotImplementedError
+
+
+class _ZstdFile(_Frames):
+    def __init__(self, path: Path, file: IO[bytes] | None = None) -> None:
+        self._zstd: Any = need("zstandard", f"{path}: zstd")
+        self.error = self._zstd.ZstdError
+        super().__init__(path, file)
+
+    def begin(self) -> Any:
+        return self._zstd.ZstdDecompressor().decompressobj()
+
+
+class _XzFile(_Frames):
+    padding = b"\0"
+    error = lzma.LZMAError
+
+    def begin(self) -> Any:
+        return lzma.LZMADecompressor(memlimit=XZ_MEMORY)

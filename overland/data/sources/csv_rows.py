@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from overland.data.errors import DataError
 from overland.data.sources.columns import Column, choose_column, did_you_mean
 from overland.data.sources.compression import bare_suffix, open_bytes, reading
+from overland.data.sources.lines import LONGEST_LINE
 from overland.data.sources.source import Bad, FileSource
 
 CSV_SUFFIXES = {".csv", ".tsv"}
-FIELD_CHARACTERS = 1 << 30  # the longest document; the library's own limit is 131,072
 BOM = "\ufeff"
 
 
@@ -77,17 +78,27 @@ def _first(path: Path) -> Iterator[tuple[str, str]]:
 
 def _rows(path: Path, bad: Bad) -> Iterator[tuple[int, list[str]]]:
     """Each row that is not blank, and the line that it ends on."""
-    csv.field_size_limit(FIELD_CHARACTERS)
+    csv.field_size_limit(LONGEST_LINE)  # the library's own is 131,072
+    begins = num_bytes = 0
+
+    def lines(file: IO[bytes]) -> Iterator[str]:
+        nonlocal num_bytes
+        while line := file.readline(LONGEST_LINE + 1):
+            num_bytes += len(line)
+            if num_bytes > LONGEST_LINE:  # which a quote that is never closed may make it
+                raise DataError(
+                    f"{path}:{begins}: a row of more than {LONGEST_LINE:,} bytes; a quote may be "
+                    "opened and never closed, or split the document"
+                )
+            # Bytes that are no UTF-8 spoil the value they are in, not the file.
+            text = line.decode("utf-8", "surrogateescape")
+            yield text if reader.line_num else text.removeprefix(BOM)
+
     with reading(path), open_bytes(path) as file:
-        # Bytes that are no UTF-8 spoil the value they are in, not the file.
-        lines = (line.decode("utf-8", "surrogateescape") for line in file)
-        lines = (
-            line.removeprefix(BOM) if number == 0 else line for number, line in enumerate(lines)
-        )
         is_tabbed = bare_suffix(path) == ".tsv"
-        reader = csv.reader(lines, delimiter="\t" if is_tabbed else ",", strict=True)
+        reader = csv.reader(lines(file), delimiter="\t" if is_tabbed else ",", strict=True)
         while True:
-            begins = reader.line_num + 1
+            begins, num_bytes = reader.line_num + 1, 0
             try:
                 row = next(reader)
             except StopIteration:

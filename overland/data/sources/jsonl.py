@@ -12,6 +12,7 @@ import numpy as np
 from overland.data.sources.columns import Place, choose_column, did_you_mean, name_of
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.lines import (
+    LONGEST_LINE,
     Part,
     line_chunks,
     lines_before,
@@ -73,10 +74,13 @@ class JsonLines(FileSource):
 
 def read_lines(path: Path, part: Part, column: Place, kind: Kind, bad: Bad) -> Iterator[Document]:
     for line, start, place in read_part(path, part):
-        if not line.strip():
+        is_too_long = len(line) > LONGEST_LINE
+        if not is_too_long and not line.strip():
             continue
         where = lambda start=start, place=place: f"{path}:{lines_before(path, start) + place}"
         try:
+            if is_too_long:
+                raise _Unusable(f"a line of more than {LONGEST_LINE:,} bytes; split the document")
             record, text = _parse(line)
         except _Unusable as error:
             bad(f"{where()}: {error}")
@@ -138,7 +142,8 @@ def sample_lines(root: Path, files: Sequence[str]) -> Sample:
         num_bytes = 0
         for number, (line, _, _) in enumerate(read_part(root / file, Part()), start=1):
             with contextlib.suppress(ValueError, RecursionError):
-                sample.add(json.loads(line))
+                if len(line) <= LONGEST_LINE:
+                    sample.add(json.loads(line))
             num_bytes += len(line)
             sample.num_lines += 1
             sample.num_bytes += len(line)

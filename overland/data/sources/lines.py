@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 from overland.data.sources.compression import (
     READ_BYTES,
     SUFFIXES,
+    XZ_MEMORY,
     is_compressed,
     open_bytes,
     reading,
@@ -31,11 +32,12 @@ from overland.data.sources.compression import (
 from overland.data.sources.needs import need
 
 PART_BYTES = 4 << 20  # a second for one core; some form a shard
+LONGEST_LINE = 256 << 20  # four times as much is in memory while it is parsed
 MAX_PARTS = 32  # of a compressed file, which is unfolded up to each of them
 FEW_FILES = 64  # as many need no look at how much each unfolds to
 USUAL_EXPANSION = 3
 HEAD_BYTES = 1 << 20
-MOST_UNFOLDED = 64 << 20
+SAMPLE_BYTES = 64 << 20
 SEGMENT_BYTES = 64 << 20  # a part under the rules of earlier versions, by its number
 BOM = b"\xef\xbb\xbf"
 RANGE = re.compile(r"(.*)#(\d+)-(\d*)", re.DOTALL)
@@ -85,17 +87,20 @@ def num_bytes(chunk: str, files: frozenset[str]) -> int | None:
 
 
 def read_part(path: Path, part: Part) -> Iterator[tuple[bytes, int, int]]:
-    """Each line, where the reading began, and the how-manieth line since then it is."""
+    """Each line, where the reading began, and the how-manieth line since then it is. Of a line
+    longer than `LONGEST_LINE` there is one byte more than that, and no end."""
     with reading(path):
         file, start = _open_at(path, part)
         offset, place = start, 0
         try:
             while part.stop is None or offset < part.stop:
-                line = file.readline()
+                line = file.readline(LONGEST_LINE + 1)
                 if not line:
                     break
                 offset, place = offset + len(line), place + 1
                 yield line.removeprefix(BOM) if place == 1 and not start else line, start, place
+                if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+                    offset += _skip_line(file)
             if part.stop is not None and is_compressed(path.name):
                 file = _keep(path, file, offset, part.stop)
         finally:
@@ -150,7 +155,17 @@ def _open_at(path: Path, part: Part) -> tuple[IO[bytes], int]:
             offset += len(data)
     else:
         offset = file.seek(part.start - 1)
-    return file, offset + len(file.readline())
+    return file, offset + _skip_line(file)
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    """Goes to where the next line begins; how many bytes that took."""
+    skipped = 0
+    while line := file.readline(READ_BYTES):
+        skipped += len(line)
+        if line.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _keep(path: Path, file: IO[bytes], offset: int, stop: int) -> IO[bytes]:
@@ -191,19 +206,19 @@ def _unfold(path: Path, head: bytes) -> tuple[int, int]:
     """How many bytes the beginning of a file unfolds to, and how many of it were not needed."""
     makers: dict[str, Any] = {
         ".gz": lambda: zlib.decompressobj(wbits=31),
-        ".xz": lzma.LZMADecompressor,
+        ".xz": lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY),
         ".bz2": bz2.BZ2Decompressor,
     }
     assert path.suffix.lower() in SUFFIXES
     make = makers.get(path.suffix.lower())
     if make is not None:
         decompressor = make()
-        text = decompressor.decompress(head, MOST_UNFOLDED)
+        text = decompressor.decompress(head, SAMPLE_BYTES)
         rest = decompressor.unused_data or getattr(decompressor, "unconsumed_tail", b"")
         return len(text), len(rest)
     zstd: Any = need("zstandard", f"{path}: zstd")
     try:
         reader = zstd.ZstdDecompressor().stream_reader(io.BytesIO(head), read_across_frames=True)
-        return len(reader.read(MOST_UNFOLDED)), 0
+        return len(reader.read(SAMPLE_BYTES)), 0
     except zstd.ZstdError:
         return 0, 0

@@ -9,10 +9,11 @@ from typing import Any
 
 from overland.config.foreign import read_json
 from overland.data.errors import DataError
-from overland.data.sources.compression import decompress, reading
+from overland.data.sources.compression import decompress, most_unfolded, reading
 from overland.data.sources.source import inside
 
 INDEX = "index.json"
+LARGEST_SHARD = 2**32 - 1  # what a shard's own table of 32-bit offsets can reach
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ def read_shard(root: Path, shard: Shard) -> bytes:
     part = shard.stored(root)
     path = root / part.name
     with reading(path):
+        _check_size(path.stat().st_size, part, path)
+        if shard.raw.num_bytes > (most := most_unfolded(part.num_bytes)):
+            raise DataError(
+                f"{path} would unfold to {shard.raw.num_bytes:,} bytes; of a file of its size "
+                f"{most:,} are read at most"
+            )
         data = path.read_bytes()
         _check(data, part, path)
         if part is not shard.raw:
@@ -87,6 +94,9 @@ def _shard(entry: dict[str, Any], index: Path) -> Shard:
     if len(set(entry["column_names"])) != len(entry["column_sizes"]):
         raise ValueError("its lists of columns differ in length, or a column comes twice")
     zipped = entry["zip_data"]
+    counts = [entry["samples"], *(size for size in entry["column_sizes"] if size is not None)]
+    if any(not 0 <= int(count) <= LARGEST_SHARD for count in counts):
+        raise ValueError(f"a number of samples or bytes that no shard has: {counts}")
     return Shard(
         _part(entry["raw_data"], index),
         None if zipped is None else _part(zipped, index),
@@ -99,16 +109,14 @@ def _shard(entry: dict[str, Any], index: Path) -> Shard:
 
 def _part(entry: dict[str, Any], index: Path) -> Part:
     inside(index.parent, entry["basename"], index)
+    if not 0 <= int(entry["bytes"]) <= LARGEST_SHARD:
+        raise ValueError(f"{entry['basename']} of {entry['bytes']} bytes, which no shard has")
     return Part(entry["basename"], int(entry["bytes"]), dict(entry["hashes"]))
 
 
 def _check(data: bytes, part: Part, path: Path) -> None:
     """Size and hashes, as far as Python has the algorithm (xxhash it has not)."""
-    if len(data) != part.num_bytes:
-        what = "is cut short" if len(data) < part.num_bytes else "is too long"
-        raise DataError(
-            f"{path} {what}: {len(data):,} bytes where the index says {part.num_bytes:,}"
-        )
+    _check_size(len(data), part, path)
     for name, expected in part.hashes.items():
         if name in hashlib.algorithms_available and not name.startswith("shake"):  # of no length
             found = hashlib.new(name, data, usedforsecurity=False).hexdigest()
@@ -116,3 +124,9 @@ def _check(data: bytes, part: Part, path: Path) -> None:
                 raise DataError(
                     f"{path} is damaged: its {name} is {found}, the index says {expected}"
                 )
+
+
+def _check_size(size: int, part: Part, path: Path) -> None:
+    if size != part.num_bytes:
+        what = "is cut short" if size < part.num_bytes else "is too long"
+        raise DataError(f"{path} {what}: {size:,} bytes where the index says {part.num_bytes:,}")

@@ -118,7 +118,8 @@ def read_index(path: Path) -> Index:
     borders = index.documents
     if not num_borders or borders[0] != 0 or borders[-1] != num_sequences:
         raise DataError(f"{path} is damaged: its documents do not cover its sequences")
-    if (np.diff(borders) < 0).any() or (index.lengths < 0).any() or (index.pointers < 0).any():
+    is_back = (borders[1:] < borders[:-1]).any()  # a difference would wrap around
+    if is_back or (index.lengths < 0).any() or (index.pointers < 0).any():
         raise DataError(f"{path} is damaged: it has negative lengths or places")
     reach = index.pointers + index.lengths.astype(np.int64) * np.dtype(index.dtype).itemsize
     if num_sequences and max(reach.max(), index.pointers.max()) > num_bytes:
@@ -126,6 +127,14 @@ def read_index(path: Path) -> Index:
         raise DataError(
             f"{tokens} is cut short: sequence {worst:,} ends at byte {int(reach[worst]):,} and the "
             f"file has {num_bytes:,}"
+        )
+    # A document may name the same sequence again and again, and be larger than any memory.
+    begins = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[borders]
+    longest = int(np.diff(begins).max(initial=0)) * np.dtype(index.dtype).itemsize
+    if longest > num_bytes:
+        raise DataError(
+            f"{path} is damaged: it has a document of {longest:,} bytes, and {tokens.name} has "
+            f"{num_bytes:,}"
         )
     return index
 

@@ -26,6 +26,7 @@ from overland.data.sources.source import (
 # of them a document: long enough for any block, short enough for memory.
 PIECE_TOKENS = 1 << 20
 ROWS_PER_CHUNK = 4096
+LONGEST_HEADER = 10_000  # NumPy's own limit, which it looks at once the header is in memory
 DTYPE_IN_NAME = re.compile(rf"(?:^|[-_.])({'|'.join(TOKEN_DTYPES)})(?=[-_.])")
 
 
@@ -78,15 +79,25 @@ class NumpyTokens(FileSource):
 def _open_npy(path: Path) -> Any:
     if not path.stat().st_size:
         raise DataError(f"{path} is empty")
+    with path.open("rb") as file:
+        head = file.read(12)  # 6 bytes of magic, the version in 2, the header's length in 2 or 4
+    if int.from_bytes(head[8:10] if head[6:7] == b"\1" else head[8:12], "little") > LONGEST_HEADER:
+        raise DataError(f"{path} is no array: its header has more than {LONGEST_HEADER:,} bytes")
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:  # no such format, a pickle, or cut short
-        raise DataError(f"{path} is no array or is cut short: {error}") from None
+        with np.errstate(over="raise"):  # of a shape that no number holds
+            array = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # the header is Python, so it may end in any error that Python has
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path} is no array or is cut short: {reason}") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
             f"{path}: expected one or two dimensions of integers, got {array.dtype} of shape "
             f"{array.shape}"
         )
+    if len(array) and not array.size:  # any number of such rows takes no byte
+        raise DataError(f"{path} is empty: it has {len(array):,} rows of no tokens")
     return array
 
 

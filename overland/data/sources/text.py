@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from overland.data.errors import DataError
-from overland.data.sources.compression import bare_suffix, open_bytes, reading
+from overland.data.sources.compression import bare_suffix, read_whole, reading
 from overland.data.sources.csv_rows import read_rows
 from overland.data.sources.jsonl import JSON_SUFFIXES, read_lines
 from overland.data.sources.lines import line_chunks, num_bytes, split_lines
@@ -18,8 +18,8 @@ TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex"}
 
 
 def read_text(path: Path, bad: Bad) -> Iterator[str]:
-    with reading(path), open_bytes(path) as file:
-        text = decode(file.read(), str(path), bad)
+    with reading(path):
+        text = decode(read_whole(path), str(path), bad)
         if text is not None:
             yield text
 

@@ -19,10 +19,11 @@ from overland.data.sources.megatron import read_index as read_megatron
 from overland.data.tokenizer_files import Beside
 from tests.limited import limited
 
+RAW = {"basename": "a.mds", "bytes": 10, "hashes": {}}
 SHARD: dict[str, Any] = {
     "format": "mds", "version": 2, "column_names": ["text"], "column_encodings": ["str"],
     "column_sizes": [None], "compression": "gz", "samples": 1, "size_limit": 1,
-    "raw_data": {"basename": "a.mds", "bytes": 10, "hashes": {}},
+    "raw_data": RAW,
     "zip_data": {"basename": "a.mds.gz", "bytes": 0, "hashes": {}},
 }  # fmt: skip
 
@@ -36,6 +37,10 @@ SHARD: dict[str, Any] = {
         json.dumps({"shards": [SHARD | {"raw_data": {"basename": "../a", "bytes": 1}}]}),
         json.dumps({"shards": [SHARD | {"raw_data": {"basename": 7, "bytes": 1, "hashes": {}}}]}),
         json.dumps({"shards": [SHARD | {"raw_data": [1, 2]}]}),
+        json.dumps({"shards": [SHARD | {"samples": 2**60}]}),
+        json.dumps({"shards": [SHARD | {"column_sizes": [-4]}]}),
+        json.dumps({"shards": [SHARD | {"raw_data": RAW | {"bytes": 2**62}}]}),
+        json.dumps({"shards": [SHARD | {"raw_data": RAW | {"bytes": -1}}]}),
     ],
 )  # fmt: skip
 def test_an_mds_index_of_another_structure_is_one_sentence(text: str, tmp_path: Path) -> None:
@@ -61,6 +66,27 @@ def test_a_shard_decompresses_to_the_size_it_claims(method: str, tmp_path: Path)
     (shard,) = read_index(tmp_path).values()
     ended = limited(partial(read_shard, tmp_path, shard), megabytes=600)
     assert ended.startswith("DataError: ") and "is too long" in ended, ended  # noqa: PT018
+
+
+def test_a_small_shard_does_not_unfold_to_a_huge_one(tmp_path: Path) -> None:
+    data = gzip.compress(bytes(2**24)) * 128
+    entry = SHARD | {"raw_data": RAW | {"bytes": 2**31}}
+    entry["zip_data"] = {"basename": "a.mds.gz", "bytes": len(data), "hashes": {}}
+    (tmp_path / "a.mds.gz").write_bytes(data)
+    (tmp_path / "index.json").write_text(json.dumps({"shards": [entry]}))
+    (shard,) = read_index(tmp_path).values()
+    ended = limited(partial(read_shard, tmp_path, shard))
+    assert "a.mds.gz would unfold to 2,147,483,648 bytes" in ended, ended
+
+
+def test_a_shard_of_another_size_is_not_read(tmp_path: Path) -> None:
+    entry = SHARD | {"zip_data": None}
+    with (tmp_path / "a.mds").open("wb") as file:
+        file.truncate(2**33)  # takes no space on the disk
+    (tmp_path / "index.json").write_text(json.dumps({"shards": [entry]}))
+    (shard,) = read_index(tmp_path).values()
+    ended = limited(partial(read_shard, tmp_path, shard))
+    assert "a.mds is too long" in ended, ended
 
 
 @pytest.mark.parametrize(
