@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from overland.config.commands import command
 from overland.config.errors import ConfigError, Problem, any_of, nearest_name
 from overland.config.load import Loaded, load_config
 
@@ -20,7 +21,9 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
         ("model.hf_assets_path", model.hf_assets_path),
     ):
         if path is not None and not _exists(path):
-            yield _missing(loaded, key, path, "`overland fetch model NAME` brings one")
+            yield _missing(
+                loaded, key, path, f"`{command('overland', 'fetch', 'model', 'NAME')}` brings one"
+            )
     for name, path in loaded.config.data.datasets.items():
         if not _exists(path):
             way_out = _fetch(name, path)
@@ -31,7 +34,7 @@ def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
     checkpoint = loaded.config.checkpoint
     path = checkpoint.initial_load_path
     if path is not None and not _exists(path):
-        way_out = "`overland fetch model NAME` brings released weights"
+        way_out = f"{_fetch_model()} brings released weights"
         yield _missing(loaded, "checkpoint.initial_load_path", path, way_out)
     if checkpoint.keep_best and not loaded.config.validation.enable:
         key = "checkpoint.keep_best"
@@ -148,9 +151,13 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
     yield Problem(message, where, key, name, kind="missing")
 
 
+def _fetch_model() -> str:
+    return f"`{command('overland', 'fetch', 'model', 'NAME')}`"
+
+
 def _fetch(name: str, path: str) -> str:
-    where = f"allenai/c4 --include 'en/c4-{C4[name]}.*'" if name in C4 else "OWNER/NAME"
-    return f"`overland fetch dataset {where} --to {path}` brings it"
+    which = ("allenai/c4", "--include", f"en/c4-{C4[name]}.*") if name in C4 else ("OWNER/NAME",)
+    return f"`{command('overland', 'fetch', 'dataset', *which, '--to', path)}` brings it"
 
 
 def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:

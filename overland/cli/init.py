@@ -22,7 +22,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite DEST.")] = False,
 ) -> None:
     """List the recipes, or copy one here as a commented TOML."""
-    from overland.cluster.commands import command
+    from overland.config.commands import command
     from overland.config.errors import ConfigError, Problem, nearest_name
     from overland.config.load import recipe_names, recipe_path
 
@@ -48,6 +48,7 @@ def init(
 
 def list_recipes() -> str:
     """One line per recipe: its name, and the first comment in its file."""
+    from overland.config.commands import command
     from overland.config.load import recipe_names, recipe_path
 
     names = recipe_names()
@@ -58,6 +59,5 @@ def list_recipes() -> str:
         assert path is not None
         with path.open(encoding="utf-8") as file:
             lines.append(f"{name:<{width}}  {file.readline().lstrip('# ').strip()}")
-    return "\n".join(
-        [*lines, "", "`overland init NAME` copies one here; `overland train NAME` runs it."]
-    )
+    copy, train = (command("overland", verb, "NAME") for verb in ("init", "train"))
+    return "\n".join([*lines, "", f"`{copy}` copies one here; `{train}` runs it."])

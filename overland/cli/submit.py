@@ -135,6 +135,7 @@ def submit(
 
 def list_sites() -> str:
     from overland.cluster.site import load_site, site_files
+    from overland.config.commands import command
 
     files = site_files()
     width = max(map(len, files))
@@ -142,13 +143,8 @@ def list_sites() -> str:
         f"{name:<{width}}  {load_site(str(path)).facts.description}"
         for name, path in sorted(files.items())
     ]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "`overland submit CONFIG --site NAME --nodes N --dry-run` shows a job's script.",
-        ]
-    )
+    words = ("submit", "CONFIG", "--site", "NAME", "--nodes", "N", "--dry-run")
+    return "\n".join([*lines, "", f"`{command('overland', *words)}` shows a job's script."])
 
 
 def load(
@@ -244,10 +240,12 @@ def image(name: str | None) -> str | None:
 
 def archive(name: str | None) -> str | None:
     from overland.cluster.errors import ClusterError
+    from overland.config.commands import command
 
     if name is None:
         return None
     path = Path(name).expanduser().absolute()
     if not path.is_file():
-        raise ClusterError(f"--packed-env {name}: no such file; `overland env SITE` tells how")
+        setup = command("overland", "env", "SITE")
+        raise ClusterError(f"--packed-env {name}: no such file; `{setup}` tells how")
     return str(path)

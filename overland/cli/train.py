@@ -198,7 +198,7 @@ def sample_text(run: Run) -> str:
 
 
 def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
-    from overland.cluster.commands import command
+    from overland.config.commands import command
 
     folder, steps = run.folder, run.config.training.steps
     if not finished:

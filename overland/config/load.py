@@ -22,6 +22,7 @@ from overland.config.arguments import (
     ngpu,
     parse_arguments,
 )
+from overland.config.commands import command
 from overland.config.dialects import translate
 from overland.config.errors import ConfigError, Problem, nearest_name
 from overland.config.model_from import expand_from
@@ -136,9 +137,10 @@ def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) ->
     name = named[0] if named else env.get("CONFIG_FILE", "")
     where = COMMAND_LINE if named else "environment CONFIG_FILE"
     if not name:
+        train, init = command("overland", "train", "quickstart"), command("overland", "init")
         message = (
-            "no config is given; name a file or a recipe, as in `overland train quickstart` "
-            "(`overland init` lists the recipes), or set CONFIG_FILE"
+            f"no config is given; name a file or a recipe, as in `{train}` (`{init}` lists the "
+            "recipes), or set CONFIG_FILE"
         )
         raise ConfigError([Problem(message)])
     path = Path(name).expanduser()

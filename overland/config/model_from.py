@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from overland.config.commands import command
 from overland.config.errors import Problem
 from overland.config.schema import JobConfig
 
@@ -50,7 +51,8 @@ def parts_of(folder: Path) -> tuple[dict[str, str], str]:
     """What a folder gives, by key; or what it lacks."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "no such folder"
-        return {}, f"{what}; expected a folder, as `overland fetch model NAME` brings one"
+        fetch = command("overland", "fetch", "model", "NAME")
+        return {}, f"{what}; expected a folder, as `{fetch}` brings one"
     if (folder / "model_config.json").is_file() and (folder / "config.toml").is_file():  # a run
         architecture, tokenizer = folder / "model_config.json", folder / "tokenizer"
     elif not (folder / "config.json").is_file():

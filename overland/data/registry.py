@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from overland.config.commands import command
 from overland.config.schema import Data, DataSource
 from overland.data.errors import DataError
 from overland.data.sources import Source, StandardLibrary
@@ -71,7 +72,8 @@ def open_source(name: str, wanted: DataSource, data: Data, held_out: bool = Fals
         return _sources[name]()
     if part := PART.fullmatch(name):
         return StandardLibrary(part=(int(part[1]), int(part[2])))
+    fetch = command("overland", "fetch", "dataset", "OWNER/NAME", "--to", f"{data.folder}/{name}")
     raise DataError(
-        f"there is no dataset {name!r}: `overland fetch dataset OWNER/NAME --to "
-        f"{data.folder}/{name}` brings it, or set data.datasets.{name} to its folder"
+        f"there is no dataset {name!r}: `{fetch}` brings it, or set data.datasets.{name} to its "
+        "folder"
     )

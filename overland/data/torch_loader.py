@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from overland.config.commands import command
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
 from overland.data.blocks import Rows
 from overland.data.errors import DataError, Unsettled
@@ -197,6 +198,7 @@ def _find_tokenizer(name: str) -> Path:
         if snapshot.is_dir():
             return snapshot
     raise DataError(
-        f"there is no tokenizer {name!r}, neither as a folder nor in {hub}: `overland fetch "
-        f"tokenizer {name}` brings it to a folder, which can be named here"
+        f"there is no tokenizer {name!r}, neither as a folder nor in {hub}: "
+        f"`{command('overland', 'fetch', 'tokenizer', name)}` brings it to a folder, which can be "
+        "named here"
     )

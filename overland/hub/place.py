@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from overland.config.model_from import parts_of
+
 Kind = Literal["model", "tokenizer", "dataset"]
 
 ON_SCRATCH = {"model": "models_cache", "tokenizer": "tokenizers_cache", "dataset": "data_cache"}
@@ -34,5 +36,7 @@ def config_lines(kind: Kind, name: str, folder: Path, subset: str | None) -> str
         source = re.sub(r"[^\w-]", "_", name.rpartition("/")[2], flags=re.ASCII)
         lines = f"[data.sources.{source}]\npath = {path}\n"
         return lines + (f"subset = {json.dumps(subset)}\n" if subset else "")
-    lines = f"[model]\nhf_assets_path = {path}\n"
+    if kind == "model" and parts_of(folder)[0]:
+        return f"[model]\nfrom = {path}\n"
+    lines = f"[model]\nhf_assets_path = {path}\n"  # Meta's own files do not say the architecture
     return lines + (f"\n[checkpoint]\ninitial_load_path = {path}\n" if kind == "model" else "")

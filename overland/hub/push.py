@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from overland.config.commands import command
 from overland.config.inside import leads_out
 from overland.hub.errors import HubError, in_words
 from overland.hub.repo import SECONDS, Repo, connect, list_files, open_repo
@@ -154,7 +155,8 @@ def refuse_checkpoints(folder: Path, files: list[str]) -> None:
     for file in files:
         path = Path(file)
         if path.name in CHECKPOINT_FILES or path.suffix == ".distcp":
+            convert = command("overland", "convert", folder, f"{folder}-hf", "--to", "hf")
             raise HubError(
                 f"{folder} holds a checkpoint that only a trainer reads ({file}): push instead "
-                f"what `overland convert {folder} {folder}-hf --to hf` makes of it"
+                f"what `{convert}` makes of it"
             )

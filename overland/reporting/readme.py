@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from overland.cluster.devices import device_name
 from overland.cluster.world import World
+from overland.config.commands import command
 from overland.config.degrees import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig
 from overland.models.flops import count_parameters
@@ -102,22 +103,22 @@ gradient sums {training.mixed_precision_reduce} |
 
 ## Watch
 
-    overland watch {run}
-    tensorboard --logdir {folder.tb}
+    {command("overland", "watch", run)}
+    {command("tensorboard", "--logdir", folder.tb)}
     tail -f {folder.metrics}
 
 ## Resume
 
 The same command goes on from the newest checkpoint, on the same number of devices or another:
 
-    overland train {folder.config}
+    {command("overland", "train", folder.config)}
 
 `CONFIG_FILE={folder.config} NGPU={world.local_size} ./run_train.sh` does the same; \
 `LOG_RANK=0,1` also prints rank 1; `DRY_RUN=1` only checks the config.
 
 ## Evaluate
 
-    overland generate {run} --prompt "..."
+    {command("overland", "generate", run, "--prompt", "...")}
 
 ## If something goes wrong
 
@@ -125,7 +126,7 @@ The same command goes on from the newest checkpoint, on the same number of devic
 `training.global_batch_size` is set), or set `activation_checkpoint.mode = "full"`.
 - A communication error: `comm.backend` and the environment variable `COMM_BACKEND` choose the \
 backend; on a CPU it is gloo.
-- Missing files: `overland check {folder.config}` names each, and what fetches it.
+- Missing files: `{command("overland", "check", folder.config)}` names each, and what fetches it.
 """
 
 

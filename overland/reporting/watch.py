@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overland.config.commands import command
 from overland.data.claims import host, is_running
 from overland.reporting.events import Event, Events
 from overland.reporting.history import History, Points, Record, thinned
@@ -200,7 +201,7 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     if not owner and not live and not events.all and seen.newest:
         # A run gives its owner.json back when it ends. Older ones had neither that nor times.
         if "time" in seen.newest:
-            return "stopped", f"`overland train {run / 'config.toml'}` goes on"
+            return "stopped", f"`{command('overland', 'train', run / 'config.toml')}` goes on"
         if age < limit:
             return "training", ""
     return "silent", ""

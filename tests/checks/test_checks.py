@@ -109,10 +109,10 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
         (["checkpoint.resume=atuo"], 'did you mean "auto"?'),
         (["checkpoint.initial_load_path=weights"], "no such file or folder"),
         (["data.datasets.c4=nowhere"],
-         "`overland fetch dataset allenai/c4 --include 'en/c4-train.*' --to nowhere` brings it"),
+         "overland fetch dataset allenai/c4 --include 'en/c4-train.*' --to nowhere` brings it"),
         (["training.dataset_path=rum.toml"], "no such file or folder; did you mean run.toml?"),
         (["validation.enable=true", "validation.dataset=[\"stdlib_heldout\", \"books\"]"],
-         '`overland fetch dataset OWNER/NAME --to ./data/books` brings it, or set '
+         'overland fetch dataset OWNER/NAME --to ./data/books` brings it, or set '
          "data.datasets.books or validation.dataset_path to a folder"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def test_a_broken_config_says_what_where_and_what_was_expected(
 ) -> None:
     (tmp_path / case.file).write_text(case.text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # commands by name
     only_gloo = {"gloo": True, "nccl": False, "mpi": False, "nvshmem": False}
     monkeypatch.setattr(machine, "_backends", lambda: only_gloo)
     with pytest.raises(ConfigError) as caught:

@@ -133,9 +133,22 @@ def test_a_subset_may_be_a_folder(hub: Hub) -> None:
 def test_lines_to_paste_are_a_config(hub: Hub) -> None:
     hub.add("me/llama", MODEL)
     said = run("model", "me/llama", "--to", 'a "b').stdout
-    Path("run.toml").write_text(said.partition("In a config:")[2])
+    lines = said.partition("In a config:")[2]
+    assert tomllib.loads(lines) == {"model": {"from": 'a "b'}}
+    Path("run.toml").write_text(lines)
     config = load_config("run.toml", [], env={}).config
-    assert config.model.hf_assets_path == config.checkpoint.initial_load_path == 'a "b'
+    assert config.model.config == config.checkpoint.initial_load_path == 'a "b'
+
+
+def test_lines_for_metas_own_files_leave_the_architecture_to_the_config(hub: Hub) -> None:
+    hub.add(
+        "me/llama", {"consolidated.00.pth": b"x", "params.json": b"{}", "tokenizer.model": b"x"}
+    )
+    said = run("model", "me/llama", "--to", "there").stdout
+    assert tomllib.loads(said.partition("In a config:")[2]) == {
+        "model": {"hf_assets_path": "there"},
+        "checkpoint": {"initial_load_path": "there"},
+    }
 
 
 def test_below_scratch_every_repository_has_a_folder_of_its_own(

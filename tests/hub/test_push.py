@@ -196,7 +196,7 @@ def test_a_checkpoint_is_to_be_converted_first(hub: Hub, folder: Path, name: str
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"x")
     said = run(str(folder), "me/new", code=2).stderr
-    assert "`overland convert" in said
+    assert "overland convert" in said
     assert "--to hf`" in said
     assert hub.requests == []
 

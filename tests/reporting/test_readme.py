@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from overland.cluster.world import World
+from overland.config.commands import command
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig
 from overland.models.registry import model_config
@@ -106,7 +107,10 @@ def test_recomputation_is_told_in_words(settings: dict[str, Any], words: str) ->
     assert recompute_in_words(ActivationCheckpoint(**settings)).startswith(words)
 
 
-def test_the_page_is_filled_in_with_the_values_of_the_run(tmp_path: Path) -> None:
+def test_the_page_is_filled_in_with_the_values_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # commands by their paths
     folder = tmp_path / "run"
     text = page(
         job(
@@ -127,9 +131,11 @@ def test_the_page_is_filled_in_with_the_values_of_the_run(tmp_path: Path) -> Non
         "Compile: on (inductor)",
         "Profiling: on, one trace every 7 steps",
         "Checkpoints: every 50 steps, the newest 3 kept",
-        f"overland train {folder}/config.toml",
-        f"overland generate {folder}",
-        f"tensorboard --logdir {folder}/tb",
+        command("overland", "train", f"{folder}/config.toml"),
+        command("overland", "generate", folder),
+        command("overland", "watch", folder),
+        command("overland", "check", f"{folder}/config.toml"),
+        command("tensorboard", "--logdir", f"{folder}/tb"),
     ):
         assert words in text
     assert not re.search(r"\{[A-Z_]+\}", text)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from overland.config.commands import command
 from overland.data.claims import this_process
 from overland.reporting import queue as slurm_queue
 from overland.reporting import watch as watching
@@ -278,7 +279,7 @@ def test_a_plain_run_lives_as_long_as_its_owner(tmp_path: Path) -> None:
     (run / "owner.json").unlink()
     seen = look(run)
     assert seen.state == "stopped"
-    assert f"overland train {run}/config.toml" in seen.because
+    assert f"`{command('overland', 'train', run / 'config.toml')}`" in seen.because
 
 
 def test_files_from_before_there_were_times(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from overland.cluster.doctor.finding import Finding, ok, warning, wrong
 from overland.cluster.site import NamedSite
+from overland.config.commands import command
 
 PYTHON = (3, 11)
 DRIVERS = {"nvidia": "/dev/nvidiactl", "amd": "/dev/kfd"}
@@ -70,7 +71,7 @@ def look_at_torch() -> Torch:
 def check_torch(torch: Torch, site: NamedSite | None, drivers: list[str]) -> Finding:
     names = {"nvidia": "CUDA", "amd": "ROCm", "none": "CPUs alone"}
     here = site.facts.accelerator if site else (drivers or ["none"])[0]
-    way = f"`overland env {site.name}` shows" if site else "`overland env SITE` shows"
+    way = f"`{command('overland', 'env', site.name if site else 'SITE')}` shows"
     if not torch.version:
         return wrong("torch", f"cannot be imported: {torch.error}", f"{way} how to install it")
     shown = f"{torch.version}, built for {names[torch.accelerator]}"

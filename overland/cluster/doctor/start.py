@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from overland.cluster.doctor.finding import Finding, ok, wrong
+from overland.config.commands import command
 
 DEFAULT = "quickstart"
 SECONDS = 600
@@ -19,13 +20,13 @@ def check_start(config: str | None, env: Mapping[str, str]) -> Iterator[Finding]
     words = ["check", config or DEFAULT, "--json"]
     with tempfile.TemporaryDirectory() as place:
         record = Path(place) / "tried"
-        command = [sys.executable, "-m", "overland.cluster.doctor.no_network", str(record), *words]
+        program = [sys.executable, "-m", "overland.cluster.doctor.no_network", str(record), *words]
         try:
             done = subprocess.run(
-                command, env=dict(env), capture_output=True, text=True, timeout=SECONDS
+                program, env=dict(env), capture_output=True, text=True, timeout=SECONDS
             )
         except subprocess.TimeoutExpired:
-            yield wrong("start", f"did not end in {SECONDS} s", f"overland {' '.join(words)}")
+            yield wrong("start", f"did not end in {SECONDS} s", command("overland", *words))
             return
         tried = record.read_text().split("\n")[:-1] if record.is_file() else []
     yield from judge_start(config, done, list(dict.fromkeys(tried)))
@@ -35,7 +36,7 @@ def judge_start(
     config: str | None, done: subprocess.CompletedProcess[str], tried: list[str]
 ) -> Iterator[Finding]:
     what = "start without network"
-    shown = f"`overland check {config or DEFAULT}`"
+    shown = f"`{command('overland', 'check', config or DEFAULT)}`"
     if tried:
         way = "find out who asks: a module of yours, a callback, or a package that calls home"
         yield wrong(what, f"{shown} tried to reach {', '.join(tried)}", way)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from overland.cluster.commands import command
+from overland.config.commands import command
 
 
 @pytest.mark.parametrize("where", ["on the PATH", "below this folder", "elsewhere", "without one"])
@@ -46,3 +48,22 @@ def test_another_installation_on_the_path_is_not_suggested(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "mine" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "other"))
     assert command("overland", "check") == f"{tmp_path}/mine/overland check"
+
+
+def test_no_message_writes_a_command_out_by_hand() -> None:
+    """A command with arguments is meant to be pasted; without any, it is a name to look up."""
+    package = Path(__file__).parents[2] / "overland"
+    by_hand = [
+        f"{path.relative_to(package)}:{node.lineno}: {node.value.strip()}"
+        for path in package.rglob("*.py")
+        for node in messages(ast.parse(path.read_text(encoding="utf-8")))
+        if re.search(r"(`|\n    )overland (?!prove |(data|config) \w+`)\w+ ", node.value)
+    ]
+    assert by_hand == []
+
+
+def messages(tree: ast.Module) -> list[ast.Constant]:
+    """Texts of a module, without its docstrings."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return [node for node in found if isinstance(node.value, str) and id(node) not in alone]
