@@ -39,3 +39,11 @@ def test_every_verb_that_the_readme_or_a_page_names_exists() -> None:
     for page in sources:
         named = set(re.findall(r"`overland ([a-z]+)[ `]", page.read_text()))
         assert named <= verbs, page
+
+
+def test_the_readme_installs_the_wheel_that_the_project_makes() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f"overland-{PROJECT['version']}-py3-none-any.whl" in text
+    assert "git+http" not in text  # no address of a repository is known here
+    for extras in re.findall(r"pip install '[^']*\[([\w,]+)\]", text):
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
