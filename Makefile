@@ -72,6 +72,7 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/overland prove layout --layouts five --table docs/evidence/layouts.md
 	$(BIN)/overland prove resume --layouts dozen --table docs/evidence/resume.md
 	$(BIN)/overland prove sessions --stories all --table docs/evidence/sessions.md
+	$(BIN)/python -m tests.prove_long docs/evidence/long.md
 	$(BIN)/python -m tests.cluster.supervise.prove_faults --into docs/evidence
 	$(BIN)/python -m tests.cluster.supervise.prove_restarts --into docs/evidence
 

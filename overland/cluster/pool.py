@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -92,7 +93,8 @@ def forget_meshes() -> None:
     import torch
     from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
 
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:  # its import takes a second
+        torch._dynamo.reset()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
     for module in (_collective_utils, _redistribute, _sharding_prop):
         classes = [value for value in vars(module).values() if isinstance(value, type)]

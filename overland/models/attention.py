@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from overland.models.backend import VARLEN_PARAMETERS
 from overland.models.mask import Mask
 
 
@@ -59,8 +58,7 @@ def _varlen(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
     batch, _, seq_len, _ = q_BHSd.shape
     # Flash counts the keys to the left of the query, so a window of 1 is 0 to the left.
     left = -1 if mask.window is None else mask.window - 1
-    # torch 2.11 takes grouped heads as they come, later ones want to be told.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in VARLEN_PARAMETERS else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if mask.tell_gqa else {}
     out_THd = varlen_attn(
         q_BHSd.transpose(1, 2).flatten(0, 1),
         k_BKSd.transpose(1, 2).flatten(0, 1),

@@ -17,18 +17,11 @@ them work under `torch.compile(fullgraph=True)` per layer.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 
 import torch
 
 from overland.models.errors import ModelError, nearest
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Read here and not where it is called: signatures cannot be traced by torch.compile.
-    VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
-except ImportError:
-    VARLEN_PARAMETERS = frozenset()
 
 BACKENDS = ("auto", "cudnn", "flash", "flex", "sdpa")
 HALF = (torch.float16, torch.bfloat16)
@@ -40,6 +33,17 @@ CAUSAL_KERNELS: dict[str, tuple[str, ...]] = {
     "cudnn": ("CUDNN_ATTENTION",),
     "flash": ("FLASH_ATTENTION",),
 }
+
+
+@cache
+def varlen_parameters() -> frozenset[str]:
+    """What this torch's varlen attention takes; nothing where there is none. Its import brings the
+    compiler, for which a CPU need not wait."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def check_backend(attention: str) -> str:
@@ -94,7 +98,7 @@ def choose_form(
                 "attention backend 'flash' cannot compute moved positions (context parallel); "
                 "use 'auto', 'flex' or 'sdpa'"
             )
-        if "window_size" not in VARLEN_PARAMETERS:
+        if "window_size" not in varlen_parameters():
             raise ModelError(
                 f"attention backend 'flash' cannot mask {asked}: torch {torch.__version__} has no "
                 "torch.nn.attention.varlen with windows; use 'flex' or 'sdpa'"
@@ -103,9 +107,9 @@ def choose_form(
     if attention == "sdpa" or not on_gpu:
         return "dense"
     # varlen flash on ROCm has not been tried, flex has Triton there.
-    if not moved and dtype in HALF and "window_size" in VARLEN_PARAMETERS and not torch.version.hip:
-        return "varlen"
-    return "block"
+    if moved or dtype not in HALF or torch.version.hip:
+        return "block"
+    return "varlen" if "window_size" in varlen_parameters() else "block"
 
 
 def _name(dtype: torch.dtype) -> str:

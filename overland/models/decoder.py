@@ -81,7 +81,10 @@ class DecoderModel(nn.Module):
     def __init__(self, config: DecoderConfig, attention: str) -> None:
         super().__init__()
         layers = range(config.num_hidden_layers)
-        self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Of weights that are there: to draw them on the meta device would import the compiler.
+        self.embed_tokens: nn.Embedding | None = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size), freeze=False
+        )
         self.layers = nn.ModuleDict({str(i): Layer(config, config.window_of(i)) for i in layers})
         self.norm: nn.Module | None = build_norm(config)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)

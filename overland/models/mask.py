@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overland.models.backend import CAUSAL_KERNELS, choose_form
+from overland.models.backend import CAUSAL_KERNELS, choose_form, varlen_parameters
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Mask:
     window: int | None = None
     visible_BQK: Tensor | None = None  # dense: True where visible; leading 1 if rows are alike
     run_starts_R: Tensor | None = None  # varlen: int32 offsets into the flattened batch
+    tell_gqa: bool = False  # varlen: torch 2.11 takes grouped heads as they come, later ones ask
     block_mask: Any = None  # block
 
 
@@ -93,7 +94,9 @@ def build_mask(
             run_starts_R = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq_len
         else:
             run_starts_R = run_starts(q_documents_BQ)
-        return Mask(form, window=window, run_starts_R=run_starts_R)
+        # Asked here and not where it is called: signatures cannot be traced by torch.compile.
+        tell_gqa = "enable_gqa" in varlen_parameters()
+        return Mask(form, window=window, run_starts_R=run_starts_R, tell_gqa=tell_gqa)
 
     if q_positions_BQ is None or k_positions_BK is None:
         assert q_positions_BQ is k_positions_BK, "give both positions or none"

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
@@ -75,6 +73,8 @@ def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[se
     kept. Counted against hooks on saved tensors, two ranks: GPipe and 1F1B 1.00, Interleaved1F1B
     0.96, DualPipeV 0.96 and 1.07, ZBVZeroBubble 1.5 and 1.9.
     """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     numbers = stages_of_rank(0, pp, schedule)
     stages = [SimpleNamespace(stage_index=number, num_stages=pp * len(numbers), group_size=pp,
                               group_rank=0, is_first=number == 0, device=torch.device("cpu"),
@@ -135,6 +135,9 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         """`hidden_shape`: what passes between stages for one row (tokens, width)."""
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         self.parts = list(parts)
         self.rows_per_pass = microbatch_rows * num_microbatches
         pp = mesh.axis("pp")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.cli.warm import LIMIT_SECONDS, Command
+
 ROOT = Path(__file__).parents[2]
-LIMIT_SECONDS = 600  # only a hang takes so long
+# Where the built-in corpus and its tokenizer are built, once for all commands of a test process.
+DATA = tempfile.mkdtemp(prefix="overland-test-data-")
+atexit.register(shutil.rmtree, DATA, ignore_errors=True)
 
 TINY = [
+    f"data.folder={DATA}",
     "model.overrides={hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, "
     "num_attention_heads = 4, num_key_value_heads = 2, vocab_size = 512}",
     "data.vocab_size=512",
@@ -29,31 +35,16 @@ def environment(**changes: str) -> dict[str, str]:
     return {**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
 
 
-def overland(*words: str, cwd: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+def overland(*words: str, cwd: Path, code: int = 0, **env: str) -> Command:
     """Runs `overland WORDS` and asserts on its exit code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "overland", *words],
-        cwd=cwd,
-        env=environment(**env),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.returncode == code, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    done = Command(words, cwd, environment(**env))
+    assert done.wait() == code, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def start_overland(*words: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+def start_overland(*words: str, cwd: Path, **env: str) -> Command:
     """Starts `overland WORDS` in a process group of its own, as a terminal would."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "overland", *words],
-        cwd=cwd,
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return Command(words, cwd, environment(**env), merged=True)
 
 
 def wait_for_step(metrics: Path, step: int) -> None:
@@ -65,11 +56,10 @@ def wait_for_step(metrics: Path, step: int) -> None:
     raise TimeoutError(f"{metrics} never got to step {step}")
 
 
-def interrupt(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[int, str]:
+def interrupt(process: Command, number: int = signal.SIGINT) -> tuple[int, str]:
     """Signals the whole process group, as Ctrl-C does; returns exit code and output."""
     os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=LIMIT_SECONDS)
-    return process.returncode, output
+    return process.wait(), process.stdout
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

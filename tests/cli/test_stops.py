@@ -213,7 +213,7 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
     assert found[-1] == 400
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2))])
 def test_killed_at_random_moments_a_run_ends_with_the_right_bits(
     tmp_path: Path, unbroken: dict[int, float], attempt: int
 ) -> None:

@@ -250,7 +250,7 @@ def run_train_sh(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProc
 
 
 def test_run_train_sh_trains_with_settings_from_the_environment(tmp_path: Path) -> None:
-    words = [*TINY, "training.steps=2", "validation.enable=false"]
+    words = [*TINY, "data.folder=data", "training.steps=2", "validation.enable=false"]
     done = run_train_sh(tmp_path, *words, CONFIG_FILE="quickstart", NGPU="2", LOG_RANK="1")
     assert done.returncode == 0, done.stderr
     assert "[rank 1] step 2/2" in done.stdout

@@ -43,16 +43,21 @@ class Slow(Callback):
         time.sleep({seconds})
 """
 AGENT = "overland.cluster.agent"
-# A process of its own, ahead of all others where it may be, so that what runs between two stops is
-# short on a busy machine too.
+# A process of its own, ahead of all others where it may be. A turn ends when the rank has computed
+# for 0.3 ms, or has waited: on a busy machine it gets as far as on an idle one, only later.
 PULSE = """\
 import contextlib, os, signal, sys, time
+from pathlib import Path
 with contextlib.suppress(PermissionError):
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+pid = int(sys.argv[1])
+used = lambda: int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
 while True:
-    os.kill(int(sys.argv[1]), signal.SIGCONT)
-    time.sleep(0.0001)
-    os.kill(int(sys.argv[1]), signal.SIGSTOP)
+    os.kill(pid, signal.SIGCONT)
+    end, deadline = used() + 300_000, time.monotonic() + 0.01
+    while used() < end and time.monotonic() < deadline:
+        time.sleep(0.0001)
+    os.kill(pid, signal.SIGSTOP)
     time.sleep(0.002)
 """
 
@@ -165,18 +170,25 @@ class SubmittedRun:
         """The processes that watch over a node's ranks."""
         return [pid for pid, _, command in self._processes() if AGENT in command[1:]]
 
+    def is_training(self) -> bool:
+        """Whether this attempt has done a step."""
+        [*_, attempt] = self.events("attempt")
+        metrics = self.root / "metrics.jsonl"
+        is_its_own = metrics.exists() and metrics.stat().st_mtime > attempt["time"]
+        return is_its_own and self.step() > attempt["from_step"]
+
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.ranks()[rank][0], number)
 
     def slow_until(self, rank: int, is_true: Callable[[], bool], what: str) -> None:
-        """Stops a rank for most of every 2 ms, like a throttled device. What a rank times of itself
-        takes about a ms, and must not fit in between. On a busy machine it may be taken for a hang:
-        then the rank that takes its place is slowed."""
+        """Stops a rank again and again, like a throttled device. What a rank times of itself takes
+        about a ms, and must not fit in between. On a busy machine it may be taken for a hang: then
+        the rank that takes its place is slowed, once it trains."""
         pulses: dict[int, subprocess.Popen[bytes]] = {}
 
         def is_done() -> bool:
             pid, _ = self.ranks().get(rank, (0, ""))
-            if pid and pid not in pulses:
+            if pid and pid not in pulses and self.is_training():
                 pulses[pid] = subprocess.Popen(
                     [sys.executable, "-c", PULSE, str(pid)], stderr=subprocess.DEVNULL
                 )

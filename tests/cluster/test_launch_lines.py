@@ -59,6 +59,7 @@ def losses_in(folder: Path, name: str = "quickstart") -> dict[int, float]:
     return found
 
 
+@pytest.mark.long
 def test_four_nodes_under_srun_train_as_one_machine_does(
     slurm: Slurm, tmp_path: Path, alone: Callable[[int], dict[int, float]]
 ) -> None:
@@ -97,6 +98,7 @@ def test_two_jobs_at_once_on_a_node_do_not_meet(slurm: Slurm, tmp_path: Path) ->
     assert losses_in(tmp_path / "a", "a") == losses_in(tmp_path / "b", "b")
 
 
+@pytest.mark.long
 def test_torchruns_world_grows_between_restarts(tmp_path: Path) -> None:
     """A second torchrun joins: the first one's rank saves, and both go on from there."""
     words = [*TORCHRUN, "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3",

@@ -18,12 +18,11 @@ def test_layout_equals_one_process(ranks: RankPool, layout: Layout) -> None:
     assert verdict.is_equal, verdict
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["tp2xshard2", "pp2xcp2"])
-def test_narrower_formats_stay_within_their_tolerance(
-    ranks: RankPool, dtype: str, name: str
-) -> None:
-    (verdict,) = prove_layouts([parse(name)], ranks, dtype)
+def test_float32_stays_within_its_tolerance(ranks: RankPool, name: str) -> None:
+    """`make prove-all` does the same for all of the list, and in bfloat16, which takes a processor
+    without instructions for it minutes."""
+    (verdict,) = prove_layouts([parse(name)], ranks, "float32")
     assert verdict.is_equal, verdict
 
 

@@ -440,7 +440,7 @@ def validation_losses(world: World, config: JobConfig) -> dict[int, float]:
 
 @pytest.mark.parametrize("form", ["dcp", "torch", "meta", "safetensors", "overland", "hf"])
 def test_a_run_starts_from_weights_in_any_format(
-    ranks: RankPool, tmp_path: Path, form: str
+    ranks: RankPool, tmp_path: Path, data_folder: Path, form: str
 ) -> None:
     from overland.checkpoint.convert import convert
 
@@ -452,7 +452,7 @@ def test_a_run_starts_from_weights_in_any_format(
     )
     source = source.model_copy(
         update={"data": source.data.model_copy(
-            update={"folder": str(tmp_path / "data"), "vocab_size": 512})}
+            update={"folder": str(data_folder), "vocab_size": 512})}
     )  # fmt: skip
     ranks.run(1, story, source)
     target = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights")

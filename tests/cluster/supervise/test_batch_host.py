@@ -22,6 +22,7 @@ def nodes() -> Iterator[Slurm]:
     slurm.stop()
 
 
+@pytest.mark.long
 def test_a_job_without_its_batch_host_is_run_again(nodes: Slurm, tmp_path: Path) -> None:
     run = SubmittedRun(nodes, tmp_path / "run", 60, 2, "--time", "00:20:00", "--no-preflight")
     saved = run.root / "checkpoint" / "step_10"

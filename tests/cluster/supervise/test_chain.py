@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.cli.processes import environment, losses, overland
 from tests.cluster.slurm import Slurm
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
 
+@pytest.mark.long
 def test_a_chain_crosses_walltime_limits_with_the_bits_of_one_run(
     slurm: Slurm, tmp_path: Path
 ) -> None:

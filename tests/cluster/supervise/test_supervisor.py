@@ -87,11 +87,11 @@ def test_each_fault_is_told_by_its_name(story: SubmittedRun) -> None:
 
 
 def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> None:
-    hangs = [fault for fault in story.events("fault") if "stopped at step" in fault["what"]]
-    assert len(hangs) == 1
-    assert (hangs[0]["kind"], hangs[0]["ranks"]) == ("hang", [1])
-    assert len(hangs[0]["nodes"]) == 1
-    [stacks] = story.root.glob(f"faults/*-{hangs[0]['attempt']}/stacks.txt")
+    [hang] = [fault for fault in story.events("fault") if fault["ranks"] == [1]]
+    assert hang["kind"] == "hang"
+    assert "stopped at step" in hang["what"]
+    assert len(hang["nodes"]) == 1
+    [stacks] = story.root.glob(f"faults/*-{hang['attempt']}/stacks.txt")
     text = stacks.read_text()
     assert "is stopped, as by SIGSTOP" in text
     assert text.count("in run_rank") == 3, "the stacks of all others show where they wait"
