@@ -109,8 +109,10 @@ def test_deepspeed_streams(tmp_path: Path) -> None:
     numel = sum(torch.Size(shape).numel() for shape in shapes.values())
     allowed = 2 * 2**24 + ALLOWANCE
     assert numel * 4 > 1.3 * allowed
+    source = tmp_path / "source"
+    source.mkdir()
     state = {"module": {}, "param_shapes": [{n: torch.Size(s) for n, s in shapes.items()}]}
-    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save(state, source / "mp_rank_00_model_states.pt")
     flat = torch.arange(numel, dtype=torch.float32)
     optimizer = {
         "zero_stage": 2,
@@ -120,11 +122,11 @@ def test_deepspeed_streams(tmp_path: Path) -> None:
     }
     torch.save(
         {"optimizer_state_dict": optimizer},
-        tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        source / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
     )
     del flat, optimizer
-    (tmp_path / "config.json").write_text("{}")
-    growth = measured(tmp_path, tmp_path / "out", "torch", tmp_path / "config.json")
+    (source / "config.json").write_text("{}")
+    growth = measured(source, tmp_path / "out", "torch", source / "config.json")
     assert growth <= allowed, f"{growth / 2**20:.0f} MiB"
     third = torch.load(tmp_path / "out" / "model_state_dict.pt", mmap=True)["layers.2.weight"]
     assert third[0, 0] == 2 * 1024 * 4096
