@@ -31,7 +31,7 @@ from overland.parallel.recompute import recompute
 from overland.parallel.replay import Replayed
 from overland.parallel.shard import shard
 from overland.parallel.single import is_single
-from overland.parallel.tensor import split_tensors
+from overland.parallel.tensor import require_plain_head, split_tensors
 from overland.parallel.whole import Whole
 
 ParallelModel = Whole | Pipeline
@@ -56,11 +56,11 @@ def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mod
             parts: list[nn.Module] = [*build_stages(architecture, mesh, config)]
         else:
             parts = [build_undivided(architecture, config)]
+            require_splittable(parts[0], mesh.degrees)
     for part in parts:
         if isinstance(part, Decoder):
             parallelize_decoder(part, mesh, config)
         else:  # a user's model: one piece, sharded as a whole
-            require_decoder(part, mesh.degrees)
             shard(part, [], mesh, config.training)
     return parts
 
@@ -75,18 +75,55 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
             "starts (docs/extending.md)"
         )
     require_starts(model)
+    require_no_hand_ties(model)
     cast(model, getattr(torch, config.training.dtype))
     freeze(model, config.model.freeze)
     return model
 
 
-def require_decoder(model: nn.Module, degrees: Degrees) -> None:
-    """Only of a Decoder is it known what can be cut where."""
-    for axis in ("pp", "tp", "cp"):
-        if getattr(degrees, axis) > 1 and not isinstance(model, Decoder):
+def require_splittable(model: nn.Module, degrees: Degrees) -> None:
+    """Only of a Decoder is it known what can be cut where, as long as its parts are its own."""
+    if not isinstance(model, Decoder):
+        for axis in ("pp", "tp", "cp"):
+            if getattr(degrees, axis) > 1:
+                raise ModelError(
+                    f"{type(model).__name__} is not a Decoder, so {axis} = "
+                    f"{getattr(degrees, axis)} cannot split it; it can be sharded and replicated"
+                )
+        return
+    if degrees.tp > 1:
+        require_plain_head(model)
+    if degrees.world_size > 1:
+        require_blocks_apart(model)
+
+
+def require_blocks_apart(model: Decoder) -> None:
+    """A module that two blocks share would be cut twice, or be trained twice by two stages."""
+    block_of: dict[nn.Module, str] = {}
+    for number, block in model.model.layers.items():
+        for name, module in block.named_modules():
+            other = block_of.setdefault(module, number)
+            if other != number and any(True for _ in module.parameters()):
+                raise ModelError(
+                    f"blocks {other} and {number} share one module, {name or 'the whole block'}; "
+                    "a model with shared blocks trains on one device only"
+                )
+
+
+def require_no_hand_ties(model: nn.Module) -> None:
+    """A parameter that two modules share would become two when it gets memory."""
+    owner_of: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    tied = isinstance(model, Decoder) and model.config.tie_word_embeddings
+    for prefix, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{own}" if prefix else own
+            owner, first = owner_of.setdefault(parameter, (module, name))
+            if owner is module or (tied and name == "lm_head.weight"):
+                continue
             raise ModelError(
-                f"{type(model).__name__} is not a Decoder, so {axis} = {getattr(degrees, axis)} "
-                "cannot split it; it can be sharded and replicated"
+                f"{first} and {name} are one parameter, and would become two when the model gets "
+                "its memory: a Decoder ties embedding and output by tie_word_embeddings = true in "
+                "its config; elsewhere, let one module own the parameter and pass it to the other"
             )
 
 
@@ -116,7 +153,7 @@ def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[Decod
     stages = []
     for number in numbers:
         stage = build_undivided(architecture, config)
-        require_decoder(stage, mesh.degrees)
+        require_splittable(stage, mesh.degrees)
         assert isinstance(stage, Decoder)
         keep_stage(stage, shares[number], first=number == 0, last=number == num_stages - 1)
         stages.append(stage)

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from overland.models.decoder import Decoder, Head
 from overland.models.errors import ModelError
 from overland.models.float8 import Float8Linear, linear8
-from overland.models.loss import CHUNK_TOKENS, IGNORED
+from overland.models.loss import CHUNK_TOKENS, IGNORED, chunked_cross_entropy
 from overland.parallel.comm import gather, sum_and_scatter
 
 SPLIT_OUTSIDE_BLOCKS = ("model.embed_tokens", "model.norm", "lm_head")
@@ -82,6 +82,20 @@ def require_plan(model: Decoder, plan: dict[str, Any]) -> None:
         raise ModelError(
             f"tensor parallelism does not know how to split {name}; it splits the projections of "
             "a Decoder's attention and MLP by their names, so train this model without it"
+        )
+
+
+def require_plain_head(model: Decoder) -> None:
+    """Head and loss are replaced by ones that never see whole logits."""
+    head = model.lm_head
+    own_head = head is not None and (
+        type(head).forward is not Head.forward or "forward" in vars(head)
+    )
+    if own_head or model.loss is not chunked_cross_entropy:
+        what = f"head, {type(head).__name__}," if own_head else "loss"
+        raise ModelError(
+            f"tensor parallelism computes logits and loss on parts of the vocabulary by itself, so "
+            f"this model's own {what} would be left out; train it without tensor parallelism"
         )
 
 

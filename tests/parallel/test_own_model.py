@@ -17,9 +17,10 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.models import DecoderConfig, register_model, registry
-from overland.models.decoder import MLP, Decoder
+from overland.models.decoder import MLP, Decoder, Head
 from overland.models.errors import ModelError
 from overland.models.init import Normal
+from overland.models.loss import chunked_cross_entropy
 from overland.proofs.layout import difference
 from overland.proofs.layouts import WAYS, parse
 from tests.jobs import losses_and_norms, run_job, tiny_job
@@ -74,6 +75,11 @@ class OtherMLP(nn.Module):
         return self.only(x_BSD)
 
 
+class CappedHead(Head):
+    def forward(self, hidden_BSD, labels_BS=None, loss=None):
+        return 30 * torch.tanh(super().forward(hidden_BSD, labels_BS, loss) / 30)
+
+
 class NotADecoder(nn.Module):
     def __init__(self, config: OwnConfig) -> None:
         super().__init__()
@@ -89,6 +95,14 @@ def build(config: OwnConfig, attention: str) -> nn.Module:
     model = Decoder(config, attention)
     for layer in model.model.layers.values():
         layer.mlp = OtherMLP() if config.kind == "other names" else OwnMLP(config)
+    if config.kind == "own head":
+        model.lm_head = CappedHead(config.hidden_size, config.vocab_size, bias=False)
+    if config.kind == "own loss":
+        model.loss = lambda *args: 2 * chunked_cross_entropy(*args)
+    if config.kind == "shared block":
+        model.model.layers["2"].mlp = model.model.layers["0"].mlp
+    if config.kind == "tied by hand":
+        model.lm_head.weight = model.model.embed_tokens.weight
     if config.kind == "parameter outside":
         model.extra = nn.Linear(2, 2)
     if config.kind == "no start":
@@ -99,7 +113,8 @@ def build(config: OwnConfig, attention: str) -> nn.Module:
 def register() -> None:
     if "own" not in registry._MODELS:
         flavors = {"own": OwnConfig(**SIZES), "counting": OwnConfig(**SIZES, counts=True)}
-        kinds = ("not a decoder", "other names", "parameter outside", "no start")
+        kinds = ("not a decoder", "other names", "parameter outside", "no start", "own head",
+                 "own loss", "shared block", "tied by hand")  # fmt: skip
         flavors |= {kind: OwnConfig(**SIZES, kind=kind) for kind in kinds}
         register_model("own", flavors=flavors, config_class=OwnConfig, build=build)
 
@@ -184,6 +199,12 @@ def test_a_checkpoint_without_buffers_still_loads(ranks: RankPool, tmp_path: Pat
         ("other names", "tp2", r"does not know how to split model\.layers\.0\.mlp\.only\.weight"),
         ("parameter outside", "pp2", r"extra\.weight is outside of the blocks"),
         ("parameter outside", "tp2", r"does not know how to split extra\.weight"),
+        ("own head", "tp2", "this model's own head, CappedHead, would be left out"),
+        ("own head", "pp2xtp2", "this model's own head, CappedHead, would be left out"),
+        ("own loss", "tp2", "this model's own loss would be left out"),
+        ("shared block", "pp2", "blocks 0 and 2 share one module, mlp"),
+        ("shared block", "shard2", "blocks 0 and 2 share one module, mlp"),
+        ("tied by hand", "shard2", r"model\.embed_tokens\.weight and lm_head\.weight are one para"),
         ("no start", "shard2", r"model\.layers\.3\.self_attn\.table starts"),
     ],
 )
@@ -195,4 +216,4 @@ def test_what_a_layout_cannot_do_is_refused_by_name(
     monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))  # gone after the test
     register()
     with pytest.raises(ModelError, match=says):
-        fake_steps(job(tmp_path, layout, flavor), 2)
+        fake_steps(job(tmp_path, layout, flavor), parse(layout).num_ranks)
