@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -207,13 +207,14 @@ class SavedBytes:
 
     def __init__(self) -> None:
         self.total = 0
-        self._seen: set[int] = set()
+        # Held on to, as another storage could get the address of one that is gone.
+        self._seen: dict[int, UntypedStorage] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
         plain = local(tensor)
         storage = plain.untyped_storage()
         if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
+            self._seen[storage._cdata] = storage
             self.total += plain.numel() * plain.element_size()
         return tensor
 

@@ -69,9 +69,10 @@ def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[se
     pass at a time: all combinations that occur in a step, in the order that torch's schedule has.
 
     A micro-batch is kept from its forward pass until its backward pass is over. Where that is split
-    in two, torch frees only a part of it before the end of the step, and all of it is counted as
-    kept. Counted against hooks on saved tensors, two ranks: GPipe and 1F1B 1.00, Interleaved1F1B
-    0.96, DualPipeV 0.96 and 1.07, ZBVZeroBubble 1.5 and 1.9.
+    in two, the gradients of the inputs free nothing: torch computes them with `retain_graph`, and
+    the nodes that it remembers for the gradients of the weights reach the whole graph. Those free
+    all of it. In between, torch also holds the gradient of every output of an operation on a
+    parameter; that is no part of this count.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -84,13 +85,13 @@ def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[se
     made = kind(
         stages if len(numbers) > 1 else stages[0], num_microbatches, loss_fn=lambda *_: None
     )
+    change = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}
     combinations = []
     for rank in range(pp):
         kept = dict.fromkeys(stages_of_rank(rank, pp, schedule), 0)
         found = set()
         for action in made.pipeline_order[rank]:
             for part in () if action is None else action.sub_actions or (action,):
-                change = {"FORWARD": 1, "FULL_BACKWARD": -1}
                 kept[part.stage_index] += change.get(part.computation_type.name, 0)
                 found.add(tuple(kept.values()))
         combinations.append(found)

@@ -15,6 +15,7 @@ from overland.checks.fake_step import fake_steps, local
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.load import load_config
+from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.data.loader import load
 from overland.models.flops import count_parameters
@@ -87,7 +88,10 @@ class Live:
 class Held:
     def __init__(self, live: Live, tensor: Tensor) -> None:
         plain = local(tensor)
-        self.live, self.tensor, self.key = live, tensor, plain.untyped_storage()._cdata
+        self.live, self.key = live, plain.untyped_storage()._cdata
+        # An operation's output comes with the operation's node, which holds what is packed here:
+        # kept as it is, it would keep itself.
+        self.tensor = tensor.detach()
         self.size = plain.numel() * plain.element_size()
         live.now += 0 if live.holders[self.key] else self.size
         live.holders[self.key] += 1
@@ -108,17 +112,13 @@ def most_saved(world: World, config: JobConfig) -> int:
     return live.most
 
 
-@pytest.mark.parametrize(
-    ("schedule", "least", "most"),
-    [("GPipe", 0.99, 1.01), ("1F1B", 0.99, 1.01), ("ZBVZeroBubble", 0.95, 2.0)],
-)
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
 def test_kept_bytes_are_those_of_real_stages(
-    ranks: RankPool, tmp_path: Path, schedule: str, least: float, most: float
+    ranks: RankPool, tmp_path: Path, schedule: str
 ) -> None:
     config = proof_job(parse(f"pp2:{schedule}"), (), "float64", 1, tmp_path)
     counted = [step.activation_bytes for step in fake_steps(config, 2)]
-    for ours, real in zip(counted, ranks.run(2, most_saved, config), strict=True):
-        assert least < ours / real < most, (counted, real)
+    assert counted == pytest.approx(ranks.run(2, most_saved, config), rel=0.01)
 
 
 def test_recompute_keeps_less_for_the_backward_pass() -> None:
