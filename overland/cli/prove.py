@@ -56,7 +56,7 @@ def layout(
     pool = RankPool()
     wrong = 0
     if not as_json:
-        print(f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  verdict")
+        print(f"{'layout':<44}{'ranks':>5}  {'loss':>8}  {'norm':>8}  {'held out':>8}  verdict")
     try:
         todo = [one for one in chosen if not evidence.holds(one.name, dtype)]
         for verdict in prove_layouts(todo, pool, dtype, steps, settings):
@@ -68,7 +68,7 @@ def layout(
             said = "equal" if verdict.is_equal else f"DIFFERS {verdict.error}"
             print(
                 f"{verdict.layout:<44}{verdict.ranks:>5}  {verdict.loss_difference:>8.1e}  "
-                f"{verdict.norm_difference:>8.1e}  {said}",
+                f"{verdict.norm_difference:>8.1e}  {verdict.validation_difference:>8.1e}  {said}",
                 flush=True,
             )
     finally:

@@ -1,16 +1,19 @@
 """Trains one tiny model under many layouts and compares each step with one process.
 
 In float64 rounding cannot hide a mistake: the losses and gradient norms of a right layout agree to
-about 1e-15, those of a wrong one hardly to 1e-3.
+about 1e-15, those of a wrong one hardly to 1e-3. The loss on held-out data is compared too, on rows
+that are not all full: a mean of means over ranks, or over batches, is another number there.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from overland.cluster.pool import RankPool
@@ -25,22 +28,24 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 STEPS = 20
 ROWS = 8
+SEQ_LEN = 32
 
 HEAD = """\
 # Layouts that compute what one process computes
 
 Written by `overland prove layout --table` (`make prove-all`). A row: a tiny model, trained from \
 the same seed on real processes over gloo; the largest relative difference to one process in any \
-step, of the loss and of the gradient norm; next to the number format, the bounds of both. How to \
-read a name: `overland/proofs/layouts.py`.
+step, of the loss, of the gradient norm and of the loss on held-out data; next to the number \
+format, the bounds of both losses and of the norm. How to read a name: \
+`overland/proofs/layouts.py`.
 
-| layout | ranks | number format | loss | gradient norm | verdict |
-|---|---|---|---|---|---|
+| layout | ranks | number format | loss | gradient norm | validation loss | verdict |
+|---|---|---|---|---|---|---|
 """
 
 # 4 key-value heads and 4 layers: whatever is split by 2 or 4 can be. The rows of the sequence are
 # cut by 2·cp and by tp.
-TINY = {
+TINY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -61,13 +66,14 @@ class Verdict:
     dtype: str
     loss_difference: float
     norm_difference: float
+    validation_difference: float
     error: str = ""
 
     @property
     def is_equal(self) -> bool:
         return (
             not self.error
-            and self.loss_difference <= TOLERANCES[self.dtype]
+            and max(self.loss_difference, self.validation_difference) <= TOLERANCES[self.dtype]
             and self.norm_difference <= NORM_TOLERANCES[self.dtype]
         )
 
@@ -82,11 +88,12 @@ class Verdict:
             f"{self.dtype} (≤ {TOLERANCES[self.dtype]:g}, {NORM_TOLERANCES[self.dtype]:g})",
             f"{self.loss_difference:.1e}",
             f"{self.norm_difference:.1e}",
+            f"{self.validation_difference:.1e}",
             "equal" if self.is_equal else f"differs {self.error}",
         ]
 
 
-Curve = list[tuple[float, float]]
+Curve = list[tuple[float, ...]]
 
 
 def prove_layouts(
@@ -97,46 +104,68 @@ def prove_layouts(
     settings: Sections | None = None,
 ) -> Iterator[Verdict]:
     """One verdict per layout, as they come. `settings` (from a user's config) hold for all."""
-    references: dict[tuple[str, ...], Curve] = {}
+    references: dict[tuple[str, ...], tuple[Curve, Curve]] = {}
     for layout in layouts:
         with tempfile.TemporaryDirectory() as folder:
+            validated = {**(settings or {}), "validation": held_out(Path(folder))}
             if layout.kinds not in references:
-                job = proof_job(None, layout.kinds, dtype, steps, Path(folder), settings)
-                references[layout.kinds] = pool.run(1, curve, job)[0]
-            job = proof_job(layout, layout.kinds, dtype, steps, Path(folder), settings)
+                job = proof_job(None, layout.kinds, dtype, steps, Path(folder), validated)
+                references[layout.kinds] = pool.run(1, curves, job)[0]
+            job = proof_job(layout, layout.kinds, dtype, steps, Path(folder), validated)
             try:
-                curves = pool.run(layout.num_ranks, curve, job, num_nodes=layout.num_nodes)
+                found = pool.run(layout.num_ranks, curves, job, num_nodes=layout.num_nodes)
             except AssertionError as error:
-                yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, last_line(error))
+                yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, 1.0, last_line(error))
                 continue
-        expected = references[layout.kinds]
+        steps_alone, held_out_alone = references[layout.kinds]
         yield Verdict(
             layout.name,
             layout.num_ranks,
             dtype,
-            max(difference(got, expected, 0) for got in curves),
-            max(difference(got, expected, 1) for got in curves),
+            max(difference(got, steps_alone, 0) for got, _ in found),
+            max(difference(got, steps_alone, 1) for got, _ in found),
+            max(difference(got, held_out_alone, 0) for _, got in found),
         )
 
 
-def curve(world: World, config: JobConfig) -> Curve:
-    """Loss and gradient norm of every step, as this rank knows them."""
+def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
+    """Loss and gradient norm of every step, and the loss of every validation, as this rank knows
+    them."""
     import torch
 
     from overland.training.callbacks import Callback, Record
     from overland.training.loop import train
     from overland.training.run import Run, build_run
 
-    seen: Curve = []
+    steps: Curve = []
+    validations: Curve = []
 
     class Recorder(Callback):
         def on_log(self, run: Run, record: Record) -> None:
-            seen.append((record["loss"], record["grad_norm"]))
+            steps.append((record["loss"], record["grad_norm"]))
+
+        def on_validation(self, run: Run, record: Record) -> None:
+            validations.append((record["validation_loss"],))
 
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     run.callbacks = [Recorder(run)]
     train(run)
-    return seen
+    return steps, validations
+
+
+def curve(world: World, config: JobConfig) -> Curve:
+    return curves(world, config)[0]
+
+
+def held_out(folder: Path) -> dict[str, Any]:
+    """Data to validate on, with settings that read it: documents of random tokens which fill
+    neither the last row nor the last batch."""
+    draw = Random(0)
+    sizes = [draw.randint(3, SEQ_LEN // 2) for _ in range(32)]
+    documents = [draw.choices(range(TINY["vocab_size"]), k=size) for size in sizes]
+    path = folder / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"tokens": ids}) + "\n" for ids in documents))
+    return {"enable": True, "dataset_path": str(path), "freq": STEPS // 2, "steps": -1}
 
 
 def proof_job(
@@ -152,7 +181,7 @@ def proof_job(
         "job": {"dump_folder": str(folder)},
         "training": {
             "dataset": "random",
-            "seq_len": 32,
+            "seq_len": SEQ_LEN,
             "global_batch_size": ROWS,
             "local_batch_size": ROWS,
             "steps": steps,
@@ -183,15 +212,13 @@ def proof_job(
 
 def difference(got: Curve, expected: Curve, which: int) -> float:
     """Largest relative difference over all steps; a missing step counts as wholly different."""
-    if len(got) != len(expected):
+    if len(got) != len(expected) or not expected:
         return 1.0
     pairs = zip(got, expected, strict=True)
     return max(abs(a[which] - b[which]) / abs(b[which]) for a, b in pairs)
 
 
 def _model_file(folder: Path, changes: dict[str, Any]) -> Path:
-    import json
-
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"
     path.write_text(json.dumps(TINY | changes))
