@@ -38,7 +38,7 @@ def layout(
     from overland.cluster.pool import RankPool
     from overland.config.errors import ConfigError, Problem, any_of
     from overland.proofs.evidence import Evidence
-    from overland.proofs.layout import HEAD, TOLERANCES, prove_layouts
+    from overland.proofs.layout import HEAD, NORM_TOLERANCES, TOLERANCES, prove_layouts
     from overland.proofs.layouts import FIVE_AXES, LAYOUTS, SHORT, parse_all
     from overland.proofs.settings import settings_of
 
@@ -74,8 +74,8 @@ def layout(
     finally:
         pool.close()
     if not as_json:
-        limit = TOLERANCES[dtype]
-        print(f"\n{len(todo) - wrong} of {len(todo)} layouts equal one process within {limit:g}.")
+        limits = f"{TOLERANCES[dtype]:g} (losses) and {NORM_TOLERANCES[dtype]:g} (gradient norm)"
+        print(f"\n{len(todo) - wrong} of {len(todo)} layouts equal one process within {limits}.")
     if wrong:
         print(f"{wrong} of {len(todo)} layouts differ from one process.", file=sys.stderr)
         raise typer.Exit(1)

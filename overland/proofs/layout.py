@@ -1,8 +1,8 @@
 """Trains one tiny model under many layouts and compares each step with one process.
 
 In float64 rounding cannot hide a mistake: the losses and gradient norms of a right layout agree to
-about 1e-15, those of a wrong one hardly to 1e-3. The loss on held-out data is compared too, on rows
-that are not all full: a mean of means over ranks, or over batches, is another number there.
+about 1e-15, those of a wrong one to 1e-5 at best. The loss on held-out data is compared too, whose
+rows are not all full: a mean of means over ranks, or over batches, is another number there.
 """
 
 from __future__ import annotations

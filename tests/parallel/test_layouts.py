@@ -5,10 +5,12 @@ The list is `overland.proofs.layouts.SHORT`: every axis, stage and schedule; `ma
 all of them and writes docs/evidence/layouts.md.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from overland.cluster.pool import RankPool
-from overland.proofs.layout import TOLERANCES, curve, proof_job, prove_layouts
+from overland.proofs.layout import TOLERANCES, Verdict, curve, proof_job, prove_layouts
 from overland.proofs.layouts import LAYOUTS, SHORT, Layout, parse
 from overland.proofs.resume import prove_resumes
 
@@ -30,6 +32,14 @@ def test_float32_stays_within_its_tolerance(ranks: RankPool, name: str) -> None:
 def test_the_same_layout_run_twice_gives_the_same_bits(ranks: RankPool, tmp_path) -> None:
     job = proof_job(parse("pp2xtp2"), (), "float32", 5, tmp_path)
     assert ranks.run(4, curve, job) == ranks.run(4, curve, job)
+
+
+def test_the_table_states_the_bounds_of_losses_and_of_the_norm() -> None:
+    verdict = Verdict("tp2", 2, "float32", 9e-5, 9e-3, 9e-5)
+    assert verdict.is_equal
+    assert verdict.cells()[2] == "float32 (≤ 0.0001, 0.01)"
+    for worse in ("loss", "norm", "validation"):
+        assert not replace(verdict, **{f"{worse}_difference": 2e-2}).is_equal
 
 
 def test_the_full_list_covers_what_it_must() -> None:
