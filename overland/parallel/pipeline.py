@@ -120,6 +120,18 @@ def keep_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Non
         )
 
 
+class Stage(PipelineStage):
+    """Can also be run forward only where the next stage is on the same rank, as under the schedules
+    that turn back: torch hands gradients over there even if none were computed, and fails."""
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
 class Pipeline:
     """The stages of this rank under their schedule. Called alike on every rank of the pipeline."""
 
@@ -151,7 +163,7 @@ class Pipeline:
         tokens = torch.empty(microbatch_rows, row_tokens, dtype=torch.int64, device="meta")
         loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
         stages = [
-            PipelineStage(
+            Stage(
                 part,
                 number,
                 num_stages,
