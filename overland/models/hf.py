@@ -6,7 +6,7 @@ Only the slice that lives here is taken from a file, one tensor at a time. They 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,21 @@ from overland.models.parameters import EMBEDDING, HEAD
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+READ_BYTES = 1 << 24  # at once, or a row
 
 
 def load_hf(
-    model: nn.Module, folder: str | Path, local_part: LocalPart = whole, strict: bool = True
+    model: nn.Module,
+    folder: str | Path,
+    local_part: LocalPart = whole,
+    strict: bool = True,
+    moved: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Fill the model's parameters from a folder of safetensors, cast to the parameters' types.
 
     The model may be a part of the whole (a pipeline stage, shards through `local_part`). A tensor
     that is missing or has another shape is always an error; `strict` also refuses tensors in the
-    files that no part of `model.config` asks for.
+    files that no part of `model.config` asks for. `moved` is told of bytes as they are read.
     """
     folder = Path(folder)
     file_of = _files_by_tensor(folder)
@@ -56,7 +61,10 @@ def load_hf(
         names = [name for name in wanted if file_of[source[name]] == file]
         with _open(folder / file) as tensors, torch.no_grad():
             for name in names:
-                _read(tensors, source[name], wanted[name], local_part, folder / file)
+                for num_bytes in _read(
+                    tensors, source[name], wanted[name], local_part, folder / file
+                ):
+                    moved(num_bytes)
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
@@ -91,7 +99,10 @@ def _source(name: str, file_of: dict[str, str], tied: bool) -> str:
     return name
 
 
-def _read(tensors: Any, source: str, parameter: Tensor, local_part: LocalPart, file: Path) -> None:
+def _read(
+    tensors: Any, source: str, parameter: Tensor, local_part: LocalPart, file: Path
+) -> Iterator[int]:
+    """Fills a parameter, some rows at a time; yields how many bytes they had."""
     target, offsets, full_shape = local_part(parameter)
     try:
         stored = tensors.get_slice(source)
@@ -108,9 +119,15 @@ def _read(tensors: Any, source: str, parameter: Tensor, local_part: LocalPart, f
         raise ModelError(f"{source} is on the meta device; call to_empty() before loading")
     if not shape:  # safetensors cannot slice a scalar
         target.copy_(tensors.get_tensor(source))
+        yield target.nbytes
         return
     ends = (offset + size for offset, size in zip(offsets, target.shape, strict=True))
-    target.copy_(stored[tuple(slice(a, b) for a, b in zip(offsets, ends, strict=True))])
+    rows, *columns = (slice(a, b) for a, b in zip(offsets, ends, strict=True))
+    for part in target.split(max(1, READ_BYTES * len(target) // target.nbytes)):
+        stop = rows.start + len(part)
+        part.copy_(stored[(slice(rows.start, stop), *columns)])
+        rows = slice(stop, rows.stop)
+        yield part.nbytes
 
 
 @contextmanager

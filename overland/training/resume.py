@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from overland.checkpoint.convert import open_source
+from overland.checkpoint.convert.lazy import counting
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
 from overland.config.schema import Checkpoint
 from overland.data.prepare import kept_bos
+from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
 from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
@@ -38,12 +40,16 @@ def start_from(run: Run, report: Report) -> None:
     elif settings.initial_load_path is not None:
         source = Path(settings.initial_load_path).expanduser()
         problem = ""
-        load_weights(run, source)
+        run.beat.pulse.begin()
         try:
+            load_weights(run, source)
             check_finite(run, source, skip_optimizer=True)
-        except CheckpointError as error:
+        except (CheckpointError, ModelError) as error:
             problem = str(error)
-        if problem := first_problem(problem):
+        run.beat.pulse.wait()
+        problem = first_problem(problem)
+        run.beat.pulse.end()
+        if problem:
             raise CheckpointError(problem)
         report(f"starting from the weights in {source}")
 
@@ -61,8 +67,13 @@ def load_weights(run: Run, path: Path) -> None:
     """Weights alone, from any format that `overland convert` reads."""
     if any((path / name).is_file() for name in (INDEX, SINGLE)):  # reads its own slices only
         for part in run.model.parts:
-            load_hf(part, path, local_part)
+            load_hf(part, path, local_part, moved=run.beat.pulse.moved)
         return
+    with counting(run.beat.pulse.moved):
+        _load_foreign(run, path)
+
+
+def _load_foreign(run: Run, path: Path) -> None:
     describe = getattr(run.model_config, "to_hf", None)
     weights = open_source(path, describe() if describe else None).weights()
     parameters = named_parameters(run.model.parts)

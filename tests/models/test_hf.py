@@ -126,6 +126,20 @@ def test_a_stage_reads_only_its_slices(tmp_path: Path) -> None:
         assert torch.equal(part, expected), name
 
 
+def test_bytes_are_counted_as_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("overland.models.hf.READ_BYTES", 1024)
+    model = tiny()
+    save(model, tmp_path / "out")
+    other, counts = tiny(seed=1), list[int]()
+    load_hf(other, tmp_path / "out", moved=counts.append)
+    assert sum(counts) == sum(parameter.nbytes for parameter in model.parameters())
+    assert max(counts) <= 1024
+    for (name, a), b in zip(other.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
 def test_either_tensor_of_a_tied_pair_will_do(tmp_path: Path) -> None:
     model = tiny(hf("llama", tie_word_embeddings=True))
     save(model, tmp_path / "out")

@@ -18,6 +18,7 @@ from overland.checkpoint.disk import Disk
 from overland.checkpoint.errors import CheckpointError, NotSavedError
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
+from overland.cluster.beat import Beat, Transfer, read_signs
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
@@ -464,21 +465,29 @@ def test_a_run_starts_from_weights_in_any_format(
     start_here = start_here.model_copy(
         update={"training": start_here.training.model_copy(update=float32)}
     )
-    for got in ranks.run(2, first_weights, start_here):
+    for got, num_bytes in ranks.run(2, first_weights, start_here):
+        # A rank reads its own slices, or with some formats whole tensors.
+        assert num_bytes >= sum(tensor.nbytes for tensor in got.values()) / 2
         with open_checkpoint(tmp_path / "source" / "checkpoint" / "step_2") as checkpoint:
             for name, tensor in got.items():
                 assert torch.equal(tensor, checkpoint.read(f"model.{name}")), name
     shutil.rmtree(tmp_path / "source")
 
 
-def first_weights(world: World, config: JobConfig) -> dict[str, torch.Tensor]:
+def first_weights(world: World, config: JobConfig) -> tuple[dict[str, torch.Tensor], int]:
+    """Of all parameters, and how many bytes this rank has said that it read."""
     from overland.parallel.parts import named_parameters
 
-    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    beats = Path(config.job.dump_folder) / f"beats{world.rank}"
+    beats.mkdir(parents=True)
+    beat = Beat(world.rank, beats)
+    run = build_run(config, world, torch.device("cpu"), log_ranks=(), beat=beat)
+    [sign] = read_signs(beats)
+    assert sign.transfer is Transfer.NONE
     return {
         name: parameter.detach().full_tensor()  # type: ignore[attr-defined]
         for name, parameter in named_parameters(run.model.parts).items()
-    }
+    }, sign.num_bytes
 
 
 class FullForAWhile(Disk):

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from overland.checkpoint.disk import Moved, ignore
 from overland.checkpoint.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -23,6 +26,25 @@ Slices = tuple[slice, ...]
 
 # Torch has no tensors with more.
 MAX_DIMS = 64
+# At once: on a slow disk it is still told in time that bytes move.
+READ_BYTES = 1 << 24
+
+_moved: ContextVar[Moved] = ContextVar("moved", default=ignore)
+
+
+@contextmanager
+def counting(moved: Moved) -> Iterator[None]:
+    """Calls `moved` with the bytes of every file that is read meanwhile, as they are read."""
+    before = _moved.set(moved)
+    try:
+        yield
+    finally:
+        _moved.reset(before)
+
+
+def counter() -> Moved:
+    """To be told of bytes that are read; a thread has none of its own, and must be given it."""
+    return _moved.get()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +114,10 @@ class Stored(Lazy):
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + first * self.dtype.itemsize)
             while view.nbytes:
-                got = file.readinto(view)  # at most 2 GiB per call
+                got = file.readinto(view[:READ_BYTES])
                 if not got:
                     raise CheckpointError(f"{self.path} ends before its tensors do")
+                counter()(got)
                 view = view[got:]
 
 

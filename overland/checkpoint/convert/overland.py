@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import overland
-from overland.checkpoint.convert.lazy import Lazy, Slices, held
+from overland.checkpoint.convert.lazy import Lazy, Slices, counter, held
 from overland.checkpoint.convert.options import Options
 from overland.checkpoint.convert.source import Config, Source, companions_in, read_json
 from overland.checkpoint.errors import CheckpointError
@@ -31,7 +31,7 @@ def detect_overland(path: Path) -> bool:
 
 def open_overland(path: Path, config: Config = None) -> Source:
     step = path if (path / COMMITTED).is_file() else _newest(path)
-    checkpoint = open_checkpoint(step)
+    checkpoint = open_checkpoint(step, counter())
     if checkpoint.index.kind == "local":
         raise CheckpointError(
             f"{step} was saved with checkpoint.type = local, which only the same ranks can read; "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from overland.checkpoint.convert.lazy import MAX_DIMS, Lazy, Stored, memory
+from overland.checkpoint.convert.lazy import MAX_DIMS, Lazy, Stored, counter, memory
 from overland.checkpoint.errors import CheckpointError
 
 # As the format's own library has it.
@@ -47,6 +47,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
                 f"{path} is not a safetensors file: its header would be {length} bytes long"
             )
         text = file.read(length)
+    counter()(8 + length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}

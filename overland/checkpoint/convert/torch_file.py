@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.checkpoint.convert.known import KNOWN, Storage, StorageType
-from overland.checkpoint.convert.lazy import Stored
+from overland.checkpoint.convert.lazy import Stored, counter
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.pickles import load_pickle
 
@@ -38,6 +38,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
         _check_byte_order(file, path, offset, records.get(f"{root}byteorder"))
         file.seek(offset + start)
         pickled = file.read(count)
+    counter()(count)
 
     def storage(key: Any) -> Storage:
         if not isinstance(key, tuple) or len(key) not in (5, 6):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.checkpoint.convert import FORMATS, TARGETS, Options, convert, open_source
+from overland.checkpoint.convert import FORMATS, TARGETS, Options, convert, lazy, open_source
 from overland.checkpoint.errors import CheckpointError
 from tests.models.tiny import LLAMA3_ROPE, hf
 
@@ -245,3 +245,17 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     FORMATS["dcp"].write(source, tmp_path / "a", Options())
     with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
         convert(tmp_path / "a", tmp_path / "b", "hf")
+
+
+def test_bytes_are_counted_as_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(lazy, "READ_BYTES", 1000)
+    tensor, path, counts = torch.arange(10_000), tmp_path / "a.bin", list[int]()
+    path.write_bytes(lazy.memory(tensor))
+    stored = lazy.Stored((10_000,), torch.int64, path, 0)
+    with lazy.counting(counts.append):
+        assert torch.equal(stored.load(), tensor)
+    assert counts == [1000] * 80
+    stored.load()
+    assert len(counts) == 80
