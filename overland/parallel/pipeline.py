@@ -120,18 +120,6 @@ def keep_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Non
         )
 
 
-class Stage(PipelineStage):
-    """Can also be run forward only where the next stage is on the same rank, as under the schedules
-    that turn back: torch hands gradients over there even if none were computed, and fails."""
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-
 class Pipeline:
     """The stages of this rank under their schedule. Called alike on every rank of the pipeline."""
 
@@ -148,8 +136,9 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         """`hidden_shape`: what passes between stages for one row (tokens, width)."""
-        from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
+
+        from overland.parallel.stage import Stage
 
         self.parts = list(parts)
         self.rows_per_pass = microbatch_rows * num_microbatches
