@@ -6,6 +6,8 @@ operation of a save goes through here; `at` is called before each.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -18,6 +20,23 @@ when another operation has ended."""
 
 def ignore(num_bytes: int) -> None:
     """For those who need not know how far it is."""
+
+
+def reserve(path: Path, num_bytes: int) -> None:
+    """Sets room aside for a new file there, writing nothing, and gives it back. OSError where it
+    cannot be had, by a quota too, which does not show in what a disk has free; or where the file
+    system (EOPNOTSUPP) or the operating system (ENOSYS) cannot do it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # posix_fallocate would write every block where the file system cannot set room aside.
+        fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+        if fallocate is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        if fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
 
 
 class Disk:

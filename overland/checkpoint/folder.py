@@ -11,7 +11,9 @@ checkpoint/
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.disk import Disk
+from overland.checkpoint.disk import Disk, reserve
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import COMMITTED, INDEX
 from overland.checkpoint.read import read_marker
@@ -114,13 +116,20 @@ def superfluous(found: Sequence[Found], settings: Settings, newest: str) -> list
 def lack_of_room(folder: Path, settings: Settings, num_bytes: int) -> str:
     """Says that the disk has no room for the checkpoints of this size that are kept at a time, or
     not even for one; nothing if it has. A new one is written before an old one goes, and one of
-    whole tensors is written twice. Quotas are not seen."""
+    whole tensors is written twice. A quota is seen once the folder is there, by setting room for
+    one aside, where the file system can do that without writing."""
     place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(place).free
     room_of_one = num_bytes * (2 if settings.type == "full" else 1)
     there = len(list_checkpoints(folder))
     more = max(0, settings.keep_latest_k - there) * num_bytes + room_of_one
     if free >= more:
+        if folder.exists() and not _can_reserve(folder, room_of_one):
+            return (
+                f"{folder} cannot take the {room_of_one / 1e9:.1f} GB of a checkpoint, though its "
+                f"disk has {free / 1e9:.1f} GB free (a quota?): saves will fail unless you make "
+                f"room, or set checkpoint.fallback_folder for the last one"
+            )
         return ""
     has = f"{folder} has {free / 1e9:.1f} GB free"
     if free < room_of_one:
@@ -133,6 +142,14 @@ def lack_of_room(folder: Path, settings: Settings, num_bytes: int) -> str:
         f"{num_bytes / 1e9:.1f} GB each: make room, or lower checkpoint.keep_latest_k = "
         f"{settings.keep_latest_k}"
     )
+
+
+def _can_reserve(folder: Path, num_bytes: int) -> bool:
+    try:
+        reserve(folder / f".room-{os.getpid()}", num_bytes)
+    except OSError as error:
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+    return True
 
 
 def delete(path: Path, disk: Disk) -> None:

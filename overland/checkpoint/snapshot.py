@@ -18,13 +18,13 @@ import mmap
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from overland.checkpoint.finite import Largest
 from overland.checkpoint.plan import Box, Packed, Plan, State, local_tensor
+from overland.cluster.devices import available_memory
 
 ALIGNMENT = 64
 SPARE_SHARE = 0.1  # of the memory that is free, left for everything else
@@ -227,32 +227,3 @@ def _aligned(num_bytes: int) -> int:
 def fits_in_memory(num_bytes: int, num_ranks: int) -> bool:
     """Whether every rank of this machine can have so much."""
     return num_bytes * num_ranks <= available_memory() * (1 - SPARE_SHARE)
-
-
-def available_memory() -> float:
-    """Bytes that can be had without swapping; the limits of containers and jobs count."""
-    free = [float("inf")]
-    with suppress(OSError, KeyError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free.append(amounts["MemAvailable"])
-    for group in _control_groups():
-        with suppress(OSError, ValueError, KeyError):  # not there, or "max"
-            limit = int((group / "memory.max").read_text())
-            used = int((group / "memory.current").read_text())
-            words = (group / "memory.stat").read_text().split()
-            cached = int(dict(zip(words[::2], words[1::2], strict=True))["inactive_file"])
-            free.append(limit - used + cached)
-    return min(free)
-
-
-def _control_groups() -> list[Path]:
-    """This process's group and those around it: each may set a limit."""
-    root = Path("/sys/fs/cgroup")
-    groups = [root]
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                group = root / line[len("0::") :].lstrip("/")
-                groups += [group, *(p for p in group.parents if root in p.parents)]
-    return groups

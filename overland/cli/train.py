@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def train(
 def train_here(source: str | None, arguments: list[str], world: World | None, beat: Beat) -> None:
     """As one rank of a world, or as the one that starts all ranks."""
     from overland.checks import load_checked
-    from overland.cluster.devices import num_local_ranks
+    from overland.cluster.devices import available_memory, num_local_ranks
     from overland.cluster.launch import launch_local
     from overland.cluster.world import World
     from overland.config.load import log_ranks, ngpu
@@ -85,7 +86,11 @@ def train_here(source: str | None, arguments: list[str], world: World | None, be
         if num_ranks > 1:
             logs = Path(loaded.config.job.dump_folder).expanduser() / "logs"
             words = ["train", *([source] if source else []), *arguments]
-            raise typer.Exit(launch_local(words, num_ranks, printing, logs))
+            free = available_memory()
+            code = launch_local(words, num_ranks, printing, logs)
+            if code == 128 + signal.SIGKILL:
+                print(killed_in_words(loaded.config, num_ranks, free), file=sys.stderr)
+            raise typer.Exit(code)
     run_rank(loaded, world or World(), printing, beat)
 
 
@@ -131,6 +136,17 @@ def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> N
         if beat.is_read and world.is_first:
             say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)
         raise typer.Exit(STOPPED)
+
+
+def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
+    import torch
+
+    from overland.cluster.devices import device_type
+    from overland.models.registry import model_config
+    from overland.training.memory_words import rank_killed
+
+    device = torch.device(device_type())
+    return rank_killed(config, model_config(config.model), num_ranks, device, free)
 
 
 @contextmanager

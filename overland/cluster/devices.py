@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 CPU_RANKS = 2  # on a machine without accelerators: enough that every run is really distributed
@@ -64,3 +65,32 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:
         return []
+
+
+def available_memory() -> float:
+    """Bytes that can be had without swapping; the limits of containers and jobs count."""
+    free = [float("inf")]
+    with suppress(OSError, KeyError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free.append(amounts["MemAvailable"])
+    for group in _control_groups():
+        with suppress(OSError, ValueError, KeyError):  # not there, or "max"
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            words = (group / "memory.stat").read_text().split()
+            cached = int(dict(zip(words[::2], words[1::2], strict=True))["inactive_file"])
+            free.append(limit - used + cached)
+    return min(free)
+
+
+def _control_groups() -> list[Path]:
+    """This process's group and those around it: each may set a limit."""
+    root = Path("/sys/fs/cgroup")
+    groups = [root]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = root / line[len("0::") :].lstrip("/")
+                groups += [group, *(p for p in group.parents if root in p.parents)]
+    return groups

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from overland.config.degrees import Degrees
+from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
@@ -36,8 +37,31 @@ def out_of_memory(
         total = torch.cuda.get_device_properties(device).total_memory
         held = torch.cuda.max_memory_allocated(device)
         what += f": {held / GIB:.1f} GiB of {total / GIB:.1f} GiB were held by tensors"
+    return OutOfMemoryError(with_ways_out(what, config, architecture, degrees, device))
+
+
+def rank_killed(
+    config: JobConfig, architecture: Any, num_ranks: int, device: torch.device, free: float
+) -> str:
+    """What to say when a rank got SIGKILL, which the system sends where memory has run out.
+    `free`: bytes of the machine's memory before the ranks were started."""
+    what = "a rank was killed, probably for lack of memory"
+    if math.isfinite(free):  # known on Linux alone
+        what += f": this machine had {free / GIB:.1f} GiB free for {num_ranks} ranks"
+    if device.type == "cuda":  # the machine's memory ran out, not a GPU's
+        return (
+            f"{what}. Ways out: checkpoint.async_mode=disabled, which keeps no copy of the state; "
+            "fewer data.tokenise_processes; a lower data.read_ahead"
+        )
+    degrees = resolve_degrees(config.parallelism, num_ranks, num_ranks)
+    return with_ways_out(what, config, architecture, degrees, device)
+
+
+def with_ways_out(
+    what: str, config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
+) -> str:
     if not isinstance(architecture, DecoderConfig):
-        return OutOfMemoryError(
+        return (
             f"{what}. Lower training.local_batch_size (training.global_batch_size keeps the "
             f"batch), set activation_checkpoint.mode=full, or use more devices"
         )
@@ -62,7 +86,7 @@ def out_of_memory(
     helps = [(way, peak) for way, peak in estimates if peak < now.peak]
     listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
     listed = listed or "a smaller model or training.seq_len"
-    return OutOfMemoryError(
+    return (
         f"{what}. By estimate a step takes {now.peak / GIB:.2f} GiB per device: parameters and "
         f"moments {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, kept for the "
         f"backward pass {now.kept / GIB:.2f}. Ways out: {listed}"

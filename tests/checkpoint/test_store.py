@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from overland.checkpoint import write
-from overland.checkpoint.disk import Disk
+from overland.checkpoint.disk import Disk, reserve
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import LATEST, list_checkpoints
 from overland.checkpoint.format import marker
@@ -436,15 +437,48 @@ def test_only_what_is_learned_must_be_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled"])
-def test_a_master_weight_in_two_parts_is_tested(tmp_path: Path, mode: str) -> None:
-    """As a whole: each part alone may look well."""
-    upper, rest = split(torch.ones(300))
-    upper[7], rest[7] = 0.0, -3
+@pytest.mark.parametrize(("number", "not_finite"), [(3.4e38, ()), (float("inf"), ("model.w",))])
+def test_a_master_weight_in_two_parts_is_tested(
+    tmp_path: Path, mode: str, number: float, not_finite: tuple[str, ...]
+) -> None:
+    """As a whole: the largest numbers of float32 are infinite in bfloat16."""
+    wide = torch.ones(300)
+    wide[7] = number
+    upper, rest = split(wide)
+    assert upper[7].isinf()
     store = Store(tmp_path, Settings.model_validate({"async_mode": mode}))
     store.save(1, {"model.w": Packed((300,), torch.float32, (upper, rest), join)}, {})
     store.close()
     assert store.last is not None
-    assert store.last.not_finite == ("model.w",)
+    assert store.last.not_finite == not_finite
+
+
+@pytest.mark.parametrize("code", [errno.EDQUOT, errno.EOPNOTSUPP])
+def test_a_quota_is_named_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It does not show in what the disk has free. A file system that cannot set room aside says
+    nothing of a quota."""
+
+    def refuse(path: Path, num_bytes: int) -> None:
+        assert path.parent == tmp_path
+        assert num_bytes >= 4_000_000
+        raise OSError(code, "no")
+
+    monkeypatch.setattr("overland.checkpoint.folder.reserve", refuse)
+    store = Store(tmp_path, Settings())
+    store.prepare({"model.w": torch.ones(1_000_000)})
+    store.close()
+    assert len(store.notes) == (code == errno.EDQUOT)
+    assert all("(a quota?): saves will fail" in one for one in store.notes)
+
+
+def test_room_is_set_aside_and_given_back(tmp_path: Path) -> None:
+    with suppress(OSError):  # the file system may not be able to
+        reserve(tmp_path / "some", 2**20)
+    with pytest.raises(OSError, match=r"too large|No space|not supported|not implemented"):
+        reserve(tmp_path / "too much", 2**62)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from overland.cluster.last_words import Kind, kind_of
 from overland.config.degrees import resolve_degrees
 from overland.models.registry import model_config
-from overland.training.memory_words import is_out_of_memory, out_of_memory
+from overland.training.memory_words import is_out_of_memory, out_of_memory, rank_killed
 from tests.jobs import tiny_job
 
 
@@ -41,3 +41,9 @@ def test_a_way_out_that_frees_nothing_is_not_advised(tmp_path: Path) -> None:
     degrees = resolve_degrees(config.parallelism, 1)
     said = str(out_of_memory(config, model_config(config.model), degrees, torch.device("cpu")))
     assert re.search(r"Ways out: twice as many devices to shard over: about [\d.]+ GiB$", said)
+
+
+def test_a_rank_that_was_killed_beside_gpus_lacked_the_machines_memory(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path)
+    said = rank_killed(config, model_config(config.model), 8, torch.device("cuda"), 3 * 2**30)
+    assert "this machine had 3.0 GiB free for 8 ranks. Ways out: checkpoint.async_mode" in said
