@@ -65,16 +65,17 @@ def train_here(source: str | None, arguments: list[str], world: World | None, be
     """As one rank of a world, or as the one that starts all ranks."""
     from overland.checks import load_checked
     from overland.cluster.devices import available_memory, num_local_ranks
-    from overland.cluster.launch import launch_local
+    from overland.cluster.launch import NOTES_TOLD, launch_local
     from overland.cluster.world import World
     from overland.config.load import log_ranks, ngpu
 
     num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
     loaded, notes = load_checked(source, arguments, world_size=num_ranks)
     printing = log_ranks(os.environ)
-    if world is None:
+    if (world is None or world.is_first) and NOTES_TOLD not in os.environ:
         for note in [*loaded.notes, *map(str, notes)]:
             print(f"note: {note}", file=sys.stderr)
+    if world is None:
         loaded, arguments = settle_folder(loaded, arguments)
         if not loaded.is_set("job.dump_folder"):
             folder = loaded.config.job.dump_folder

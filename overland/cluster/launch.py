@@ -27,6 +27,7 @@ from overland.cluster.signals import (
     leave_terminal,
 )
 
+NOTES_TOLD = "OVERLAND_NOTES_TOLD"  # set for ranks whose launcher has printed the config's notes
 GRACE_SECONDS = 10.0
 STOP_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,6 +45,7 @@ def launch_local(
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
+        NOTES_TOLD: "1",
     }
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from overland.cli import train
+from overland.cluster.beat import Beat
+from overland.cluster.launch import NOTES_TOLD
+from overland.cluster.world import World
 from tests.cli.processes import (
     LIMIT_SECONDS,
     ROOT,
@@ -244,6 +248,25 @@ def test_a_broken_config_ends_with_2_before_anything_starts(tmp_path: Path) -> N
     expected = "command line: training.stepz = 3: unknown key; did you mean training.steps?"
     assert done.stderr.splitlines() == [expected]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "launcher", "num_notes"), [(0, "torchrun", 1), (1, "torchrun", 0), (0, "ours", 0)]
+)
+def test_the_first_rank_prints_the_notes_unless_its_launcher_has(
+    rank: int, launcher: str, num_notes: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "mine.txt").write_text("some text\n")
+    monkeypatch.setattr(train, "run_rank", lambda *_: None)
+    monkeypatch.delenv(NOTES_TOLD, raising=False)
+    if launcher == "ours":
+        monkeypatch.setenv(NOTES_TOLD, "1")
+    monkeypatch.chdir(tmp_path)
+    settings = ["training.dataset_path=mine.txt", "data.holdout=0", "validation.enable=true"]
+    train.train_here("quickstart", settings, World(rank=rank, size=2), Beat())
+    said = capsys.readouterr().err
+    assert said.count("validation reads stdlib_heldout, which is not held out of") == num_notes
 
 
 def run_train_sh(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
