@@ -25,7 +25,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_model, ("model", "job.custom_import")),
     (model.check_export, ("model", "job.custom_import", "checkpoint.last_save_in_hf")),
     (model.check_freeze, ("model", "job.custom_import")),
-    (model.check_start, ("model.config", "checkpoint.initial_load_path")),
+    (model.check_start, ("model", "checkpoint.initial_load_path")),
     (model.check_length, ("model", "training.seq_len")),
     (parallelism.check_splits, ("model", "parallelism")),
     (parallelism.check_lengths, ("model", "parallelism", "training.seq_len", "validation")),
@@ -34,6 +34,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (combinations.check_moments, ("optimizer.bf16_moments", "training.dtype")),
     (combinations.check_recompute, ("activation_checkpoint",)),
     (combinations.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
+    (combinations.check_compiler, ("compile",)),
     (combinations.check_profiling, ("profiling",)),
     (
         combinations.check_attention,

@@ -40,6 +40,18 @@ def check_needs_compile(loaded: Loaded) -> Iterator[Problem]:
             yield Problem("needs compile.enable = true", loaded.where(key), key, value)
 
 
+def check_compiler(loaded: Loaded) -> Iterator[Problem]:
+    config, key = loaded.config.compile, "compile.backend"
+    if config.enable is False or config.backend == "inductor":
+        return
+    from torch._dynamo import list_backends
+
+    backends = list_backends(exclude_tags=())
+    if config.backend not in backends:
+        message = f"this torch has no such compiler backend; it has {', '.join(backends)}"
+        yield Problem(message, loaded.where(key), key, config.backend)
+
+
 def check_profiling(loaded: Loaded) -> Iterator[Problem]:
     settings = loaded.config.profiling
     observed = settings.profiler_warmup + settings.profiler_active

@@ -15,7 +15,7 @@ from typing import Any
 from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
 from overland.config.model_from import has_weights
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, Model
 from overland.models.config import RMSNORM, DecoderConfig
 from overland.models.errors import ModelError
 from overland.models.parameters import HEAD
@@ -128,6 +128,13 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
     """Says what is not taken from a model's folder that is named for its architecture alone."""
     model, weights = loaded.config.model, loaded.config.checkpoint.initial_load_path
     folder = Path(model.config or "").expanduser()
+    if model.config is not None and weights is not None and (changed := _changed(model)):
+        key = "model.overrides"
+        message = (
+            f"the weights of {weights} are loaded into a model with another {changed} than they "
+            "were trained with"
+        )
+        yield Problem(message, loaded.where(key), key, kind="note")
     if model.config is None or weights is not None or not folder.is_dir():
         return
     if has_weights(folder):
@@ -139,6 +146,21 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(
             message, loaded.where("model.config"), "model.config", model.config, kind="note"
         )
+
+
+def _changed(model: Model) -> str:
+    """What the overrides change in the config.json, in words."""
+    try:
+        plain = model_config(model.model_copy(update={"overrides": {}}))
+        ours = model_config(model)
+    except (ModelError, OSError):
+        return ""
+    changed = [
+        f"{key} ({getattr(ours, key)}, not {getattr(plain, key)})"
+        for key in model.overrides
+        if getattr(ours, key, None) != getattr(plain, key, None)
+    ]
+    return ", ".join(changed)
 
 
 def _first_line(error: Exception) -> str:

@@ -192,7 +192,7 @@ def _one_in_words(annotation: Any) -> str:
 def _number_in_words(noun: str, bounds: dict[str, float]) -> str:
     low, high = bounds.get("ge"), bounds.get("le")
     if bounds.get("gt") == 0:
-        return f"a positive {noun}"
+        return f"a positive {noun}" + (f", at most {high:,}" if high is not None else "")
     if low is not None and high is not None:
         return f"a {noun} from {low:g} to {high:g}"
     if low is not None and "lt" in bounds:

@@ -18,6 +18,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[int, Field(gt=0, le=31_536_000)]  # a year; torch counts nanoseconds
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 BatchSize = Annotated[int, Field(ge=-1)]
 Degree = Annotated[int, Field(gt=0)]
 HOLDS_A_PATH = "path"
@@ -28,7 +30,11 @@ class Section(BaseModel):
     """A TOML section: unknown keys are errors, and types are not guessed."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, use_attribute_docstrings=True, validate_by_name=True
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_by_name=True,
     )
 
 
@@ -393,9 +399,9 @@ class Comm(Section):
 
     backend: Literal["auto", "nccl", "gloo", "mpi", "nvshmem"] = "auto"
     """auto: nccl (RCCL on AMD) for GPUs, gloo for CPUs."""
-    init_timeout_seconds: PositiveInt = 300
+    init_timeout_seconds: Seconds = 300
     """Longest wait for all ranks to meet and take their first step."""
-    train_timeout_seconds: PositiveInt = 100
+    train_timeout_seconds: Seconds = 100
     """Longest wait of one collective after the first step."""
 
 
@@ -424,7 +430,7 @@ class Health(Section):
 class Debug(Section):
     """Seeds and determinism."""
 
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of weights, data order and every other random stream."""
     deterministic: bool = False
     """Only deterministic algorithms: two runs give the same bits."""

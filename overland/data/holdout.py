@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +40,44 @@ def held_out(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]
 def share_of(data: Settings, corpus: Corpus) -> float:
     """What `data.holdout` comes to for a corpus. A number of documents is taken as a share of all,
     as far as these can be counted without reading them: it is met roughly."""
+    share = share_of_documents(data, corpus.name, partial(_num_documents, corpus))
+    check_both_sides(corpus, share)
+    return share
+
+
+def share_of_documents(data: Settings, name: str, count: Callable[[], int]) -> float:
     if isinstance(data.holdout, float) or not data.holdout:
         return float(data.holdout)
-    total = _num_documents(corpus)
+    total = count()
     if data.holdout >= total:
         raise DataError(
-            f"data.holdout = {data.holdout:,} would keep all of {corpus.name} out of training: it "
-            f"has about {total:,} documents"
+            f"data.holdout = {data.holdout:,} would keep all of {name} out of training: it has "
+            f"about {total:,} documents"
         )
     return data.holdout / total
+
+
+def require_both_sides(name: str, share: float, held_out: int, total: int) -> None:
+    """There must be documents to train on and documents to validate on."""
+    if total and held_out in (0, total):
+        side = "no document" if held_out == 0 else "every document"
+        raise DataError(
+            f"data.holdout keeps {side} of {name} out of training (a share of {share:.3g} of "
+            f"{total:,}): change it"
+        )
+
+
+def check_both_sides(corpus: Corpus, share: float) -> None:
+    """Where all shards are there already; else it shows while training."""
+    if not share or corpus.sizes() is None:
+        return
+    held = total = 0
+    for number in range(corpus.num_shards):
+        found = held_out(corpus, number, share)
+        held, total = held + int(found.sum()), total + len(found)
+        if 0 < held < total:
+            return
+    require_both_sides(corpus.name, share, held, total)
 
 
 def marks_of(shard: Shard, layout: Layout) -> Marks:

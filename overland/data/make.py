@@ -76,9 +76,9 @@ class Maker:
         finally:
             claim.release()
 
-    def try_out(self, num_documents: int, num_characters: int) -> tuple[int, bool]:
+    def try_out(self, num_documents: int, num_characters: int) -> tuple[int, int, bool]:
         """Prepares the first documents of the source as a shard's are, and writes nothing; returns
-        how many tokens they have, and whether they are all that there is."""
+        how many there were, how many tokens they have, and whether that is all."""
         prepare = self._encode if self.layout.kind == "text" else self._check
         tokens = documents = characters = 0
         for batch in _batches(islice(self._records(self.source.chunks()), num_documents)):
@@ -86,8 +86,8 @@ class Maker:
             documents += len(batch)
             characters += sum(len(record.document) for record in batch)
             if characters >= num_characters:
-                return tokens, False
-        return tokens, documents < num_documents
+                return documents, tokens, False
+        return documents, tokens, documents < num_documents
 
     def _documents(
         self, chunks: Sequence[str], marks: dict[str, FileMark], tick: Tick

@@ -125,8 +125,18 @@ def _may_share(
     if None in folders:  # built in or registered, or not here yet
         return all(registry.is_built_in(wanted.dataset or name) for name, wanted in (one, other))
     first, second = (folder.resolve() for folder in folders if folder is not None)
+    if not (first.exists() and second.exists()):
+        return False
     is_inside = first.is_relative_to(second) or second.is_relative_to(first)
-    return is_inside and first.exists() and second.exists()
+    return is_inside or _has_links(first) or _has_links(second)
+
+
+def _has_links(folder: Path) -> bool:
+    return any(
+        os.path.islink(os.path.join(parent, name))
+        for parent, subfolders, files in os.walk(folder)
+        for name in (*subfolders, *files)
+    )
 
 
 def _files(config: JobConfig, table: str, name: str, wanted: DataSource) -> Iterator[str]:
@@ -137,7 +147,6 @@ def _files(config: JobConfig, table: str, name: str, wanted: DataSource) -> Iter
         return
     source = open_wanted(config, table, name, wanted)
     if isinstance(source, FileSource):
-        root = source.root.resolve()
-        yield from (os.path.join(root, file) for file in source.files)
+        yield from (os.path.realpath(source.root / file) for file in source.files)
     else:
         yield wanted.dataset or name

@@ -6,6 +6,7 @@ Only the beginning of each source is read; a bad document further on still shows
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.corpus import Corpus
 from overland.data.errors import DataError
+from overland.data.holdout import require_both_sides, share_of_documents
 from overland.data.layout import is_corpus, sketch
 from overland.data.make import Maker
 from overland.data.plan import Plan, check_same_holdout, check_same_order
@@ -69,6 +71,7 @@ def require_start(loaded: Loaded) -> list[Problem]:
     """Raises `ConfigError` with all that a run would refuse before its first step; returns notes.
     Files that are still to be fetched are left out: `checks` lists them."""
     rehearsal = Rehearsal(loaded)
+    rehearsal.folders()
     rehearsal.data()
     if not rehearsal.lacks_model():
         rehearsal.start()
@@ -108,6 +111,20 @@ class Rehearsal:
             problem = Problem(" ".join(str(error).split()), self.loaded.where(key), key)
             if problem not in self.problems:
                 self.problems.append(problem)
+
+    def folders(self) -> None:
+        """What a run writes must have a place."""
+        config, folder = self.loaded.config, RunFolder.of(self.loaded.config)
+        wanted = {"job.dump_folder": folder.root}
+        if config.metrics.enable_tensorboard:
+            wanted["metrics.save_tb_folder"] = folder.tb
+        if config.checkpoint.enable:
+            wanted["checkpoint.folder"] = folder.checkpoints
+        if config.profiling.enable_profiling:
+            wanted["profiling.save_traces_folder"] = folder.traces
+        for key, path in wanted.items():
+            with self.told(key):
+                require_place(path)
 
     def data(self) -> None:
         config = self.loaded.config
@@ -188,9 +205,14 @@ class Rehearsal:
                 "data.add_bos off"
             )
         maker = Maker(layout, source, tokenizer)
-        tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
+        documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
         if not tokens:
             raise DataError(f"{layout.source} is empty: no document in it holds a token")
+        if is_all and table != "validation":
+            # Which documents it would be takes their tokens; how many is known well enough.
+            share = share_of_documents(data, name, lambda: documents)
+            if share:
+                require_both_sides(name, share, round(share * documents), documents)
         training = self.loaded.config.training
         batch = max(training.global_batch_size, training.local_batch_size) * training.seq_len
         if is_all and tokens < batch:
@@ -245,6 +267,17 @@ class Rehearsal:
         if words := lack_of_room(RunFolder.of(config).checkpoints, config.checkpoint, size):
             key = "job.dump_folder"
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))
+
+
+def require_place(folder: Path) -> None:
+    """Raises where a folder cannot be made or written to, without making it."""
+    there = folder.absolute()
+    while not (there.exists() or there.is_symlink()):
+        there = there.parent
+    if not there.is_dir():
+        raise NotADirectoryError(f"{folder} cannot be a folder: {there} is none")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} may not be written to")
 
 
 def try_newest(checkpoints: list[Path], config: JobConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,7 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
         (["optimizer.bf16_moments=true", "training.dtype=float64"],
          "needs training.dtype = float32, not float64"),
         (["activation_checkpoint.selective_ac_option=ops"], 'expected "op" or a positive'),
+        (["compile.backend=inducter"], "this torch has no such compiler backend; it has "),
         (["model.name=lama3"], "there is no model 'lama3'; did you mean 'llama3'?"),
         (["model.overrides.hiden_size=64"], "did you mean 'hidden_size'?"),
         (["model.config=missing.json"], "no such file or folder"),
@@ -285,6 +287,31 @@ def test_a_training_length_that_the_layout_cannot_cut_is_refused() -> None:
     layout = ["parallelism.context_parallel_degree=2", "parallelism.tensor_parallel_degree=2"]
     (found,) = problems("training.seq_len=126", *layout)
     assert "must be a multiple of 4; the nearest is 128" in found
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("optimizer.lr=inf", "expected a number, 0 or more"),
+        ("optimizer.weight_decay=nan", "expected a number, 0 or more"),
+        ("debug.seed=9223372036854775808", "expected a whole number from 0 to below"),
+        ("comm.train_timeout_seconds=99999999999", "whole number, at most 31,536,000"),
+    ],
+)
+def test_numbers_that_nothing_can_compute_with_are_refused(word: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        problems(word)
+
+
+def test_overrides_of_weights_that_are_loaded_are_a_note(tmp_path: Path) -> None:
+    from overland.models.flavors import FLAVORS
+
+    config = FLAVORS["llama3"]["debug"]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    words = [f"model.config={tmp_path}", f"checkpoint.initial_load_path={tmp_path}"]
+    assert not any("are loaded into" in line for line in problems(*words))
+    said = "\n".join(problems(*words, 'model.overrides={norm_type = "layernorm"}'))
+    assert "another norm_type (layernorm, not rmsnorm) than they were trained with" in said
 
 
 def test_a_model_that_hugging_face_cannot_name_is_not_exported_at_the_end() -> None:

@@ -109,6 +109,20 @@ def test_what_is_trained_on_is_not_validated_on(tmp_path: Path) -> None:
         check_held_out(config_of(validation={"split": "test"}, data={"holdout": 0.1}))
 
 
+def test_a_link_to_the_held_out_data_is_found(tmp_path: Path) -> None:
+    for name in ("mine", "held"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    config = config_of(
+        training={"dataset_path": str(tmp_path / "mine")},
+        validation={"dataset_path": str(tmp_path / "held"), "split": None},
+    )
+    check_held_out(config)
+    (tmp_path / "mine" / "more").symlink_to(tmp_path / "held")
+    with pytest.raises(DataError, match=r"held\.txt, which is trained on"):
+        check_held_out(config)
+
+
 def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) -> None:
     for split in ("train", "validation"):
         record = {"title": f"title of {split}", "body": f"body of {split}"}

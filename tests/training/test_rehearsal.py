@@ -55,6 +55,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"title": "a", "id": 1}, {"title": "b", "id": 2}]
     (root / "no_text.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     (root / "broken.jsonl").write_text(json.dumps({"text": TEXT}) + "\n{\n")
+    (root / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": f"{number}. {TEXT}"}) + "\n" for number in range(6))
+    )
     (root / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     (root / "picture.png").write_bytes(b"\x89PNG")
     np.save(root / "ids.npy", np.full(4000, 600, np.uint16))
@@ -111,6 +114,22 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
         {"training": {"dataset_path": "good"}, "data": {"add_bos": True}},
         "no beginning-of-document token",
     ),
+    "more held out than there is": (
+        {"training": {"dataset_path": "lines.jsonl"}, "data": {"holdout": 100}},
+        "data.holdout = 100 would keep all of",
+    ),
+    "nothing held out": (
+        {
+            "training": {"dataset_path": "lines.jsonl"},
+            "data": {"holdout": 1e-6},
+            "validation": {"enable": True},
+        },
+        "data.holdout keeps no document of",
+    ),
+    "everything held out": (
+        {"training": {"dataset_path": "lines.jsonl"}, "data": {"holdout": 0.999999}},
+        "data.holdout keeps every document of",
+    ),
     "a folder without weights": ({"checkpoint": {"initial_load_path": "weights"}}, "weights"),
     "held-out text of another format": (
         {"validation": {"enable": True, "dataset_path": "picture.png"}},
@@ -155,6 +174,16 @@ def config_of(sections: dict[str, dict[str, object]], files: Path, folder: Path)
             else:
                 whole[section][name] = placed(key, value)
     return JobConfig.model_validate(whole)
+
+
+def test_what_is_written_must_have_a_place(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    metrics = {"enable_tensorboard": True, "save_tb_folder": str(file / "tb")}
+    said = rehearsed(tiny_job(tmp_path / "run", training=TRAIN, metrics=metrics))
+    assert f"metrics.save_tb_folder: {file}/tb/run cannot be a folder: {file} is none" in said
+    said = rehearsed(tiny_job(file / "run", training=TRAIN))
+    assert "job.dump_folder" in said
 
 
 def test_a_checkpoint_of_another_model_or_order_is_found(ranks: RankPool, tmp_path: Path) -> None:
