@@ -75,8 +75,11 @@ def test_mpirun_trains_as_overland_alone(
 ) -> None:
     need("mpirun")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    run(["mpirun", "--oversubscribe", "-n", "4", *OVERLAND, *WORDS], tmp_path, environment(**root))
+    words = ["mpirun", "--oversubscribe", "-n", "4", *OVERLAND, *WORDS]
+    output = run(words, tmp_path, environment(**root))
     assert losses_in(tmp_path) == alone(4)
+    assert f"step 1/{STEPS}  loss" in output
+    assert "\x1b" not in output, "a bar was drawn on the terminal that mpirun gives its ranks"
 
 
 def test_torchrun_trains_as_overland_alone(
@@ -140,8 +143,9 @@ def start(words: list[str], folder: Path, slurm: Slurm | None = None) -> subproc
         )
 
 
-def run(words: list[str], cwd: Path, env: dict[str, str]) -> None:
+def run(words: list[str], cwd: Path, env: dict[str, str]) -> str:
     done = subprocess.run(
         words, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert done.returncode == 0, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
