@@ -12,6 +12,7 @@ from overland.checks import load_checked
 from overland.config.dialects.torchtitan_keys import REFUSED
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded, load_config
+from overland.config.schema import JobConfig
 from overland.config.write import to_toml, toml_value
 from overland.models.registry import model_config
 
@@ -429,3 +430,28 @@ def test_the_stub_without_mixed_precision_trains_in_float32_whatever_its_dtype(
     text = "misc: {uses_mixed_precision: false}\ndist: {dtype: float16}\n"
     config = load(tmp_path, text, name="stub.yaml").config
     assert config.training.mixed_precision_param == "float32"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '[model]\ntokenizer_path = "/a/original/tokenizer.model"\n',
+            'model.tokenizer_path is now model.hf_assets_path = "/a", the folder that holds the '
+            "tokenizer",
+        ),
+        ("[comm]\ntrace_buf_size = 1\n", "keep what PyTorch's flight recorder holds"),
+        ("[memory_estimation]\nenable = true\n", "`overland check` counts the memory of a step"),
+    ],
+)
+def test_notes_name_what_there_is(tmp_path: Path, text: str, says: str) -> None:
+    (note,) = load(tmp_path, text).notes
+    assert says in note
+
+
+def test_the_page_states_the_defaults_where_a_file_is_silent() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    defaults = JobConfig()
+    assert defaults.checkpoint.enable
+    mode = defaults.activation_checkpoint.mode
+    assert f"checkpoints are on; recomputation is `{mode}`" in page

@@ -47,3 +47,9 @@ def test_the_readme_installs_the_wheel_that_the_project_makes() -> None:
     assert "git+http" not in text  # no address of a repository is known here
     for extras in re.findall(r"pip install '[^']*\[([\w,]+)\]", text):
         assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_readme_promises_the_same_bits_in_the_same_layout_alone() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "the same layout resumes with the same bits, and any other layout to rounding" in text
+    assert "bit-equal" not in text
