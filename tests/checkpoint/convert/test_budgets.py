@@ -37,7 +37,7 @@ def name(module: str, attribute: str) -> bytes:
 
 # Every program makes a list and appends to it, so that nothing stays on the stack: memo 0 is the
 # value in question, memo 1 a function.
-DEEP = b")" + b"\x85" * 100_000 + b"q\x00a"
+DEEP = b")" + b"\x85" * 400_000 + b"q\x00a"
 SHARED = text("a") + b"q\x00a" + b"h\x00h\x00\x86q\x00a" * 40
 STORAGE = b"(" + text("storage") + name("torch", "FloatStorage")
 REBUILD = name("torch._utils", "_rebuild_tensor_v2")
