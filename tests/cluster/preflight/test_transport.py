@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from overland.cluster.preflight import transport
+from overland.cluster.preflight import conduct, reduce, transport
 from overland.cluster.preflight.report import Report
 from overland.cluster.site import load_site
 
@@ -76,6 +79,26 @@ def test_tcp_on_a_high_speed_fabric_is_bad() -> None:
 )
 def test_other_transports_are_good(nodes: dict[str, tuple[str | None, list[str]]]) -> None:
     assert transport.judge(answers(**nodes))[1] == ""
+
+
+def test_preflight_takes_tcp_on_a_fabric_for_a_failure() -> None:
+    slow = ("Socket", ["Slingshot"])
+    measured, problem = conduct._judge_sum({}, answers(n1=slow, n2=slow))
+    assert measured["transport"] == "Socket"
+    assert "although there is Slingshot" in problem
+
+
+def test_the_sum_of_all_reads_its_own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def group(*_: object) -> Iterator[tuple[torch.device, None]]:
+        Path(os.environ["NCCL_DEBUG_FILE"]).write_text(LIBFABRIC)
+        yield torch.device("cpu"), None
+
+    monkeypatch.setattr(reduce, "group", group)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor)
+    found = reduce.measure({"rank": 0, "size": 1}, None, 0, lambda stage: None)
+    assert found["right"]
+    assert found["transport"] == "AWS Libfabric"
 
 
 def test_fabrics_are_found_where_linux_lists_them(tmp_path: Path) -> None:

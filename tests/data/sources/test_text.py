@@ -11,6 +11,7 @@ import zstandard
 
 from overland.data.errors import DataError
 from overland.data.sources import JsonLines, TextFolder, open_source
+from overland.data.sources.lines import line_chunks
 from tests.data.sources.samples import read_all
 
 TEXTS = ["plain", "two\nlines", "naïve 日本 😀", "", "tab\there"]
@@ -85,6 +86,13 @@ def test_parts_of_a_compressed_file_hold_every_line_once(
         assert [text for chunk in chunks for text in found[chunk]] == texts
         sizes = [sum(map(len, map(str, found[chunk]))) for chunk in chunks]
         assert max(sizes) < sum(sizes) / 2
+
+
+def test_a_file_of_62_mb_is_the_work_of_many_processes(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "a"}\n')
+        file.truncate(62_000_000)  # takes no space on the disk
+    assert len(list(line_chunks(tmp_path, ["a.jsonl"], rules=2))) == 15
 
 
 def test_a_file_whose_name_looks_like_a_part_is_a_file(tmp_path: Path) -> None:
