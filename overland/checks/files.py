@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from overland.config.commands import command
+from overland.config.commands import WRITTEN_BY, command
 from overland.config.errors import ConfigError, Problem, any_of, nearest_name
 from overland.config.load import Loaded, load_config
 
@@ -53,6 +53,28 @@ SAME_RUN = {
     "training": ("dataset", "dataset_path", *CHOICES),
     "data": ("sources",),
 }
+
+
+def check_place(loaded: Loaded) -> Iterator[Problem]:
+    """A run writes a README.md, and never over somebody else's."""
+    config, key = loaded.config, "job.dump_folder"
+    folder = config.job.dump_folder
+    if not folder.strip():
+        yield Problem("is empty; name a folder for this run", loaded.where(key), key, folder)
+    elif config.checkpoint.resume != "none" and _has_other_readme(Path(folder)):
+        message = "holds a README.md that is no run's, and a run would write its own over it"
+        yield Problem(message, loaded.where(key), key, folder)
+    key, folder = "checkpoint.folder", config.checkpoint.folder
+    if folder.strip() in ("", ".") or ".." in Path(folder).parts:
+        message = "expected the name of a folder of its own, in the run folder"
+        yield Problem(message, loaded.where(key), key, folder)
+
+
+def _has_other_readme(folder: Path) -> bool:
+    readme = folder / "README.md"
+    if (folder / "metrics.jsonl").exists() or not readme.is_file():
+        return False
+    return WRITTEN_BY not in readme.read_text(encoding="utf-8", errors="replace")
 
 
 def check_folder(loaded: Loaded) -> Iterator[Problem]:

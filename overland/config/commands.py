@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+WRITTEN_BY = "Written by `overland train`"  # stands in the README.md of every run
+
 
 def command(*words: object) -> str:
     """A command of this installation, with its arguments, as the shell here must be given it: by

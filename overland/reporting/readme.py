@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from overland.cluster.devices import device_name
 from overland.cluster.world import World
-from overland.config.commands import command
+from overland.config.commands import WRITTEN_BY, command
 from overland.config.degrees import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig
 from overland.models.flops import count_parameters
@@ -45,7 +45,7 @@ def readme(
     return f"""\
 # {config.job.description}
 
-Written by `overland train`; [`config.toml`](config.toml) holds every setting.
+{WRITTEN_BY}; [`config.toml`](config.toml) holds every setting.
 
 ## What is trained
 

@@ -86,8 +86,12 @@ class JsonLines(Callback):
 
     def _write(self, record: Record) -> None:
         timed = {**record, "time": round(time.time(), 3)}  # for whoever watches
-        self.file.write(json.dumps(timed) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(timed) + "\n")
+            self.file.flush()
+        except OSError as error:  # a full disk names no file by itself
+            error.filename = self.file.name
+            raise
 
 
 def drop_torn_line(path: Path) -> None:
@@ -166,7 +170,11 @@ class LossPlot(Callback):
     """The loss drawn from metrics.jsonl, at every checkpoint and at the end."""
 
     def on_save(self, run: Run, path: object) -> None:
-        plot_losses(run.folder.metrics, run.folder.plot, run.config.job.description)
+        """No run ends for a picture."""
+        try:
+            plot_losses(run.folder.metrics, run.folder.plot, run.config.job.description)
+        except OSError as error:
+            run.call("on_message", f"{run.folder.plot} was not drawn: {error.strerror}")
 
     def on_end(self, run: Run) -> None:
         self.on_save(run, None)

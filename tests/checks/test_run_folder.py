@@ -63,3 +63,21 @@ def test_a_recipes_folder_is_not_one_that_the_user_chose() -> None:
     ran("quickstart")
     assert refusals("quickstart") == []
     assert len(refusals("quickstart", "training.dataset_path=a.toml")) == 1
+
+
+def test_a_folder_with_a_readme_that_is_no_runs_is_refused() -> None:
+    Path("project").mkdir()
+    Path("project/README.md").write_text("# My thesis\n")
+    (line,) = refusals("a.toml", "job.dump_folder=project")
+    assert "holds a README.md that is no run's" in line
+    Path("project/README.md").write_text("# My run\n\nWritten by `overland train`; edited.\n")
+    assert refusals("a.toml", "job.dump_folder=project") == []
+    (line,) = refusals("a.toml", "job.dump_folder=")
+    assert "name a folder for this run" in line
+
+
+@pytest.mark.parametrize("folder", ["", ".", "../../etc", "a/../../b"])
+def test_checkpoints_have_a_folder_of_their_own_in_the_run_folder(folder: str) -> None:
+    found = check_config(load_config("a.toml", [f"checkpoint.folder={folder}"], {}), 1)
+    (line,) = [str(one) for one in found if "checkpoint.folder" in str(one)]
+    assert "expected the name of a folder of its own" in line

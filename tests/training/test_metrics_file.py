@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from overland.config.schema import JobConfig
 from overland.reporting.history import History
 from overland.training.callbacks import Callback
 from overland.training.loop import train
-from overland.training.metrics import drop_torn_line
+from overland.training.metrics import JsonLines, LossPlot, drop_torn_line
 from overland.training.run import Run, build_run
 from tests.jobs import tiny_job
 
@@ -108,3 +110,23 @@ def test_what_was_logged_of_undone_steps_is_void_everywhere(
         sorted({e.step for e in EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss")}),
     ):
         assert seen == valid
+
+
+def test_no_run_ends_for_a_picture(tmp_path: Path) -> None:
+    """As on a full disk, or where somebody removed the folder."""
+    said: list[str] = []
+    (tmp_path / "metrics.jsonl").write_bytes(WHOLE)
+    folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "gone" / "a.svg")
+    config = SimpleNamespace(job=SimpleNamespace(description="a run"))
+    run: Any = SimpleNamespace(
+        folder=folder, config=config, call=lambda name, message: said.append(message)
+    )
+    LossPlot().on_save(run, None)
+    assert said == [f"{folder.plot} was not drawn: No such file or directory"]
+
+
+def test_a_full_disk_is_told_with_the_file() -> None:
+    metrics = JsonLines.__new__(JsonLines)
+    metrics.file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        metrics.on_log(None, {"step": 1})  # type: ignore[arg-type]
