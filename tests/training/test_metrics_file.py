@@ -121,7 +121,7 @@ def test_no_run_ends_for_a_picture(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(
         folder=folder, config=config, call=lambda name, message: said.append(message)
     )
-    LossPlot().on_save(run, None)
+    LossPlot(run).on_save(run, None)
     assert said == [f"{folder.plot} was not drawn: No such file or directory"]
 
 
