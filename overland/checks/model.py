@@ -19,7 +19,13 @@ from overland.config.schema import JobConfig, Model
 from overland.models.config import RMSNORM, DecoderConfig
 from overland.models.errors import ModelError
 from overland.models.parameters import HEAD
-from overland.models.registry import build_model, flavor_names, model_config, model_names
+from overland.models.registry import (
+    build_model,
+    flavor_names,
+    lacks_hf_form,
+    model_config,
+    model_names,
+)
 
 
 def import_custom(config: JobConfig) -> None:
@@ -87,7 +93,13 @@ def check_export(loaded: Loaded) -> Iterator[Problem]:
         config = model_config(loaded.config.model)
     except (ModelError, OSError):
         return
-    if isinstance(config, DecoderConfig) and config.norm_type != RMSNORM:
+    if lacks_hf_form(config):
+        message = (
+            f"{type(config).__name__} has no to_hf() of its own, and Hugging Face would read the "
+            "weights as another model: write one (docs/extending.md)"
+        )
+        yield Problem(message, loaded.where(key), key, True)
+    elif isinstance(config, DecoderConfig) and config.norm_type != RMSNORM:
         message = f"Hugging Face has no {config.model_type} with norm_type = '{config.norm_type}'"
         yield Problem(message, loaded.where(key), key, True)
 

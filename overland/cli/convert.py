@@ -75,6 +75,8 @@ def convert(
         print(f"verified: {summary.verified} tensors read back as they were sent")
     if summary.logits_difference is not None:
         print(f"logits differ by {summary.logits_difference:.2g} at most")
+    elif verify == "logits":
+        print(f"logits were not compared, only weights: {summary.own_model} is a model of your own")
     print(
         f"peak memory {summary.peak_memory / 1e6:,.0f} MB above the start, "
         f"of {summary.allowed_memory / 1e6:,.0f} MB allowed (2 x largest tensor + 256 MiB)"

@@ -120,6 +120,18 @@ def model_config(section: Model) -> Any:
     return resolve_config("hf" if unnamed else section.name, None, path, section.overrides)
 
 
+def lacks_hf_form(config: Any) -> bool:
+    """Whether no config.json describes the model: a user's own class without a `to_hf()`, or with
+    the inherited one, which describes a plain decoder that would compute something else."""
+    inherited = (None, DecoderConfig.to_hf)
+    return type(config) is not DecoderConfig and getattr(type(config), "to_hf", None) in inherited
+
+
+def own_model_name(config: Any) -> str | None:
+    """The name of a user's own config class; None for Overland's decoders."""
+    return None if type(config) is DecoderConfig else type(config).__name__
+
+
 def build_model(config: Any, attention: str = "auto") -> nn.Module:
     """The module on the default device: use `with torch.device("meta")` for a large one."""
     build = _build_of(type(config))

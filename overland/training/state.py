@@ -21,6 +21,7 @@ from overland.checkpoint.plan import Packed, State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
 from overland.data.plan import differences
 from overland.kernels.split import join
+from overland.models.registry import lacks_hf_form, own_model_name
 from overland.parallel.parts import named_buffers, named_parameters, tied_copies
 from overland.training.random_state import random_state, set_random_state
 from overland.training.schedule import learning_rate
@@ -86,7 +87,8 @@ def run_facts(run: Run) -> dict[str, Any]:
         "spike_guard": run.guard.to_json() if run.guard is not None else None,
         "layout": asdict(run.mesh.degrees),
         "config": run.config.model_dump(mode="json"),
-        "model_config": run.model_config.to_hf() if hasattr(run.model_config, "to_hf") else None,
+        "model_config": None if lacks_hf_form(run.model_config) else run.model_config.to_hf(),
+        "own_model": own_model_name(run.model_config),
         "versions": {
             "overland": overland.__version__,
             "torch": torch.__version__,

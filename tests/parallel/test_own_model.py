@@ -3,18 +3,26 @@ where a layout cannot split it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
+from overland.checkpoint.convert import convert
+from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.read import open_checkpoint
+from overland.checks import check_config
+from overland.cli.main import app
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
+from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models import DecoderConfig, register_model, registry
 from overland.models.decoder import MLP, Decoder, Head
@@ -40,6 +48,12 @@ SIZES: dict[str, Any] = {
 class OwnConfig(DecoderConfig):
     counts: bool = False  # a model whose state changes in every forward pass
     kind: str = "good"
+
+
+@dataclass(frozen=True)
+class NamedConfig(OwnConfig):
+    def to_hf(self) -> dict[str, Any]:
+        return {**super().to_hf(), "hidden_act": "relu"}
 
 
 class OwnMLP(MLP):
@@ -117,6 +131,8 @@ def register() -> None:
                  "own loss", "shared block", "tied by hand")  # fmt: skip
         flavors |= {kind: OwnConfig(**SIZES, kind=kind) for kind in kinds}
         register_model("own", flavors=flavors, config_class=OwnConfig, build=build)
+        named = {"named": NamedConfig(**SIZES)}
+        register_model("named", flavors=named, config_class=NamedConfig, build=build)
 
 
 def job(folder: Path, name: str = "shard1", flavor: str = "own", **sections: Any) -> JobConfig:
@@ -217,3 +233,41 @@ def test_what_a_layout_cannot_do_is_refused_by_name(
     register()
     with pytest.raises(ModelError, match=says):
         fake_steps(job(tmp_path, layout, flavor), parse(layout).num_ranks)
+
+
+def saved_run(ranks: RankPool, folder: Path, name: str) -> Path:
+    model = {"name": name, "flavor": name, "overrides": {}}
+    saves = {"enable": True, "interval": 1}
+    ranks.run(1, curve, tiny_job(folder, model=model, checkpoint=saves, training={"steps": 1}))
+    return folder
+
+
+def test_an_export_carries_buffers_and_says_that_logits_were_not_compared(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    run, target = saved_run(ranks, tmp_path / "run", "named"), tmp_path / "hf"
+    words = ["convert", str(run), str(target), "--to", "hf", "--verify", "logits"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "logits were not compared, only weights: NamedConfig is a model of your own" in (
+        done.output
+    )
+    assert json.loads((target / "config.json").read_text())["hidden_act"] == "relu"
+    assert "model.layers.3.mlp.level" in load_file(target / "model.safetensors")
+
+
+def test_a_model_is_not_exported_as_the_plain_one_that_it_inherits_from(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = saved_run(ranks, tmp_path / "run", "own")
+    with pytest.raises(CheckpointError, match=r"OwnConfig.*has no to_hf\(\) of its own"):
+        convert(run, tmp_path / "hf", "hf")
+    (tmp_path / "config.json").write_text(json.dumps(NamedConfig(**SIZES).to_hf()))
+    convert(run, tmp_path / "hf", "hf", config=tmp_path / "config.json")
+
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))  # gone after the test
+    register()
+    for name, count in (("own", 1), ("named", 0)):
+        words = [f"model.name={name}", f"model.flavor={name}", "checkpoint.last_save_in_hf=true"]
+        said = [str(one) for one in check_config(load_config("llama3_debug", words, {}), 1)]
+        assert sum("has no to_hf() of its own" in line for line in said) == count, said

@@ -55,6 +55,7 @@ class Summary:
     num_bytes: int
     verified: int
     logits_difference: float | None
+    own_model: str | None
     peak_memory: int
     allowed_memory: int
 
@@ -122,7 +123,7 @@ def convert(
     num_bytes = sum(chosen.tensors[name].nbytes for name in sent)
     return Summary(
         str(source), opened.format, str(target), to, len(sent), num_bytes, verified,
-        difference, memory.growth(), 2 * largest + ALLOWANCE,
+        difference, opened.own_model, memory.growth(), 2 * largest + ALLOWANCE,
     )  # fmt: skip
 
 

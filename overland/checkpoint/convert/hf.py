@@ -48,6 +48,12 @@ def open_hf(path: Path, config: Config = None) -> Source:
 
 
 def write_hf(source: Source, folder: Path, options: Options) -> None:
+    if source.config is None and source.own_model:
+        raise CheckpointError(
+            f"{source.own_model}, the config of this model, has no to_hf() of its own, and Hugging "
+            "Face would read the weights as another model: write one (docs/extending.md), or name "
+            "a config.json that describes it with --config"
+        )
     if source.config is None:
         raise CheckpointError(
             f"{source.folder} does not say what model it holds; name its config.json, or a folder "
@@ -57,7 +63,7 @@ def write_hf(source: Source, folder: Path, options: Options) -> None:
     weights = source.weights()
     if source.config.get("tie_word_embeddings"):
         weights = _without_head(weights)
-    if not options.partial:
+    if not options.partial and not source.own_model:  # which may have more than the family has
         _check_complete(source.config, weights, source.folder)
     shards = split(weights, options.max_shard_bytes)
     count = len(shards)

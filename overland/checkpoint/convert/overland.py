@@ -44,7 +44,7 @@ def open_overland(path: Path, config: Config = None) -> Source:
     for folder in (path, *step.absolute().parents):
         if (folder / RUN_CONFIG).is_file():
             source.companions += companions_in(folder / "tokenizer")
-            if source.config is None and (folder / MODEL_CONFIG).is_file():
+            if source.config is None and not source.own_model and (folder / MODEL_CONFIG).is_file():
                 source.config = read_json(folder / MODEL_CONFIG)
             break
     return source

@@ -53,6 +53,12 @@ class Source:
     config: Config = None
     companions: list[Path] = field(default_factory=list)
 
+    @property
+    def own_model(self) -> str | None:
+        """The config class of a run's model, if it is one that a user registered."""
+        name: str | None = (self.extras.get("run") or {}).get("own_model")
+        return name
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         return self.tensors[name].load()
