@@ -47,6 +47,7 @@ MANY_EPOCHS = 4
 MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and the file system
 SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
 SHARD_DOCUMENTS = 4096
+ANOTHER_TOKENIZER = "its text became tokens by another tokenizer, or another BOS or EOS policy"
 LAYOUT_SECONDS = 600.0  # marks of a hundred thousand files on a slow file system
 
 T = TypeVar("T")
@@ -147,7 +148,10 @@ class Dataset:
         before = _find(corpus.folder.parent, plan.sources[error.name].fingerprint)
         if before is None:
             return error
-        return ChangedSource(error.name, tuple(changes(before, corpus.open_source())))
+        what = changes(before, corpus.open_source())
+        if not what and read_layout(before).tokenizer != corpus.layout.tokenizer:
+            what = [ANOTHER_TOKENIZER]
+        return ChangedSource(error.name, tuple(what))
 
 
 def check_still_there(plan: Plan, sources: Collection[str]) -> None:
@@ -434,19 +438,45 @@ def _reopen(
         return None
     source = partial(open_wanted, config, training_table(config, name), name, wanted)
     found = _find(_root(config), fingerprint)
-    tokenizers = [tokenizer]
-    if tokenizer is not None and tokenizer.bos_id is not None and config.data.add_bos is None:
-        tokenizers.append(tokenizer.with_bos(not tokenizer.add_bos))
-    for one in tokenizers if found is None else ():
+    for one in _policies(config, tokenizer) if found is None else ():
         path = _lay_out(name, source(), one, config, vocab_size, expected=fingerprint)
         if path.name.endswith(fingerprint):
             found = path
             break
     if found is None or changes(found, source()):
         return None
+    if is_of_another_tokenizer(found, config, tokenizer):
+        return None
     made_by = read_layout(found).tokenizer
-    tokenizer = next((one for one in tokenizers if one and one.fingerprint == made_by), None)
+    tokenizers = [one for one in _policies(config, tokenizer) if one is not None]
+    tokenizer = next((one for one in tokenizers if one.fingerprint == made_by), None)
     return _open(found, source, tokenizer, config, _processes(config) * place.tokenises)
+
+
+def _policies(config: JobConfig, tokenizer: Tokenizer | None) -> list[Tokenizer | None]:
+    """The tokenizer and, where nobody says whether documents begin with BOS, the other way too."""
+    if tokenizer is None or tokenizer.bos_id is None or config.data.add_bos is not None:
+        return [tokenizer]
+    return [tokenizer, tokenizer.with_bos(not tokenizer.add_bos)]
+
+
+def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenizer | None) -> bool:
+    """Whether the tokens of a corpus were made from text by a tokenizer that is not this one."""
+    made_by = read_layout(folder).tokenizer
+    ours = [one.fingerprint for one in _policies(config, tokenizer) if one is not None]
+    return made_by is not None and made_by not in ours
+
+
+def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raises where a run was trained on tokens of another tokenizer, as far as the corpora that it
+    read are still there to tell."""
+    for name, wanted in sources_of(config).items():
+        folder = registry.find_folder(name, wanted, config.data)
+        if name not in plan.sources or (folder is not None and is_corpus(folder)):
+            continue
+        before = _find(_root(config), plan.sources[name].fingerprint)
+        if before is not None and is_of_another_tokenizer(before, config, tokenizer):
+            raise ChangedSource(name, (ANOTHER_TOKENIZER,))
 
 
 def _find(root: Path, fingerprint: str) -> Path | None:

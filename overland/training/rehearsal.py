@@ -34,6 +34,7 @@ from overland.data.make import Maker
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import (
     Place,
+    check_same_tokenizer,
     check_still_there,
     check_vocabulary,
     one_tokenizer,
@@ -101,6 +102,8 @@ class Untrained:
 class Rehearsal:
     loaded: Loaded
     problems: list[Problem] = field(default_factory=list)
+    given: Tokenizer | None = None
+    """The tokenizer, where it is there already."""
 
     @contextmanager
     def told(self, key: str) -> Iterator[None]:
@@ -138,10 +141,9 @@ class Rehearsal:
             vocab_size = getattr(model_config(config.model), "vocab_size", None)
         size = max(SMALLEST, trained_size(config.data, vocab_size))
         tokenizer: Any = Untrained(size, add_eos=config.data.add_eos)
-        given = None
         with self.told("model.hf_assets_path"):
-            given = self.tokenizer(wanted, vocab_size)
-            tokenizer = given or tokenizer
+            self.given = self.tokenizer(wanted, vocab_size)
+            tokenizer = self.given or tokenizer
         built: dict[str, Corpus] = {}
         for name, source in wanted.items():
             key = self.key_of(name, source)
@@ -151,7 +153,7 @@ class Rehearsal:
                 built |= {name: corpus} if corpus is not None else {}
         if built:
             with self.told("data"):
-                one_tokenizer(given, built)
+                one_tokenizer(self.given, built)
         if config.validation.enable:
             by_path = config.validation.dataset_path is not None
             key = "validation.dataset_path" if by_path else "validation.dataset"
@@ -241,10 +243,10 @@ class Rehearsal:
             path = Path(settings.resume).expanduser()
             if path.exists():
                 with self.told("checkpoint.resume"):
-                    try_checkpoint(newest_in(path), config)
+                    try_checkpoint(newest_in(path), config, self.given)
         elif settings.enable and settings.resume == "auto" and own:
             with self.told("job.dump_folder"):
-                try_newest(own, config)
+                try_newest(own, config, self.given)
         elif settings.initial_load_path is not None:
             path = Path(settings.initial_load_path).expanduser()
             if path.exists():
@@ -280,17 +282,17 @@ def require_place(folder: Path) -> None:
         raise PermissionError(f"{there} may not be written to")
 
 
-def try_newest(checkpoints: list[Path], config: JobConfig) -> None:
+def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer | None) -> None:
     """As a run does: a checkpoint that cannot be read is passed over for the one before."""
     for path in reversed(checkpoints):
         try:
-            return try_checkpoint(path, config)
+            return try_checkpoint(path, config, tokenizer)
         except CheckpointError:
             if path == checkpoints[0]:
                 raise
 
 
-def try_checkpoint(path: Path, config: JobConfig) -> None:
+def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> None:
     with open_checkpoint(path) as checkpoint:
         if checkpoint.index.kind != "local":  # a local one is of pieces, which its ranks know
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
@@ -299,6 +301,8 @@ def try_checkpoint(path: Path, config: JobConfig) -> None:
     if plan is not None:
         saved = Plan.from_json(plan)
         check_still_there(saved, sources_of(config))
+        if tokenizer is not None:
+            check_same_tokenizer(saved, config, tokenizer)
         for name, source in sources_of(config).items():
             share = config.data.holdout  # as a number of documents, it takes counting them
             is_share = isinstance(share, float) or not share

@@ -17,7 +17,9 @@ from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.data.prepare import Place, training_data
+from overland.data.tokenizer import train_tokenizer
 from overland.training.rehearsal import require_start
+from tests.data.making import tokenizer_in, write_lines
 from tests.jobs import run_job, tiny_job
 
 TEXT = "A page of text, long enough to fill a row or two of the batch. " * 40
@@ -211,6 +213,32 @@ def test_a_checkpoint_of_another_model_or_order_is_found(ranks: RankPool, tmp_pa
         assert words[-1] in found
     again = tiny_job(tmp_path / "run", training=more, **saves)
     assert rehearsed(again) == ""
+
+
+def test_another_tokenizer_is_refused_on_resume(ranks: RankPool, tmp_path: Path) -> None:
+    """The tokens of before lie in data.folder; what is validated on would be of other tokens."""
+    tokenizer_in(tmp_path / "words")
+    (tmp_path / "bytes").mkdir()
+    train_tokenizer([TEXT], 260, tmp_path / "bytes" / "tokenizer.json")
+
+    def job(steps: int, tokenizer: str) -> JobConfig:
+        return tiny_job(
+            tmp_path / "run",
+            model={"hf_assets_path": str(tmp_path / tokenizer)},
+            training={**TRAIN, "steps": steps, "dataset_path": str(tmp_path / "lines")},
+            data={"folder": str(tmp_path / "data"), "tokenise_processes": 0},
+            checkpoint={"enable": True, "interval": 1},
+        )
+
+    write_lines(tmp_path / "lines", 1)
+    configs = [job(1, "words"), job(2, "bytes"), job(2, "words")]
+    ((began, *changed),) = ranks.run(1, outcomes, configs[:2])
+    for says in (*changed, rehearsed(configs[1])):
+        assert (
+            "lines is not what this run was trained on: its text became tokens by another" in says
+        )
+    ((resumed,),) = ranks.run(1, outcomes, configs[2:])
+    assert (began, resumed, rehearsed(configs[2])) == ("", "", "")
 
 
 def test_a_corpus_that_is_read_over_and_over_is_noted(tmp_path: Path) -> None:
