@@ -78,6 +78,7 @@ def build(
     started = time.monotonic()
     name = name or Path(path).expanduser().resolve().name
     root = Path(out or Data().folder).expanduser()
+    check_apart(Path(path).expanduser(), root)
     if opened is not None and bos is None and getattr(source, "kind", "text") == "text":
         opened = framed(name, source, opened, root, skip_bad)
     folder = lay_out(
@@ -109,6 +110,18 @@ def build(
         print(json.dumps(to_json(built, seconds)))
     else:
         print("\n".join(page(built, seconds)))
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """A corpus inside the folder that it is made from would become part of that."""
+    from overland.data.errors import DataError
+
+    whole = source.resolve()
+    if whole.is_dir() and out.resolve().is_relative_to(whole):
+        raise DataError(
+            f"{out} is {source} or lies inside it, and the corpus would become part of its own "
+            "source: choose a folder outside of it with --out"
+        )
 
 
 def framed(

@@ -273,8 +273,9 @@ class SourceWindows:
 
     def check_epoch(self, window: int) -> None:
         if self.max_epochs is not None and window // self.per_epoch >= self.max_epochs:
+            times = "time" if self.max_epochs == 1 else "times"
             raise Exhausted(
-                f"{self.name} has been read {self.max_epochs} times, as often as its "
+                f"{self.name} has been read {self.max_epochs} {times}, as often as its "
                 f"max_epochs allows: raise that, lower its weight, or train for fewer steps"
             )
 

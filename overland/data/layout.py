@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data import shard
-from overland.data.errors import DataError
+from overland.data.errors import DataError, Unsettled
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import RULES, FileSource, Kind, Source
@@ -321,9 +321,8 @@ def _policy(
     if kind == "tokens":
         tokenizer = None
     elif tokenizer is None:
-        raise DataError(
-            f"{name} is text: say which tokenizer makes tokens of it, by --tokenizer or "
-            "model.hf_assets_path"
+        raise Unsettled(
+            f"{name} is text: say which tokenizer makes tokens of it, by ", "tokenizer", ""
         )
     else:
         vocab_size = tokenizer.vocab_size

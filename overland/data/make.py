@@ -164,9 +164,10 @@ class Maker:
 
     def _bad(self, record: Record, what: str) -> None:
         if not self.layout.skip_bad:
+            is_build = self.layout.keep_path.exists()
+            option = "--skip-bad" if is_build else 'data.bad_documents = "skip"'
             raise DataError(
-                f"{self._place(record.chunk)}: document {record.number:,} {what}; --skip-bad, or "
-                'data.bad_documents = "skip", passes over it'
+                f"{self._place(record.chunk)}: document {record.number:,} {what}; {option} skips it"
             )
         self._num_bad += 1
 

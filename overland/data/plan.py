@@ -123,8 +123,9 @@ class ChangedSource(DataError):
         self.name = name
         what = "; ".join(changes) or "another corpus, column, tokenizer or policy stands behind it"
         super().__init__(
-            f"the data source {name} is not what this run was trained on: {what}. Bring it back, "
-            f"add the new data as another source, or start a new run with --resume none"
+            f"the data source {name} is not what this run was trained on: {what}. Restore the "
+            "source as it was, add the new data as another source, or start a new run with "
+            "--resume none"
         )
 
 

@@ -19,7 +19,7 @@ from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.corpus import Corpus, changes, lay_out, open_corpus
 from overland.data.documents import Reading
-from overland.data.errors import DataError
+from overland.data.errors import DataError, Unsettled
 from overland.data.holdout import share_of
 from overland.data.layout import find_laid_out, is_corpus, read_layout
 from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
@@ -217,11 +217,11 @@ def training_data(
 
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
     """The training set of a run, from what its folder keeps: plan, corpora and tokenizer."""
+    folders = corpora_of(run)
     path = run / "data" / "plan.json"
     try:
-        kept = json.loads(path.read_text())
-        plan, folders = Plan.from_json(kept["plan"]), kept["corpora"]
-    except (OSError, ValueError, KeyError) as error:
+        plan = Plan.from_json(json.loads(path.read_text())["plan"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} holds no plan of a run's data: {error}") from None
     add_bos = kept_bos(run) if config.data.add_bos is None else config.data.add_bos
     tokenizer = None
@@ -265,6 +265,8 @@ def validation_data(
         document_mask=config.data.document_mask,
     )
     tokenizer = tokenizer_for(config, sources_of(config), vocab_size, place)
+    if tokenizer is None:
+        tokenizer = one_tokenizer(None, _built_corpora(config))
     window_documents = config.data.window_documents
     if on_holdout:  # a shard at a time: all of a window is tokenised, to find a few documents in it
         window_documents = min(window_documents, SHARD_DOCUMENTS)
@@ -286,6 +288,19 @@ def validation_data(
         rows = PlannedRows(plan, {name: corpus}, reading)
         datasets.append(Dataset(name, rows, tokenizer))
     return datasets
+
+
+def _built_corpora(config: JobConfig) -> dict[str, Data]:
+    """The sources to train on that are built."""
+    folders = {
+        name: registry.find_folder(name, source, config.data)
+        for name, source in sources_of(config).items()
+    }
+    return {
+        name: open_built(folder)
+        for name, folder in folders.items()
+        if folder is not None and is_corpus(folder)
+    }
 
 
 def _holdout(data: Settings, corpus: Data, place: Place) -> float:
@@ -389,15 +404,27 @@ def _lay_out_as(
     vocab_size: int | None,
 ) -> Path | None:
     data = config.data
-    return how(
-        name,
-        source,
-        tokenizer,
-        _root(config),
-        shard_documents=max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW)),
-        skip_bad=data.bad_documents == "skip",
-        vocab_size=vocab_size,
-    )
+    with named_by_keys():
+        return how(
+            name,
+            source,
+            tokenizer,
+            _root(config),
+            shard_documents=max(
+                1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW)
+            ),
+            skip_bad=data.bad_documents == "skip",
+            vocab_size=vocab_size,
+        )
+
+
+@contextlib.contextmanager
+def named_by_keys() -> Iterator[None]:
+    """Where a tokenizer is missing, the message names the key of a config that gives one."""
+    try:
+        yield
+    except Unsettled as error:
+        raise error.by("model.hf_assets_path") from None
 
 
 def _processes(config: JobConfig) -> int:
@@ -568,6 +595,24 @@ def _bos_of_corpora(
         if found := _lay_out_as(find_laid_out, name, source, former, config, None):
             return False, f"as {found} was made"
     return None, ""
+
+
+def corpora_of(run: Path) -> dict[str, str]:
+    """Where the corpora of a run lie, by the names of its sources; none before its first step."""
+    path = run / "data" / "plan.json"
+    try:
+        kept = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        kept = None
+    corpora = kept.get("corpora") if isinstance(kept, dict) else None
+    if not isinstance(corpora, dict):
+        raise DataError(
+            f"{path} is damaged: it holds no plan of a run's data. Delete it, and the run writes "
+            "it again from its checkpoint"
+        )
+    return corpora
 
 
 def kept_bos(run: Path) -> bool | None:

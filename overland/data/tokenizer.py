@@ -58,7 +58,8 @@ class Tokenizer:
         self.add_bos, self.bos_because = self._convention() if add_bos is None else (add_bos, "")
         if self._encoder.eos_id is None:
             raise DataError(
-                f"{self.path}: no end-of-document token; name it as eos_token in "
+                f"{self.path}: no end-of-document token, which pads rows and ends generated text "
+                "even where documents have none (data.add_eos); name it as eos_token in "
                 "tokenizer_config.json beside it"
             )
         self.eos_id = self._encoder.eos_id

@@ -73,7 +73,7 @@ class Beside:
         adds_bos = config.get("add_bos_token")
         return cls(
             list(by_name.values()),
-            _names(config, names),
+            _names(tokenizer.parent, config, names),
             _added(config, added),
             adds_bos if isinstance(adds_bos, bool) else None,
         )
@@ -95,10 +95,15 @@ class Beside:
         return None if role in self.names and role == "bos_token" else otherwise
 
 
-def _names(*said: dict[str, Any]) -> dict[str, str | None]:
+def _names(folder: Path, *said: dict[str, Any]) -> dict[str, str | None]:
     names: dict[str, str | None] = {}
     for role in ("bos_token", "eos_token"):
         values = [_content(words[role]) for words in said if role in words]
+        if wrong := [value for value in values if not isinstance(value, str | None)]:
+            raise DataError(
+                f"{folder}: {CONFIG} or {NAMES} gives {wrong[0]!r:.60} as {role}, where the text "
+                "of a token is expected"
+            )
         if values:
             names[role] = next((value for value in values if value), None)
     return names
@@ -113,7 +118,7 @@ def _added(config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
         raise DataError(f"{CONFIG} or {ADDED} lists tokens without ids: {error}") from None
 
 
-def _content(token: Any) -> str | None:
+def _content(token: Any) -> Any:
     """A token is written as its text, or as an object with its `content`."""
     return token.get("content") if isinstance(token, dict) else token
 

@@ -16,6 +16,9 @@ from overland.data.sources import FileSource, Source
 CHOICES = ("column", "subset", "split")
 """Keys that say which part of a dataset is read; [training], [validation] and sources have them."""
 
+OWN_VALIDATION = ("stdlib", "stdlib_heldout", "random")
+"""Nobody wonders that the standard library is validated on; the held-out part itself is refused."""
+
 
 def sources_of(config: JobConfig) -> dict[str, DataSource]:
     """The mixture, or the one dataset as a mixture of one."""
@@ -68,7 +71,7 @@ def foreign_validation(config: JobConfig) -> str | None:
     """What to say where the standard library is validated on and something else is trained on."""
     training = sources_of(config)
     if "stdlib_heldout" not in held_out_sources(config) or any(
-        wanted.path is None and (wanted.dataset or name).partition(":")[0] in ("stdlib", "random")
+        wanted.path is None and (wanted.dataset or name).partition(":")[0] in OWN_VALIDATION
         for name, wanted in training.items()
     ):
         return None

@@ -37,6 +37,8 @@ from overland.data.prepare import (
     check_same_tokenizer,
     check_still_there,
     check_vocabulary,
+    corpora_of,
+    named_by_keys,
     one_tokenizer,
     open_built,
     open_tokenizer,
@@ -153,7 +155,9 @@ class Rehearsal:
                 built |= {name: corpus} if corpus is not None else {}
         if built:
             with self.told("data"):
-                one_tokenizer(self.given, built)
+                kept = one_tokenizer(self.given, built)
+                # Text among the sources has one trained; without any, the corpora bring theirs.
+                tokenizer = self.given or (kept if len(built) == len(wanted) else tokenizer)
         if config.validation.enable:
             by_path = config.validation.dataset_path is not None
             key = "validation.dataset_path" if by_path else "validation.dataset"
@@ -199,9 +203,12 @@ class Rehearsal:
         if not_read := getattr(source, "not_read", ""):
             self.problems.append(Problem(f"{name}: {not_read}", kind="note"))
         skip_bad = data.bad_documents == "skip"
-        layout = sketch(name, source, tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
+        with named_by_keys():
+            layout = sketch(name, source, tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)
         check_vocabulary(name, layout.vocab_size, vocab_size)
-        if layout.kind == "text" and isinstance(tokenizer, Untrained) and data.add_bos:
+        is_given = self.loaded.config.model.hf_assets_path is not None
+        is_trained_here = isinstance(tokenizer, Untrained) and not is_given
+        if layout.kind == "text" and is_trained_here and data.add_bos:
             raise DataError(
                 "a tokenizer that is trained here has no beginning-of-document token; leave "
                 "data.add_bos off"
@@ -246,6 +253,7 @@ class Rehearsal:
                     try_checkpoint(newest_in(path), config, self.given)
         elif settings.enable and settings.resume == "auto" and own:
             with self.told("job.dump_folder"):
+                corpora_of(RunFolder.of(config).root)
                 try_newest(own, config, self.given)
         elif settings.initial_load_path is not None:
             path = Path(settings.initial_load_path).expanduser()

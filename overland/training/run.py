@@ -22,7 +22,7 @@ from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.corpus import Corpus
 from overland.data.errors import DataError
-from overland.data.prepare import Dataset, Place, training_data, validation_data
+from overland.data.prepare import Dataset, Place, corpora_of, training_data, validation_data
 from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
@@ -242,7 +242,7 @@ def write_plan(run: Run) -> None:
     folder = run.folder.data
     folder.mkdir(exist_ok=True)
     path = folder / "plan.json"
-    places = json.loads(path.read_text())["corpora"] if path.exists() else {}
+    places = corpora_of(run.folder.root)
     for name, corpus in run.dataset.rows.corpora.items():
         if isinstance(corpus, Corpus):
             places[name] = str(corpus.folder.absolute())

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.cli.data_build import find_part, framed
+from overland.cli.data_build import check_apart, find_part, framed
 from overland.data.corpus import lay_out, open_corpus
 from overland.data.errors import DataError
 from overland.data.layout import read_layout
@@ -132,3 +132,15 @@ def test_an_interrupted_build_says_how_to_go_on_and_does(here: Path) -> None:
     (folder,) = (here / "data").iterdir()
     layout = read_layout(folder)
     assert 0 < len(layout.made()) < layout.num_shards
+
+
+def test_a_corpus_is_not_built_into_its_source(here: Path) -> None:
+    done = overland(*BUILD, "--out", "lines/tokens", cwd=here, code=2)
+    assert "lines/tokens is lines or lies inside it" in done.stderr
+    assert sorted(path.name for path in (here / "lines").iterdir()) == [
+        f"{number:03d}.jsonl" for number in range(3)
+    ]
+    for out in (here, here / "lines-of-another", here / "data"):
+        check_apart(here / "lines", out)
+    with pytest.raises(DataError, match="lies inside it"):
+        check_apart(here / "lines", here / "data" / ".." / "lines")

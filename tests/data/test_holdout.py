@@ -20,10 +20,12 @@ from overland.data.prepare import Dataset, Place, training_data, validation_data
 from overland.data.rows import PlannedRows
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
+from overland.data.wanted import foreign_validation
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 from tests.data.making import write_lines
 
 SHARE = 0.2
+VALIDATES_ON_ITSELF = {"training": {"dataset": "stdlib_heldout"}, "validation": {"enable": True}}
 
 
 def documents_in_an_epoch(rows: PlannedRows, held: bool) -> list[int]:
@@ -184,6 +186,7 @@ def test_validation_on_foreign_text_is_told(tmp_path: Path) -> None:
     assert "validation reads stdlib_heldout, which is not held out of mine.txt" in note
     for more in ("data.holdout=0.01", "validation.enable=false", "training.dataset_path=none"):
         assert load_checked("quickstart", [path, more])[1] == []
+    assert foreign_validation(JobConfig.model_validate(VALIDATES_ON_ITSELF)) is None
     for wrong in ("data.holdout=1.5", "data.holdout=-1"):
         with pytest.raises(Exception, match=r"data\.holdout"):
             load_checked("quickstart", [wrong])

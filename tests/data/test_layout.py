@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from overland.data.build import build
 from overland.data.corpus import changes, lay_out
 from overland.data.errors import DataError
 from overland.data.layout import read_layout
+from overland.data.make import Maker
 from overland.data.sources import JsonLines, RandomTokens, TextFolder, open_source
 from overland.data.tokenizer import Tokenizer
 from tests.data.making import lines_of, write_lines
@@ -139,6 +141,19 @@ def test_two_may_lay_out_a_corpus_at_once(tmp_path: Path, tokenizer: Tokenizer) 
 def test_text_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a is text: say which tokenizer .*--tokenizer"):
         lay_out("a", Sums(), None, tmp_path)
+
+
+def test_a_bad_document_names_the_option_of_whoever_reads(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.jsonl").write_text('{"text": "one"}\n{"text": ""}\n')
+    source = lines_of(tmp_path / "a")
+    layout = read_layout(lay_out("a", source, tokenizer, tmp_path / "out"))
+    with pytest.raises(DataError, match=r'nothing; data\.bad_documents = "skip" skips it'):
+        Maker(layout, source, tokenizer).make(0)
+    with pytest.raises(DataError, match="nothing; --skip-bad skips it"):
+        build(layout.folder, source, tokenizer, processes=1)
 
 
 def test_a_source_without_chunks_is_empty(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -322,7 +322,7 @@ def test_a_mixture_by_rows_ends_where_a_source_may_not_be_read_again(
         for batch in itertools.count():
             begun.update(documents_begun(rows, range(batch, batch + 1)))
 
-    with pytest.raises(DataError, match="b has been read 1 times"):
+    with pytest.raises(DataError, match="b has been read 1 time,"):
         read_all()
     counts = [count for (source, _), count in begun.items() if source == 1]
     assert counts == [1] * 31

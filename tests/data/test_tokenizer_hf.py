@@ -144,8 +144,12 @@ def test_a_family_without_bos_says_so_by_null(folder: Path) -> None:
 def test_an_end_that_is_nowhere_named_is_asked_for(folder: Path) -> None:
     byte_level_bpe().save(str(folder / "tokenizer.json"))
     configure(folder)
-    with pytest.raises(DataError, match="no end-of-document token; name it as eos_token"):
+    with pytest.raises(DataError, match=r"no end-of-document token, .*; name it as eos_token"):
         Tokenizer(folder)
+    for wrong in (7, ["</s>"], {"content": 7}):
+        configure(folder, eos_token=wrong)
+        with pytest.raises(DataError, match=r" as eos_token, where the text of a token is"):
+            Tokenizer(folder)
     configure(folder, eos_token="<end>")
     with pytest.raises(DataError, match="names '<end>' as eos_token, but its tokenizer has no"):
         Tokenizer(folder)

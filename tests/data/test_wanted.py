@@ -75,7 +75,8 @@ def test_validation_reads_the_validation_split_or_else_test(tmp_path: Path, form
         assert trained_on(config) == ["train"]
         check_held_out(config)
     path = str(dataset(tmp_path / "none", form, ["train", "other"]))
-    with pytest.raises(DataError, match=r"no validation or test split: set validation\.split to"):
+    message = r"no validation or test split: set validation\.split to .*or .*set data\.holdout ="
+    with pytest.raises(DataError, match=message):
         held_out(config_of(validation={"dataset_path": path}))
     assert held_out(config_of(validation={"dataset_path": path, "split": "other"})) == ["other"]
 

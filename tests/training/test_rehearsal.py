@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +18,13 @@ from overland.cluster.world import World
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
-from overland.data.prepare import Place, training_data
+from overland.data.build import build
+from overland.data.corpus import lay_out
+from overland.data.errors import DataError
+from overland.data.prepare import Place, training_data, validation_data
 from overland.data.tokenizer import train_tokenizer
 from overland.training.rehearsal import require_start
-from tests.data.making import tokenizer_in, write_lines
+from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.jobs import run_job, tiny_job
 
 TEXT = "A page of text, long enough to fill a row or two of the batch. " * 40
@@ -104,6 +109,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
         "holds no corpus of token shards",
     ),
     "a part that does not exist": ({"training": {"dataset": "stdlib:7/6"}}, "from 0 to 5"),
+    "a part of nothing": ({"training": {"dataset": "stdlib:0/0"}}, "at least one part"),
     "random documents": (
         {"data": {"sources": {"random": {}}, "mixture": "rows"}},
         "random tokens are no documents",
@@ -239,6 +245,45 @@ def test_another_tokenizer_is_refused_on_resume(ranks: RankPool, tmp_path: Path)
         )
     ((resumed,),) = ranks.run(1, outcomes, configs[2:])
     assert (began, resumed, rehearsed(configs[2])) == ("", "", "")
+    for damaged in ("{}", "no JSON"):
+        (tmp_path / "run" / "data" / "plan.json").write_text(damaged)
+        assert "plan.json is damaged: it holds no plan" in rehearsed(configs[2])
+    ((says,),) = ranks.run(1, outcomes, [job(3, "words")])
+    assert "plan.json is damaged: it holds no plan" in says
+
+
+def test_a_built_corpus_brings_the_tokenizer_for_validation(tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path / "words")
+    source = lines_of(write_lines(tmp_path / "lines", 1))
+    corpus = lay_out("lines", source, tokenizer, tmp_path / "data")
+    build(corpus, source, tokenizer, processes=1)
+    config = tiny_job(
+        tmp_path / "run",
+        training={**TRAIN, "dataset_path": str(corpus)},
+        data={"folder": str(tmp_path / "data"), "tokenise_processes": 0},
+        validation={"enable": True, "dataset_path": str(write_lines(tmp_path / "held", 2))},
+    )
+    assert rehearsed(config) == ""
+    (dataset,) = validation_data(config, 2, 512, Place())
+    assert dataset.tokenizer is not None
+    assert dataset.tokenizer.fingerprint == tokenizer.fingerprint
+    dataset.close()
+    shutil.rmtree(corpus / "tokenizer")
+    message = "held is text: say which tokenizer makes tokens of it, by model.hf_assets_path"
+    assert message in rehearsed(config)
+    with pytest.raises(DataError, match=re.escape(message)):
+        validation_data(config, 2, 512, Place())
+
+
+def test_a_given_tokenizer_without_bos_is_one_problem(tmp_path: Path) -> None:
+    tokenizer_in(tmp_path / "words")
+    config = tiny_job(
+        tmp_path / "run",
+        model={"hf_assets_path": str(tmp_path / "words")},
+        training={**TRAIN, "dataset_path": str(write_lines(tmp_path / "lines", 1))},
+        data={"folder": str(tmp_path / "data"), "add_bos": True},
+    )
+    assert rehearsed(config).count("no beginning-of-document token") == 1
 
 
 def test_a_corpus_that_is_read_over_and_over_is_noted(tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def choose_split(
                 return name
     has = ", ".join(names)
     raise Unsettled(
-        f"{where} has no validation or test split: set ", "split", f" to one of its own ({has})"
+        f"{where} has no validation or test split: set ",
+        "split",
+        f" to one of its own ({has}) that is not trained on, or take it out of [validation] and "
+        "set data.holdout = 0.01",
     )
 
 

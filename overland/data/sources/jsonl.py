@@ -28,6 +28,7 @@ JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 SAMPLE_RECORDS = 1000
 SAMPLE_BYTES = 4 << 20
 SAMPLE_FILES = 16
+NO_ARRAY = "; one object per line is read, no array"
 
 
 class JsonLines(FileSource):
@@ -108,7 +109,7 @@ def _parse(line: bytes) -> tuple[object, str]:
             f"expected UTF-8 text, got {error.reason} at byte {error.start:,}"
         ) from None
     except json.JSONDecodeError as error:
-        hint = "; one object per line is read, no array" if text.strip() == "[" else ""
+        hint = NO_ARRAY if text.strip() == "[" else ""
         raise _Unusable(f"not a JSON object: {error.msg}{hint}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits; a deep nest
         raise _Unusable("not a JSON object that can be read") from None
@@ -122,7 +123,7 @@ def _document(value: object, column: Place, kind: Kind, record: object, line: st
         return np.asarray(value, dtype=np.int64)
     if kind == "tokens" or not isinstance(value, str):
         what = f'"{name_of(column)}"' + (" of token ids" if kind == "tokens" else "")
-        near = ""
+        near = NO_ARRAY if isinstance(record, list) else ""
         if isinstance(record, dict) and column[0] not in record:
             near = did_you_mean(str(column[0]), record)
         raise _Unusable(f"expected an object with a {what}, got {line.strip()[:60]!r}{near}")

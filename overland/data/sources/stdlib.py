@@ -26,6 +26,8 @@ class StandardLibrary(FileSource):
     def __init__(self, held_out: bool = False, part: tuple[int, int] = (0, 1)) -> None:
         self.held_out = held_out
         which, of = part
+        if of < 1:
+            raise DataError(f"stdlib:{which}/{of}: expected at least one part, such as stdlib:0/1")
         if not 0 <= which < of:
             raise DataError(f"stdlib:{which}/{of}: parts are counted from 0 to {of - 1}")
         root = Path(sysconfig.get_paths()["stdlib"])

@@ -286,3 +286,9 @@ def test_zstd_without_its_package_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     with pytest.raises(DataError, match=r"needs zstandard: pip install 'overland\[data\]'"):
         read_all(open_source(tmp_path))
+
+
+def test_an_array_on_one_line_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"text": "two"}]\n')
+    with pytest.raises(DataError, match="one object per line is read, no array"):
+        read_all(open_source(tmp_path / "a.json"))
