@@ -158,7 +158,7 @@ class Optimizer(Section):
     """Decay of the first moment."""
     beta2: Beta = 0.95
     """Decay of the second moment."""
-    eps: NonNegativeFloat = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decay of matrices and embeddings."""

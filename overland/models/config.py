@@ -18,6 +18,7 @@ Imports no torch, so that the config room and `--help` stay quick.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -55,7 +56,7 @@ class RopeConfig:
                 f"rope_type '{self.rope_type}' is not supported; known kinds: "
                 f"{', '.join(ROPE_TYPES)}"
             )
-        if self.rope_theta <= 0:
+        if not 0 < self.rope_theta < math.inf:
             raise ModelError(f"rope_theta must be positive, got {self.rope_theta}")
         allowed = _ROPE_REQUIRED[self.rope_type] | _ROPE_OPTIONAL.get(self.rope_type, frozenset())
         for item in fields(self):
@@ -64,6 +65,8 @@ class RopeConfig:
             value = getattr(self, item.name)
             if value is None and item.name in _ROPE_REQUIRED[self.rope_type]:
                 raise ModelError(f"rope_type '{self.rope_type}' needs {item.name}, which is absent")
+            if value is not None and not math.isfinite(value):
+                raise ModelError(f"rope's {item.name} must be a finite number, got {value}")
             if value is not None and item.name not in allowed:
                 raise ModelError(f"rope_type '{self.rope_type}' has no {item.name} (got {value})")
         if self.factor is not None and self.factor < 1:
@@ -221,6 +224,12 @@ def _check_sizes(config: DecoderConfig) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"{name} must be a positive whole number, got {value!r}")
+    if not 0 < config.rms_norm_eps < math.inf:
+        raise ModelError(f"rms_norm_eps must be positive, got {config.rms_norm_eps}")
+    if not 0 <= config.initializer_range < math.inf:
+        raise ModelError(
+            f"initializer_range must be a number, 0 or more, got {config.initializer_range}"
+        )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise ModelError(

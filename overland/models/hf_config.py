@@ -197,7 +197,8 @@ def _rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
     kind = rope.pop("rope_type", None) or old_type or "default"
     if rope.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
         raise ModelError("partial_rotary_factor other than 1 is not supported")
-    theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    given = (rope.pop("rope_theta", None), hf.get("rope_theta"), 10000.0)
+    theta = next(value for value in given if value is not None)
     known = {item.name for item in fields(RopeConfig)}
     for name, value in rope.items():
         if name not in known and value is not None:

@@ -63,6 +63,23 @@ def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> 
                 fill_normal(tensor, seed, rule.name, rule.std, offsets, shape)
 
 
+def require_rules(model: nn.Module) -> None:
+    """Refuses a model that does not say how each parameter starts."""
+    rule_of, name_of_model = getattr(model, "init_rule", None), type(model).__name__
+    if not callable(rule_of):
+        raise ModelError(
+            f"{name_of_model} has no method init_rule(name), which says how each parameter starts "
+            "(docs/extending.md)"
+        )
+    for name, _ in model.named_parameters():
+        rule = rule_of(name)
+        if not isinstance(rule, Rule):
+            raise ModelError(
+                f"init_rule('{name}') of {name_of_model} returned {rule!r:.60}, expected a Normal "
+                "or a Constant of overland.models.init (docs/extending.md)"
+            )
+
+
 def decoder_rule(config: DecoderConfig, name: str) -> Rule:
     """The scheme above for a parameter of a Decoder."""
     if name.endswith("norm.weight"):

@@ -137,7 +137,15 @@ def build_model(config: Any, attention: str = "auto") -> nn.Module:
     build = _build_of(type(config))
     if build is None:
         raise ModelError(f"no model is registered for a {type(config).__name__}")
-    return build(config, attention)
+    model = build(config, attention)
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the build function of {type(config).__name__} returned {model!r:.60}, expected a "
+            "torch.nn.Module (docs/extending.md)"
+        )
+    return model
 
 
 def _build_decoder(config: DecoderConfig, attention: str) -> nn.Module:

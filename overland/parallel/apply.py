@@ -22,6 +22,7 @@ from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder
 from overland.models.errors import ModelError
 from overland.models.float8 import narrow_products
+from overland.models.init import require_rules
 from overland.models.registry import build_model
 from overland.parallel.compile import compile_blocks
 from overland.parallel.context import split_context
@@ -69,11 +70,7 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
     """The model as its `build` function makes it, in the parameters' type. Every part of every
     layout begins as this."""
     model = build_model(architecture, config.model.attention)
-    if not callable(getattr(model, "init_rule", None)):
-        raise ModelError(
-            f"{type(model).__name__} has no method init_rule(name), which says how each parameter "
-            "starts (docs/extending.md)"
-        )
+    require_rules(model)
     require_starts(model)
     require_no_hand_ties(model)
     cast(model, getattr(torch, config.training.dtype))

@@ -106,7 +106,13 @@ def keep_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> Non
                 f"{name} is outside of the blocks, the embedding, the last norm and the head, so "
                 "no stage of a pipeline would own it; put it into a block, or set pp to 1"
             )
-    for name in list(model.model.layers):
+    names = list(model.model.layers)
+    if names != [str(number) for number in range(len(names))]:
+        raise ModelError(
+            f"the blocks are named {', '.join(names[:3])}, …, and a pipeline deals them out by "
+            "number: name them 0, 1, 2, … in their order, or set pp to 1"
+        )
+    for name in names:
         if int(name) not in layers:
             del model.model.layers[name]
     if not first:

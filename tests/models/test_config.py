@@ -96,6 +96,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (hf("llama", num_key_value_heads=3), "not a multiple of num_key_value_heads 3"),
     (hf("llama", hidden_size=-1), "hidden_size must be a positive whole number"),
+    (hf("llama", initializer_range=float("nan")), "initializer_range must be a number, 0 or more"),
+    (hf("llama", rms_norm_eps=-1.0), "rms_norm_eps must be positive, got -1.0"),
+    (hf("llama", rope_theta=0), "rope_theta must be positive, got 0.0"),
+    (
+        hf("llama", rope_scaling={"type": "linear", "factor": float("inf")}),
+        "rope's factor must be a finite number",
+    ),
 ]
 
 

@@ -109,6 +109,13 @@ def build(config: OwnConfig, attention: str) -> nn.Module:
     model = Decoder(config, attention)
     for layer in model.model.layers.values():
         layer.mlp = OtherMLP() if config.kind == "other names" else OwnMLP(config)
+    if config.kind == "nothing":
+        return None  # type: ignore[return-value]
+    if config.kind == "no rule":
+        model.init_rule = lambda name: None
+    if config.kind == "named blocks":
+        blocks = {f"block{name}": layer for name, layer in model.model.layers.items()}
+        model.model.layers = nn.ModuleDict(blocks)
     if config.kind == "own head":
         model.lm_head = CappedHead(config.hidden_size, config.vocab_size, bias=False)
     if config.kind == "own loss":
@@ -128,7 +135,8 @@ def register() -> None:
     if "own" not in registry._MODELS:
         flavors = {"own": OwnConfig(**SIZES), "counting": OwnConfig(**SIZES, counts=True)}
         kinds = ("not a decoder", "other names", "parameter outside", "no start", "own head",
-                 "own loss", "shared block", "tied by hand")  # fmt: skip
+                 "own loss", "shared block", "tied by hand", "nothing", "no rule",
+                 "named blocks")  # fmt: skip
         flavors |= {kind: OwnConfig(**SIZES, kind=kind) for kind in kinds}
         register_model("own", flavors=flavors, config_class=OwnConfig, build=build)
         named = {"named": NamedConfig(**SIZES)}
@@ -221,6 +229,9 @@ def test_a_checkpoint_without_buffers_still_loads(ranks: RankPool, tmp_path: Pat
         ("shared block", "pp2", "blocks 0 and 2 share one module, mlp"),
         ("shared block", "shard2", "blocks 0 and 2 share one module, mlp"),
         ("tied by hand", "shard2", r"model\.embed_tokens\.weight and lm_head\.weight are one para"),
+        ("nothing", "shard1", "build function of OwnConfig returned None, expected a torch.nn"),
+        ("no rule", "shard1", r"init_rule\('model.embed_tokens.weight'\) of Decoder returned None"),
+        ("named blocks", "pp2", "the blocks are named block0, block1, block2, …, and a pipeline"),
         ("no start", "shard2", r"model\.layers\.3\.self_attn\.table starts"),
     ],
 )
