@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import deque
 from itertools import pairwise
@@ -51,11 +52,13 @@ class History:
                     continue
                 try:
                     self._take(json.loads(line))
-                except (ValueError, TypeError, KeyError):  # cut short by a kill or a full disk
-                    continue
+                except (ValueError, TypeError, KeyError, OverflowError):
+                    continue  # cut short by a kill or a full disk
 
-    def _take(self, record: Record) -> None:
-        step = int(record["step"])
+    def _take(self, line: Record) -> None:
+        step = int(line["step"])
+        record = {name: value for name, value in line.items() if _is_number(name, value)}
+        record["step"] = step
         if step < self._step:
             for points in (self.losses, *self.held_out.values()):
                 _undo(points, step)
@@ -92,6 +95,11 @@ class History:
     def _paces(self) -> list[float]:
         timed = [(one["step"], one["time"]) for one in self.recent if "time" in one]
         return [(t - u) / (step - s) for (s, u), (step, t) in pairwise(timed) if t >= u]
+
+
+def _is_number(name: str, value: Any) -> bool:
+    """A loss may be infinite or no number, a time may not."""
+    return isinstance(value, int | float) and (name != "time" or math.isfinite(value))
 
 
 def _append(points: Points, step: int, value: float) -> None:

@@ -128,7 +128,7 @@ def newest_records(path: Path) -> list[Record]:
     for line in newest.values():
         with suppress(ValueError):  # cut short by a full disk
             records.append(json.loads(line))
-    return records
+    return [one for one in records if isinstance(one, dict) and isinstance(one.get("step"), int)]
 
 
 def _step_of(line: bytes) -> int:

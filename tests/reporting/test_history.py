@@ -34,6 +34,15 @@ def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
     assert [step for step, _ in found.losses] == [1, 2]
 
 
+def test_values_that_are_no_numbers_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    odd = '{"step": 1e400}\n{"step": 2, "loss": NaN, "time": null, "mfu": null}\n'
+    path.write_text(line(1, 5.0) + odd + line(3, 6.0))
+    found = follow(path)
+    assert [step for step, _ in found.losses] == [1, 2, 3]
+    assert found.pace == pytest.approx(0.5)
+
+
 def test_lines_that_were_cut_short_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + line(2)[:40] + line(3) + "null\n[]\n7\n\n" + line(4))

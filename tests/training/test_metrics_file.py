@@ -15,7 +15,7 @@ from overland.config.schema import JobConfig
 from overland.reporting.history import History
 from overland.training.callbacks import Callback
 from overland.training.loop import train
-from overland.training.metrics import JsonLines, LossPlot, drop_torn_line
+from overland.training.metrics import JsonLines, LossPlot, drop_torn_line, newest_records
 from overland.training.run import Run, build_run
 from tests.jobs import tiny_job
 
@@ -130,3 +130,9 @@ def test_a_full_disk_is_told_with_the_file() -> None:
     metrics.file = open("/dev/full", "w")  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         metrics.on_log(None, {"step": 1})  # type: ignore[arg-type]
+
+
+def test_a_newest_line_without_a_step_is_not_logged_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "validation_loss/a": 2}\n{"step": 1e400, "loss": 2}\n')
+    assert [record["step"] for record in newest_records(path)] == [1]
