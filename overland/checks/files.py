@@ -144,6 +144,11 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         if not _is_data(validation.dataset_path):
             yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
         return
+    if validation.dataset == []:
+        key = "validation.dataset"
+        message = "names no set to validate on: name one, or set validation.enable = false"
+        yield Problem(message, loaded.where(key), key, validation.dataset)
+        return
     from overland.data.wanted import foreign_validation, held_out_sources
 
     for name in held_out_sources(loaded.config):
@@ -157,9 +162,15 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
 
     data = loaded.config.data
     built_in = source_names()
-    if is_built_in(name) or name in data.datasets or _exists(f"{data.folder}/{name}"):
+    if is_built_in(name) or name in data.datasets:
         return
-    where = loaded.where(key)
+    where, path_key = loaded.where(key), path_key or f"{key}_path"
+    is_path = name.startswith(("~", "/"))
+    if not is_path and _exists(f"{data.folder}/{name}"):
+        return
+    if is_path or _is_data(name):
+        yield Problem(f"a path, where a name is expected: set {path_key} to it", where, key, name)
+        return
     near = nearest_name(name, [*built_in, *data.datasets], cutoff=0.8)
     if near:
         names = any_of([*built_in, *data.datasets, f"a folder in {data.folder}"])
@@ -168,7 +179,7 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
     torchtitan = " (a name of torchtitan's for public text)" if name in C4 else ""
     message = (
         f"not on this machine{torchtitan}: {_fetch(name, f'{data.folder}/{name}')}, or set "
-        f"data.datasets.{name} or {path_key or key + '_path'} to a folder"
+        f"data.datasets.{name} or {path_key} to a folder"
     )
     yield Problem(message, where, key, name, kind="missing")
 

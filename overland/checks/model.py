@@ -66,7 +66,8 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
         elif model.flavor not in flavor_names(model.name):
             key = "model.flavor"
         else:
-            key = "model.overrides"
+            yield _override_problem(loaded, _first_line(error))
+            return
         value = getattr(model, key.partition(".")[2])
         yield Problem(_first_line(error), loaded.where(key), key, value)
 
@@ -173,6 +174,19 @@ def _changed(model: Model) -> str:
         if getattr(ours, key, None) != getattr(plain, key, None)
     ]
     return ", ".join(changed)
+
+
+def _override_problem(loaded: Loaded, message: str) -> Problem:
+    """Blames the override that the message names, where it was set: a file and the command line may
+    both have some."""
+    overrides = loaded.config.model.overrides
+    named = [name for name in overrides if re.search(rf"\b{re.escape(name)}\b", message)]
+    for name in named:
+        key = f"model.overrides.{name}"
+        if loaded.is_set(key):
+            return Problem(message, loaded.where(key), key, overrides[name])
+    key = "model.overrides"
+    return Problem(message, loaded.where(key), key, overrides)
 
 
 def _first_line(error: Exception) -> str:

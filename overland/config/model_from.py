@@ -12,7 +12,7 @@ from overland.config.commands import command
 from overland.config.errors import Problem
 from overland.config.schema import JobConfig
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model_state_dict.pt")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -55,6 +55,11 @@ def parts_of(folder: Path) -> tuple[dict[str, str], str]:
         return {}, f"{what}; expected a folder, as `{fetch}` brings one"
     if (folder / "model_config.json").is_file() and (folder / "config.toml").is_file():  # a run
         architecture, tokenizer = folder / "model_config.json", folder / "tokenizer"
+    elif (folder / "COMMITTED").is_file():
+        message = (
+            "is one checkpoint of a run: name the run's folder, whose newest checkpoint is taken"
+        )
+        return {}, message
     elif not (folder / "config.json").is_file():
         return {}, "holds no config.json, which says what model it is"
     elif not has_weights(folder):

@@ -38,7 +38,7 @@ def read_file(path: Path, shown: str) -> Entries:
         if path.stat().st_size > LARGEST_CONFIG:
             message = f"larger than {LARGEST_CONFIG:,} bytes, which no config is"
             raise ConfigError([Problem(message, where=shown)])
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
     except UnicodeDecodeError as error:
         message = f"not a text file in UTF-8 (byte {error.start} cannot be read)"
         raise ConfigError([Problem(message, where=shown)]) from None

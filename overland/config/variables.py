@@ -21,7 +21,9 @@ from overland.config.schema import JobConfig
 SECRET = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|APIKEY|KEY)$", re.IGNORECASE
 )
-VARIABLE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<braced>[^}]*)\}|(?P<dollar>\$))")
+VARIABLE = re.compile(
+    r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<braced>[^}]*)\}|(?P<dollar>\$)|(?P<open>\{.*))"
+)
 Change = Callable[[str, str], str]
 """From the name of a key and its path to another path."""
 
@@ -105,6 +107,9 @@ def expand(text: str, env: Mapping[str, str]) -> tuple[str, list[str], str]:
     def value(found: re.Match[str]) -> str:
         if found["dollar"]:
             return "$"
+        if found["open"]:
+            problems.append(f"expected ${{NAME}}, not {found[0]}: its brace is not closed")
+            return found[0]
         name = found["plain"] or found["braced"]
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             problems.append(f"expected ${{NAME}}, not {found[0]}; $$ is a plain $")

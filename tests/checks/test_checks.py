@@ -107,6 +107,10 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
         (["compile.backend=inducter"], "this torch has no such compiler backend; it has "),
         (["model.name=lama3"], "there is no model 'lama3'; did you mean 'llama3'?"),
         (["model.overrides.hiden_size=64"], "did you mean 'hidden_size'?"),
+        (["model.overrides.rms_norm_eps=0"], "model.overrides.rms_norm_eps = 0: "),
+        (["training.dataset=~"], "a path, where a name is expected: set training.dataset_path"),
+        (["training.dataset=run.toml"], "a path, where a name is expected"),
+        (["validation.enable=true", "validation.dataset=[]"], "names no set to validate on"),
         (["model.config=missing.json"], "no such file or folder"),
         (["checkpoint.resume=atuo"], 'did you mean "auto"?'),
         (["checkpoint.initial_load_path=weights"], "no such file or folder"),
@@ -293,6 +297,7 @@ def test_a_training_length_that_the_layout_cannot_cut_is_refused() -> None:
     ("word", "says"),
     [
         ("optimizer.lr=inf", "expected a number, 0 or more"),
+        ("optimizer.eps=0", "expected a positive number"),
         ("optimizer.weight_decay=nan", "expected a number, 0 or more"),
         ("debug.seed=9223372036854775808", "expected a whole number from 0 to below"),
         ("comm.train_timeout_seconds=99999999999", "whole number, at most 31,536,000"),
@@ -312,6 +317,19 @@ def test_overrides_of_weights_that_are_loaded_are_a_note(tmp_path: Path) -> None
     assert not any("are loaded into" in line for line in problems(*words))
     said = "\n".join(problems(*words, 'model.overrides={norm_type = "layernorm"}'))
     assert "another norm_type (layernorm, not rmsnorm) than they were trained with" in said
+
+
+def test_a_world_beyond_any_cluster_is_checked_without_a_step() -> None:
+    done = CliRunner().invoke(app, ["check", "run.toml", "--world-size", "1000000"])
+    assert done.exit_code == 0, done.output
+    assert "no fake step is taken for more than" in done.stderr
+    assert "devices                1,000,000" in done.stdout
+
+
+def test_an_override_is_blamed_on_the_place_it_was_set_at() -> None:
+    Path("run.toml").write_text("[model.overrides]\nhidden_size = 64\n")
+    (found,) = problems("model.overrides.head_dim=7")
+    assert found.startswith("command line: model.overrides.head_dim = 7: ")
 
 
 def test_a_model_that_hugging_face_cannot_name_is_not_exported_at_the_end() -> None:

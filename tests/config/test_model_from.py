@@ -65,6 +65,17 @@ def test_a_folder_that_lacks_something_is_refused(model: Path, missing: str, say
         load("model.from=model")
 
 
+def test_a_checkpoint_of_a_run_is_told_apart_from_the_run(model: Path) -> None:
+    (model / "COMMITTED").write_text("")
+    with pytest.raises(ConfigError, match="is one checkpoint of a run: name the run's folder"):
+        load("model.from=model")
+
+
+def test_weights_of_torch_files_are_taken(model: Path) -> None:
+    (model / FILES[1]).rename(model / "model_state_dict.pt")
+    assert three_keys(load("model.from=model")) == ("model",) * 3
+
+
 @pytest.mark.parametrize("key", ["model.config", "checkpoint.initial_load_path"])
 def test_what_contradicts_it_is_refused(model: Path, key: str) -> None:
     with pytest.raises(ConfigError, match="take one of them out"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from overland.config.errors import ConfigError
-from overland.config.source import read_toml, read_yaml
+from overland.config.source import read_file, read_toml, read_yaml
 
 TOML = '''top.level = 1
 "quoted.key" = 2
@@ -91,3 +93,12 @@ def test_yaml_runs_nothing_and_says_where_it_fails() -> None:
         read_yaml("a:\n  b: [1,\nc: 2\n", "x.yaml")
     with pytest.raises(ConfigError, match="expected sections with keys"):
         read_yaml("- 1\n- 2\n", "x.yaml")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    for name, text in (
+        ("a.toml", "[training]\nsteps = 3\n"),
+        ("a.yaml", "training:\n  steps: 3\n"),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert read_file(tmp_path / name, name)["training", "steps"].value == 3
