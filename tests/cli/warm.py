@@ -68,7 +68,7 @@ class Command:
             time.sleep(0.01)
         return code
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
+    def communicate(self, timeout: float = LIMIT_SECONDS) -> tuple[str, str]:
         self.wait(timeout)
         return self.stdout, self.stderr
 
