@@ -9,8 +9,9 @@ from overland.cluster.pool import RankPool
 
 def pytest_configure() -> None:
     """A shell that starts tests in the background lets them, and all that they start, ignore
-    Ctrl-C, which some of them send."""
+    Ctrl-C, and `nohup` the end of a terminal; some of them send these signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
