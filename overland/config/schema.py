@@ -374,8 +374,9 @@ class Data(Section):
     """Begin each document with the tokenizer's BOS token. Not set: as the tokenizer itself does (by
     add_bos_token in tokenizer_config.json, or its post-processor; Llama 2 and 3 do); a resumed run
     and an existing corpus keep what they began with."""
-    add_eos: bool = True
-    """End each document with the tokenizer's EOS token."""
+    add_eos: bool | None = None
+    """End each document with the tokenizer's EOS token. Not set: yes, but a resumed run and an
+    existing corpus keep what they began with."""
     vocab_size: PositiveInt | None = None
     """Size of the tokenizer trained on the text when no model.hf_assets_path is given; default:
     4096, or the model's vocabulary if that is smaller."""

@@ -21,13 +21,13 @@ from overland.data.corpus import Corpus, changes, lay_out, open_corpus
 from overland.data.documents import Reading
 from overland.data.errors import DataError, Unsettled
 from overland.data.holdout import share_of
-from overland.data.layout import find_laid_out, is_corpus, read_layout
+from overland.data.layout import Layout, find_laid_out, is_corpus, read_layout
 from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
 from overland.data.random_blocks import RandomBlocks
 from overland.data.rows import PlannedRows
 from overland.data.sources import Source
 from overland.data.sources.marks import digest_of
-from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer, train_tokenizer
 from overland.data.wanted import (
     CHOICES,
     check_held_out,
@@ -65,8 +65,8 @@ class Place:
     report: Callable[[str], None] = lambda message: None
     tokenizer: Path | None = None
     """Folder of the tokenizer that a run has trained before."""
-    add_bos: bool | None = None
-    """What the run that is resumed began with, if it is known: `kept_bos`."""
+    policy: Policy = UNKNOWN
+    """What the run that is resumed began with, as far as it is known: `kept_policy`."""
 
 
 Reopen = Callable[[str, str], Corpus | None]
@@ -183,7 +183,7 @@ def training_data(
         )
         for name, source in wanted.items()
     }
-    tokenizer = one_tokenizer(tokenizer, corpora)
+    tokenizer = one_tokenizer(tokenizer, corpora, asked_policy(data))
     if tokenizer is not None and tokenizer.bos_id is not None and tokenizer.bos_because:
         how = "with" if tokenizer.add_bos else "without"
         place.report(
@@ -223,10 +223,7 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
         plan = Plan.from_json(json.loads(path.read_text())["plan"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} holds no plan of a run's data: {error}") from None
-    add_bos = kept_bos(run) if config.data.add_bos is None else config.data.add_bos
-    tokenizer = None
-    if (run / "tokenizer").is_dir():
-        tokenizer = Tokenizer(run / "tokenizer", add_bos=add_bos, add_eos=config.data.add_eos)
+    tokenizer = tokenizer_of(run, config.data) if (run / "tokenizer").is_dir() else None
     wanted = sources_of(config)
     corpora: dict[str, Data] = {}
     for name in plan.sources:
@@ -558,13 +555,18 @@ def open_tokenizer(
 ) -> Tokenizer:
     """The tokenizer, with the policy of the config, of the run that is resumed, of a corpus that is
     there already, or its own: in this order."""
-    data = config.data
-    tokenizer = Tokenizer(path, add_bos=data.add_bos, add_eos=data.add_eos)
-    if data.add_bos is not None or tokenizer.bos_id is None:
+    asked = asked_policy(config.data)
+    built, folder = place.once(partial(_built_policy, config, wanted))
+    known = (asked.add_eos, place.policy.add_eos, built.add_eos)
+    add_eos = next((one for one in known if one is not None), True)
+    tokenizer = Tokenizer(path, add_bos=asked.add_bos, add_eos=add_eos)
+    if asked.add_bos is not None or tokenizer.bos_id is None:
         return tokenizer
-    kept, because = place.add_bos, "as this run began"
+    kept, because = place.policy.add_bos, "as this run began"
     if kept is None:
-        kept, because = place.once(partial(_bos_of_corpora, config, wanted, tokenizer))
+        kept, because = built.add_bos, f"as {folder} was built"
+    if kept is None:
+        kept, because = place.once(partial(_former_bos, config, wanted, tokenizer))
     if kept is None:
         return tokenizer
     tokenizer = tokenizer.with_bos(kept)
@@ -572,19 +574,25 @@ def open_tokenizer(
     return tokenizer
 
 
-def _bos_of_corpora(
-    config: JobConfig, wanted: Mapping[str, DataSource], tokenizer: Tokenizer
-) -> tuple[bool | None, str]:
-    """What was done in a corpus that is built, or that was laid out from these sources before BOS
-    came by default."""
-    folders = {
-        name: registry.find_folder(name, source, config.data) for name, source in wanted.items()
-    }
-    for folder in folders.values():
+def asked_policy(data: Settings) -> Policy:
+    return Policy(data.add_bos, data.add_eos)
+
+
+def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[Policy, str]:
+    """What was done in the first corpus of text among the sources that is built, and its folder."""
+    for name, source in wanted.items():
+        folder = registry.find_folder(name, source, config.data)
         if folder is not None and is_corpus(folder):
             layout = read_layout(folder)
             if layout.kind == "text":
-                return layout.add_bos, f"as {folder} was built"
+                return Policy(layout.add_bos, layout.add_eos), str(folder)
+    return UNKNOWN, ""
+
+
+def _former_bos(
+    config: JobConfig, wanted: Mapping[str, DataSource], tokenizer: Tokenizer
+) -> tuple[bool | None, str]:
+    """What was done in a corpus that was laid out from these sources before BOS came by default."""
     if not tokenizer.add_bos or not any(_root(config).glob("*/corpus.json")):
         return None, ""
     for name, one in wanted.items():
@@ -615,15 +623,25 @@ def corpora_of(run: Path) -> dict[str, str]:
     return corpora
 
 
-def kept_bos(run: Path) -> bool | None:
-    """Whether the documents of a run begin with BOS; None if there is no such run. Runs from before
-    it was noted began without, unless their config said so."""
+def kept_policy(run: Path) -> Policy:
+    """What stands around the documents of a run, if there is such a run. Runs from before BOS was
+    noted began without, unless their config said so."""
     try:
         kept = json.loads((run / "data" / "plan.json").read_text())
     except (OSError, ValueError):
-        return None
-    found = kept.get("add_bos", False) if isinstance(kept, dict) else None
-    return found if isinstance(found, bool) else None
+        return UNKNOWN
+    if not isinstance(kept, dict):
+        return UNKNOWN
+    found = (kept.get("add_bos", False), kept.get("add_eos"))
+    return Policy(*(one if isinstance(one, bool) else None for one in found))
+
+
+def tokenizer_of(run: Path, data: Settings) -> Tokenizer:
+    """The tokenizer that a run keeps, with the policy of its documents."""
+    kept = kept_policy(run)
+    add_bos = kept.add_bos if data.add_bos is None else data.add_bos
+    add_eos = kept.add_eos if data.add_eos is None else data.add_eos
+    return Tokenizer(run / "tokenizer", add_bos=add_bos, add_eos=add_eos is not False)
 
 
 def trained_size(data: Settings, vocab_size: int | None) -> int:
@@ -695,7 +713,9 @@ def _pad_id(corpora: Mapping[str, Data]) -> int:
     return next((end for end in ends if end is not None), 0)
 
 
-def one_tokenizer(given: Tokenizer | None, corpora: Mapping[str, Data]) -> Tokenizer | None:
+def one_tokenizer(
+    given: Tokenizer | None, corpora: Mapping[str, Data], asked: Policy = UNKNOWN
+) -> Tokenizer | None:
     """The tokenizer that made all of them; a corpus that is built brings its own."""
     made_by = {
         name: corpus.layout
@@ -704,14 +724,30 @@ def one_tokenizer(given: Tokenizer | None, corpora: Mapping[str, Data]) -> Token
     }
     first = next(iter(made_by), None)
     for name, layout in made_by.items():
+        _check_policy(name, layout, asked)
         other = given.fingerprint if given is not None else made_by[first or name].tokenizer
         if layout.tokenizer != other:
             whose = "the model's" if given is not None else f"that of {first}"
             raise DataError(
                 f"{name} was made by another tokenizer than {whose}, or with another BOS and EOS "
-                f"policy: build it again with the same one"
+                f"policy ({_words(layout)}): build it again with the same one"
             )
     if given is None and first is not None and (path := made_by[first].tokenizer_path):
         layout = made_by[first]
         return Tokenizer(path, add_bos=layout.add_bos, add_eos=layout.add_eos)
     return given if made_by else None
+
+
+def _check_policy(name: str, layout: Layout, asked: Policy) -> None:
+    """Raises where the config asks for other documents than those of a corpus."""
+    for key, wanted in asked._asdict().items():
+        if wanted is not None and getattr(layout, key) != wanted:
+            raise DataError(
+                f"data.{key} is {str(wanted).lower()}, and the documents of {name} are "
+                f"{_words(layout)}: leave data.{key} out to keep them so, or build it again"
+            )
+
+
+def _words(layout: Layout) -> str:
+    bos, eos = ("with" if added else "without" for added in (layout.add_bos, layout.add_eos))
+    return f"{bos} BOS and {eos} EOS"

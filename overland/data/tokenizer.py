@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,19 @@ from overland.data.tokenizer_encoder import Encoder, Ids
 from overland.data.tokenizer_files import Beside, find_file, is_ranks, read_bytes
 from overland.data.tokenizer_train import train_tokenizer
 
-__all__ = ["Tokenizer", "train_tokenizer"]
+__all__ = ["UNKNOWN", "Policy", "Tokenizer", "train_tokenizer"]
 
 RULES = 1  # part of every fingerprint; counts up when the same files give other ids
+
+
+class Policy(NamedTuple):
+    """Whether documents begin with BOS and end with EOS; None where nothing says so."""
+
+    add_bos: bool | None = None
+    add_eos: bool | None = None
+
+
+UNKNOWN = Policy()
 
 
 class Tokenizer:
@@ -76,6 +86,10 @@ class Tokenizer:
         self._pieces: dict[int, str] = {}
         rules = json.dumps([RULES, self.vocab_size, self._before, self._after])
         self.fingerprint = hashlib.blake2b(data, digest_size=8, key=rules.encode()).hexdigest()
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.add_bos, self.add_eos)
 
     @property
     def end_id(self) -> int:

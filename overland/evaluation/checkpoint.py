@@ -17,7 +17,7 @@ from overland.cluster.devices import device_type
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.data.prepare import kept_bos
+from overland.data.prepare import tokenizer_of
 from overland.data.tokenizer import Tokenizer
 from overland.models.buffers import cast, persistent_buffers
 from overland.models.registry import build_model, model_config
@@ -34,8 +34,7 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
         step = latest_checkpoint(run / config.checkpoint.folder)
     if step is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
-    add_bos = kept_bos(run) if config.data.add_bos is None else config.data.add_bos
-    tokenizer = Tokenizer(run / "tokenizer", add_bos=add_bos)
+    tokenizer = tokenizer_of(run, config.data)
     model = build_model(model_config(config.model))
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     with open_saved(step) as saved:

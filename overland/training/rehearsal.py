@@ -34,6 +34,7 @@ from overland.data.make import Maker
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import (
     Place,
+    asked_policy,
     check_same_tokenizer,
     check_still_there,
     check_vocabulary,
@@ -62,7 +63,7 @@ from overland.models.registry import build_model, model_config
 from overland.parallel.apply import freeze
 from overland.parallel.parts import named_parameters
 from overland.training.folder import RunFolder
-from overland.training.resume import bos_of_the_resumed
+from overland.training.resume import policy_of_the_resumed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -142,7 +143,7 @@ class Rehearsal:
         if not self.lacks_model():
             vocab_size = getattr(model_config(config.model), "vocab_size", None)
         size = max(SMALLEST, trained_size(config.data, vocab_size))
-        tokenizer: Any = Untrained(size, add_eos=config.data.add_eos)
+        tokenizer: Any = Untrained(size, add_eos=config.data.add_eos is not False)
         with self.told("model.hf_assets_path"):
             self.given = self.tokenizer(wanted, vocab_size)
             tokenizer = self.given or tokenizer
@@ -155,7 +156,7 @@ class Rehearsal:
                 built |= {name: corpus} if corpus is not None else {}
         if built:
             with self.told("data"):
-                kept = one_tokenizer(self.given, built)
+                kept = one_tokenizer(self.given, built, asked_policy(config.data))
                 # Text among the sources has one trained; without any, the corpora bring theirs.
                 tokenizer = self.given or (kept if len(built) == len(wanted) else tokenizer)
         if config.validation.enable:
@@ -183,7 +184,7 @@ class Rehearsal:
             path = Path(config.model.hf_assets_path).expanduser()
         elif committed(folder.checkpoints) and folder.tokenizer.is_dir():
             path = folder.tokenizer
-        place = Place(add_bos=bos_of_the_resumed(config.checkpoint, folder))
+        place = Place(policy=policy_of_the_resumed(config.checkpoint, folder))
         return open_tokenizer(path, config, wanted, place) if path.exists() else None
 
     def source(

@@ -13,7 +13,8 @@ from overland.checkpoint.convert.lazy import counting
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
 from overland.config.schema import Checkpoint
-from overland.data.prepare import kept_bos
+from overland.data.prepare import kept_policy
+from overland.data.tokenizer import UNKNOWN, Policy
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.parallel.comm import first_problem, from_first_rank
@@ -54,13 +55,13 @@ def start_from(run: Run, report: Report) -> None:
         report(f"starting from the weights in {source}")
 
 
-def bos_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> bool | None:
-    """Whether documents begin with BOS in the run that is resumed, if one is."""
+def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
+    """What stands around the documents of the run that is resumed, if one is."""
     if settings.resume == "auto":
-        return kept_bos(folder.root) if committed(folder.checkpoints) else None
+        return kept_policy(folder.root) if committed(folder.checkpoints) else UNKNOWN
     if settings.resume == "none":
-        return None
-    return kept_bos(newest_in(Path(settings.resume).expanduser()).parent.parent)
+        return UNKNOWN
+    return kept_policy(newest_in(Path(settings.resume).expanduser()).parent.parent)
 
 
 def load_weights(run: Run, path: Path) -> None:

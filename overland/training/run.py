@@ -23,6 +23,7 @@ from overland.config.write import write_config
 from overland.data.corpus import Corpus
 from overland.data.errors import DataError
 from overland.data.prepare import Dataset, Place, corpora_of, training_data, validation_data
+from overland.data.tokenizer import UNKNOWN
 from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
@@ -46,7 +47,7 @@ from overland.training.pace import Pace
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
 from overland.training.progress import Progress
-from overland.training.resume import bos_of_the_resumed, start_from
+from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.seeds import set_seeds
 from overland.training.state import learned_names, run_facts, saved_state
 from overland.training.timeouts import Timeouts
@@ -131,13 +132,13 @@ def build_run(
         tokenises=world.local_rank == 0,
         report=report,
         tokenizer=folder.tokenizer if has_checkpoint else None,
-        add_bos=bos_of_the_resumed(config.checkpoint, folder),
+        policy=policy_of_the_resumed(config.checkpoint, folder),
     )
     dataset = training_data(
         config, rows, architecture.vocab_size, place, folder.data, writes=world.is_first
     )
     if dataset.tokenizer is not None:
-        place = replace(place, add_bos=dataset.tokenizer.add_bos)
+        place = replace(place, policy=dataset.tokenizer.policy)
     # A pipeline's number of rows is fixed.
     held_out_rows = 0 if degrees.pp > 1 else config.validation.local_batch_size
     held_out_rows = (held_out_rows or model.rows_per_pass) * mesh.dp_size
@@ -250,7 +251,7 @@ def write_plan(run: Run) -> None:
     plan = {
         "fingerprint": run.dataset.plan.fingerprint,
         "plan": run.dataset.plan.to_json(),
-        "add_bos": tokenizer.add_bos if tokenizer is not None else None,
+        **(tokenizer.policy if tokenizer is not None else UNKNOWN)._asdict(),
     }
     beside = folder / ".plan.json"
     beside.write_text(json.dumps({**plan, "corpora": places}, indent=1) + "\n")

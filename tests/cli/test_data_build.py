@@ -10,7 +10,7 @@ from overland.data.errors import DataError
 from overland.data.layout import read_layout
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
-from tests.cli.processes import interrupt, overland, start_overland
+from tests.cli.processes import TINY, interrupt, losses, overland, start_overland
 from tests.data.making import bytes_of, tokenizer_in, wait_until, write_lines
 from tests.data.tokenizer_folders import write_bpe
 
@@ -144,3 +144,18 @@ def test_a_corpus_is_not_built_into_its_source(here: Path) -> None:
         check_apart(here / "lines", out)
     with pytest.raises(DataError, match="lies inside it"):
         check_apart(here / "lines", here / "data" / ".." / "lines")
+
+
+def test_a_run_on_a_corpus_without_eos_is_resumed(here: Path) -> None:
+    done = overland(*BUILD, "--no-eos", "--json", cwd=here)
+    settings = [
+        "job.dump_folder=run",
+        f"training.dataset_path={json.loads(done.stdout)['folder']}",
+        "lr_scheduler.warmup_steps=1",
+    ]
+    for steps in (2, 4):
+        overland("train", "quickstart", *TINY, *settings, f"training.steps={steps}", cwd=here)
+    assert list(losses(here / "run" / "metrics.jsonl")) == [1, 2, 3, 4]
+    assert "none repeated" in overland("prove", "data", "run", cwd=here).stdout
+    done = overland("check", "quickstart", *TINY, *settings, "data.add_eos=true", cwd=here, code=2)
+    assert "without BOS and without EOS" in done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A resumed run and an existing corpus keep BOS as they began, whatever the default is by now."""
+"""A resumed run and an existing corpus keep BOS and EOS as they began, whatever the default is."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from overland.config.schema import JobConfig
-from overland.data.corpus import lay_out
-from overland.data.prepare import Place, open_tokenizer
+from overland.data.corpus import lay_out, open_corpus
+from overland.data.errors import DataError
+from overland.data.prepare import Place, asked_policy, one_tokenizer, open_tokenizer
 from overland.data.sources import open_source
-from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.data.wanted import sources_of
 from overland.training.folder import RunFolder
-from overland.training.resume import bos_of_the_resumed
+from overland.training.resume import policy_of_the_resumed
 from tests.data.making import write_lines
 from tests.data.tokenizer_folders import write_bpe
 
@@ -26,11 +27,11 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer(tmp_path)
 
 
-def job(folder: Path, dataset: Path | str) -> JobConfig:
+def job(folder: Path, dataset: Path | str, **data: object) -> JobConfig:
     sections = {
         "job": {"dump_folder": str(folder)},
         "training": {"dataset_path": str(dataset)},
-        "data": {"folder": str(folder / "data")},
+        "data": {"folder": str(folder / "data"), **data},
     }
     return JobConfig.model_validate(sections)
 
@@ -48,13 +49,13 @@ def test_a_resumed_run_keeps_its_own(
     run = tmp_path / "run"
     config = job(run, write_lines(tmp_path / "lines", 1))
     folder = RunFolder.of(config)
-    assert bos_of_the_resumed(config.checkpoint, folder) is None
+    assert policy_of_the_resumed(config.checkpoint, folder) == UNKNOWN
     (run / "data").mkdir(parents=True)
     noted = {} if add_bos is None else {"add_bos": add_bos}
     (run / "data" / "plan.json").write_text(json.dumps(noted))
     (folder.checkpoints / "step_1").mkdir(parents=True)
     (folder.checkpoints / "step_1" / "COMMITTED").write_text("{}")
-    place = Place(add_bos=bos_of_the_resumed(config.checkpoint, folder))
+    place = Place(policy=policy_of_the_resumed(config.checkpoint, folder))
     found = opened(config, tokenizer, place)
     assert found.add_bos == bool(add_bos)
     assert found.bos_because == "as this run began"
@@ -67,3 +68,40 @@ def test_a_built_corpus_keeps_its_own(tmp_path: Path, tokenizer: Tokenizer, add_
     found = opened(job(tmp_path / "run", corpus), tokenizer, Place())
     assert found.add_bos == add_bos
     assert "was built" in found.bos_because
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("add_eos", [False, True])
+def test_a_corpus_is_trained_on_as_it_was_built(
+    tmp_path: Path, tokenizer: Tokenizer, add_bos: bool, add_eos: bool
+) -> None:
+    """With the tokenizer's folder given (as the copy in a run folder is) or without; a config that
+    asks for something else is refused in both cases."""
+    built = Tokenizer(tokenizer.path, add_bos=add_bos, add_eos=add_eos)
+    source = open_source(write_lines(tmp_path / "lines", 1))
+    corpora = {"lines": open_corpus(lay_out("lines", source, built, tmp_path / "built"))}
+    folder = corpora["lines"].folder
+    given = opened(job(tmp_path / "run", folder), tokenizer, Place())
+    assert given.fingerprint == built.fingerprint
+    for one in (given, None):
+        found = one_tokenizer(one, corpora)
+        assert found is not None
+        assert found.policy == (add_bos, add_eos)
+    for key, has in (("add_bos", add_bos), ("add_eos", add_eos)):
+        config = job(tmp_path / "run", folder, **{key: not has})
+        for one in (opened(config, tokenizer, Place()), None):
+            with pytest.raises(DataError, match=rf"data\.{key} is {str(not has).lower()}, and"):
+                one_tokenizer(one, corpora, asked_policy(config.data))
+
+
+def test_corpora_of_different_policies_are_not_mixed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = open_source(write_lines(tmp_path / "lines", 1))
+    bare = Tokenizer(tokenizer.path, add_eos=False)
+    folders = [lay_out("lines", source, one, tmp_path / "built") for one in (bare, bare, tokenizer)]
+    corpora = dict(zip("abc", map(open_corpus, folders), strict=True))
+    with pytest.raises(DataError, match=r"c was made by another .* \(with BOS and with EOS\)"):
+        one_tokenizer(None, corpora)
+    del corpora["c"]
+    found = one_tokenizer(None, corpora)
+    assert found is not None
+    assert found.fingerprint == bare.fingerprint
