@@ -48,7 +48,8 @@ class Tokenizer:
     specials: dict[str, int]
     """Tokens that no text gives, by name; chat templates put them in by id."""
     bos_id: int | None
-    eos_id: int
+    eos_id: int | None
+    """None only where no document ends with it."""
     add_bos: bool
     bos_because: str
     """What decides `add_bos`, for people."""
@@ -66,15 +67,16 @@ class Tokenizer:
         self.specials = self._encoder.specials
         self.bos_id = self._encoder.bos_id
         self.add_bos, self.bos_because = self._convention() if add_bos is None else (add_bos, "")
-        if self._encoder.eos_id is None:
-            raise DataError(
-                f"{self.path}: no end-of-document token, which pads rows and ends generated text "
-                "even where documents have none (data.add_eos); name it as eos_token in "
-                "tokenizer_config.json beside it"
-            )
         self.eos_id = self._encoder.eos_id
         self._before: list[int] = []
-        self._after = [self.eos_id] if add_eos else []
+        self._after: list[int] = []
+        if add_eos and self.eos_id is not None:
+            self._after = [self.eos_id]
+        elif add_eos:
+            raise DataError(
+                f"{self.path}: no end-of-document token; name one as eos_token in "
+                "tokenizer_config.json beside it, or do without (data.add_eos = false, --no-eos)"
+            )
         if self.add_bos and self.bos_id is not None:
             self._before = [self.bos_id]
         elif self.add_bos:
@@ -92,7 +94,7 @@ class Tokenizer:
         return Policy(self.add_bos, self.add_eos)
 
     @property
-    def end_id(self) -> int:
+    def end_id(self) -> int | None:
         return self.eos_id
 
     def with_bos(self, add_bos: bool) -> Tokenizer:
@@ -101,7 +103,13 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """As a document begins, for a model to continue; nothing at all is the end of the last."""
-        return [*self._before, *self.encode(text)] or [self.eos_id]
+        ids = [*self._before, *self.encode(text)]
+        if not ids and self.eos_id is None:
+            raise DataError(
+                f"{self.path} has no BOS and no EOS token to begin an empty prompt with: give some "
+                "text"
+            )
+        return ids or [self.eos_id]  # type: ignore[list-item]
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text alone."""

@@ -32,18 +32,19 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
         return config
     known = set(tokenizer.specials.values())
     ends = [i for i in _ids(config.get("eos_token_id")) if i in known or not trained_here]
-    if tokenizer.eos_id not in ends and (trained_here or not ends):
-        ends.insert(0, tokenizer.eos_id)
+    end = tokenizer.eos_id
+    if end is not None and end not in ends and (trained_here or not ends):
+        ends.insert(0, end)
     begin = config.get("bos_token_id")
     if begin is None or (trained_here and begin not in known):
         begin = tokenizer.bos_id
     pad = config.get("pad_token_id")
     if pad is None or (trained_here and pad not in known):
         pad = next((tokenizer.specials[name] for name in PADS if name in tokenizer.specials), None)
-        pad = tokenizer.eos_id if pad is None else pad
+        pad = end if pad is None else pad
     ids = {
         "bos_token_id": begin,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": pad,
     }
     _write_tokenizer_config(folder, tokenizer, ids, config)
@@ -56,7 +57,7 @@ def _tokenizer_in(folder: Path) -> Tokenizer | None:
     if not any((folder / name).is_file() for name in FILES):
         return None
     try:
-        return Tokenizer(folder)
+        return Tokenizer(folder, add_eos=False)  # which one may do without
     except (DataError, ImportError):
         return None
 

@@ -16,7 +16,7 @@ from overland.checkpoint.convert.source import companions_in
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.models import DecoderConfig, build_model
 from overland.models.init import init_weights
-from tests.data.tokenizer_folders import CORPUS, KINDS
+from tests.data.tokenizer_folders import CORPUS, KINDS, byte_level_bpe
 from tests.models.tiny import hf
 
 
@@ -88,3 +88,13 @@ def test_what_a_model_from_elsewhere_says_about_itself_is_kept(tmp_path: Path) -
     trained = export(tmp_path / "trained", assets, "overland", eos_token_id=[5, 6])
     kept = json.loads((trained / "generation_config.json").read_text())
     assert set(kept["eos_token_id"]) == {0, 5, 6}
+
+
+def test_a_tokenizer_without_an_end_is_exported_without_one(tmp_path: Path) -> None:
+    assets = tmp_path / "tokenizer"
+    assets.mkdir()
+    byte_level_bpe().save(str(assets / "tokenizer.json"))
+    folder = export(tmp_path / "hf", assets, bos_token_id=None, eos_token_id=7)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
+    assert "eos_token_id" not in json.loads((folder / "generation_config.json").read_text())
+    assert "tokenizer_class" in json.loads((folder / "tokenizer_config.json").read_text())
