@@ -88,13 +88,13 @@ def require(loaded: Loaded, world_size: int | None, waive: Collection[Kind] = ()
         loaded: What `load_config` gave.
         world_size: Number of processes, if known.
         waive: Kinds that are reported and not raised: `overland check` waives "missing" (still to
-            be fetched), and on a login node "machine" too.
+            be fetched), and on a login node "machine" too. Where something else is wrong, what is
+            missing is raised with it: a user should not see it only after the next attempt.
     """
     problems = check_config(loaded, world_size)
     waived = [problem for problem in problems if problem.kind in (*waive, "note")]
-    fatal = [problem for problem in problems if problem not in waived]
-    if fatal:
-        raise ConfigError(fatal, partial=loaded)
+    if len(waived) < len(problems):
+        raise ConfigError(_with_missing(problems, waive), partial=loaded)
     return waived
 
 
@@ -111,10 +111,14 @@ def load_checked(
     except ConfigError as error:
         if not isinstance(error.partial, Loaded):
             raise
-        more = check_config(error.partial, world_size)
-        fatal = [problem for problem in more if problem.kind not in (*waive, "note")]
-        raise ConfigError(in_order([*error.problems, *fatal]), partial=error.partial) from None
+        more = _with_missing(check_config(error.partial, world_size), waive)
+        raise ConfigError(in_order([*error.problems, *more]), partial=error.partial) from None
     return loaded, require(loaded, world_size, waive)
+
+
+def _with_missing(problems: Sequence[Problem], waive: Collection[Kind]) -> list[Problem]:
+    hidden = {*waive, "note"} - {"missing"}
+    return [problem for problem in problems if problem.kind not in hidden]
 
 
 def _reads_dropped(loaded: Loaded, keys: tuple[str, ...]) -> bool:

@@ -184,8 +184,11 @@ class Rehearsal:
             path = Path(config.model.hf_assets_path).expanduser()
         elif committed(folder.checkpoints) and folder.tokenizer.is_dir():
             path = folder.tokenizer
+        if not path.exists():
+            return None
         place = Place(policy=policy_of_the_resumed(config.checkpoint, folder))
-        return open_tokenizer(path, config, wanted, place) if path.exists() else None
+        there = {name: one for name, one in wanted.items() if not self.is_missing(name, one)}
+        return open_tokenizer(path, config, there, place)
 
     def source(
         self, table: str, name: str, wanted: DataSource, tokenizer: Any, vocab_size: int | None
@@ -193,7 +196,7 @@ class Rehearsal:
         """Opens a source and reads its beginning. Returns it if it is a corpus that was built."""
         data = self.loaded.config.data
         folder = registry.find_folder(name, wanted, data)
-        if registry.is_random(name, wanted) or self.is_missing(name, wanted, folder):
+        if registry.is_random(name, wanted) or self.is_missing(name, wanted):
             return None
         if folder is not None and is_corpus(folder):
             refuse_choices(wanted, table, f"{folder} is a built corpus, which")
@@ -231,8 +234,9 @@ class Rehearsal:
             self.problems.append(Problem(message, self.loaded.source, kind="note"))
         return None
 
-    def is_missing(self, name: str, wanted: DataSource, folder: Path | None) -> bool:
+    def is_missing(self, name: str, wanted: DataSource) -> bool:
         """Still to be fetched, which `checks` reports."""
+        folder = registry.find_folder(name, wanted, self.loaded.config.data)
         if folder is None:
             return not registry.is_built_in(wanted.dataset or name)
         return not folder.exists() and not folder.with_name(folder.name + ".idx").exists()

@@ -350,3 +350,7 @@ def test_a_model_that_is_still_to_be_fetched_hides_nothing() -> None:
     assert done.exit_code == 2
     assert 'model.config = "nowhere": no such file or folder' in done.stderr
     assert "run.toml: its format is not known" in done.stderr
+    done = CliRunner().invoke(app, [*words, "parallelism.tensor_parallel_degree=3"])
+    assert done.exit_code == 2
+    assert 'model.config = "nowhere": no such file or folder' in done.stderr
+    assert "training.seq_len = 10000000: with tensor_parallel_degree = 3" in done.stderr

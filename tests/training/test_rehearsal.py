@@ -22,9 +22,10 @@ from overland.data.build import build
 from overland.data.corpus import lay_out
 from overland.data.errors import DataError
 from overland.data.prepare import Place, training_data, validation_data
-from overland.data.tokenizer import train_tokenizer
+from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.training.rehearsal import require_start
 from tests.data.making import lines_of, tokenizer_in, write_lines
+from tests.data.tokenizer_folders import write_bpe
 from tests.jobs import run_job, tiny_job
 
 TEXT = "A page of text, long enough to fill a row or two of the batch. " * 40
@@ -284,6 +285,23 @@ def test_a_given_tokenizer_without_bos_is_one_problem(tmp_path: Path) -> None:
         data={"folder": str(tmp_path / "data"), "add_bos": True},
     )
     assert rehearsed(config).count("no beginning-of-document token") == 1
+
+
+@pytest.mark.parametrize("place", [{"dataset": "c4_test"}, {"dataset_path": "nowhere"}])
+def test_data_that_is_still_to_be_fetched_is_no_fault_of_the_tokenizer(
+    place: dict[str, str], tmp_path: Path
+) -> None:
+    """Next to other corpora, which are looked at for how documents begin."""
+    write_bpe(tmp_path)
+    lines = lines_of(write_lines(tmp_path / "lines", 1))
+    lay_out("lines", lines, Tokenizer(tmp_path), tmp_path / "data")
+    config = tiny_job(
+        tmp_path / "run",
+        model={"hf_assets_path": str(tmp_path)},
+        training={**TRAIN, **place},
+        data={"folder": str(tmp_path / "data"), "add_bos": None},
+    )
+    require_start(Loaded(config, [], "run.toml"))
 
 
 def test_a_corpus_that_is_read_over_and_over_is_noted(tmp_path: Path) -> None:
