@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from overland.config.errors import any_of
@@ -11,6 +9,7 @@ from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.errors import DataError, Unsettled
 from overland.data.layout import is_corpus
+from overland.data.overlap import may_share, shared
 from overland.data.sources import FileSource, Source
 
 CHOICES = ("column", "subset", "split")
@@ -92,22 +91,55 @@ def check_held_out(config: JobConfig) -> None:
                 "data.holdout keeps documents for validation, and random tokens are none: name "
                 "other data in [validation]"
             )
+    _refuse_twice(config)
     if config.validation.allow_training_data:
         return
-    training = sources_of(config)
-    for held_name, held in held_out_sources(config).items():
-        for name, wanted in training.items():
-            if not _may_share(config, (held_name, held), (name, wanted)):
-                continue
-            table = training_table(config, name)
-            trained_on = set(_files(config, table, name, wanted))
-            for file in _files(config, "validation", held_name, held):
-                if file in trained_on:
-                    raise DataError(
-                        f"validation would read {file}, which is trained on: set data.holdout = "
-                        "0.01 in its place to keep some documents for validation, choose other "
-                        "data in [validation], or set validation.allow_training_data = true"
-                    )
+    for held in held_out_sources(config).items():
+        for trained in sources_of(config).items():
+            if file := _shared(config, held, trained):
+                raise DataError(
+                    f"validation would read {file}, which is trained on: set data.holdout = 0.01 "
+                    "in its place to keep some documents for validation, choose other data in "
+                    "[validation], or set validation.allow_training_data = true"
+                )
+
+
+def _refuse_twice(config: JobConfig) -> None:
+    """A set that is named twice would be read twice, or one of its names would go unheard."""
+    names = config.validation.dataset
+    seen: dict[str, str] = {}
+    if not isinstance(names, list) or config.validation.dataset_path is not None:
+        return
+    for name in names:
+        folder = registry.find_folder(name, DataSource(), config.data)
+        place = name if folder is None else str(folder.resolve())
+        if place in seen:
+            also = "" if seen[place] == name else f", as {seen[place]} and as {name}"
+            raise DataError(f"validation.dataset has {place} twice{also}: leave one of them out")
+        seen[place] = name
+
+
+def _shared(
+    config: JobConfig, held: tuple[str, DataSource], trained: tuple[str, DataSource]
+) -> str | None:
+    """What both read, if anything."""
+    if not may_share(config, held, trained):
+        return None
+    one = _opened(config, "validation", *held)
+    other = _opened(config, training_table(config, trained[0]), *trained)
+    names = [wanted.dataset or name for name, wanted in (held, trained)]
+    has_files = any(isinstance(source, Path | FileSource) for source in (one, other))
+    if not has_files and names[0] == names[1]:  # a user's own source is known by its name
+        return names[0]
+    return shared(one, other)
+
+
+def _opened(config: JobConfig, table: str, name: str, wanted: DataSource) -> Source | Path:
+    """A source, or the folder of a corpus that is built."""
+    folder = registry.find_folder(name, wanted, config.data)
+    if folder is not None and is_corpus(folder):
+        return folder
+    return open_wanted(config, table, name, wanted)
 
 
 def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
@@ -116,40 +148,3 @@ def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
     for key in CHOICES:
         if getattr(wanted, key) is not None and not table.startswith("data.sources"):
             raise DataError(f"{table}.{key} = {getattr(wanted, key)!r}: {what} has no {key}s")
-
-
-def _may_share(
-    config: JobConfig, one: tuple[str, DataSource], other: tuple[str, DataSource]
-) -> bool:
-    """Whether it takes a look at the files to tell; opening a large dataset is not free."""
-    if registry.is_random(*one) or registry.is_random(*other):
-        return False
-    folders = [registry.find_folder(name, wanted, config.data) for name, wanted in (one, other)]
-    if None in folders:  # built in or registered, or not here yet
-        return all(registry.is_built_in(wanted.dataset or name) for name, wanted in (one, other))
-    first, second = (folder.resolve() for folder in folders if folder is not None)
-    if not (first.exists() and second.exists()):
-        return False
-    is_inside = first.is_relative_to(second) or second.is_relative_to(first)
-    return is_inside or _has_links(first) or _has_links(second)
-
-
-def _has_links(folder: Path) -> bool:
-    return any(
-        os.path.islink(os.path.join(parent, name))
-        for parent, subfolders, files in os.walk(folder)
-        for name in (*subfolders, *files)
-    )
-
-
-def _files(config: JobConfig, table: str, name: str, wanted: DataSource) -> Iterator[str]:
-    """What a source reads; one without files is known by its name."""
-    folder = registry.find_folder(name, wanted, config.data)
-    if folder is not None and is_corpus(folder):
-        yield str(folder.resolve())
-        return
-    source = open_wanted(config, table, name, wanted)
-    if isinstance(source, FileSource):
-        yield from (os.path.realpath(source.root / file) for file in source.files)
-    else:
-        yield wanted.dataset or name

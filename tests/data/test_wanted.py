@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from overland.config.schema import JobConfig
+from overland.data.corpus import lay_out
 from overland.data.errors import DataError
 from overland.data.sources import Document
 from overland.data.wanted import check_held_out, held_out_sources, open_wanted, sources_of
+from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.sources.test_huggingface import parquet, save_to_disk
 from tests.data.sources.test_mds import write_mds
 
@@ -122,6 +124,61 @@ def test_a_link_to_the_held_out_data_is_found(tmp_path: Path) -> None:
     (tmp_path / "mine" / "more").symlink_to(tmp_path / "held")
     with pytest.raises(DataError, match=r"held\.txt, which is trained on"):
         check_held_out(config)
+
+
+def test_hard_links_to_what_is_trained_on_are_found(tmp_path: Path) -> None:
+    for name in ("mine", "held"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    (tmp_path / "held" / "more.txt").hardlink_to(tmp_path / "mine" / "mine.txt")
+    both = {"dataset_path": str(tmp_path / "mine")}
+    for path in (tmp_path / "held", tmp_path / "held" / "more.txt"):
+        with pytest.raises(DataError, match=r"more\.txt, which is trained on"):
+            check_held_out(config_of(training=both, validation={"dataset_path": str(path)}))
+    held = {"dataset_path": str(tmp_path / "held" / "held.txt")}
+    check_held_out(config_of(training=both, validation=held))
+
+
+def test_a_corpus_is_known_by_the_files_that_it_was_built_from(tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path / "words")
+    places = {}
+    for name, num_files in (("mine", 2), ("held", 3)):
+        places[name] = write_lines(tmp_path / name, num_files)
+        corpus = lay_out(name, lines_of(places[name]), tokenizer, tmp_path / "built")
+        places[f"{name} built"] = corpus
+    # A licence that both have is not what a model learns by heart.
+    for name in ("mine", "held"):
+        (places[name] / "licence.jsonl").write_text('{"text": "a"}\n')
+
+    def check(trained: str, held: str) -> None:
+        training, validation = ({"dataset_path": str(places[one])} for one in (trained, held))
+        check_held_out(config_of(training=training, validation=validation))
+
+    for trained, held in (("mine", "mine built"), ("mine built", "mine"), ("mine built",) * 2):
+        with pytest.raises(DataError, match="which is trained on"):
+            check(trained, held)
+    for name in ("mine", "held"):
+        again = lay_out("again", lines_of(places[name]), tokenizer, tmp_path / "built")
+        places[f"{name} again"] = again
+    with pytest.raises(DataError, match=r"000\.jsonl \(in .*again.*, which is trained on"):
+        check("mine built", "mine again")
+    for trained, held in (
+        ("mine", "held again"),
+        ("mine again", "held"),
+        ("mine again", "held again"),
+    ):
+        check(trained, held)
+
+
+def test_a_set_to_validate_on_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    datasets = {name: str(tmp_path / "a.txt") for name in "ab"}
+    for names, message in (
+        (["a", "a"], r"a\.txt twice: leave"),
+        (["a", "b"], "twice, as a and as b"),
+    ):
+        with pytest.raises(DataError, match=message):
+            check_held_out(config_of(data={"datasets": datasets}, validation={"dataset": names}))
 
 
 def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) -> None:

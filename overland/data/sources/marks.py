@@ -64,6 +64,12 @@ def changed_files(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
         return [sentence for sentence in pool.map(change, marks) if sentence]
 
 
+def has_mark(path: Path, mark: FileMark) -> bool:
+    """Whether a file, wherever it is, has the bytes that were marked."""
+    stat = os.stat(path)
+    return stat.st_size == mark.size and _look(path, stat, mark) == mark.sample
+
+
 def unsure_of(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
     """Files that were touched, copied or edited since they were marked by blocks of them alone."""
     loose = ((file, mark) for file, mark in marks.items() if not FileMark(*mark).is_sure)
@@ -85,10 +91,14 @@ def _change(path: Path, mark: FileMark) -> str | None:
         return f"{path} changed: it had {mark.size:,} bytes and has {stat.st_size:,}"
     if stat.st_mtime_ns == mark.time_ns:
         return None
-    look = _whole if mark.sample.startswith(WHOLE) else _sample
-    if look(path, stat) != mark.sample:
+    if _look(path, stat, mark) != mark.sample:
         return f"{path} changed: its size is the same, its content is not"
     return None
+
+
+def _look(path: Path, stat: os.stat_result, mark: FileMark) -> str:
+    """Of as much of a file as the mark is of."""
+    return (_whole if mark.sample.startswith(WHOLE) else _sample)(path, stat)
 
 
 def _whole(path: Path, stat: os.stat_result) -> str:

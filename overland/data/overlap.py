@@ -1,0 +1,121 @@
+"""What is both trained and validated on: the same file, by whatever name or link, or a corpus that
+was built from it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from overland.config.schema import DataSource, JobConfig
+from overland.data import registry
+from overland.data.layout import is_corpus, read_layout
+from overland.data.sources import FileSource, Source
+from overland.data.sources.marks import FileMark, has_mark
+
+# Of the bytes that are validated on: two folders of code may well hold the same licence.
+MOST_SHARED = 0.01
+
+Named = tuple[str, DataSource]
+
+
+def may_share(config: JobConfig, one: Named, other: Named) -> bool:
+    """Whether it takes a look at the files to tell; opening a large dataset is not free."""
+    if registry.is_random(*one) or registry.is_random(*other):
+        return False
+    folders = [registry.find_folder(name, wanted, config.data) for name, wanted in (one, other)]
+    if any(folder is not None and is_corpus(folder) for folder in folders):
+        return True
+    if None in folders:  # built in or registered, or not here yet
+        return all(registry.is_built_in(wanted.dataset or name) for name, wanted in (one, other))
+    first, second = (folder.resolve() for folder in folders if folder is not None)
+    if not (first.exists() and second.exists()):
+        return False
+    is_inside = first.is_relative_to(second) or second.is_relative_to(first)
+    return is_inside or _has_links(first) or _has_links(second)
+
+
+def shared(held: Source | Path, trained: Source | Path) -> str | None:
+    """The first file that both read, or that the one was built from and the other reads. A corpus
+    that was built is given by its folder."""
+    if isinstance(held, Path) and isinstance(trained, Path) and held.samefile(trained):
+        return str(held)
+    if isinstance(held, FileSource) and isinstance(trained, FileSource):
+        files = {_identity(trained.root / file) for file in trained.files}
+        paths = (held.root / file for file in held.files)
+        return next((str(path) for path in paths if _identity(path) in files), None)
+    names = list(_of_the_same_bytes(held, trained))
+    share = sum(size for _, size in names) / max(_num_bytes(held), 1)
+    return names[0][0] if share > MOST_SHARED else None
+
+
+def _of_the_same_bytes(held: Source | Path, trained: Source | Path) -> Iterator[tuple[str, int]]:
+    """Files of the first whose content the second has too, and their sizes; at least one of them
+    is a corpus, which has marks of the files that it was built from."""
+    if not isinstance(held, Path):
+        marks = _by_size(_marks(trained))
+        for path in _paths(held):
+            size = path.stat().st_size
+            if any(has_mark(path, mark) for mark in marks[size]):
+                yield str(path), size
+    elif not isinstance(trained, Path):
+        paths = defaultdict(list)
+        for path in _paths(trained):
+            paths[path.stat().st_size].append(path)
+        for mark in _marks(held):
+            for path in paths[mark.size]:
+                if has_mark(path, mark):
+                    yield str(path), mark.size
+                    break
+    else:
+        samples = {(mark.size, mark.sample) for mark in _marks(trained)}
+        for name, mark in read_layout(held).all_chunks()[1].items():
+            if (mark.size, mark.sample) in samples:
+                yield f"{name} (in {held})", mark.size
+
+
+def _marks(corpus: Source | Path) -> list[FileMark]:
+    return list(read_layout(corpus).all_chunks()[1].values()) if isinstance(corpus, Path) else []
+
+
+def _by_size(marks: list[FileMark]) -> dict[int, list[FileMark]]:
+    found = defaultdict(list)
+    for mark in marks:
+        found[mark.size].append(mark)
+    return found
+
+
+def _num_bytes(source: Source | Path) -> int:
+    if isinstance(source, Path):
+        return sum(mark.size for mark in _marks(source))
+    return sum(path.stat().st_size for path in _paths(source))
+
+
+def _paths(source: Source | Path) -> list[Path]:
+    """Files that a source reads; a user's own source may read none."""
+    if not isinstance(source, FileSource):
+        return []
+    return [source.root / file for file in source.depends_on()]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Of the file itself, whatever links lead to it."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _has_links(path: Path) -> bool:
+    below = (
+        os.path.join(parent, name)
+        for parent, subfolders, files in os.walk(path)
+        for name in (*subfolders, *files)
+    )
+    return any(_is_link(one) for one in (str(path), *below))
+
+
+def _is_link(path: str) -> bool:
+    """Whether it is a symbolic link, or a file with another name somewhere."""
+    found = os.lstat(path)
+    return stat.S_ISLNK(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1)
