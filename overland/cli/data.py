@@ -85,7 +85,7 @@ def inspect(
         print("\n".join(page(summary)))
     else:
         bad = f"{summary.num_bad:,} bad documents skipped" if summary.num_bad else ""
-        for note in filter(None, (summary.not_read, bad)):
+        for note in filter(None, (summary.not_read, summary.together, bad)):
             print(note, file=sys.stderr)
 
 
@@ -108,8 +108,8 @@ def page(summary: Summary) -> Iterator[str]:
         columns = ", ".join(f"{name} ({kind})" for name, kind in summary.columns.items())
         yield f"  {'columns':<12}{columns}"
     yield f"  {'files':<12}{summary.num_files:,}"
-    if summary.not_read:
-        yield f"  {'':<12}{summary.not_read}"
+    for note in filter(None, (summary.not_read, summary.together)):
+        yield f"  {'':<12}{note}"
     yield f"  {'chunks':<12}{summary.num_chunks:,}"
     bad = f" ({summary.num_bad:,} bad ones skipped)" if summary.num_bad else ""
     yield f"  {'documents':<12}{summary.num_documents:,}{bad}"

@@ -70,8 +70,8 @@ def build(
 
     which = find_part(part, array, os.environ)
     source: Any = find_source(path, column, subset, split, dtype, skip_bad)
-    if not_read := getattr(source, "not_read", ""):
-        say(f"note: {not_read}")
+    for note in getattr(source, "notes", ()):
+        say(f"note: {note}")
     opened = None
     if tokenizer is not None:
         opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)

@@ -359,8 +359,8 @@ def _stream(
 
     def prepare() -> str:
         source = open_source()
-        if not_read := getattr(source, "not_read", ""):
-            place.report(f"note: {name}: {not_read}")
+        for note in getattr(source, "notes", ()):
+            place.report(f"note: {name}: {note}")
         folder = _lay_out(name, source, tokenizer, config, vocab_size, place.report)
         return folder.name.rpartition("-")[2]
 

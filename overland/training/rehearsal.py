@@ -204,8 +204,8 @@ class Rehearsal:
             check_vocabulary(name, corpus.vocab_size, vocab_size)
             return corpus
         source = open_wanted(self.loaded.config, table, name, wanted)
-        if not_read := getattr(source, "not_read", ""):
-            self.problems.append(Problem(f"{name}: {not_read}", kind="note"))
+        for note in getattr(source, "notes", ()):
+            self.problems.append(Problem(f"{name}: {note}", kind="note"))
         skip_bad = data.bad_documents == "skip"
         with named_by_keys():
             layout = sketch(name, source, tokenizer, skip_bad=skip_bad, vocab_size=vocab_size)

@@ -15,6 +15,7 @@ from overland.config.errors import nearest_name
 from overland.config.foreign import LARGEST_CONFIG, parse_yaml, read_json
 from overland.data.errors import DataError, Unsettled
 from overland.data.sources.source import inside
+from overland.data.sources.walk import SHOWN
 
 MOST_STARS = 4  # of a README's pattern
 SPLITS = {
@@ -116,6 +117,17 @@ def select_files(
         folder = choose("subset", subset, folders, "default", root)
         files = [file for file in files if file.startswith(f"{folder}/")]
     return _by_split(root, files, split, held_out)
+
+
+def read_together(root: Path, files: Sequence[str]) -> str:
+    """A sentence about the subsets that these files are from, if there are several; a README that
+    names subsets has one of them read."""
+    folders = sorted({file.partition("/")[0] for file in files if "/" in file})
+    if len(folders) < 2 or _configs(root / "README.md"):
+        return ""
+    more = f" and {len(folders) - SHOWN:,} more" if len(folders) > SHOWN else ""
+    names = f"{', '.join(folders[:SHOWN])}{more}"
+    return f"{len(folders):,} subsets are read together: {names}; subset chooses one of them"
 
 
 def subset_files(root: Path, files: Sequence[str], subset: str, where: str) -> list[str]:

@@ -9,7 +9,7 @@ from overland.data.errors import DataError
 from overland.data.sources.arrow import Arrow
 from overland.data.sources.compression import bare_suffix
 from overland.data.sources.csv_rows import CSV_SUFFIXES, CsvRows, header
-from overland.data.sources.huggingface import choose_split, saved_files, select_files
+from overland.data.sources.huggingface import choose_split, read_together, saved_files, select_files
 from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
 from overland.data.sources.mds import MDS
 from overland.data.sources.mds_index import is_mds
@@ -91,6 +91,8 @@ def open_source(
     files = select_files(path, _data_files(path, left_out, column), subset, split, held_out)
     source = _open(_one_format(path, files), path, files, column, dtype, skip_bad)
     source.not_read = str(left_out)
+    if subset is None and source.format != "text":  # folders of texts are a tree of files
+        source.together = read_together(path, files)
     return source
 
 

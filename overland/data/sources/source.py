@@ -56,10 +56,17 @@ class FileSource:
         self.columns: dict[str, str] = {}
         self.not_read = ""
         """Files beside these that are left out, in a sentence."""
+        self.together = ""
+        """Subsets that are read as one, in a sentence."""
         self.skip_bad = skip_bad
         self.num_bad = 0
         if not self.files:
             raise DataError(f"{root} is empty: it holds no {self.format} files")
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user may want to know about what is read."""
+        return [note for note in (self.not_read, self.together) if note]
 
     @property
     def place(self) -> Path:

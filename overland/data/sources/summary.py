@@ -32,6 +32,7 @@ class Summary:
     """Number of documents by the number of bits of their length."""
     samples: list[Document] = field(default_factory=list)
     not_read: str = ""
+    together: str = ""
     num_tokens: int | None = None
     """Of text, where a tokenizer has counted them."""
 
@@ -61,6 +62,7 @@ class Summary:
             "columns": self.columns,
             "files": self.num_files,
             "not_read": self.not_read,
+            "together": self.together,
             "chunks": self.num_chunks,
             "documents": self.num_documents,
             "bad": self.num_bad,
@@ -126,6 +128,7 @@ def summarise(
             raise DataError(f"{chunk} holds {found:,} documents where {expected:,} were announced")
     summary.num_bad = getattr(source, "num_bad", 0)
     summary.not_read = getattr(source, "not_read", "")
+    summary.together = getattr(source, "together", "")
     if not summary.num_documents:
         place = getattr(source, "place", summary.format)
         bad = f", {summary.num_bad:,} bad ones were skipped" if summary.num_bad else ""

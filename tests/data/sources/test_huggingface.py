@@ -87,6 +87,16 @@ def test_subsets_of_a_hub_folder_are_folders(tmp_path: Path) -> None:
     assert read_all(open_source(tmp_path, subset="de", split="test")) == ["de test"]
     with pytest.raises(DataError, match="no subset 'fr'; it has de, en"):
         open_source(tmp_path, subset="fr")
+    assert open_source(tmp_path, subset="de").notes == []
+    whole = open_source(tmp_path)
+    assert read_all(whole) == ["de train", "en train"]
+    assert whole.notes == ["2 subsets are read together: de, en; subset chooses one of them"]
+    # A README decides itself, whatever folders its files lie in.
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: '*/train.parquet'\n---\n"
+    )
+    assert read_all(open_source(tmp_path)) == ["de train", "en train"]
+    assert open_source(tmp_path).notes == []
 
 
 def test_no_file_is_left_out_unless_all_say_their_split(tmp_path: Path) -> None:
