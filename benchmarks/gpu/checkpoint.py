@@ -120,9 +120,7 @@ class Loop:
     def step(self) -> float:
         started = time.monotonic()
         some = [next(self.data) for _ in range(self.passes)]
-        batch = Batch(
-            torch.cat([one.tokens_BS for one in some]), torch.cat([one.labels_BS for one in some])
-        )
+        batch = Batch({name: torch.cat([one[name] for one in some]) for name in some[0].fields})
         train_step(self.run, batch)
         self.run.progress.step += 1
         torch.cuda.synchronize()

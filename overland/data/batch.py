@@ -1,11 +1,12 @@
-"""What a step is given: rows of tokens, what follows each token, and where documents begin."""
+"""What a step is given: rows with named fields, such as tokens, and what follows each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from overland.data.blocks import Rows
 from overland.data.fields import IGNORED, tokens_and_labels, with_borders
@@ -15,36 +16,72 @@ __all__ = ["IGNORED", "Batch", "make_batch"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of token ids and what follows them; documents and positions where borders count."""
+    """Tensors by name, whose first dimension is the row.
 
-    tokens_BS: torch.Tensor
-    labels_BS: torch.Tensor
-    positions_BS: torch.Tensor | None = None
-    documents_BS: torch.Tensor | None = None
+    Rows of tokens have `tokens_BS` and `labels_BS`, and where borders of documents count also
+    `positions_BS` and `documents_BS`. Every row has the number of its sample, `sample_B`, and how
+    often that was read before, `epoch_B`. `weight_B` is how much a row counts; without it, each
+    counts once. A field whose name ends in `_BS` holds one number per token: context parallelism
+    splits those, and no others.
+    """
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        parts = {name: value for name, value in vars(self).items() if value is not None}
-        return replace(self, **{name: change(value) for name, value in parts.items()})
+    fields: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.fields
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.fields.values())))
+
+    def get(self, name: str) -> Tensor | None:
+        return self.fields.get(name)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.fields.values())).device
+
+    def replace(self, **changed: Tensor) -> Batch:
+        """The same rows with some fields changed or added."""
+        return Batch({**self.fields, **changed})
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch({name: change(value) for name, value in self.fields.items()})
 
     def with_positions(self) -> Batch:
-        if self.positions_BS is not None:
+        """With the place of each token in its row, where nothing else says its position."""
+        if "positions_BS" in self or "tokens_BS" not in self:
             return self
-        places_S = torch.arange(self.tokens_BS.shape[1], device=self.tokens_BS.device)
-        return replace(self, positions_BS=places_S.expand_as(self.tokens_BS))
+        tokens_BS = self["tokens_BS"]
+        places_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        return self.replace(positions_BS=places_S.expand_as(tokens_BS))
+
+    def at_places(self, places_of: Callable[[int], Tensor]) -> Batch:
+        """The tokens at some places of each row; `places_of` says which, for a length."""
+        cut = {
+            name: value[:, places_of(value.shape[1]).to(value.device)].contiguous()
+            for name, value in self.fields.items()
+            if name.endswith("_BS")
+        }
+        return self.replace(**cut)
 
     def to(self, device: torch.device) -> Batch:
         if device.type != "cuda":
-            return self.map(torch.Tensor.contiguous)
+            return self.map(Tensor.contiguous)
         return self.map(lambda x: x.pin_memory().to(device, non_blocking=True))
 
     def split(self, rows: int) -> Iterator[Batch]:
-        for start in range(0, len(self.tokens_BS), rows):
+        for start in range(0, len(self), rows):
             yield self.map(lambda x, start=start: x[start : start + rows])  # type: ignore[misc]
 
 
 def make_batch(rows: Rows, document_mask: bool = False) -> Batch:
     """With a document mask, the model is told where documents begin."""
-    if not document_mask:
-        return Batch(*map(torch.from_numpy, tokens_and_labels(rows)))
-    tokens, labels, positions, documents = map(torch.from_numpy, with_borders(rows))
-    return Batch(tokens, labels, positions, documents)
+    names = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
+    arrays = with_borders(rows) if document_mask else tokens_and_labels(rows)
+    fields = dict(zip(names, arrays, strict=False))
+    fields |= {"sample_B": rows.sample, "epoch_B": rows.epoch}
+    return Batch({name: torch.from_numpy(values) for name, values in fields.items()})

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,20 @@ class Rows:
     piece_row: Array
     piece_begin: Array
     """Where each piece of a document begins: the row, and the place in it."""
+    sample: Array
+    """Of each row, the document that it begins with: source × 2⁵⁶ + its number there."""
+    epoch: Array
+    """How often that document was read before."""
+
+
+class Filled(NamedTuple):
+    """What some rows hold that were filled from one lane; see `Rows`."""
+
+    num_tokens: Array
+    piece_row: Array
+    piece_begin: Array
+    sample: Array
+    epoch: Array
 
 
 @dataclass(frozen=True)
@@ -127,10 +142,9 @@ class BlockStream:
             f"blocks-{self.key}", self._count, windows.per_epoch + self._lead
         )
 
-    def read(self, numbers: Array, rows: Array, into: Array) -> tuple[Array, Array, Array]:
-        """Fills `rows` of `into` with blocks; returns how many tokens each has, and of every piece
-        the row and where it begins."""
-        num_tokens = np.zeros(len(numbers), np.int64)
+    def read(self, numbers: Array, rows: Array, into: Array) -> Filled:
+        """Fills `rows` of `into` with blocks."""
+        num_tokens, sample, epoch = np.zeros((3, len(numbers)), np.int64)
         piece_rows, piece_begins = [], []
         for window, mine, places in self._find(numbers):
             pieces = window.pieces(places)
@@ -138,7 +152,13 @@ class BlockStream:
             np.add.at(num_tokens, mine[pieces.row], pieces.stop - pieces.start)
             piece_rows.append(rows[mine][pieces.row])
             piece_begins.append(begins)
-        return num_tokens, np.concatenate(piece_rows), np.concatenate(piece_begins)
+            first = pieces.document[np.append(True, pieces.row[1:] != pieces.row[:-1])]
+            documents = window.documents[first]
+            sample[mine] = (documents.source << 56) + documents.number
+            epoch[mine] = documents.epoch
+        return Filled(
+            num_tokens, np.concatenate(piece_rows), np.concatenate(piece_begins), sample, epoch
+        )
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         return [
@@ -248,6 +268,7 @@ def _parts(
         whole.number,
         whole.offset + start,
         borrowed,
+        whole.epoch,
     )
 
 

@@ -56,6 +56,8 @@ class Documents:
     borrowed: npt.NDArray[np.bool_]
     """Whether its last token is here only to be predicted: where a rest borders on a block that was
     read, that block has given the token to the model."""
+    epoch: Array
+    """How often it was read before."""
 
     def __len__(self) -> int:
         return len(self.length)
@@ -63,8 +65,8 @@ class Documents:
     def __getitem__(self, which: Array | slice) -> Documents:
         columns = (self.file, self.start, self.length, self.source, self.number, self.offset)
         file, start, length, source, number, offset = (values[which] for values in columns)
-        borrowed = self.borrowed[which]
-        return Documents(self.files, file, start, length, source, number, offset, borrowed)
+        borrowed, epoch = self.borrowed[which], self.epoch[which]
+        return Documents(self.files, file, start, length, source, number, offset, borrowed, epoch)
 
 
 class Windows(Protocol):
@@ -241,6 +243,7 @@ class SourceWindows:
             (numbers[file] << 32) + place,
             np.zeros(total, np.int64),
             np.zeros(total, bool),
+            np.full(total, window // self.per_epoch),
         )
         if self.holdout:
             all_ = all_[self._on_this_side(numbers)]
@@ -355,4 +358,5 @@ def _joined(parts: Sequence[Documents]) -> Documents:
         np.concatenate([part.number for part in parts]),
         np.concatenate([part.offset for part in parts]),
         np.concatenate([part.borrowed for part in parts]),
+        np.concatenate([part.epoch for part in parts]),
     )

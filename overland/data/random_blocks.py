@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.blocks import Origins
+from overland.data.blocks import Filled, Origins
 
 Array = npt.NDArray[np.int64]
 DOCUMENTS_PER_BLOCK = 4
@@ -30,13 +30,14 @@ class RandomBlocks:
     def as_lane(self, source: int, seq_len: int) -> RandomBlocks:
         return replace(self, source=source, seq_len=seq_len)
 
-    def read(self, numbers: Array, rows: Array, into: Array) -> tuple[Array, Array, Array]:
+    def read(self, numbers: Array, rows: Array, into: Array) -> Filled:
         begins = [
             self._read(number, into[row])
             for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
         ]
         piece_rows = np.repeat(rows, [len(one) for one in begins])
-        return np.full(len(rows), self.seq_len + 1), piece_rows, np.concatenate(begins)
+        num_tokens, samples = np.full(len(rows), self.seq_len + 1), (self.source << 56) + numbers
+        return Filled(num_tokens, piece_rows, np.concatenate(begins), samples, np.zeros_like(rows))
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         none = np.zeros_like(rows)

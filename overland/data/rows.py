@@ -85,15 +85,17 @@ class PlannedRows:
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
         tokens = np.empty((len(whose), lanes.segment.seq_len + 1), np.int64)
-        num_tokens = np.zeros(len(whose), np.int64)
+        num_tokens, sample, epoch = np.zeros((3, len(whose)), np.int64)
         rows, begins = [], []
         for number in np.unique(whose).tolist():
             mine = np.flatnonzero(whose == number)
             lane = self._at_hand(lanes, number)
-            num_tokens[mine], row, begin = lane.read(places[mine], mine, tokens)
+            num_tokens[mine], row, begin, sample[mine], epoch[mine] = lane.read(
+                places[mine], mine, tokens
+            )
             rows.append(row)
             begins.append(begin)
-        return Rows(tokens, num_tokens, np.concatenate(rows), np.concatenate(begins))
+        return Rows(tokens, num_tokens, np.concatenate(rows), np.concatenate(begins), sample, epoch)
 
     def num_batches(self, at_most: int = -1) -> int:
         """Of the first epoch; the last may go beyond it. Without an end for random tokens."""

@@ -52,8 +52,7 @@ def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
     whole, cp = batch.with_positions(), mesh.axis("cp")
     if cp.size() == 1:
         return whole
-    places = places_of(whole.tokens_BS.shape[1], cp.get_local_rank(), cp.size())
-    return whole.map(lambda x: x[:, places.to(x.device)].contiguous())
+    return whole.at_places(lambda seq_len: places_of(seq_len, cp.get_local_rank(), cp.size()))
 
 
 def places_of(seq_len: int, rank: int, size: int) -> Tensor:

@@ -185,16 +185,16 @@ class Pipeline:
         the parameters."""
         self._scale = scale
         losses: list[Tensor] = []
-        self._schedule.step(*self._args(batch), target=batch.labels_BS, losses=losses,
+        self._schedule.step(*self._args(batch), target=batch["labels_BS"], losses=losses,
                             **self._kwargs(batch))  # fmt: skip
         if self._tied is not None:
             self._tied.sum_gradients()
         return self._sum(losses, scale)
 
     def loss(self, batch: Batch) -> Tensor:
-        self._scale = torch.ones((), device=batch.labels_BS.device)
+        self._scale = torch.ones((), device=batch.device)
         losses: list[Tensor] = []
-        self._schedule.eval(*self._args(batch), target=batch.labels_BS, losses=losses,
+        self._schedule.eval(*self._args(batch), target=batch["labels_BS"], losses=losses,
                             **self._kwargs(batch))  # fmt: skip
         return self._sum(losses, self._scale)
 
@@ -203,12 +203,11 @@ class Pipeline:
         return self._tied is None or not self._tied.is_copy(parameter)
 
     def _args(self, batch: Batch) -> tuple[Tensor, ...]:
-        return (batch.tokens_BS,) if self._first else ()
+        return (batch["tokens_BS"],) if self._first else ()
 
     def _kwargs(self, batch: Batch) -> dict[str, Tensor]:
-        kwargs = {"positions_BS": batch.positions_BS, "documents_BS": batch.documents_BS}
-        kwargs["labels_BS"] = batch.labels_BS
-        return {name: value for name, value in kwargs.items() if value is not None}
+        names = ("positions_BS", "documents_BS", "labels_BS")
+        return {name: batch[name] for name in names if name in batch}
 
     def _sum(self, losses: list[Tensor], like: Tensor) -> Tensor:
         if not self._last:

@@ -39,7 +39,7 @@ class Replayed(Whole):
         self._plain_steps = 0
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        if batch.documents_BS is not None or len(batch.tokens_BS) > self.rows_per_pass:
+        if "documents_BS" in batch or len(batch) > self.rows_per_pass:
             return super().loss_and_gradients(batch, scale)
         key = self._key_of(batch)
         if key != self._key:  # another shape, or the parameters have moved: a rewind loads them
@@ -52,7 +52,8 @@ class Replayed(Whole):
         return self._recording.replay(batch, scale)
 
     def _key_of(self, batch: Batch) -> Key:
-        return (batch.tokens_BS.shape, *(p.data_ptr() for p in self._parameters))
+        shapes = ((name, value.shape) for name, value in batch.fields.items())
+        return (*shapes, *(p.data_ptr() for p in self._parameters))
 
     def _record(self, batch: Batch, scale: Tensor) -> bool:
         """Tried once per key: a second try would fail as the first did."""
@@ -87,15 +88,14 @@ class Recording:
         gradients: dict[nn.Parameter, Tensor],
     ) -> None:
         self.again = again
-        self.inputs = [tensor for tensor in vars(batch).values() if tensor is not None]
+        self.inputs = batch
         self.scale = scale
         self.loss = loss
         self.gradients = gradients
 
     def replay(self, batch: Batch, scale: Tensor) -> Tensor:
-        given = [tensor for tensor in vars(batch).values() if tensor is not None]
-        for place, tensor in zip(self.inputs, given, strict=True):
-            place.copy_(tensor)
+        for name, place in self.inputs.fields.items():
+            place.copy_(batch[name])
         self.scale.copy_(scale)
         self.again()
         for parameter, gradient in self.gradients.items():

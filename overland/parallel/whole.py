@@ -18,7 +18,7 @@ class Whole:
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
         """The summed loss times `scale`; gradients are left in the parameters."""
-        total = torch.zeros((), dtype=torch.float64, device=batch.labels_BS.device)
+        total = torch.zeros((), dtype=torch.float64, device=batch.device)
         micro_batches = list(batch.split(self.rows_per_pass))
         for number, micro in enumerate(micro_batches, start=1):
             sync_gradients(self.parts[0], last=number == len(micro_batches))
@@ -29,10 +29,10 @@ class Whole:
 
     def loss(self, batch: Batch) -> Tensor:
         loss: Tensor = self.parts[0](
-            batch.tokens_BS,
-            positions_BS=batch.positions_BS,
-            documents_BS=batch.documents_BS,
-            labels_BS=batch.labels_BS,
+            batch["tokens_BS"],
+            positions_BS=batch.get("positions_BS"),
+            documents_BS=batch.get("documents_BS"),
+            labels_BS=batch["labels_BS"],
         )
         return loss
 

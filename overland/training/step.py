@@ -37,7 +37,7 @@ class StepResult:
 def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepResult:
     training, scaler, mesh = run.config.training, run.scaler, run.mesh
     share = share_of_rows(batch, mesh)
-    num_valid = sum_over((share.labels_BS != IGNORED).sum(), mesh.token_group)
+    num_valid = sum_over((share["labels_BS"] != IGNORED).sum(), mesh.token_group)
     loss = run.model.loss_and_gradients(share, scaler.scale / num_valid)
     loss = total_loss(loss, mesh) / scaler.scale
 

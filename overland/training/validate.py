@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +38,7 @@ def loss_on(run: Run, held_out: Dataset) -> float:
         batch = whole_epoch(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
         share = share_of_rows(batch.to(run.device), mesh)
         loss += run.model.loss(share)
-        num_valid += (share.labels_BS != IGNORED).sum()
+        num_valid += (share["labels_BS"] != IGNORED).sum()
     reshard(run.model.parts)
     return float(total_loss(loss, mesh) / sum_over(num_valid, mesh.token_group))
 
@@ -47,8 +46,8 @@ def loss_on(run: Run, held_out: Dataset) -> float:
 def whole_epoch(rows: PlannedRows, number: int, part: int, num_parts: int) -> Batch:
     """A share of a batch; what lies beyond the end of the set has no loss."""
     batch = load(rows, number, part, num_parts)
-    first = part * len(batch.labels_BS)
-    inside = torch.arange(first, first + len(batch.labels_BS)) < rows.num_rows(number)
+    first = part * len(batch)
+    inside = torch.arange(first, first + len(batch)) < rows.num_rows(number)
     if inside.all():
         return batch
-    return replace(batch, labels_BS=batch.labels_BS.where(inside[:, None], IGNORED))
+    return batch.replace(labels_BS=batch["labels_BS"].where(inside[:, None], IGNORED))

@@ -9,6 +9,8 @@ ROWS = Rows(
     np.array([5, 7, 7]),
     np.array([2, 0, 1, 0, 2, 2]),  # in no order: lanes come one after another
     np.array([0, 0, 0, 2, 1, 6]),
+    sample=np.arange(3),
+    epoch=np.zeros(3, np.int64),
 )
 
 
@@ -38,6 +40,7 @@ def test_borders_take_no_loss_and_reset_positions() -> None:
 
 
 def test_a_row_of_one_token_has_no_loss() -> None:
-    row = Rows(np.array([[7, 0, 0]]), np.array([1]), np.array([0]), np.array([0]))
+    zero = np.array([0])
+    row = Rows(np.array([[7, 0, 0]]), np.array([1]), zero, zero, zero, zero)
     for labels in (tokens_and_labels(row)[1], with_borders(row).labels):
         assert labels.tolist() == [[IGNORED, IGNORED]]

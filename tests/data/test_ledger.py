@@ -9,26 +9,25 @@ from overland.data.digest import digests
 from overland.data.errors import DataError
 from overland.data.ledger import Ledger, read_ledger
 
+FIELDS = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
+
 
 def batch(seed: int = 0) -> Batch:
     draw = torch.Generator().manual_seed(seed)
-    tokens, labels, positions, documents = (
-        torch.randint(100, (4, 16), generator=draw) for _ in range(4)
-    )
-    return Batch(tokens, labels, positions, documents)
+    return Batch({name: torch.randint(100, (4, 16), generator=draw) for name in FIELDS})
 
 
-@pytest.mark.parametrize("field", ["tokens_BS", "labels_BS", "positions_BS", "documents_BS"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_every_change_of_a_row_shows_in_its_digest_alone(field: str) -> None:
     whole = digests(batch())
     changed = batch()
-    getattr(changed, field)[2, 7] += 1
+    changed[field][2, 7] += 1
     assert (digests(changed) != whole).tolist() == [False, False, True, False]
 
 
 def test_two_tokens_in_each_others_place_show() -> None:
     swapped = batch()
-    row = swapped.tokens_BS[1]
+    row = swapped["tokens_BS"][1]
     assert row[3] != row[4]
     row[3], row[4] = row[4].clone(), row[3].clone()
     assert (digests(swapped) != digests(batch())).tolist() == [False, True, False, False]
@@ -37,6 +36,31 @@ def test_two_tokens_in_each_others_place_show() -> None:
 def test_digests_of_a_share_are_those_of_the_whole() -> None:
     parts = list(batch().split(1))
     assert torch.equal(torch.cat([digests(part) for part in parts]), digests(batch()))
+
+
+def test_numbers_and_weights_of_rows_leave_the_digests_of_tokens_as_they_were() -> None:
+    more = batch().replace(sample_B=torch.arange(4), epoch_B=torch.ones(4), weight_B=torch.ones(4))
+    assert torch.equal(digests(more), digests(batch()))
+
+
+def test_digests_are_of_the_bytes_of_any_array() -> None:
+    draw = torch.Generator().manual_seed(0)
+    fields = {
+        "pixels": torch.rand(3, 3, 5, 7, generator=draw),  # 420 bytes a row: no whole words
+        "mask": torch.rand(3, 11, generator=draw) > 0.5,
+        "half": torch.rand(3, 4, generator=draw).bfloat16(),
+        "sample_B": torch.arange(3),
+    }
+    whole = digests(Batch(fields))
+    for name, values in fields.items():
+        changed = {**fields, name: values.clone()}
+        last = changed[name][1].view(-1)[-1]
+        last.copy_(~last if values.dtype == torch.bool else last + 1)
+        assert (digests(Batch(changed)) != whole).tolist() == [False, True, False]
+    negative = digests(Batch({"x": -torch.zeros(3, 2)}))
+    assert (negative != digests(Batch({"x": torch.zeros(3, 2)}))).all()
+    as_words = {"x": fields["half"].view(torch.int64)}
+    assert torch.equal(digests(Batch(as_words)), digests(Batch({"x": fields["half"]})))
 
 
 def rows(step: int, count: int) -> np.ndarray:

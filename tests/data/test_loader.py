@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.data.batch import Batch
 from overland.data.errors import DataError
 from overland.data.loader import batches, load, read_ahead
 from overland.data.random_blocks import RandomBlocks
@@ -23,8 +24,8 @@ def test_a_global_batch_does_not_depend_on_the_number_of_ranks(num_parts: int) -
         list(itertools.islice(batches(rows, 2, part, num_parts), 5)) for part in range(num_parts)
     ]
     for step, batch in enumerate(whole):
-        joined = torch.cat([part[step].tokens_BS for part in parts])
-        assert torch.equal(joined, batch.tokens_BS)
+        joined = torch.cat([part[step]["tokens_BS"] for part in parts])
+        assert torch.equal(joined, batch["tokens_BS"])
 
 
 def test_starting_at_a_step_gives_what_an_unbroken_run_would_read() -> None:
@@ -32,18 +33,33 @@ def test_starting_at_a_step_gives_what_an_unbroken_run_would_read() -> None:
     rows = rows_of(one_segment(data, {"random": 1.0}), data)
     unbroken = list(itertools.islice(batches(rows, 0), 9))
     for a, b in zip(unbroken[6:], itertools.islice(batches(rows, 6), 3), strict=True):
-        assert torch.equal(a.tokens_BS, b.tokens_BS)
+        assert torch.equal(a["tokens_BS"], b["tokens_BS"])
 
 
 def test_documents_come_with_the_batch_where_they_are_asked_for() -> None:
     data = {"random": RandomBlocks(100)}
     plan = one_segment(data, {"random": 1.0}, seq_len=64, document_mask=True)
     batch = load(rows_of(plan, data), 0)
-    assert batch.positions_BS is not None
-    assert batch.documents_BS is not None
-    assert batch.documents_BS.max() > 0
-    begins = batch.positions_BS == 0
-    assert torch.equal(begins.cumsum(1) - 1, batch.documents_BS)
+    assert batch["documents_BS"].max() > 0
+    begins = batch["positions_BS"] == 0
+    assert torch.equal(begins.cumsum(1) - 1, batch["documents_BS"])
+
+
+def test_places_of_a_row_are_taken_from_fields_of_tokens_alone() -> None:
+    batch = Batch(
+        {
+            "tokens_BS": torch.arange(12).view(2, 6),
+            "weights_BS": torch.arange(12.0).view(2, 6),
+            "pixels": torch.zeros(2, 6, 6),
+            "sample_B": torch.arange(2),
+        }
+    ).with_positions()
+    share = batch.at_places(lambda length: torch.tensor([0, length - 1]))
+    assert share["tokens_BS"].tolist() == [[0, 5], [6, 11]]
+    assert share["weights_BS"].tolist() == [[0, 5], [6, 11]]
+    assert share["positions_BS"].tolist() == [[0, 5], [0, 5]]
+    assert share["pixels"].shape == (2, 6, 6)
+    assert len(share) == 2
 
 
 def test_held_out_files_are_not_trained_on() -> None:

@@ -78,6 +78,25 @@ def test_an_epoch_holds_every_document_once_and_the_next_in_another_order(
     assert orders[0] != orders[1] != orders[2]
 
 
+@pytest.mark.parametrize("mixture", ["tokens", "rows"])
+def test_each_row_has_the_number_and_epoch_of_its_sample(
+    built: dict[str, Corpus], mixture: str
+) -> None:
+    plan = one_segment(built, WEIGHTS, mixture, packing="trunc")
+    rows = rows_of(plan, built)
+    read = [rows.read(batch) for batch in range(60)]
+    samples = np.concatenate([one.sample for one in read])
+    origins = [part for batch in range(60) for part in rows.origins(batch)]
+    numbers = np.concatenate([(part.source << 56) + part.number for part in origins])
+    assert sorted(samples.tolist()) == sorted(numbers.tolist())
+    seen: Counter[int] = Counter()
+    for one in read:  # the n-th time that a sample is read is in epoch n
+        for sample, epoch in zip(one.sample.tolist(), one.epoch.tolist(), strict=True):
+            assert epoch == seen[sample]
+            seen[sample] += 1
+    assert max(seen.values()) > 2
+
+
 def pieces_of(rows: PlannedRows, batches: range) -> Counter[tuple[int, int, int]]:
     """How often each token of each document of each source was given."""
     fed: Counter[tuple[int, int, int]] = Counter()

@@ -97,7 +97,7 @@ def mean_of_validated_means() -> Patch:
 
 
 def num_valid(batch: Batch) -> Tensor:
-    return (batch.labels_BS != IGNORED).sum()
+    return (batch["labels_BS"] != IGNORED).sum()
 
 
 class MistakenPool(RankPool):
@@ -147,5 +147,5 @@ def test_held_out_rows_have_different_numbers_of_tokens(tmp_path: Path) -> None:
     job = proof_job(None, (), "float64", 1, tmp_path, {"validation": held_out(tmp_path)})
     (dataset,) = validation_data(job, ROWS, TINY["vocab_size"], Place())
     batches = [validate.whole_epoch(dataset.rows, number, 0, 1) for number in range(2)]
-    counts = [(row != IGNORED).sum().item() for batch in batches for row in batch.labels_BS]
+    counts = [(row != IGNORED).sum().item() for batch in batches for row in batch["labels_BS"]]
     assert len(set(counts)) >= 3, counts  # full ones, one that is not, and empty ones

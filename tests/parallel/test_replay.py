@@ -63,7 +63,7 @@ class Tape:
 def batches(number: int, rows: int = 4) -> list[Batch]:
     torch.manual_seed(1)
     pairs = [(torch.randint(16, (rows, 8)), torch.randint(5, (rows, 8))) for _ in range(number)]
-    return [Batch(*pair) for pair in pairs]
+    return [Batch({"tokens_BS": tokens, "labels_BS": labels}) for tokens, labels in pairs]
 
 
 def take(model: Whole, batch: Batch, scale: float = 0.5) -> tuple[float, Tensor]:
@@ -118,7 +118,7 @@ def test_masked_documents_and_several_passes_are_computed_as_ever(
 ) -> None:
     model, _, tape = both(monkeypatch)
     for batch in batches(PLAIN_STEPS + 2):
-        take(model, Batch(batch.tokens_BS, batch.labels_BS, None, batch.tokens_BS))
+        take(model, batch.replace(documents_BS=batch["tokens_BS"]))
     for batch in batches(PLAIN_STEPS + 2, rows=8):
         take(model, batch)
     assert tape.recorded == 0

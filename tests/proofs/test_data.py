@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +70,9 @@ def run_with_a_wrong_row(world: World, config: JobConfig) -> int:
     def corrupted(data: Any, meter: Any) -> Any:
         batch = original(data, meter)
         if next(numbers) == 3 and world.rank == world.size - 1:
-            tokens = batch.tokens_BS.clone()
+            tokens = batch["tokens_BS"].clone()
             tokens[-1, 5] = (tokens[-1, 5] + 1) % 400
-            return replace(batch, tokens_BS=tokens)
+            return batch.replace(tokens_BS=tokens)
         return batch
 
     loop.next_batch = corrupted  # type: ignore[assignment]

@@ -73,7 +73,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
 def parameters_around_a_bad_step(world: World, config: JobConfig) -> bool:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     before = [shard_of(p).clone() for p in run.model.parts[0].parameters()]
-    batch = Batch(torch.zeros(8, 32, dtype=torch.long), torch.full((8, 32), 1))
+    batch = Batch({"tokens_BS": torch.zeros(8, 32).long(), "labels_BS": torch.ones(8, 32).long()})
     with torch.no_grad():
         shard_of(next(run.model.parts[0].parameters()))[0] = float("inf")
         before[0][0] = float("inf")

@@ -370,7 +370,7 @@ def test_another_batch_size_goes_on_with_the_next_row(
 
 def next_rows(world: World, config: JobConfig) -> list[list[int]]:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
-    rows: list[list[int]] = load(run.dataset.rows, run.progress.batch).tokens_BS.tolist()
+    rows: list[list[int]] = load(run.dataset.rows, run.progress.batch)["tokens_BS"].tolist()
     return rows
 
 

@@ -136,7 +136,7 @@ def exported(world: World, config: JobConfig) -> float:
     export_hf(run)
     tokens = torch.arange(64).view(2, 32)
     with torch.no_grad():
-        return float(run.model.loss(Batch(tokens, tokens))) / 64
+        return float(run.model.loss(Batch({"tokens_BS": tokens, "labels_BS": tokens}))) / 64
 
 
 @pytest.mark.parametrize("tied", [False, True])
