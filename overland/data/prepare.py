@@ -24,6 +24,7 @@ from overland.data.holdout import share_of
 from overland.data.layout import Layout, find_laid_out, is_corpus, read_layout
 from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
 from overland.data.random_blocks import RandomBlocks
+from overland.data.renamed import former_names, plan_under, refuse_same_bytes, under
 from overland.data.rows import PlannedRows
 from overland.data.sources import Source
 from overland.data.sources.marks import digest_of
@@ -94,18 +95,21 @@ class Dataset:
     def continued(self, saved: Mapping[str, Any], batch: int) -> Dataset:
         """Goes on at a batch with the plan that a checkpoint has; what changed is a new segment."""
         plan = Plan.from_json(saved)
-        check_still_there(plan, self.rows.corpora)
-        corpora = _as_planned(plan, self.rows.corpora, self.reopen)
+        names = former_names(plan, self.plan)
+        wanted, there = plan_under(names, self.plan), under(names, self.rows.corpora)
+        check_still_there(plan, there)
+        _refuse_same_bytes(plan, there)
+        corpora = _as_planned(plan, there, self.reopen)
         sources = {
             name: replace(source, fingerprint=corpora[name].fingerprint)
-            for name, source in self.plan.sources.items()
+            for name, source in wanted.sources.items()
         }
         try:
-            continued = plan.continued(replace(self.plan, sources=sources), batch)
+            continued = plan.continued(replace(wanted, sources=sources), batch)
         except ChangedSource as error:
             raise self._explained(error, plan) from None
         tokenizer = self.tokenizer
-        if corpora != self.rows.corpora:
+        if corpora != there:
             tokenizer = one_tokenizer(None, corpora)
         rows = PlannedRows(continued, corpora, self.rows.reading)
         return replace(self, rows=rows, tokenizer=tokenizer)
@@ -152,6 +156,17 @@ class Dataset:
         if not what and read_layout(before).tokenizer != corpus.layout.tokenizer:
             what = [ANOTHER_TOKENIZER]
         return ChangedSource(error.name, tuple(what))
+
+
+def _refuse_same_bytes(plan: Plan, corpora: Mapping[str, Data]) -> None:
+    gone = {name: one for name, one in plan.sources.items() if name not in corpora}
+    for name, corpus in corpora.items():
+        if name in plan.sources or not isinstance(corpus, Corpus):
+            continue
+        for former, source in gone.items():
+            before = _find(corpus.folder.parent, source.fingerprint)
+            if before is not None:
+                refuse_same_bytes(name, corpus.folder, former, before)
 
 
 def check_still_there(plan: Plan, sources: Collection[str]) -> None:

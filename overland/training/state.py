@@ -19,7 +19,8 @@ from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.finite import Largest, in_words
 from overland.checkpoint.plan import Packed, State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
-from overland.data.plan import differences
+from overland.data.plan import Plan, differences
+from overland.data.renamed import former_names
 from overland.kernels.split import join
 from overland.models.registry import lacks_hf_form, own_model_name
 from overland.parallel.parts import named_buffers, named_parameters, tied_copies
@@ -191,12 +192,20 @@ def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
     before = facts["data"].get("plan")
     if before is None:  # weights of a conversion, say
         return ["this checkpoint does not say which data it has seen: the data starts anew there"]
+    plan, asked = Plan.from_json(before), run.dataset.plan
     run.dataset = run.dataset.continued(before, run.progress.batch)
+    former = former_names(plan, asked)
+    notes = [f"{name} is what this run knows as {known}" for name, known in former.items()]
+    notes += [
+        f"{name} is new to this run: it is read from its beginning"
+        for name in asked.sources
+        if name not in plan.sources and name not in former
+    ]
     segments = run.dataset.plan.segments
-    if len(segments) < 2 or segments[-1].first_batch != run.progress.batch:
-        return []
-    what = ", ".join(differences(segments[-2], segments[-1]))
-    return [f"from batch {run.progress.batch} on the data is made differently: {what}"]
+    if len(segments) > 1 and segments[-1].first_batch == run.progress.batch:
+        what = ", ".join(differences(segments[-2], segments[-1]))
+        notes.append(f"from batch {run.progress.batch} on the data is made differently: {what}")
+    return notes
 
 
 def _restore_random(run: Run, checkpoint: Checkpoint) -> None:

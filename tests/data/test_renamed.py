@@ -1,0 +1,47 @@
+"""Data that was renamed between two sessions of a run is read on, or refused: never read again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overland.config.schema import JobConfig
+from overland.data.errors import DataError
+from overland.data.prepare import Dataset, Place, training_data
+from tests.data.making import tokenizer_in, write_lines
+
+
+def opened(folder: Path, data: Path) -> Dataset:
+    sections = {
+        "model": {"hf_assets_path": str(folder / "words")},
+        "training": {"dataset_path": str(data), "seq_len": 16},
+        "data": {"folder": str(folder / "data"), "tokenise_processes": 0},
+    }
+    return training_data(JobConfig.model_validate(sections), 2, None, Place())
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    tokenizer_in(tmp_path / "words")
+    return write_lines(tmp_path / "lines", 3)
+
+
+def test_a_renamed_folder_is_read_on_where_it_was(tmp_path: Path, lines: Path) -> None:
+    before = opened(tmp_path, lines)
+    expected = before.rows.read(5).tokens
+    before.close()
+    again = opened(tmp_path, lines.rename(tmp_path / "renamed")).continued(before.plan.to_json(), 5)
+    assert again.plan == before.plan
+    assert np.array_equal(again.rows.read(5).tokens, expected)
+    again.close()
+
+
+def test_renamed_files_are_not_read_again(tmp_path: Path, lines: Path) -> None:
+    before = opened(tmp_path, lines / "000.jsonl")
+    before.close()
+    renamed = opened(tmp_path, (lines / "000.jsonl").rename(lines / "a.jsonl"))
+    with pytest.raises(DataError, match=r"a\.jsonl holds the same bytes as 000\.jsonl, which this"):
+        renamed.continued(before.plan.to_json(), 5)
+    other = opened(tmp_path, lines / "001.jsonl").continued(before.plan.to_json(), 5)
+    assert list(other.plan.sources) == ["000.jsonl", "001.jsonl"]
+    other.close()
