@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from overland.config.errors import any_of
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import Data, DataSource, JobConfig
 from overland.data import registry
 from overland.data.errors import DataError, Unsettled
 from overland.data.layout import is_corpus
@@ -59,11 +59,26 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
     if registry.find_folder(name, wanted, config.data) is None:
         refuse_choices(wanted, table, wanted.dataset or name)
     try:
-        return registry.open_source(name, wanted, config.data, held_out=table == "validation")
+        source = registry.open_source(name, wanted, config.data, held_out=table == "validation")
+        _refuse_own_output(config.data, source)
+        return source
     except Unsettled as error:
         if error.option == "dtype" and not table.startswith("data.sources"):
             table = f"data.sources.{name}"  # the one table that has such a key
         raise error.by(f"{table}.{error.option}") from None
+
+
+def _refuse_own_output(data: Data, source: Source) -> None:
+    """Tokens that a run makes inside the folder that it reads would become part of its data."""
+    if not isinstance(source, FileSource) or not source.is_walked:
+        return
+    for key in ("folder", "cache_folder"):
+        out = getattr(data, key)
+        if out and Path(out).expanduser().resolve().is_relative_to(source.root.resolve()):
+            raise DataError(
+                f"data.{key} = {out} is {source.root} or lies inside it, so what the run writes "
+                f"there would become part of what it reads: set data.{key} to a folder outside"
+            )
 
 
 def foreign_validation(config: JobConfig) -> str | None:

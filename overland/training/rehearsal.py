@@ -107,6 +107,8 @@ class Rehearsal:
     problems: list[Problem] = field(default_factory=list)
     given: Tokenizer | None = None
     """The tokenizer, where it is there already."""
+    tokens: set[str] = field(default_factory=set)
+    """Sources that hold token ids, so that no tokenizer is trained on them."""
 
     @contextmanager
     def told(self, key: str) -> Iterator[None]:
@@ -154,11 +156,13 @@ class Rehearsal:
                 table = training_table(config, name)
                 corpus = self.source(table, name, source, tokenizer, vocab_size)
                 built |= {name: corpus} if corpus is not None else {}
-        if built:
-            with self.told("data"):
-                kept = one_tokenizer(self.given, built, asked_policy(config.data))
-                # Text among the sources has one trained; without any, the corpora bring theirs.
-                tokenizer = self.given or (kept if len(built) == len(wanted) else tokenizer)
+            if registry.is_random(name, source):
+                self.tokens.add(name)
+        with self.told("data"):
+            kept = one_tokenizer(self.given, built, asked_policy(config.data))
+            # Text among the sources has one trained; without any, the corpora bring theirs.
+            if self.given is None and wanted.keys() <= built.keys() | self.tokens:
+                tokenizer = kept
         if config.validation.enable:
             by_path = config.validation.dataset_path is not None
             key = "validation.dataset_path" if by_path else "validation.dataset"
@@ -217,6 +221,8 @@ class Rehearsal:
                 "a tokenizer that is trained here has no beginning-of-document token; leave "
                 "data.add_bos off"
             )
+        if layout.kind == "tokens":
+            self.tokens.add(name)
         maker = Maker(layout, source, tokenizer)
         documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
         if not tokens:

@@ -69,6 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     (root / "picture.png").write_bytes(b"\x89PNG")
     np.save(root / "ids.npy", np.full(4000, 600, np.uint16))
+    np.save(root / "small_ids.npy", np.full(4000, 6, np.uint16))
     (root / "no_tokenizer").mkdir()
     (root / "weights").mkdir()
     (root / "half_corpus").mkdir()
@@ -144,6 +145,17 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
         {"validation": {"enable": True, "dataset_path": "picture.png"}},
         "format is not known",
     ),
+    "held-out text without a tokenizer": (
+        {
+            "training": {"dataset_path": "small_ids.npy"},
+            "validation": {"enable": True, "dataset_path": "good"},
+        },
+        "good is text: say which tokenizer makes tokens of it, by model.hf_assets_path",
+    ),
+    "data that is written into itself": (
+        {"training": {"dataset_path": "good"}, "data": {"folder": "good/data"}},
+        "or lies inside it, so what the run writes there would become part of what it reads",
+    ),
 }
 
 
@@ -171,7 +183,7 @@ def config_of(sections: dict[str, dict[str, object]], files: Path, folder: Path)
     def placed(key: str, value: object) -> object:
         if isinstance(value, dict):
             return {name: placed(name, one) for name, one in value.items()}
-        return str(files / str(value)) if key.endswith("path") else value
+        return str(files / str(value)) if key.endswith(("path", "folder")) else value
 
     config = tiny_job(folder, training=TRAIN, data={"folder": str(folder / "data")})
     whole = config.model_dump()

@@ -90,7 +90,7 @@ def open_source(
     left_out = LeftOut()
     files = select_files(path, _data_files(path, left_out, column), subset, split, held_out)
     source = _open(_one_format(path, files), path, files, column, dtype, skip_bad)
-    source.not_read = str(left_out)
+    source.is_walked, source.not_read = True, str(left_out)
     if subset is None and source.format != "text":  # folders of texts are a tree of files
         source.together = read_together(path, files)
     return source

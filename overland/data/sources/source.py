@@ -54,6 +54,8 @@ class FileSource:
         self.files = list(files)
         self.names = frozenset(self.files)
         self.columns: dict[str, str] = {}
+        self.is_walked = False
+        """Whether all files below its folder are read, which no list or index names."""
         self.not_read = ""
         """Files beside these that are left out, in a sentence."""
         self.together = ""
