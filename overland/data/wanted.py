@@ -63,9 +63,12 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
         _refuse_own_output(config.data, source)
         return source
     except Unsettled as error:
-        if error.option == "dtype" and not table.startswith("data.sources"):
-            table = f"data.sources.{name}"  # the one table that has such a key
-        raise error.by(f"{table}.{error.option}") from None
+        key = f"{table}.{error.option}"
+        if key == "training.dtype":  # which is another thing; a table of sources names all of them
+            key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
+        elif key == "validation.dtype":
+            key = "--dtype (of `overland data build`, to validate on what it makes)"
+        raise error.by(key) from None
 
 
 def _refuse_own_output(data: Data, source: Source) -> None:

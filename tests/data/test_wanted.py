@@ -198,3 +198,14 @@ def test_the_same_keys_choose_everywhere_and_messages_name_them(tmp_path: Path) 
     assert held_out(config_of(validation={**path, "column": "body"})) == ["body of validation"]
     with pytest.raises(DataError, match=r"training\.split = 'train': stdlib has no splits"):
         trained_on(config_of(training={"split": "train"}))
+
+
+def test_the_type_of_bare_ids_is_asked_for_where_it_can_be_set(tmp_path: Path) -> None:
+    write_mds(tmp_path, {"tokens": "bytes"}, [{"tokens": bytes(6)}])
+    path = {"dataset_path": str(tmp_path)}
+    with pytest.raises(DataError, match=r"dtype \(and its path there, not in training\.dataset_p"):
+        trained_on(config_of(training=path))
+    with pytest.raises(DataError, match=r"set --dtype \(of `overland data build`, to validate"):
+        held_out(config_of(validation=path))
+    mixture = config_of(data={"sources": {"ids": {"path": str(tmp_path), "dtype": "uint16"}}})
+    open_wanted(mixture, "data.sources.ids", "ids", sources_of(mixture)["ids"])
