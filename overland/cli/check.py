@@ -58,7 +58,9 @@ def report(
         to_fetch = [problem for problem in problems if problem.kind == "missing"]
         raise ConfigError(in_order([*to_fetch, *error.problems])) from None
     world_size = world_size or smallest_world(loaded.config.parallelism)
-    has_model = not any(problem.key == "model.config" for problem in problems)
+    has_model = not any(
+        problem.kind == "missing" and problem.key == "model.config" for problem in problems
+    )
     facts = describe(loaded.config, world_size) if has_model else {}
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
     if step and has_model and world_size > LARGEST_FAKE_WORLD:

@@ -39,8 +39,8 @@ def require_starts(model: nn.Module) -> None:
         name, owner = without[0]
         more = f" and {len(without) - 1} more" if len(without) > 1 else ""
         raise ModelError(
-            f"nothing says how the buffer {name}{more} starts: models are built without memory, so "
-            f"{type(owner).__name__}, or a module around it, needs a method init_buffers() that "
+            f"nothing sets the values of the buffer {name}{more}: models are built without memory, "
+            f"so {type(owner).__name__}, or a module around it, needs a method init_buffers() that "
             "fills it"
         )
 

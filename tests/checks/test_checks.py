@@ -354,3 +354,15 @@ def test_a_model_that_is_still_to_be_fetched_hides_nothing() -> None:
     assert done.exit_code == 2
     assert 'model.config = "nowhere": no such file or folder' in done.stderr
     assert "training.seq_len = 10000000: with tensor_parallel_degree = 3" in done.stderr
+
+
+def test_a_model_whose_weights_are_not_taken_is_still_looked_at() -> None:
+    from overland.models.flavors import FLAVORS
+
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(FLAVORS["llama3"]["debug"].to_hf()))
+    Path("model/model.safetensors").touch()
+    done = CliRunner().invoke(app, ["check", "run.toml", "model.config=model", "--no-step"])
+    assert done.exit_code == 0, done.output
+    assert "only the architecture is taken" in done.stderr
+    assert "The config is valid." in done.stdout
