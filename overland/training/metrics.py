@@ -6,8 +6,9 @@ import json
 import re
 import time
 from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from overland.cluster.devices import device_name, memory_in_use
 from overland.models.flops import flops_per_token
@@ -61,37 +62,57 @@ class JsonLines(Callback):
 
     A resumed run continues the same file. What an earlier session logged after the step that is
     resumed, or what was logged before a rewind, was undone: those lines go to metrics.undone.jsonl.
+
+    No run ends for a line: what a full disk does not take is kept, and written at a later log.
     """
 
     def __init__(self, run: Run) -> None:
+        self.late: list[bytes] = []
+        self.begun = 0
+        """Bytes of the first late line that are in the file."""
         self._open(run)
 
     def _open(self, run: Run) -> None:
         drop_torn_line(run.folder.metrics)
         undo_lines(run.folder.metrics, run.folder.undone_metrics, run.progress.step)
-        self.file: TextIO = run.folder.metrics.open("a")
+        # Without a buffer, which would not tell how much of it was written.
+        self.file: RawIOBase = run.folder.metrics.open("ab", buffering=0)
 
     def on_log(self, run: Run, record: Record) -> None:
-        self._write(record)
+        timed = {**record, "time": round(time.time(), 3)}  # for whoever watches
+        is_first = not self.late
+        self.late.append(json.dumps(timed).encode() + b"\n")
+        problem = self._write()
+        if problem and is_first:
+            words = f"{run.folder.metrics} cannot be written: {problem}; the run continues, and "
+            run.call("on_message", words + "keeps its lines until they can")
 
-    def on_validation(self, run: Run, record: Record) -> None:
-        self._write(record)
+    on_validation = on_log
 
     def on_rewind(self, run: Run) -> None:
         self.file.close()
+        self.late = [line for line in self.late if _step_of(line) <= run.progress.step]
+        self.begun = 0  # half a line is dropped from the file
         self._open(run)
+        self._write()
 
     def on_end(self, run: Run) -> None:
+        if self.late and (problem := self._write()):
+            words = f"{run.folder.metrics} lacks its last {len(self.late):,} lines: {problem}"
+            run.call("on_message", words)
         self.file.close()
 
-    def _write(self, record: Record) -> None:
-        timed = {**record, "time": round(time.time(), 3)}  # for whoever watches
+    def _write(self) -> str | None:
+        """Writes what is late; returns what keeps it from that."""
         try:
-            self.file.write(json.dumps(timed) + "\n")
-            self.file.flush()
-        except OSError as error:  # a full disk names no file by itself
-            error.filename = self.file.name
-            raise
+            while self.late:
+                self.begun += self.file.write(self.late[0][self.begun :]) or 0
+                if self.begun == len(self.late[0]):
+                    del self.late[0]
+                    self.begun = 0
+        except OSError as error:
+            return error.strerror
+        return None
 
 
 def drop_torn_line(path: Path) -> None:
@@ -137,33 +158,67 @@ def _step_of(line: bytes) -> int:
 
 
 class TensorBoard(Callback):
+    """What a full disk does not take is kept here too. The writer is lost then, and a new one
+    begins a file of its own: so that is tried at checkpoints and at the end, not at every log."""
+
     def __init__(self, run: Run) -> None:
+        self.late: list[Record] = []
         self._open(run)
 
     def _open(self, run: Run) -> None:
         """Voids what was logged past this step, for both of TensorBoard's readers: the one in
         Python drops it because it is told to, the fast one because a step comes again."""
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self.writer = SummaryWriter(str(run.folder.tb), purge_step=run.progress.step + 1)
+        self.writer = self._new_writer(run, purge_step=run.progress.step + 1)
         for record in newest_records(run.folder.metrics):
             self.on_log(run, record)
 
+    def _new_writer(self, run: Run, **options: Any) -> Any:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        return SummaryWriter(str(run.folder.tb), **options)
+
     def on_log(self, run: Run, record: Record) -> None:
-        for name, value in _numbers(record).items():
-            self.writer.add_scalar(name, value, record["step"])
+        self.late.append(record)
+        if self.writer is not None and (problem := self._write(run)):
+            words = f"{run.folder.tb} cannot be written: {problem}; the run continues, and "
+            run.call("on_message", words + "keeps its numbers until they can")
 
     on_validation = on_log
 
+    def on_save(self, run: Run, path: object) -> None:
+        self._write(run)
+
     def on_rewind(self, run: Run) -> None:
-        self.writer.close()
+        self._close()
+        self.late = [one for one in self.late if one["step"] <= run.progress.step]
         self._open(run)
 
-    def on_save(self, run: Run, path: object) -> None:
-        self.writer.flush()
-
     def on_end(self, run: Run) -> None:
-        self.writer.close()
+        if self.late and (problem := self._write(run)):
+            words = f"{run.folder.tb} lacks its last {len(self.late):,} logs: {problem}"
+            run.call("on_message", words)
+        self._close()
+
+    def _write(self, run: Run) -> str | None:
+        """Writes what is late; returns what keeps it from that."""
+        try:
+            if self.writer is None:
+                self.writer = self._new_writer(run)
+            for record in self.late:
+                for name, value in _numbers(record).items():
+                    self.writer.add_scalar(name, value, record["step"])
+            self.writer.flush()  # a thread writes, whose errors show here
+            self.late = []
+        except OSError as error:
+            self._close()
+            return error.strerror or str(error)
+        return None
+
+    def _close(self) -> None:
+        with suppress(OSError):
+            if self.writer is not None:
+                self.writer.close()
+        self.writer = None
 
 
 class LossPlot(Callback):

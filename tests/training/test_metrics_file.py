@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
@@ -15,7 +19,13 @@ from overland.config.schema import JobConfig
 from overland.reporting.history import History
 from overland.training.callbacks import Callback
 from overland.training.loop import train
-from overland.training.metrics import JsonLines, LossPlot, drop_torn_line, newest_records
+from overland.training.metrics import (
+    JsonLines,
+    LossPlot,
+    TensorBoard,
+    drop_torn_line,
+    newest_records,
+)
 from overland.training.run import Run, build_run
 from tests.jobs import tiny_job
 
@@ -125,11 +135,48 @@ def test_no_run_ends_for_a_picture(tmp_path: Path) -> None:
     assert said == [f"{folder.plot} was not drawn: No such file or directory"]
 
 
-def test_a_full_disk_is_told_with_the_file() -> None:
-    metrics = JsonLines.__new__(JsonLines)
-    metrics.file = open("/dev/full", "w")  # noqa: SIM115
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        metrics.on_log(None, {"step": 1})  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [JsonLines, TensorBoard])
+def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
+    tmp_path: Path, kind: type[JsonLines] | type[TensorBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told once while it lasts; later logs write what is late."""
+    said: list[str] = []
+    (tmp_path / "metrics.jsonl").touch()
+    folder = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", tb=tmp_path / "tb")
+    folder.undone_metrics = tmp_path / "undone.jsonl"
+    run: Any = SimpleNamespace(
+        folder=folder,
+        progress=SimpleNamespace(step=0),
+        call=lambda name, message: said.append(message),
+    )
+    metrics = kind(run)
+    metrics.on_log(run, {"step": 1, "loss": 1.0})
+
+    def full(*words: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if isinstance(metrics, JsonLines):
+            metrics.file.close()
+            metrics.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        else:
+            patch.setattr(RecordWriter, "flush", full)
+        for step in (2, 3):
+            metrics.on_log(run, {"step": step, "loss": float(step)})
+        assert len(said) == 1
+        assert "cannot be written: No space left on device; the run continues" in said[0]
+        metrics.on_end(run)
+        assert "lacks its last 2 l" in said[1]
+    if isinstance(metrics, JsonLines):
+        metrics.file = folder.metrics.open("ab", buffering=0)
+    metrics.on_log(run, {"step": 4, "loss": 4.0})
+    metrics.on_end(run)
+    assert len(said) == 2
+    if isinstance(metrics, JsonLines):
+        lines = folder.metrics.read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    else:
+        assert sorted(set(steps_in_tensorboard(folder.tb)["loss"])) == [1, 2, 3, 4]
 
 
 def test_a_newest_line_without_a_step_is_not_logged_again(tmp_path: Path) -> None:
