@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -139,6 +139,10 @@ def sample(document: Document) -> str:
     if isinstance(document, str):
         rest = len(document) - SAMPLE_CHARACTERS
         return repr(document[:SAMPLE_CHARACTERS]) + (f" and {rest:,} more" if rest > 0 else "")
+    if isinstance(document, Mapping):
+        from overland.data.arrays import in_words
+
+        return "; ".join(f"{name} {in_words(values)}" for name, values in document.items())
     rest = len(document) - SAMPLE_TOKENS
     ids = " ".join(map(str, document[:SAMPLE_TOKENS].tolist()))
     return ids + (f" and {rest:,} more" if rest > 0 else "")

@@ -71,7 +71,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     if problems := list(check_custom_import(found)):  # a source may be one of the user's own
         raise ConfigError(problems)
     loaded = found.config
-    vocab_size = model_config(loaded.model).vocab_size
+    vocab_size = getattr(model_config(loaded.model), "vocab_size", None)
     if not is_run:
         rows = global_batch_size(loaded)
         memory = RunFolder.of(loaded).data
@@ -108,6 +108,9 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
     segment = dataset.plan.segment(batch)
     size, names = segment.global_batch_size, list(dataset.plan.sources)
     for row in range(first, min(first + count, size)):
+        if dataset.rows.arrays is not None:
+            yield sample_page(dataset, batch, row, size)
+            continue
         rows = dataset.rows.read(batch, row, size)
         fields = with_borders(rows)
         labels = fields.labels if segment.document_mask else tokens_and_labels(rows)[1]
@@ -134,6 +137,29 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
         }
 
 
+def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, Any]:
+    """A sample that is arrays, each in a few words."""
+    from overland.data.arrays import in_words
+
+    samples = dataset.rows.read_samples(batch, row, size)
+    source, number = divmod(int(samples.sample[0]), 1 << 56)
+    return {
+        "row": row,
+        "rows": size,
+        "sample": int(samples.sample[0]),
+        "epoch": int(samples.epoch[0]),
+        "from": [
+            {
+                "source": list(dataset.plan.sources)[source],
+                "document": number,
+                "start": 0,
+                "samples": 1,
+            }
+        ],
+        "fields": {name: in_words(values[0]) for name, values in samples.arrays.items()},
+    }
+
+
 def render(page: dict[str, Any], step: int) -> Text:
     """A row in colours: a colour per document, dim where no loss is taken."""
     from rich.text import Text
@@ -145,6 +171,11 @@ def render(page: dict[str, Any], step: int) -> Text:
         for one in page["from"]
     )
     text.append(f"{sources}\n", style="not bold")
+    if "fields" in page:
+        for name, words in page["fields"].items():
+            text.append(f"{name}: {words}\n", style="not bold")
+        text.append(f"sample {page['sample']}, epoch {page['epoch']}\n", style="bold")
+        return text
     words = page["pieces"] or [f"{token} " for token in page["tokens"]]
     for word, document, has_loss in zip(words, page["documents"], page["has_loss"], strict=True):
         style = COLOURS[document % len(COLOURS)] + ("" if has_loss else " dim")

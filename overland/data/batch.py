@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from overland.data.blocks import Rows
+from overland.data.blocks import Rows, Samples
 from overland.data.fields import IGNORED, tokens_and_labels, with_borders
 
 __all__ = ["IGNORED", "Batch", "make_batch"]
@@ -19,10 +21,11 @@ class Batch:
     """Tensors by name, whose first dimension is the row.
 
     Rows of tokens have `tokens_BS` and `labels_BS`, and where borders of documents count also
-    `positions_BS` and `documents_BS`. Every row has the number of its sample, `sample_B`, and how
-    often that was read before, `epoch_B`. `weight_B` is how much a row counts; without it, each
-    counts once. A field whose name ends in `_BS` holds one number per token: context parallelism
-    splits those, and no others.
+    `positions_BS` and `documents_BS`; `weights_BS` is how much each label counts, where a source
+    says so. Samples that are arrays have the fields that their source declares. Every row has the
+    number of its sample, `sample_B`, and how often that was read before, `epoch_B`. `weight_B` is
+    how much a row counts; without it, each counts once. A field whose name ends in `_BS` holds one
+    number per token: context parallelism splits those, and no others.
     """
 
     fields: Mapping[str, Tensor]
@@ -78,10 +81,16 @@ class Batch:
             yield self.map(lambda x, start=start: x[start : start + rows])  # type: ignore[misc]
 
 
-def make_batch(rows: Rows, document_mask: bool = False) -> Batch:
+def make_batch(rows: Rows | Samples, document_mask: bool = False) -> Batch:
     """With a document mask, the model is told where documents begin."""
-    names = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
-    arrays = with_borders(rows) if document_mask else tokens_and_labels(rows)
-    fields = dict(zip(names, arrays, strict=False))
+    fields = dict(rows.arrays) if isinstance(rows, Samples) else token_fields(rows, document_mask)
     fields |= {"sample_B": rows.sample, "epoch_B": rows.epoch}
     return Batch({name: torch.from_numpy(values) for name, values in fields.items()})
+
+
+def token_fields(rows: Rows, document_mask: bool) -> dict[str, npt.NDArray[Any]]:
+    names = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
+    arrays = with_borders(rows) if document_mask else tokens_and_labels(rows)
+    # A channel is of the token that is predicted: a weight is that of its label.
+    channels = {f"{name}_BS": values[:, 1:] for name, values in rows.channels.items()}
+    return dict(zip(names, arrays, strict=False)) | channels

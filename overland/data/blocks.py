@@ -8,13 +8,14 @@ given twice or left out, and no prediction inside a document is lost.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from overland.data.arrays import Arrays
 from overland.data.documents import Documents, Reading, Windows
 from overland.data.order import permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
@@ -22,6 +23,7 @@ from overland.data.sources.marks import digest_of
 
 Array = npt.NDArray[np.int64]
 OPEN_WINDOWS = 3
+WEIGHTS = "weights"  # the channel that says how much predicting a token counts
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,35 @@ class Rows:
     """Of each row, the document that it begins with: source × 2⁵⁶ + its number there."""
     epoch: Array
     """How often that document was read before."""
+    channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What goes with each token, by name; 0 where there is padding."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Arrays by name, with a row for each sample; see `Rows` for its numbers."""
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    sample: Array
+    epoch: Array
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where rows of tokens are written, and their channels."""
+
+    tokens: Array
+    channels: Mapping[str, npt.NDArray[Any]]
+
+    @classmethod
+    def of(cls, rows: int, width: int, channels: Mapping[str, str]) -> Room:
+        """A document without weights counts as much as any; other channels are 0 where a source
+        has none."""
+        shape = (rows, width)
+        return cls(
+            np.empty(shape, np.int64),
+            {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()},
+        )
 
 
 class Filled(NamedTuple):
@@ -142,7 +173,7 @@ class BlockStream:
             f"blocks-{self.key}", self._count, windows.per_epoch + self._lead
         )
 
-    def read(self, numbers: Array, rows: Array, into: Array) -> Filled:
+    def read(self, numbers: Array, rows: Array, into: Room) -> Filled:
         """Fills `rows` of `into` with blocks."""
         num_tokens, sample, epoch = np.zeros((3, len(numbers)), np.int64)
         piece_rows, piece_begins = [], []
@@ -153,12 +184,26 @@ class BlockStream:
             piece_rows.append(rows[mine][pieces.row])
             piece_begins.append(begins)
             first = pieces.document[np.append(True, pieces.row[1:] != pieces.row[:-1])]
-            documents = window.documents[first]
-            sample[mine] = (documents.source << 56) + documents.number
-            epoch[mine] = documents.epoch
+            sample[mine], epoch[mine] = window.documents[first].numbers()
         return Filled(
             num_tokens, np.concatenate(piece_rows), np.concatenate(piece_begins), sample, epoch
         )
+
+    def read_samples(
+        self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[Array, Array]:
+        """Fills `rows` of `into` with samples; returns the number and the epoch of each."""
+        sample, epoch = np.zeros((2, len(numbers)), np.int64)
+        for window, mine, places in self._find(numbers):
+            documents = window.documents[window.pieces(places).document]
+            sample[mine], epoch[mine] = documents.numbers()
+            for i, file, start in zip(
+                mine.tolist(), documents.file.tolist(), documents.start.tolist(), strict=True
+            ):
+                record = documents.files[file].document(start)
+                for name, values in arrays.decode(record, int(sample[i]), int(epoch[i])).items():
+                    into[name][rows[i]] = values
+        return sample, epoch
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         return [
@@ -272,28 +317,46 @@ def _parts(
     )
 
 
-def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Array, pad_id: int) -> Array:
+def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id: int) -> Array:
     """Writes the pieces into their rows, and padding behind them; returns where each begins."""
     sizes = pieces.stop - pieces.start
     ends = np.cumsum(sizes)
     is_first = np.append(True, pieces.row[1:] != pieces.row[:-1])
     begins = ends - sizes - np.repeat((ends - sizes)[is_first], np.bincount(pieces.row))
-    flat, width = into.reshape(-1), into.shape[1]
+    width = into.tokens.shape[1]
     places = begins + rows[pieces.row] * width
-    files, which = documents.files, pieces.document
-    for file, first, place, size in zip(
-        documents.file[which].tolist(),
-        (documents.start[which] + pieces.start).tolist(),
-        places.tolist(),
-        sizes.tolist(),
-        strict=True,
-    ):
-        flat[place : place + size] = files[file][first : first + size]
+    which = pieces.document
+    columns = (documents.file[which], documents.start[which] + pieces.start, places, sizes)
+    spans = list(zip(*(column.tolist() for column in columns), strict=True))
     is_last = np.append(is_first[1:], True)
-    for row, end in zip(rows.tolist(), (begins + sizes)[is_last].tolist(), strict=True):
-        if end < width:
-            into[row, end:] = pad_id
+    row_ends = list(zip(rows.tolist(), (begins + sizes)[is_last].tolist(), strict=True))
+    files = [shard.tokens for shard in documents.files]
+    _fill(into.tokens, spans, row_ends, files, pad_id)
+    for name, channel in into.channels.items():
+        given = {
+            number: shard.channels[name]
+            for number, shard in enumerate(documents.files)
+            if name in shard.channels
+        }
+        _fill(channel, [span for span in spans if span[0] in given], row_ends, given, 0)
     return begins
+
+
+def _fill(
+    into: npt.NDArray[Any],
+    spans: list[tuple[int, int, int, int]],
+    ends: list[tuple[int, int]],
+    files: Sequence[npt.NDArray[Any]] | Mapping[int, npt.NDArray[Any]],
+    padding: int,
+) -> None:
+    """Copies each span: the file, where it begins there and in `into`, and its size. What a row has
+    left behind its end is padding."""
+    flat, width = into.reshape(-1), into.shape[1]
+    for file, first, place, size in spans:
+        flat[place : place + size] = files[file][first : first + size]
+    for row, end in ends:
+        if end < width:
+            into[row, end:] = padding
 
 
 def _origins(documents: Documents, pieces: Pieces, rows: Array) -> Origins:

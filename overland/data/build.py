@@ -126,7 +126,9 @@ def finish(layout: Layout) -> Totals | None:
         raise DataError(f"{layout.source} is empty: it holds no documents{bad}")
     about = {"documents": totals.num_documents, "tokens": totals.num_tokens, "bad": totals.num_bad}
     _publish(layout.folder / "totals.json", lambda file: file.write(json.dumps(about).encode()))
-    _publish(layout.sizes_path, lambda file: np.save(file, counts[:, :2]))
+    # A sample of arrays counts once, whatever its bytes.
+    sizes = counts[:, [0, 0]] if layout.kind == "arrays" else counts[:, :2]
+    _publish(layout.sizes_path, lambda file: np.save(file, sizes))
     sweep(layout)
     return totals
 

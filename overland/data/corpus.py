@@ -75,6 +75,7 @@ class Corpus:
         self.documents_per_shard = layout.documents_per_shard
         self.vocab_size, self.eos_id, self.bos_id = layout.vocab_size, layout.eos_id, layout.bos_id
         self.kind: Kind = layout.kind
+        self.arrays, self.channels = layout.arrays, layout.channels or {}
         self.dtype = layout.dtype
         self.verifies = False
         """Whether a shard is read whole and compared with its checksum when it is opened."""
@@ -108,13 +109,17 @@ class Corpus:
         return sum(self._bad.values())
 
     def num_tokens(self) -> int | None:
-        """Of the whole corpus, if it is built, or so small that it is made here at once."""
+        """Of the whole corpus, if it is built, or so small that it is made here at once. A sample
+        of arrays counts as one."""
         sizes = self.sizes()
         if sizes is not None:
             return int(sizes[:, 1].sum())
         if not self._is_little:
             return None
-        return sum(len(self.shard(number).tokens) for number in range(self.num_shards))
+        shards = map(self.shard, range(self.num_shards))
+        if self.arrays is not None:
+            return sum(shard.info.num_documents for shard in shards)
+        return sum(len(shard.tokens) for shard in shards)
 
     def sizes(self) -> npt.NDArray[np.int64] | None:
         """Documents and tokens of every shard, where all are built; mapped, not read."""

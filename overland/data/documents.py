@@ -23,6 +23,7 @@ from overland.data.holdout import held_out
 from overland.data.order import permute
 from overland.data.ranges import spread
 from overland.data.schedule import Schedule
+from overland.data.shard import Shard
 from overland.data.sources.marks import digest_of
 
 Array = npt.NDArray[np.int64]
@@ -41,9 +42,10 @@ class Exhausted(DataError):
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in the order in which they are taken, and where the tokens of each lie."""
+    """Documents in the order in which they are taken, and where the tokens of each lie. One of
+    arrays has the length 1, and starts at its place in its file."""
 
-    files: list[npt.NDArray[np.generic]]
+    files: list[Shard]
     file: Array
     start: Array
     length: Array
@@ -67,6 +69,10 @@ class Documents:
         file, start, length, source, number, offset = (values[which] for values in columns)
         borrowed, epoch = self.borrowed[which], self.epoch[which]
         return Documents(self.files, file, start, length, source, number, offset, borrowed, epoch)
+
+    def numbers(self) -> tuple[Array, Array]:
+        """Of each document a number that no other has, source × 2⁵⁶ + number, and its epoch."""
+        return (self.source << 56) + self.number, self.epoch
 
 
 class Windows(Protocol):
@@ -234,11 +240,16 @@ class SourceWindows:
         counts = np.array([shard.info.num_documents for shard in shards])
         total = int(counts.sum())
         file, place = spread(np.zeros_like(counts), counts)
+        if self.corpus.arrays is not None:
+            start, length = place, np.ones(total, np.int64)
+        else:
+            start = np.concatenate([shard.offsets[:-1] for shard in shards]).astype(np.int64)
+            length = np.concatenate([np.diff(shard.offsets) for shard in shards]).astype(np.int64)
         all_ = Documents(
-            [shard.tokens for shard in shards],
+            shards,
             file,
-            np.concatenate([shard.offsets[:-1] for shard in shards]).astype(np.int64),
-            np.concatenate([np.diff(shard.offsets) for shard in shards]).astype(np.int64),
+            start,
+            length,
             np.full(total, self.source, np.int64),
             (numbers[file] << 32) + place,
             np.zeros(total, np.int64),

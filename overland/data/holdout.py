@@ -84,9 +84,10 @@ def marks_of(shard: Shard, layout: Layout) -> Marks:
     first, last = int(layout.add_bos), int(layout.add_eos)
     tokens = np.asarray(shard.tokens)
     marks = np.empty(shard.info.num_documents, np.uint64)
+    dtype = tokens.dtype if layout.kind == "arrays" else "<u4"
     for number in range(len(marks)):
         begin, end = shard.offsets[number] + first, shard.offsets[number + 1] - last
-        ids = tokens[begin:end].astype("<u4").tobytes()
+        ids = tokens[begin:end].astype(dtype).tobytes()
         digest = hashlib.blake2b(ids, digest_size=8, key=KEY).digest()
         marks[number] = int.from_bytes(digest, "little")
     return marks

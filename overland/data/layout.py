@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data import shard
+from overland.data.arrays import Arrays
 from overland.data.errors import DataError, Unsettled
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
@@ -45,6 +46,7 @@ SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which one core makes in about te
 SHARDS_PER_FOLDER = 1000
 DOCUMENT_BYTES = 4096  # a web page; where nothing says how many documents a file holds
 CHUNK_DOCUMENTS = 1000  # of a source that says nothing
+OPTIONAL = ("fields", "channels")  # in corpus.json only where a corpus has them
 
 Report = Callable[[str], None]
 
@@ -73,6 +75,20 @@ class Layout:
     documents_per_shard: float
     """About how many, from what the source says of itself."""
     folder: Path
+    fields: dict[str, Any] | None = None
+    """Of arrays, as their source declares them."""
+    channels: dict[str, str] | None = None
+    """Types of what goes with each token, by name."""
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "samples" if self.kind == "arrays" else "tokens"
+
+    @cached_property
+    def arrays(self) -> Arrays | None:
+        """What its samples hold, where they are arrays."""
+        return None if self.fields is None else Arrays.declared(self.name, self.fields)
 
     def shard_path(self, number: int) -> Path:
         part = f"{number // SHARDS_PER_FOLDER:04d}"
@@ -243,7 +259,8 @@ def _describe(
     if not chunks:
         raise DataError(f"{_place(source)} is empty: it lists no chunks")
     marks: dict[str, FileMark] = source.marks() if isinstance(source, FileSource) else {}
-    weights = _weigh(source, chunks, marks)
+    arrays = Arrays.declared(name, policy["fields"]) if "fields" in policy else None
+    weights = _weigh(source, chunks, marks, arrays.num_bytes if arrays is not None else 0)
     groups = _group(chunks, weights, shard_documents)
     content = source.fingerprint(marks) if isinstance(source, FileSource) else ""
     fingerprint = digest_of([request, content, [len(group) for group in groups]])[:16]
@@ -318,7 +335,9 @@ def _policy(
 ) -> dict[str, Any]:
     """How documents become tokens; those of a token source stay as they are."""
     kind: Kind = getattr(source, "kind", "text")
-    if kind == "tokens":
+    if kind == "arrays":
+        tokenizer, vocab_size = None, None
+    elif kind == "tokens":
         tokenizer = None
     elif tokenizer is None:
         raise Unsettled(
@@ -327,9 +346,10 @@ def _policy(
     else:
         vocab_size = tokenizer.vocab_size
     is_short = vocab_size is not None and vocab_size <= 1 << 16
+    ids = "<u2" if is_short else "<u4"
     return {
         "kind": kind,
-        "dtype": "<u2" if is_short else "<u4",
+        "dtype": shard.BYTES if kind == "arrays" else ids,
         "vocab_size": vocab_size,
         "bos_id": tokenizer.bos_id if tokenizer is not None else None,
         "eos_id": tokenizer.eos_id if tokenizer is not None else None,
@@ -337,7 +357,22 @@ def _policy(
         "add_eos": tokenizer is not None and tokenizer.add_eos,
         "tokenizer": tokenizer.fingerprint if tokenizer is not None else None,
         "skip_bad": skip_bad,
+        **_further(name, kind, source),
     }
+
+
+def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
+    """What only some corpora have, so that all others keep their fingerprints."""
+    if kind == "arrays":
+        return {"fields": Arrays.declared(name, getattr(source, "fields", None)).to_json()}
+    channels = getattr(source, "channels", None)
+    if kind != "tokens" or not channels:
+        return {}
+    # A channel is one number per token: what a field of that name would hold.
+    declared = Arrays.declared(name, {channel: (one, ()) for channel, one in channels.items()})
+    if shard.TOKENS in declared.fields:
+        raise DataError(f"{name}: a channel cannot be named {shard.TOKENS!r}")
+    return {"channels": {channel: one.dtype for channel, one in declared.fields.items()}}
 
 
 def _find(name: str, source: Source, root: Path, request: str, report: Report) -> Path | None:
@@ -374,12 +409,13 @@ def _say_what_is_unsure(folder: Path, source: Source, report: Report) -> None:
 
 
 def _weigh(
-    source: Source, chunks: Sequence[str], marks: Mapping[str, FileMark]
+    source: Source, chunks: Sequence[str], marks: Mapping[str, FileMark], sample_bytes: int
 ) -> list[tuple[float, float]]:
-    """About how many documents and bytes each chunk holds."""
+    """About how many documents and bytes each chunk holds; a sample of arrays has so many."""
     num_documents = getattr(source, "num_documents", lambda chunk: None)
     if not isinstance(source, FileSource):
-        return [(num_documents(chunk) or CHUNK_DOCUMENTS, 0) for chunk in chunks]
+        counts = [num_documents(chunk) or CHUNK_DOCUMENTS for chunk in chunks]
+        return [(count, count * sample_bytes) for count in counts]
     files = [source.files_of(chunk) for chunk in chunks]
     sharers = Counter(file for names in files for file in names)
     sizes = {
@@ -439,7 +475,8 @@ def _write(layout: Layout, lines: Iterator[bytes], tokenizer: Sequence[Path]) ->
         with durable(beside / "lines.npy") as file:
             np.save(file, np.asarray(borders, np.int64))
         about = {"format": FORMAT, **asdict(layout)}
-        del about["folder"]
+        for key in ("folder", *(key for key in OPTIONAL if about[key] is None)):
+            del about[key]
         with durable(beside / "corpus.json") as file:
             file.write((json.dumps(about, indent=1) + "\n").encode())
         try:

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 def load(rows: PlannedRows, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
     """One rank's share of a global batch."""
+    if rows.arrays is not None:
+        return make_batch(rows.read_samples(batch, part, num_parts))
     mask = rows.plan.segment(batch).document_mask
     return make_batch(rows.read(batch, part, num_parts), mask)
 

@@ -3,17 +3,18 @@ policy and number, whoever runs it: a background process, a build, or a reader i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from overland.data.arrays import Unfit
 from overland.data.claims import Claims
 from overland.data.errors import DataError
 from overland.data.layout import Layout
-from overland.data.shard import ShardInfo, write_shard
+from overland.data.shard import TOKENS, ShardInfo, write_shard
 from overland.data.sources.marks import FileMark, changed_files
 from overland.data.sources.source import FileSource, Source
 from overland.data.tokenizer import Tokenizer
@@ -72,19 +73,21 @@ class Maker:
                 (chunks[0], chunks[-1]),
                 lambda: self._num_bad_so_far() - before,
                 claim.part,
+                self.layout.channels,
             )
         finally:
             claim.release()
 
     def try_out(self, num_documents: int, num_characters: int) -> tuple[int, int, bool]:
         """Prepares the first documents of the source as a shard's are, and writes nothing; returns
-        how many there were, how many tokens they have, and whether that is all."""
-        prepare = self._encode if self.layout.kind == "text" else self._check
+        how many there were, how many tokens they have (arrays: samples), and whether that is
+        all."""
         tokens = documents = characters = 0
         for batch in _batches(islice(self._records(self.source.chunks()), num_documents)):
-            tokens += sum(map(len, prepare(batch)))
+            prepared = self._prepare(batch)
+            tokens += len(prepared) if self.layout.arrays else sum(map(len, prepared))
             documents += len(batch)
-            characters += sum(len(record.document) for record in batch)
+            characters += sum(map(_size, batch))
             if characters >= num_characters:
                 return documents, tokens, False
         return documents, tokens, documents < num_documents
@@ -92,9 +95,8 @@ class Maker:
     def _documents(
         self, chunks: Sequence[str], marks: dict[str, FileMark], tick: Tick
     ) -> Iterator[Ids]:
-        prepare = self._encode if self.layout.kind == "text" else self._check
         for batch in _batches(self._records(chunks)):
-            documents = prepare(batch)
+            documents = self._prepare(batch)
             tick(len(documents), sum(map(len, documents)))
             yield from documents
         # Before it is published, so that no shard is made from other files than the rest.
@@ -145,12 +147,33 @@ class Maker:
                 return False
         return True
 
+    @property
+    def _prepare(self) -> Callable[[list[Record]], list[Ids]]:
+        """How documents become what is stored."""
+        if self.layout.kind == "arrays":
+            return self._pack
+        return self._encode if self.layout.kind == "text" else self._check
+
+    def _pack(self, batch: list[Record]) -> list[Ids]:
+        """Arrays as the bytes of a record, if they are what the source has declared."""
+        assert self.layout.arrays is not None
+        documents: list[Ids] = []
+        for record in batch:
+            try:
+                documents.append(self.layout.arrays.encode(record.document))
+            except Unfit as error:
+                self._bad(record, str(error))
+        return documents
+
     def _check(self, batch: list[Record]) -> list[Ids]:
-        """Ids as they are stored, if they are ids."""
+        """Ids as they are stored, if they are ids, with their channels."""
         limit = self.layout.vocab_size or 1 << 32
+        channels = self.layout.channels
         documents = []
         for record in batch:
-            ids = np.asarray(record.document)
+            if channels and not self._has_channels(record, channels):
+                continue
+            ids = np.asarray(record.document[TOKENS] if channels else record.document)
             if not ids.size:
                 self._bad(record, "holds no tokens")
             elif ids.dtype.kind not in "iu" or ids.ndim != 1:
@@ -159,8 +182,23 @@ class Maker:
                 wrong = ids[(ids < 0) | (ids >= limit)][0]
                 self._bad(record, f"has the id {wrong:,}, outside a vocabulary of {limit:,}")
             else:
-                documents.append(ids)
+                documents.append(_joined(record.document, channels) if channels else ids)
         return documents
+
+    def _has_channels(self, record: Record, channels: Mapping[str, str]) -> bool:
+        """Whether a document has the channels that its source declares, as long as its tokens."""
+        document, expected = record.document, [TOKENS, *channels]
+        if not isinstance(document, Mapping) or set(document) != set(expected):
+            self._bad(record, f"is no dict of {', '.join(expected)}")
+            return False
+        shape = np.shape(document[TOKENS])
+        for name, dtype in channels.items():
+            values = np.asarray(document[name])
+            if values.shape != shape or values.dtype.kind not in "biuf":
+                found = f"{values.dtype} of shape {values.shape}"
+                self._bad(record, f"has {name} as {found}, where a {dtype} per token was expected")
+                return False
+        return True
 
     def _bad(self, record: Record, what: str) -> None:
         if not self.layout.skip_bad:
@@ -179,12 +217,28 @@ class Maker:
         return chunk if root is None else str(root / chunk)
 
 
+def _joined(document: Mapping[str, Any], channels: Mapping[str, str]) -> Ids:
+    """Tokens and channels as one array with a field for each."""
+    ids = np.asarray(document[TOKENS])
+    joined = np.empty(len(ids), [(TOKENS, ids.dtype), *channels.items()])
+    for name in (TOKENS, *channels):
+        joined[name] = document[name]
+    return joined
+
+
+def _size(record: Record) -> int:
+    """Characters, tokens or bytes of a document."""
+    if isinstance(record.document, Mapping):
+        return sum(np.asarray(values).nbytes for values in record.document.values())
+    return len(record.document) if isinstance(record.document, Sized) else 1
+
+
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
     batch: list[Record] = []
     length = 0
     for record in records:
         batch.append(record)
-        length += len(record.document) if isinstance(record.document, Sized) else 1
+        length += _size(record)
         if length >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, length = [], 0

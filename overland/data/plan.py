@@ -36,6 +36,12 @@ class Segment:
     """How blocks are cut again that the segment before has left unread: under 1, which a plan of an
     earlier version means, the pieces stayed apart and lost the predictions between them."""
 
+    def for_samples(self) -> Segment:
+        """For samples that are arrays: each is a row, whatever the config says about tokens."""
+        return replace(
+            self, seq_len=1, packing="trunc", last_block="pad", document_mask=False, pad_id=0
+        )
+
 
 @dataclass(frozen=True)
 class PlannedSource:

@@ -25,7 +25,7 @@ from overland.data.layout import Layout, find_laid_out, is_corpus, read_layout
 from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
 from overland.data.random_blocks import RandomBlocks
 from overland.data.renamed import former_names, plan_under, refuse_same_bytes, under
-from overland.data.rows import PlannedRows
+from overland.data.rows import PlannedRows, one_kind
 from overland.data.sources import Source
 from overland.data.sources.marks import digest_of
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer, train_tokenizer
@@ -121,7 +121,9 @@ class Dataset:
         weights = sum(segment.weights.values())
         for name, weight in segment.weights.items():
             corpus = self.rows.corpora.get(name)
-            tokens = corpus.num_tokens() if weight and isinstance(corpus, Corpus) else None
+            if not weight or not isinstance(corpus, Corpus) or corpus.arrays is not None:
+                continue
+            tokens = corpus.num_tokens()
             if not tokens:
                 continue
             rows = -(-tokens // segment.seq_len)
@@ -215,6 +217,8 @@ def training_data(
         document_mask=data.document_mask,
         pad_id=_pad_id(corpora),
     )
+    if one_kind(corpora) is not None:
+        segment = segment.for_samples()
     planned = {
         name: PlannedSource(
             corpora[name].fingerprint, source.max_epochs, _holdout(data, corpora[name], place)
@@ -290,12 +294,13 @@ def validation_data(
         share = _holdout(config.data, corpus, place) if on_holdout else 0.0
         if on_holdout and not share:  # random tokens
             continue
+        own = replace(segment, weights={name: 1.0}, pad_id=_pad_id({name: corpus}))
         plan = Plan(
             config.debug.seed,
             window_documents,
             "tokens",
             {name: PlannedSource(corpus.fingerprint, holdout=share)},
-            (replace(segment, weights={name: 1.0}, pad_id=_pad_id({name: corpus})),),
+            (own if one_kind({name: corpus}) is None else own.for_samples(),),
         )
         rows = PlannedRows(plan, {name: corpus}, reading)
         datasets.append(Dataset(name, rows, tokenizer))
@@ -384,7 +389,8 @@ def _stream(
         prepare()
     folder = _wait_for(root, fingerprint, name)
     if not (folder / "shards").exists():
-        place.report(f"{name} is tokenised ahead of training, into {folder}")
+        how = "tokenised" if read_layout(folder).kind == "text" else "made into shards"
+        place.report(f"{name} is {how} ahead of training, into {folder}")
     return _open(folder, open_source, tokenizer, config, _processes(config) * place.tokenises)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.blocks import Filled, Origins
+from overland.data.blocks import Filled, Origins, Room
 
 Array = npt.NDArray[np.int64]
 DOCUMENTS_PER_BLOCK = 4
@@ -30,9 +30,9 @@ class RandomBlocks:
     def as_lane(self, source: int, seq_len: int) -> RandomBlocks:
         return replace(self, source=source, seq_len=seq_len)
 
-    def read(self, numbers: Array, rows: Array, into: Array) -> Filled:
+    def read(self, numbers: Array, rows: Array, into: Room) -> Filled:
         begins = [
-            self._read(number, into[row])
+            self._read(number, into.tokens[row])
             for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
         ]
         piece_rows = np.repeat(rows, [len(one) for one in begins])

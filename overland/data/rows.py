@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.blocks import BlockStream, Origins, Rest, Rows, Shape
+from overland.data.arrays import Arrays
+from overland.data.blocks import BlockStream, Origins, Rest, Room, Rows, Samples, Shape
 from overland.data.corpus import Corpus
 from overland.data.documents import MixedWindows, Reading, SourceWindows
 from overland.data.errors import DataError
@@ -50,6 +51,17 @@ class NoDocuments(DataError):
         super().__init__("random tokens are no documents: mix them by tokens (data.mixture)")
 
 
+def one_kind(corpora: Mapping[str, Corpus | RandomBlocks]) -> Arrays | None:
+    """The arrays that all sources have, or None if all have tokens."""
+    kinds = {name: getattr(corpus, "arrays", None) for name, corpus in corpora.items()}
+    first = next(iter(kinds), "")
+    for name, kind in kinds.items():
+        if kind != kinds[first]:
+            what = (f"{one} has {kinds[one] or 'tokens'}" for one in (first, name))
+            raise DataError(f"{', '.join(what)}: sources that are mixed must hold the same")
+    return kinds.get(first)
+
+
 class PlannedRows:
     """The rows of every batch, by the plan."""
 
@@ -66,6 +78,7 @@ class PlannedRows:
         ):
             raise NoDocuments
         self.corpora = corpora
+        self.arrays = one_kind(corpora)
         self.windows = {
             name: SourceWindows(
                 name,
@@ -81,21 +94,36 @@ class PlannedRows:
         self._lanes: list[Lanes] = []
 
     def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
-        """A share of a batch's rows."""
+        """A share of a batch's rows, which are of tokens."""
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
-        tokens = np.empty((len(whose), lanes.segment.seq_len + 1), np.int64)
+        room = Room.of(len(whose), lanes.segment.seq_len + 1, self._channels(lanes.segment))
         num_tokens, sample, epoch = np.zeros((3, len(whose)), np.int64)
         rows, begins = [], []
         for number in np.unique(whose).tolist():
             mine = np.flatnonzero(whose == number)
             lane = self._at_hand(lanes, number)
             num_tokens[mine], row, begin, sample[mine], epoch[mine] = lane.read(
-                places[mine], mine, tokens
+                places[mine], mine, room
             )
             rows.append(row)
             begins.append(begin)
-        return Rows(tokens, num_tokens, np.concatenate(rows), np.concatenate(begins), sample, epoch)
+        pieces = (np.concatenate(rows), np.concatenate(begins))
+        return Rows(room.tokens, num_tokens, *pieces, sample, epoch, room.channels)
+
+    def read_samples(self, batch: int, part: int = 0, num_parts: int = 1) -> Samples:
+        """A share of a batch's rows, which are of arrays."""
+        assert self.arrays is not None
+        self._check_end(batch)
+        lanes, whose, places = self._turns(batch, part, num_parts)
+        into = self.arrays.empty(len(whose))
+        sample, epoch = np.zeros((2, len(whose)), np.int64)
+        for number in np.unique(whose).tolist():
+            mine = np.flatnonzero(whose == number)
+            lane = self._at_hand(lanes, number)
+            assert isinstance(lane, BlockStream)
+            sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
+        return Samples(into, sample, epoch)
 
     def num_batches(self, at_most: int = -1) -> int:
         """Of the first epoch; the last may go beyond it. Without an end for random tokens."""
@@ -224,6 +252,12 @@ class PlannedRows:
 
     def _schedule(self, segment: Segment) -> Schedule:
         return Schedule([1] if self.plan.mixture == "rows" else self._weights(segment))
+
+    def _channels(self, segment: Segment) -> dict[str, str]:
+        """What goes with tokens in a segment: the channels of all sources that it reads."""
+        read = (self.corpora.get(name) for name, weight in segment.weights.items() if weight)
+        corpora = (corpus for corpus in read if isinstance(corpus, Corpus))
+        return {name: dtype for corpus in corpora for name, dtype in corpus.channels.items()}
 
     def _weights(self, segment: Segment) -> list[float]:
         return [segment.weights.get(name, 0) for name in self.names]

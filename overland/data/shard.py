@@ -1,9 +1,13 @@
-"""A token shard: the documents of some consecutive chunks as token ids, in one file.
+"""A shard: the documents of some consecutive chunks as token ids, or as bytes, in one file.
 
     head      64 bytes, see `HEAD`
-    tokens    all documents one after another, little-endian uint16 or uint32; padded to 8 bytes
+    tokens    all documents one after another, little-endian uint16 or uint32, or bytes; padded to
+              8 bytes
+    channels  in format 2, further arrays with an element per token, each padded to 8 bytes
     offsets   int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
-    note      JSON: the first and the last chunk
+    note      JSON: the first and the last chunk; in format 2 also the channels and their types
+
+Token ids without channels are written in format 1.
 
 The file is complete or absent: it is written beside, flushed to the disk and renamed. It holds no
 times and no names of machines, so that whoever makes it makes the same bytes.
@@ -18,10 +22,10 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +34,17 @@ from overland.data.errors import DataError
 
 MAGIC = b"OVLSHARD"
 FORMAT = 1
+WITH_CHANNELS = 2
 # magic, format, bytes per token, documents, tokens, bad documents, largest id, bytes of the note,
 # the first 8 bytes of the checksum, CRC-32 of all before it
 HEAD = struct.Struct("<8sHHQQQqI8sQ")
-DTYPES = {2: "<u2", 4: "<u4"}
+BYTES = "|u1"
+DTYPES = {1: BYTES, 2: "<u2", 4: "<u4"}
 FLUSH_TOKENS = 1 << 18  # written at once; documents of 100 tokens one by one would cost more
 
 Ids = npt.NDArray[np.generic]
+TOKENS = "tokens"
+"""The ids of a document that has channels: it is a structured array, with a field for each."""
 
 
 class ShardInfo(NamedTuple):
@@ -51,6 +59,8 @@ class ShardInfo(NamedTuple):
     """The first and the last of its chunks."""
     checksum: str
     """Of all but the head."""
+    channels: Mapping[str, str] = {}
+    """Their types, by name."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Shard:
     info: ShardInfo
     tokens: Ids
     offsets: npt.NDArray[np.int64]
+    channels: Mapping[str, Ids] = field(default_factory=dict)
 
     def document(self, number: int) -> Ids:
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
@@ -84,32 +95,35 @@ def open_shard(path: Path) -> Shard:
     with path.open("rb") as file:
         head = file.read(HEAD.size)
         size = os.fstat(file.fileno()).st_size
-        num_documents, num_tokens, num_bad, max_token, width, note_bytes, checksum = _parse(
-            head, path
-        )
-        offsets_at, note_at = _places(num_documents, num_tokens, width)
-        if size != note_at + note_bytes:
-            raise DataError(
-                f"{path} is cut short or damaged: {size:,} bytes where its head says "
-                f"{note_at + note_bytes:,}; delete it and build it again"
-            )
+        about = _parse(head, path)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    tokens = np.frombuffer(data, DTYPES[width], num_tokens, HEAD.size)
-    offsets = np.frombuffer(data, "<i8", num_documents + 1, offsets_at)
-    if offsets[0] != 0 or offsets[-1] != num_tokens:
-        raise DataError(f"{path} is damaged: its documents do not cover its tokens")
-    first, last = json.loads(data[note_at:])
-    info = ShardInfo(
-        num_documents, num_tokens, num_bad, max_token, DTYPES[width], (first, last), checksum
+    chunks, channels = _read_note(data, about, path)
+    types = [DTYPES[about.width], *channels.values()]
+    *places, offsets_at, note_at = _places(about.num_documents, about.num_tokens, types)
+    if size != note_at + about.note_bytes:
+        raise DataError(
+            f"{path} is cut short or damaged: {size:,} bytes where its head says "
+            f"{note_at + about.note_bytes:,}; delete it and build it again"
+        )
+    tokens, *rest = (
+        np.frombuffer(data, dtype, about.num_tokens, at)
+        for dtype, at in zip(types, places, strict=True)
     )
-    return Shard(path, info, tokens, offsets)
+    offsets = np.frombuffer(data, "<i8", about.num_documents + 1, offsets_at)
+    if offsets[0] != 0 or offsets[-1] != about.num_tokens:
+        raise DataError(f"{path} is damaged: its documents do not cover its tokens")
+    info = ShardInfo(
+        about.num_documents, about.num_tokens, about.num_bad, about.max_token, DTYPES[about.width],
+        chunks, about.checksum, channels,
+    )  # fmt: skip
+    return Shard(path, info, tokens, offsets, dict(zip(channels, rest, strict=True)))
 
 
 def read_counts(path: Path) -> tuple[int, int, int]:
     """Documents, tokens and bad documents of a shard, from its head alone."""
     with path.open("rb") as file:
-        num_documents, num_tokens, num_bad, *_ = _parse(file.read(HEAD.size), path)
-    return num_documents, num_tokens, num_bad
+        about = _parse(file.read(HEAD.size), path)
+    return about.num_documents, about.num_tokens, about.num_bad
 
 
 def write_shard(
@@ -119,30 +133,35 @@ def write_shard(
     chunks: tuple[str, str] = ("", ""),
     num_bad: Callable[[], int] = lambda: 0,
     beside: Path | None = None,
+    channels: Mapping[str, str] | None = None,
 ) -> ShardInfo:
-    """Writes documents as they come; only their offsets are held in memory.
+    """Writes documents as they come; only their offsets and channels are held in memory.
 
-    `num_bad` is asked at the end. `beside` is where the file grows before it is published. Raises
-    FileNotFoundError where somebody removed it meanwhile.
+    With `channels`, by name and type, each document is a structured array that has them beside its
+    `tokens`. `num_bad` is asked at the end. `beside` is where the file grows before it is
+    published. Raises FileNotFoundError where somebody removed it meanwhile.
     """
     beside = beside or path.with_name(f"{path.name}.{os.getpid()}.part")
     width = np.dtype(dtype).itemsize
     assert dtype == DTYPES[width]
+    channels = dict(channels or {})
+    version = WITH_CHANNELS if channels or dtype == BYTES else FORMAT
     try:
         with naming(beside), beside.open("wb") as file:
             file.write(bytes(HEAD.size))
             digest = hashlib.blake2b(digest_size=8)
-            offsets, max_token = _write_tokens(_Tee(file, digest), documents, dtype)
-            note = json.dumps(chunks).encode()
-            for data in (_padding(offsets[-1] * width), offsets.astype("<i8").tobytes(), note):
-                file.write(data)
-                digest.update(data)
+            tee = _Tee(file, digest)
+            offsets, max_token = _write_tokens(tee, documents, dtype, channels)
+            tee.write(offsets.astype("<i8").tobytes())
+            about = chunks if version == FORMAT else {"chunks": chunks, "channels": channels}
+            note = json.dumps(about).encode()
+            tee.write(note)
             info = ShardInfo(
                 len(offsets) - 1, int(offsets[-1]), num_bad(), max_token, dtype, chunks,
-                digest.hexdigest(),
+                digest.hexdigest(), channels,
             )  # fmt: skip
             file.seek(0)
-            file.write(_head(info, width, len(note)))
+            file.write(_head(info, version, width, len(note)))
             file.flush()
             os.fsync(file.fileno())
         beside.rename(path)
@@ -187,19 +206,31 @@ class _Tee:
 
 
 def _write_tokens(
-    file: _Tee, documents: Iterable[Ids], dtype: str
+    file: _Tee, documents: Iterable[Ids], dtype: str, channels: Mapping[str, str]
 ) -> tuple[npt.NDArray[np.int64], int]:
+    """Tokens and channels; returns the offsets of documents, and the largest id."""
     lengths, max_token = [0], -1
     limit = 1 << 8 * np.dtype(dtype).itemsize
+    kept: dict[str, list[bytes]] = {name: [] for name in channels}
     for batch in _batches(documents):
-        ids = np.concatenate(batch)
+        ids: npt.NDArray[Any] = np.concatenate(batch)
         lengths.extend(map(len, batch))
+        if channels:
+            for name, type_ in channels.items():
+                kept[name].append(ids[name].astype(type_).tobytes())
+            ids = ids[TOKENS]
         if ids.size:
             max_token = max(max_token, int(ids.max()))
             assert int(ids.min()) >= 0
             assert max_token < limit
         file.write(ids.astype(dtype).tobytes())
-    return np.cumsum(np.asarray(lengths, np.int64)), max_token
+    offsets = np.cumsum(np.asarray(lengths, np.int64))
+    file.write(_padding(int(offsets[-1]) * np.dtype(dtype).itemsize))
+    for parts in kept.values():
+        for part in parts:
+            file.write(part)
+        file.write(_padding(sum(map(len, parts))))
+    return offsets, max_token
 
 
 def _batches(documents: Iterable[Ids]) -> Iterator[list[Ids]]:
@@ -218,27 +249,60 @@ def _padding(num_bytes: int) -> bytes:
     return bytes(-num_bytes % 8)
 
 
-def _places(num_documents: int, num_tokens: int, width: int) -> tuple[int, int]:
-    """Where the offsets and the note begin."""
-    offsets_at = HEAD.size + -(-num_tokens * width // 8) * 8
-    return offsets_at, offsets_at + 8 * (num_documents + 1)
+def _places(num_documents: int, num_tokens: int, types: Iterable[str]) -> list[int]:
+    """Where tokens, channels, offsets and note begin."""
+    places = [HEAD.size]
+    for one in types:
+        num_bytes = num_tokens * np.dtype(one).itemsize
+        places.append(places[-1] + num_bytes + len(_padding(num_bytes)))
+    return [*places, places[-1] + 8 * (num_documents + 1)]
 
 
-def _head(info: ShardInfo, width: int, note_bytes: int) -> bytes:
+def _read_note(data: mmap.mmap, about: _Head, path: Path) -> tuple[tuple[str, str], dict[str, str]]:
+    """The first and the last chunk, and the types of the channels."""
+    try:
+        note = json.loads(data[len(data) - about.note_bytes :])
+        (first, last), channels = (
+            (note, {}) if about.version == FORMAT else (note["chunks"], note["channels"])
+        )
+        return (first, last), {name: np.dtype(one).str for name, one in channels.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DataError(
+            f"{path} is cut short or damaged: its end is no note; delete it and build it again"
+        ) from None
+
+
+def _head(info: ShardInfo, version: int, width: int, note_bytes: int) -> bytes:
     fields = (
-        MAGIC, FORMAT, width, info.num_documents, info.num_tokens, info.num_bad, info.max_token,
+        MAGIC, version, width, info.num_documents, info.num_tokens, info.num_bad, info.max_token,
         note_bytes, bytes.fromhex(info.checksum),
     )  # fmt: skip
     return HEAD.pack(*fields, zlib.crc32(HEAD.pack(*fields, 0)))
 
 
-def _parse(head: bytes, path: Path) -> tuple[int, int, int, int, int, int, str]:
+class _Head(NamedTuple):
+    version: int
+    width: int
+    num_documents: int
+    num_tokens: int
+    num_bad: int
+    max_token: int
+    note_bytes: int
+    checksum: str
+
+
+def _parse(head: bytes, path: Path) -> _Head:
     if len(head) < HEAD.size or not head.startswith(MAGIC):
         raise DataError(f"{path} is no token shard, or is cut short; delete it and build it again")
     fields = HEAD.unpack(head)
-    if fields[1] != FORMAT:
-        raise DataError(f"{path}: format {fields[1]}, this version reads {FORMAT}: build it again")
+    if fields[1] not in (FORMAT, WITH_CHANNELS):
+        raise DataError(
+            f"{path}: format {fields[1]}, this version reads {FORMAT} and {WITH_CHANNELS}: build "
+            "it again"
+        )
     if fields[-1] != zlib.crc32(HEAD.pack(*fields[:-1], 0)):
         raise DataError(f"{path} is damaged in its head; delete it and build it again")
-    _, _, width, num_documents, num_tokens, num_bad, max_token, note_bytes, checksum, _ = fields
-    return num_documents, num_tokens, num_bad, max_token, width, note_bytes, checksum.hex()
+    _, version, width, num_documents, num_tokens, num_bad, max_token, note, checksum, _ = fields
+    return _Head(
+        version, width, num_documents, num_tokens, num_bad, max_token, note, checksum.hex()
+    )

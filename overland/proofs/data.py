@@ -61,6 +61,8 @@ class Verdict:
     missing_steps: list[int] = field(default_factory=list)
     left_out: int = 0
     """Batches that the spike guard left out on purpose."""
+    unit: str = "tokens"
+    """What is counted: tokens, or samples that are arrays."""
     lost_predictions: int = 0
     """Where blocks were cut again by an earlier version; no token, but single predictions."""
     sources: dict[str, SourceCount] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class Verdict:
             cells = "".join(f"{number:>16,}" for number in tokens)
             yield f"{name:<{width}}{cells}{count.documents:>12,}{count.turns:>12,}"
         counted = "rows" if self.mixture == "tokens" else "documents drawn into the windows so far"
-        yield f"(tokens; documents that begin in them; and what the weights count, {counted})"
+        yield f"({self.unit}; documents that begin in them; and what the weights count, {counted})"
         yield ""
         if self.missing_steps:
             first, number = self.missing_steps[0], len(self.missing_steps)
@@ -122,12 +124,14 @@ def prove_data(
     config = loaded.config
     folder = RunFolder.of(config.model_copy(update={"job": _here(config, run)}))
     history = read_ledger(folder.ledger)
-    dataset = planned_data(config, model_config(config.model).vocab_size, run)
+    dataset = planned_data(config, getattr(model_config(config.model), "vocab_size", None), run)
     check_sources(dataset)
     first = history.start + 1 if first_step is None else first_step
     last = max(history.last, _last_saved(folder)) if last_step is None else last_step
     plan = dataset.plan
-    replay = Replay(dataset, history, Verdict(plan.fingerprint, plan.mixture, first, last))
+    unit = "tokens" if dataset.rows.arrays is None else "samples"
+    verdict = Verdict(plan.fingerprint, plan.mixture, first, last, unit=unit)
+    replay = Replay(dataset, history, verdict)
     try:
         return replay.run(progress)
     finally:

@@ -226,17 +226,19 @@ class Rehearsal:
         maker = Maker(layout, source, tokenizer)
         documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
         if not tokens:
-            raise DataError(f"{layout.source} is empty: no document in it holds a token")
+            raise DataError(f"{layout.source} is empty: it holds no {layout.unit}")
         if is_all and table != "validation":
             # Which documents it would be takes their tokens; how many is known well enough.
             share = share_of_documents(data, name, lambda: documents)
             if share:
                 require_both_sides(name, share, round(share * documents), documents)
         training = self.loaded.config.training
-        batch = max(training.global_batch_size, training.local_batch_size) * training.seq_len
+        batch = max(training.global_batch_size, training.local_batch_size)
+        batch *= training.seq_len if layout.arrays is None else 1
         if is_all and tokens < batch:
-            more = "at most " if isinstance(tokenizer, Untrained) else ""
-            message = f"{name} has {more}{tokens:,} tokens, less than a batch of {batch:,}"
+            is_guess = layout.kind == "text" and isinstance(tokenizer, Untrained)
+            more = "at most " if is_guess else ""
+            message = f"{name} has {more}{tokens:,} {layout.unit}, less than a batch of {batch:,}"
             self.problems.append(Problem(message, self.loaded.source, kind="note"))
         return None
 

@@ -33,7 +33,7 @@ def documents_in_an_epoch(rows: PlannedRows, held: bool) -> list[int]:
     windows = next(iter(replaced(rows, held).windows.values()))
     found = [windows.open(number) for number in range(windows.per_epoch)]
     return [
-        int(part.files[file][start])
+        int(part.files[file].tokens[start])
         for part in found
         for file, start in zip(part.file, part.start, strict=True)
     ]
@@ -150,7 +150,7 @@ def texts_of(data: Dataset) -> set[str]:
     windows = next(iter(data.rows.windows.values()))
     found = [windows.open(number) for number in range(windows.per_epoch)]
     return {
-        data.tokenizer.decode(part.files[file][start : start + length - 1])
+        data.tokenizer.decode(part.files[file].tokens[start : start + length - 1])
         for part in found
         for file, start, length in zip(part.file, part.start, part.length, strict=True)
     }

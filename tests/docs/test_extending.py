@@ -73,6 +73,17 @@ def test_the_source_is_what_was_tokenised(folder: Path) -> None:
     assert open_shard(shard).info.num_documents == 300
 
 
+def test_arrays_and_channels_come_as_the_page_says(folder: Path) -> None:
+    words = ["data", "preview", "run.toml", "--rows", "2", "--json"]
+    pages = overland(*words, "training.dataset=gradients", cwd=folder, NGPU="1").stdout
+    for page in map(json.loads, pages.splitlines()):
+        assert page["fields"]["pixels"].startswith("float32 1 × 8 × 8, from 0 to ")
+        assert page["epoch"] == 0
+    overland(*words, "training.dataset=dialogues", cwd=folder, NGPU="1")
+    (shard,) = (folder / "data").glob("dialogues-*/shards/*/*.shard")
+    assert open_shard(shard).channels["weights"][:6].tolist() == [0, 0, 0, 1, 1, 1]
+
+
 def test_the_callback_saw_the_run_on_one_rank(folder: Path) -> None:
     run = folder / "runs" / "mine"
     found = json.loads((run / "lowest_loss.json").read_text())

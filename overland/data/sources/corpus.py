@@ -1,17 +1,18 @@
-"""A built corpus as a source of tokens: `overland data inspect` reads it, and so may a build."""
+"""A built corpus as a source: `overland data inspect` reads it, and so may a build."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from overland.data.errors import DataError
 from overland.data.layout import read_layout
-from overland.data.shard import open_shard, read_counts
+from overland.data.shard import TOKENS, Shard, open_shard, read_counts
 from overland.data.sources.compression import reading
-from overland.data.sources.source import FileSource, Kind, Tokens
+from overland.data.sources.source import Document, FileSource, Kind
 
 
 class BuiltCorpus(FileSource):
@@ -19,6 +20,8 @@ class BuiltCorpus(FileSource):
 
     format = "corpus"
     kind: Kind = "tokens"
+    fields: dict[str, Any] | None
+    channels: dict[str, str] | None
 
     def __init__(self, root: Path, skip_bad: bool = False) -> None:
         self.layout = read_layout(root)
@@ -28,6 +31,8 @@ class BuiltCorpus(FileSource):
                 f"{root} has {made:,} of its {self.layout.num_shards:,} shards: the same "
                 "`overland data build` again makes the rest"
             )
+        self.kind = "arrays" if self.layout.arrays is not None else "tokens"
+        self.fields, self.channels = self.layout.fields, self.layout.channels
         paths = map(self.layout.shard_path, range(self.layout.num_shards))
         super().__init__(root, [str(path.relative_to(root)) for path in paths], skip_bad)
 
@@ -35,9 +40,19 @@ class BuiltCorpus(FileSource):
         with reading(self.root / chunk):
             return read_counts(self.root / chunk)[0]
 
-    def read(self, chunk: str) -> Iterator[Tokens]:
+    def read(self, chunk: str) -> Iterator[Document]:
         with reading(self.root / chunk):
             shard = open_shard(self.root / chunk)
             shard.verify()
         for number in range(shard.info.num_documents):
-            yield shard.document(number).astype(np.int64)
+            yield self._document(shard, number)
+
+    def _document(self, shard: Shard, number: int) -> Document:
+        document = shard.document(number)
+        if self.layout.arrays is not None:
+            return self.layout.arrays.decode(document, number, epoch=0)
+        tokens = document.astype(np.int64)
+        if not shard.channels:
+            return tokens
+        place = slice(*shard.offsets[number : number + 2])
+        return {TOKENS: tokens, **{name: one[place] for name, one in shard.channels.items()}}

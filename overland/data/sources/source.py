@@ -4,13 +4,18 @@ Anything that lists chunks and reads one front to back is a source (`Source`); a
 more. Those that read files know more (`FileSource`): the kind of their documents, their columns,
 how many documents a chunk holds where that can be told without reading it, and a mark per file by
 which a changed one is found.
+
+A document is a text, token ids, or arrays by name; `kind` says which, and is "text" where a source
+does not say it. One of arrays declares its `fields`, see arrays.py. Token ids may have channels, an
+element for each id, such as how much predicting it counts: a source declares them,
+`channels = {"weights": "float32"}`, and its documents are dicts with `tokens` and each of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +23,10 @@ import numpy.typing as npt
 from overland.data.errors import DataError
 from overland.data.sources.marks import FileMark, changed_files, digest_of, mark_files
 
-Kind = Literal["text", "tokens"]
+Kind = Literal["text", "tokens", "arrays"]
 Tokens: TypeAlias = npt.NDArray[np.int64]
-Document: TypeAlias = str | Tokens
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+Document: TypeAlias = str | Tokens | Arrays
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 RULES = (2, 1)
 """How files are marked and cut into chunks. What was laid out under earlier rules keeps them:

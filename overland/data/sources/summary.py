@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from overland.data.errors import DataError
+from overland.data.shard import TOKENS
 from overland.data.sources.source import Document, FileSource, Source
 
 
 @dataclass
 class Summary:
-    """Lengths are in characters for text, in tokens for token ids."""
+    """Lengths are in characters for text, in tokens for token ids, in bytes for arrays."""
 
     format: str
     kind: str
@@ -38,7 +39,7 @@ class Summary:
 
     @property
     def unit(self) -> str:
-        return "characters" if self.kind == "text" else "tokens"
+        return {"text": "characters", "tokens": "tokens", "arrays": "bytes"}[self.kind]
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """(shortest, longest, documents) of each power of two, without gaps."""
@@ -46,7 +47,7 @@ class Summary:
         return [(2**p // 2, max(2**p - 1, 0), self.by_power.get(p, 0)) for p in powers]
 
     def add(self, document: Document) -> None:
-        length = len(document)
+        length = length_of(document)
         self.shortest = min(self.shortest, length) if self.num_documents else length
         self.longest = max(self.longest, length)
         self.num_documents += 1
@@ -74,7 +75,7 @@ class Summary:
                 {"from": first, "to": last, "documents": count}
                 for first, last, count in self.histogram()
             ],
-            "samples": [one if isinstance(one, str) else one.tolist() for one in self.samples],
+            "samples": [plain(one) for one in self.samples],
         }
 
 
@@ -137,6 +138,29 @@ def summarise(
 
 
 def document_hash(document: Document) -> str:
-    """SHA-256 of a text's UTF-8 bytes, or of ids as little-endian int64."""
-    data = document.encode() if isinstance(document, str) else np.asarray(document, "<i8").tobytes()
-    return hashlib.sha256(data).hexdigest()
+    """SHA-256 of a text's UTF-8 bytes, of ids as little-endian int64, or of the names and bytes of
+    arrays."""
+    if isinstance(document, str):
+        return hashlib.sha256(document.encode()).hexdigest()
+    if not isinstance(document, Mapping):
+        return hashlib.sha256(np.asarray(document, "<i8").tobytes()).hexdigest()
+    digest = hashlib.sha256()
+    for name, values in sorted(document.items()):
+        digest.update(name.encode() + b"\0" + np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
+
+
+def length_of(document: Document) -> int:
+    """In characters, tokens or bytes."""
+    if not isinstance(document, Mapping):
+        return len(document)
+    if TOKENS in document:
+        return len(document[TOKENS])
+    return sum(np.asarray(values).nbytes for values in document.values())
+
+
+def plain(document: Document) -> Any:
+    """As JSON has it."""
+    if isinstance(document, Mapping):
+        return {name: np.asarray(values).tolist() for name, values in document.items()}
+    return document if isinstance(document, str) else document.tolist()

@@ -1,0 +1,132 @@
+"""Samples that are arrays by name, such as an image and its class, and how a shard keeps them.
+
+A source of `kind = "arrays"` declares its fields, and each of its documents is a dict with those:
+
+    fields = {"pixels": ("float32", (3, 32, 32)), "label": ("int64", ())}
+
+A shard keeps a record per sample: the bytes of its fields, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.errors import DataError
+
+Values = npt.NDArray[Any]
+TYPES = "biuf"  # booleans, integers and floats: what both numpy and torch have
+RESERVED = ("sample_B", "epoch_B")
+WEIGHT = "weight_B"
+
+
+class Unfit(Exception):
+    """Raised when a document is not what its source has declared; it says how."""
+
+
+@dataclass(frozen=True)
+class Field:
+    dtype: str
+    """As numpy writes it, little-endian."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return np.dtype(self.dtype).itemsize * prod(self.shape)
+
+    def __str__(self) -> str:
+        shape = " × ".join(map(str, self.shape))
+        return f"{np.dtype(self.dtype).name} {shape}".rstrip()
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The fields of a sample, in the order in which a record keeps them."""
+
+    fields: Mapping[str, Field]
+
+    @classmethod
+    def declared(cls, name: str, fields: Any) -> Arrays:
+        """What a source has declared, or a sentence about what is wrong with it."""
+        try:
+            known = {
+                str(field): Field(np.dtype(dtype).newbyteorder("<").str, tuple(map(int, shape)))
+                for field, (dtype, shape) in dict(fields).items()
+            }
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f'{name} is a source of arrays: expected fields = {{"pixels": ("float32", (3, 32, '
+                f"32))}} or the like, got {fields!r} ({error})"
+            ) from None
+        for field, one in known.items():
+            if not field.isidentifier() or field in RESERVED:
+                raise DataError(f"{name}: a field cannot be named {field!r}")
+            if np.dtype(one.dtype).kind not in TYPES or min(one.shape, default=1) < 1:
+                raise DataError(
+                    f"{name}: the field {field} is {one}; expected booleans, integers or floats, "
+                    "and a shape without zeros"
+                )
+        if not known:
+            raise DataError(f"{name} is a source of arrays, and declares no fields")
+        if WEIGHT in known and known[WEIGHT] != Field("<f4", ()):
+            raise DataError(f'{name}: {WEIGHT} is the weight of a row: expected ("float32", ())')
+        return cls(known)
+
+    def to_json(self) -> dict[str, Any]:
+        """In the form that a source declares, which `declared` reads."""
+        return {name: [field.dtype, list(field.shape)] for name, field in self.fields.items()}
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of a record."""
+        return sum(field.num_bytes for field in self.fields.values())
+
+    def encode(self, document: Any) -> npt.NDArray[np.uint8]:
+        """The record of a document, if that has the declared fields."""
+        if not isinstance(document, Mapping):
+            raise Unfit(f"is {type(document).__name__}, where a dict of arrays was expected")
+        if set(document) != set(self.fields):
+            expected = ", ".join(self.fields)
+            raise Unfit(f"has the fields {', '.join(map(str, document))}, not {expected}")
+        parts = []
+        for name, field in self.fields.items():
+            values = np.asarray(document[name])
+            found = Field(values.dtype.newbyteorder("<").str, values.shape)
+            if found != field:
+                raise Unfit(f"has {name} as {found}, where {field} was declared")
+            parts.append(np.ascontiguousarray(values, field.dtype).reshape(-1).view(np.uint8))
+        return np.concatenate(parts)
+
+    def decode(self, record: Values, sample: int, epoch: int) -> dict[str, Values]:
+        """The arrays of a record. `sample` and `epoch` are its numbers, for what is to differ from
+        one epoch to the next; nothing does so far."""
+        arrays, at = {}, 0
+        for name, field in self.fields.items():
+            data = record[at : at + field.num_bytes]
+            arrays[name] = data.view(field.dtype).reshape(field.shape)
+            at += field.num_bytes
+        return arrays
+
+    def empty(self, rows: int) -> dict[str, Values]:
+        return {
+            name: np.empty((rows, *field.shape), field.dtype) for name, field in self.fields.items()
+        }
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} ({field})" for name, field in self.fields.items())
+
+
+def in_words(values: Any) -> str:
+    """An array for people: its type and shape, and its range."""
+    values = np.asarray(values)
+    about = Field(values.dtype.str, values.shape)
+    if values.ndim == 0:
+        return f"{about}: {values}"
+    low, high, mean = (float(one) for one in (values.min(), values.max(), values.mean()))
+    return f"{about}, from {low:.4g} to {high:.4g}, mean {mean:.4g}"
