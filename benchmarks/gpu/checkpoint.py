@@ -192,7 +192,7 @@ def peer(loop: Loop, folder: Path, kind: str) -> tuple[float, float, float]:
     state: dict[str, Any] = {}
     future: list[Any] = []
     started = time.monotonic()
-    with loop.run.optimizer.masters.whole():
+    with loop.run.optimizer.whole():
         state = {name: tensor.clone() for name, tensor in run_tensors(loop.run).items()}
     started = time.monotonic()
 
@@ -228,7 +228,7 @@ def our_load(loop: Loop, folder: Path) -> float:
     forget_cache(folder)
 
     def work() -> None:
-        with loop.run.optimizer.masters.whole(), open_checkpoint(path) as checkpoint:
+        with loop.run.optimizer.whole(), open_checkpoint(path) as checkpoint:
             load_tensors(loop.run, checkpoint, skip_optimizer=False)
 
     return timed(work)
@@ -236,7 +236,7 @@ def our_load(loop: Loop, folder: Path) -> float:
 
 def their_load(loop: Loop, folder: Path) -> float:
     forget_cache(folder)
-    with loop.run.optimizer.masters.whole():
+    with loop.run.optimizer.whole():
         state = run_tensors(loop.run)
         return timed(lambda: dcp.load(dict(state), checkpoint_id=folder))
 
@@ -293,9 +293,9 @@ def checksums(args: argparse.Namespace, device: torch.device) -> None:
     """Saves with checksums and without, in turn, while nothing trains."""
     folder = args.folder / "ours"
     loop = Loop(job(args.peer_flavor, args.rows, args.folder / "run"), device)
-    for moments in loop.run.optimizer.moments.values():  # a disk may know how to write zeros
-        moments.exp_avg.normal_()
-        moments.exp_avg_sq.normal_()
+    for parameter in loop.run.optimizer.parameters:  # a disk may know how to write zeros
+        for tensor in loop.run.optimizer.state(parameter).values():
+            tensor.normal_()
     prepare(loop, folder, "disabled")
     seconds: dict[str, list[float]] = {"first": [], "with": [], "without": []}
     for kind in ["first", *["with", "without"] * args.pairs]:

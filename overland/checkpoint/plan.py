@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -35,13 +35,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor that its owner keeps in other ones, element by element: they are copied to the host
-    as they are, and `unpack` makes of them there what is saved."""
+    """A tensor that its owner keeps in others: they are copied to the host as they are, and
+    `unpack` makes of them there what is saved. `like` has its shape and placement. Each block of so
+    many numbers is unpacked by itself; the first dimension of what is kept counts the blocks, and
+    where a block is one number, all dimensions do."""
 
-    shape: tuple[int, ...]
+    like: Tensor
     dtype: torch.dtype
     kept: tuple[Tensor, ...]
     unpack: Callable[..., Tensor]
+    block: int = 1
 
 
 State = Mapping[str, Tensor | Packed]
@@ -111,7 +114,7 @@ def boxes_to_write(state: State) -> list[Box]:
         data = item.tensor_data
         assert data is not None, item.index.fqn
         start, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-        dtype = data.properties.dtype
+        dtype = state[item.index.fqn].dtype
         boxes.append(Box(item.index.fqn, dtype, tuple(data.size), start, shape))
     return [box for box in boxes if box.num_bytes]
 
@@ -147,7 +150,7 @@ def plan_local_save(state: State, group: dist.ProcessGroup | None) -> Plan:
     rank = dist.get_rank(group) if group else 0
     boxes = []
     for name, value in state.items():
-        shape = tuple(value.shape)
+        shape = tuple(_shaped(value).shape)
         boxes.append(Box(name, value.dtype, shape, (0,) * len(shape), shape))
     boxes_of_ranks = gather(boxes, group)
     return Plan(lay_out(boxes, rank), [lay_out(b, r) for r, b in enumerate(boxes_of_ranks)])
@@ -173,7 +176,9 @@ def lay_out(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
 def local_state(state: State, rank: int) -> State:
     """What this rank holds, under names of its own."""
     return {
-        local_name(name, rank): value if isinstance(value, Packed) else local_tensor(value)
+        local_name(name, rank): replace(value, like=local_tensor(value.like))
+        if isinstance(value, Packed)
+        else local_tensor(value)
         for name, value in state.items()
     }
 
@@ -188,9 +193,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def _shaped(value: Tensor | Packed) -> Tensor:
     """Something to plan with."""
-    if isinstance(value, Packed):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return value
+    return value.like if isinstance(value, Packed) else value
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

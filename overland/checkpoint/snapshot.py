@@ -131,7 +131,7 @@ class Snapshot:
         self._memory = torch.frombuffer(region, dtype=torch.uint8)
         self._number = {(box.name, box.start): i for i, box in enumerate(self.boxes)}
         packed = {name: value for name, value in state.items() if isinstance(value, Packed)}
-        self._unpacks = {name: value.unpack for name, value in packed.items()}
+        self._unpacks = {name: (value.unpack, value.block) for name, value in packed.items()}
         self._rooms: list[list[Tensor]] = []
         place = 0
         for kept in values:
@@ -189,7 +189,7 @@ class Direct:
 
     def read(self, box: Box, begin: int, end: int) -> memoryview:
         value = self._state[box.name]
-        unpack = value.unpack if isinstance(value, Packed) else None
+        unpack = (value.unpack, value.block) if isinstance(value, Packed) else None
         return _bytes(box, _kept(value), unpack, begin, end, self._broken)
 
     def close(self) -> None:
@@ -204,18 +204,24 @@ def _kept(value: Tensor | Packed) -> list[Tensor]:
 def _bytes(
     box: Box,
     kept: list[Tensor],
-    unpack: Callable[..., Tensor] | None,
+    unpack: tuple[Callable[..., Tensor], int] | None,
     begin: int,
     end: int,
     broken: set[str],
 ) -> memoryview:
     """Bytes of what is saved, from the tensors it is kept in. The name of a packed tensor that is
     not finite is added to `broken`: only unpacked does it show."""
-    size = box.dtype.itemsize
-    some = [tensor.reshape(-1)[begin // size : end // size].cpu() for tensor in kept]
-    whole = unpack(*some) if unpack is not None else some[0]
-    if unpack is not None and not whole.isfinite().all():
-        broken.add(box.name)
+    first, last = begin // box.dtype.itemsize, end // box.dtype.itemsize
+    if unpack is None:
+        whole = kept[0].reshape(-1)[first:last].cpu()
+    else:
+        function, block = unpack
+        rows = [tensor.reshape(-1) if block == 1 else tensor for tensor in kept]
+        start = first // block
+        numbers = function(*(row[start : -(-last // block)].cpu() for row in rows)).reshape(-1)
+        whole = numbers[first - start * block : last - start * block]
+        if not whole.isfinite().all():
+            broken.add(box.name)
     view: memoryview = whole.view(torch.uint8).numpy().data
     return view
 

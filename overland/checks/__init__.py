@@ -10,7 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from overland.checks import batch, combinations, files, machine, model, parallelism, schedule
+from overland.checks import (
+    batch,
+    combinations,
+    files,
+    machine,
+    model,
+    optimizer,
+    parallelism,
+    schedule,
+)
 from overland.config.errors import ConfigError, Kind, Problem
 from overland.config.load import Loaded, in_order, load_config
 
@@ -31,7 +40,9 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (parallelism.check_lengths, ("model", "parallelism", "training.seq_len", "validation")),
     (schedule.check_warmup, ("lr_scheduler", "training.steps")),
     (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
-    (combinations.check_moments, ("optimizer.bf16_moments", "training.dtype")),
+    (optimizer.check_optimizer, ("optimizer", "job.custom_import")),
+    (optimizer.check_groups, ("optimizer.groups", "model", "job.custom_import")),
+    (optimizer.check_moments, ("optimizer.bf16_moments", "training.dtype")),
     (combinations.check_recompute, ("activation_checkpoint",)),
     (combinations.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
     (combinations.check_compiler, ("compile",)),

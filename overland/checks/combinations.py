@@ -11,13 +11,6 @@ from overland.models.errors import ModelError
 from overland.models.registry import model_config
 
 
-def check_moments(loaded: Loaded) -> Iterator[Problem]:
-    key, dtype = "optimizer.bf16_moments", loaded.config.training.dtype
-    if loaded.config.optimizer.bf16_moments and dtype != "float32":
-        message = f"needs training.dtype = float32, not {dtype}"
-        yield Problem(message, loaded.where(key), key, True)
-
-
 def check_recompute(loaded: Loaded) -> Iterator[Problem]:
     option = loaded.config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) > 0):

@@ -32,12 +32,11 @@ from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.models.decoder import Decoder
 from overland.models.registry import model_config
+from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_layers, micro_batches_kept, stages_of_rank
-from overland.parallel.single import Masters, splits
-
-ADAM_MOMENTS = 2
+from overland.parallel.single import splits
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,9 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
             saved = SavedBytes()
             for part in parts:
                 part.to_empty(device="cpu")
-            masters = Masters(parts)
+            optimizer = Optimizer(parts, config.optimizer)
             if splits(mesh, config.training):
-                masters.split()
+                optimizer.split()
             each = []
             for part in parts:
                 with saved_tensors_hooks(saved.pack, saved.unpack):
@@ -133,15 +132,15 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                     del second
                 if output.requires_grad:  # a first stage may be frozen
                     output.sum().backward()
-            masters.join()
-        parameters = [local(p) for part in parts for p in part.parameters()]
-        trained = [local(p) for part in parts for p in part.parameters() if p.requires_grad]
+            with optimizer.whole():
+                parameters = [local(p.detach()) for part in parts for p in part.parameters()]
+                trained = [local(p.detach()) for p in optimizer.parameters]
     return FakeStep(
         rank,
         sum(p.numel() for p in parameters),
         num_bytes(parameters),
         num_bytes(trained),
-        ADAM_MOMENTS * num_bytes(trained),
+        optimizer.num_bytes,
         saved.total,
         tuple(each),
         dict(sorted(collectives.counts.items())),

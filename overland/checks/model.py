@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -116,13 +116,18 @@ def check_freeze(loaded: Loaded) -> Iterator[Problem]:
         return
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-            near = any_of([f"'{name}'" for name in get_close_matches(pattern, kinds, 3, 0.0)], "or")
+            near = nearest_parameters(pattern, names)
             message = f"'{pattern}' matches no parameter; the nearest names are {near}"
             yield Problem(message, loaded.where(key), key, patterns)
     if all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
         message = "freezes every parameter, so nothing would be trained"
         yield Problem(message, loaded.where(key), key, patterns)
+
+
+def nearest_parameters(pattern: str, names: Sequence[str]) -> str:
+    """The three names nearest to a pattern that matches none, the same for all blocks."""
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return any_of([f"'{name}'" for name in get_close_matches(pattern, kinds, 3, 0.0)], "or")
 
 
 def parameter_names(config: Any) -> list[str]:

@@ -23,6 +23,7 @@ USER_ERRORS = {
     "DegreeError",
     "DataError",
     "ModelError",
+    "OptimizerError",
     "CheckpointError",
     "ClusterError",
     "HubError",

@@ -176,6 +176,8 @@ def _one_in_words(annotation: Any) -> str:
         words = literal_words(item)
         if words:
             return "a list of " + any_of([show_value(word) for word in words], "and")
+        if isinstance(item, type) and issubclass(item, Section):
+            return f"a list of tables with {any_of([*item.model_fields], 'and')}"
         return "a list of texts" if strip(item) is str else f"a list ({_one_in_words(item)} each)"
     if get_origin(plain) is dict:
         value = get_args(plain)[1]

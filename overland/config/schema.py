@@ -147,24 +147,43 @@ class Parallelism(Section):
     """Devices that split each sequence."""
 
 
-class Optimizer(Section):
-    """AdamW with decoupled weight decay; norms and biases are not decayed."""
+class ParameterGroup(Section):
+    """Parameters with rates of their own: one table of [[optimizer.groups]]."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Adam is AdamW without decoupled decay (weight decay enters the gradient)."""
+    pattern: str
+    """Names of parameters, with wildcards, e.g. "*.embed_tokens.*"."""
+    lr_factor: NonNegativeFloat = 1.0
+    """Learning rate as a multiple of optimizer.lr and its schedule."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay; default: as without a group."""
+
+
+class Optimizer(Section):
+    """The optimizer and its rates; norms and biases are not decayed."""
+
+    name: str = "AdamW"
+    """AdamW, Adam (whose weight decay enters the gradient), Lion, or one that `job.custom_import`
+    adds."""
     lr: NonNegativeFloat = 8e-4
     """Peak learning rate."""
     beta1: Beta = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's and Adam's first moment."""
     beta2: Beta = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's and Adam's second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added by AdamW and Adam to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decay of matrices and embeddings."""
     bf16_moments: bool = False
-    """Keep both moments in bfloat16, rounded by chance, so that means stay right on average: 4
-    bytes per parameter less; a shorter update on NVIDIA GPUs (timed on one), a longer elsewhere."""
+    """Keep both moments of AdamW and Adam in bfloat16, stochastically rounded, so averages stay
+    unbiased: 4 bytes per parameter less; a shorter update on NVIDIA GPUs (timed on one), a longer
+    elsewhere."""
+    options: dict[str, Any] = {}
+    """Options of any other optimizer, e.g. {beta2 = 0.98} for Lion, whose defaults are beta1 = 0.9
+    and beta2 = 0.99."""
+    groups: list[ParameterGroup] = []
+    """Parameter groups, as [[optimizer.groups]] tables with pattern, lr_factor and weight_decay; a
+    parameter belongs to the first one whose pattern matches its name."""
 
 
 class LRScheduler(Section):

@@ -78,6 +78,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         # TOML's basic strings take JSON's escapes, but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Section):
+        return toml_value(value.model_dump(exclude_defaults=True))
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):

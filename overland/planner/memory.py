@@ -1,7 +1,7 @@
 """Memory of a device at the peak of a training step, from shapes alone (no torch).
 
-What lives through a step is the state: parameters and moments. Beside it, at the worst of three
-moments, lies
+What lives through a step is the state: parameters, and what the optimizer keeps of them. Beside it,
+at the worst of three moments, lies
 
     head     everything that blocks keep for the backward pass, and the logits of one chunk
     block    the same, and what the backward pass of the first block makes
@@ -24,6 +24,7 @@ from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.flops import count_parameters
+from overland.optimizers.registry import state_bytes
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the smallest
@@ -155,7 +156,7 @@ def kept_per_token(
 
 
 def _state(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> tuple[float, float]:
-    """Bytes of parameters and moments, and bytes of gradients."""
+    """Bytes of parameters and optimizer state, and bytes of gradients."""
     training, counts = config.training, count_parameters(model)
     layers = ceil(model.num_hidden_layers / degrees.pp)
     ends: float = counts.total - model.num_hidden_layers * counts.per_layer
@@ -164,7 +165,7 @@ def _state(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> tuple[f
     layer, ends = counts.per_layer / degrees.tp, ends / degrees.tp
     number = layers * layer + ends
     wide, size = SIZES[training.dtype], SIZES[training.mixed_precision_param]
-    moments = 2 * (2 if config.optimizer.bf16_moments else wide)
+    moments = state_bytes(config, model.parameter_shapes()) / counts.total
     accumulates = _accumulates(config, degrees)
     if degrees.world_size == 1 and not training.enable_cpu_offload:
         # Kept in halves, gradients are as narrow as the pass unless several add up.

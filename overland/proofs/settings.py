@@ -24,7 +24,7 @@ def settings_of(source: str | None) -> Sections | None:
         "activation_checkpoint": config.activation_checkpoint.model_dump(),
         "compile": config.compile.model_dump(),
         "data": {"document_mask": config.data.document_mask},
-        "optimizer": {"name": config.optimizer.name},
+        "optimizer": {"name": config.optimizer.name, "options": config.optimizer.options},
         "debug": {"seed": config.debug.seed},
     }
     if config.compile.enable:  # the proof is about the layout; generated code differs in rounding

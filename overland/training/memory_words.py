@@ -88,7 +88,7 @@ def with_ways_out(
     listed = listed or "a smaller model or training.seq_len"
     return (
         f"{what}. By estimate a step takes {now.peak / GIB:.2f} GiB per device: parameters and "
-        f"moments {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, kept for the "
+        f"optimizer state {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, kept for the "
         f"backward pass {now.kept / GIB:.2f}. Ways out: {listed}"
     )
 

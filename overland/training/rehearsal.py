@@ -60,6 +60,7 @@ from overland.data.wanted import (
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.registry import build_model, model_config
+from overland.optimizers.registry import state_bytes
 from overland.parallel.apply import freeze
 from overland.parallel.parts import named_parameters
 from overland.training.folder import RunFolder
@@ -279,14 +280,13 @@ class Rehearsal:
         config = self.loaded.config
         if not config.checkpoint.enable:
             return
-        width = getattr(torch, config.training.dtype).itemsize
-        moments = 2 * (2 if config.optimizer.bf16_moments else width)
         model = model_of(config)
         freeze(model, config.model.freeze)
-        size = sum(
-            one.numel() * (width + (moments if one.requires_grad else 0))
-            for one in model.parameters()
-        )
+        parameters = named_parameters([model])
+        width = getattr(torch, config.training.dtype).itemsize
+        trained = {n: tuple(p.shape) for n, p in parameters.items() if p.requires_grad}
+        size = sum(p.numel() * width for p in parameters.values())
+        size += int(state_bytes(config, trained, saved=True))
         if words := lack_of_room(RunFolder.of(config).checkpoints, config.checkpoint, size):
             key = "job.dump_folder"
             self.problems.append(Problem(words, self.loaded.where(key), key, kind="note"))

@@ -28,6 +28,7 @@ from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
 from overland.models.registry import model_config
+from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.comm import from_first_rank, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
@@ -42,7 +43,6 @@ from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
 from overland.training.health import SpikeGuard
 from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
-from overland.training.optimizer import AdamW
 from overland.training.pace import Pace
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
@@ -65,7 +65,7 @@ class Run:
     model_config: Any
     model: ParallelModel
     global_batch_size: int
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: LossScaler
     dataset: Dataset
     validation_sets: list[Dataset]
@@ -113,7 +113,7 @@ def build_run(
     parts = build_parts(architecture, mesh, config)
     give_weights(parts, config, device)
     model = build_parallel_model(parts, mesh, config, rows // mesh.dp_size, device)
-    optimizer = AdamW(parts, config.optimizer)
+    optimizer = Optimizer(parts, config.optimizer)
 
     def report(message: str) -> None:
         if world.rank in log_ranks:
@@ -172,7 +172,7 @@ def build_run(
     if splits(mesh, config.training):
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)
-        optimizer.masters.split(gradient_dtype=reduce if accumulates else None)
+        optimizer.split(gradient_dtype=reduce if accumulates else None)
     if config.checkpoint.enable:
         run.store.prepare(saved_state(run))
         for note in run.store.notes:

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import overland
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.finite import Largest, in_words
-from overland.checkpoint.plan import Packed, State, local_name, local_tensor
+from overland.checkpoint.plan import State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
 from overland.data.plan import Plan, differences
 from overland.data.renamed import former_names
-from overland.kernels.split import join
 from overland.models.registry import lacks_hf_form, own_model_name
+from overland.optimizers.registry import same_state
 from overland.parallel.parts import named_buffers, named_parameters, tied_copies
 from overland.training.random_state import random_state, set_random_state
 from overland.training.schedule import learning_rate
@@ -32,41 +32,35 @@ if TYPE_CHECKING:
 
 
 def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
-    """Weights, persistent buffers, moments, counters."""
+    """Weights, persistent buffers, optimizer state, counters: what a checkpoint is loaded into,
+    inside of `optimizer.whole()`."""
     parameters = named_parameters(run.model.parts)
     state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     state |= {f"model.{name}": buffer for name, buffer in named_buffers(run.model.parts).items()}
     if skip_optimizer:
         return state
-    state |= {"optimizer.num_updates": run.optimizer.num_updates, **run.scaler.state_dict()}
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            moments = run.optimizer.moments[parameter]
-            state[f"optimizer.{name}.exp_avg"] = moments.exp_avg
-            state[f"optimizer.{name}.exp_avg_sq"] = moments.exp_avg_sq
-    return state
+    return {**state, **run.optimizer.tensors(), **run.scaler.state_dict()}
 
 
 def saved_state(run: Run) -> State:
-    """Those, with float32 masters where parameters are kept in halves, and this rank's random
-    streams under names of its own."""
-    state: dict[str, Tensor | Packed] = dict(run_tensors(run))
-    rests = run.optimizer.masters.rests
-    for name, parameter in named_parameters(run.model.parts).items():
-        if parameter in rests:
-            state[f"model.{name}"] = _master(parameter, rests[parameter])
-    return {**state, **random_tensors(run)}
+    """The same as it is saved, with this rank's random streams under names of its own."""
+    parameters = named_parameters(run.model.parts)
+    buffers = named_buffers(run.model.parts)
+    return {
+        **{f"model.{name}": run.optimizer.saved_parameter(p) for name, p in parameters.items()},
+        **{f"model.{name}": buffer for name, buffer in buffers.items()},
+        **run.optimizer.saved(),
+        **run.scaler.state_dict(),
+        **random_tensors(run),
+    }
 
 
 def learned_names(run: Run) -> set[str]:
     """Names of the tensors that must be finite: parameters, and what the optimizer keeps. A
     model's own buffers may hold what they like."""
-    names = {f"model.{name}" for name in named_parameters(run.model.parts)}
-    return names | {name for name in run_tensors(run) if name.startswith("optimizer.")}
-
-
-def _master(parameter: nn.Parameter, rest: Tensor) -> Packed:
-    return Packed(tuple(parameter.shape), torch.float32, (parameter.detach(), rest), join)
+    return {f"model.{name}" for name in named_parameters(run.model.parts)} | {
+        *run.optimizer.saved()
+    }
 
 
 def random_tensors(run: Run) -> dict[str, Tensor]:
@@ -102,7 +96,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
     """Goes on where the checkpoint was saved; returns what the user should know."""
     with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
-        with run.optimizer.masters.whole():
+        with run.optimizer.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
             check_finite(run, path, skip_optimizer)
         facts = checkpoint.run
@@ -118,6 +112,8 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list
     """Reads weights, and unless told otherwise the optimizer's state; returns what the user should
     know."""
     run.store.wait_on_device()  # what is being copied must not change yet
+    if not skip_optimizer:
+        check_same_optimizer(run, checkpoint)
     state = run_tensors(run, skip_optimizer)
     if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # a new one starts anew
         state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
@@ -144,13 +140,22 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list
         for parameter, copy in tied_copies(run.model.parts):
             copy.copy_(parameter)
             if parameter.requires_grad:
-                ours, theirs = run.optimizer.moments[parameter], run.optimizer.moments[copy]
-                theirs.exp_avg.copy_(ours.exp_avg)
-                theirs.exp_avg_sq.copy_(ours.exp_avg_sq)
+                run.optimizer.copy_state(parameter, copy)
     if not missing:
         return []
     more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
     return [f"the checkpoint does not hold {missing[0]}{more}, which start again as they are built"]
+
+
+def check_same_optimizer(run: Run, checkpoint: Checkpoint) -> None:
+    """Refuses another optimizer's state, be it under the same names."""
+    saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
+    before, after = saved.get("name"), run.config.optimizer.name
+    if before is not None and not same_state(before, after):
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with {before}, and this run with {after}, whose state "
+            f"it does not hold: checkpoint.skip_optimizer = true starts {after} from new"
+        )
 
 
 def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:

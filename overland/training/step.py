@@ -15,8 +15,8 @@ from overland.data.batch import IGNORED, Batch
 from overland.parallel.comm import from_first_rank, sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import Mesh
+from overland.training.gradient_norm import gradient_norm
 from overland.training.health import SpikeGuard
-from overland.training.optimizer import gradient_norm
 from overland.training.schedule import learning_rate
 
 if TYPE_CHECKING:

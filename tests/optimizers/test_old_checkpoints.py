@@ -40,7 +40,7 @@ def differing(world: World, config: JobConfig, path: Path) -> list[str]:
     """Names of the tensors that are not what the checkpoint at `path` holds."""
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     assert run.progress.step == 3
-    with open_checkpoint(path) as checkpoint, run.optimizer.masters.whole():
+    with open_checkpoint(path) as checkpoint, run.optimizer.whole():
         found = run_tensors(run)
         saved = {name for name in checkpoint.tensors if not name.startswith("rng.")}
         assert set(found) == saved

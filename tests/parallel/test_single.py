@@ -10,11 +10,12 @@ from torch import nn
 
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
-from overland.config.schema import JobConfig, Optimizer
+from overland.config import schema
+from overland.config.schema import JobConfig
+from overland.optimizers.masters import Masters
+from overland.optimizers.optimizer import Optimizer
 from overland.parallel import single
-from overland.parallel.single import Masters
 from overland.proofs.layout import Curve, curve, difference, proof_job
-from overland.training.optimizer import AdamW
 
 
 def model() -> nn.Module:
@@ -52,15 +53,15 @@ def test_gradients_of_several_passes_add_up_in_float32() -> None:
 def test_small_updates_are_not_lost() -> None:
     """A rate far below bfloat16's resolution still moves the master."""
     network = model()
-    optimizer = AdamW([network], Optimizer(lr=1e-6, weight_decay=0.0))
+    optimizer = Optimizer([network], schema.Optimizer(lr=1e-6, weight_decay=0.0))
     before = next(network.parameters()).detach().clone()
-    optimizer.masters.split()
+    optimizer.split()
     one, zero = torch.ones(()), torch.zeros(())
     for _ in range(10):
         for parameter in network.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.update(1e-6, one, 0.0, one, skip=zero)
-    with optimizer.masters.whole():
+    with optimizer.whole():
         moved = before - next(network.parameters())
         assert 0.5e-5 < moved.mean() < 1.5e-5
 

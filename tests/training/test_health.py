@@ -174,8 +174,8 @@ class Breaks(Callback):
     def on_step(self, run: Run) -> None:
         if run.progress.step == 3 and run.world.rank == run.world.size - 1:
             parameter = run.optimizer.parameters[-1]
-            moments = run.optimizer.moments[parameter]
-            broken = parameter.detach() if self.what == "weights" else moments.exp_avg_sq
+            state = run.optimizer.state(parameter)
+            broken = parameter.detach() if self.what == "weights" else state["exp_avg_sq"]
             shard_of(broken)[0] = float("inf")
 
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from overland.config.schema import Optimizer
-from overland.training.optimizer import AdamW
+from overland.config import schema
+from overland.optimizers.optimizer import Optimizer
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
 
@@ -25,14 +25,14 @@ def gradient_norm(network: nn.Module) -> torch.Tensor:
 def test_frozen_parameters_are_left_out() -> None:
     network = model()
     network[0].requires_grad_(False)
-    assert len(AdamW([network], Optimizer()).parameters) == 4
+    assert len(Optimizer([network], schema.Optimizer()).parameters) == 4
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
 def test_a_clipped_update_is_the_one_of_plain_torch(max_norm: float) -> None:
-    settings = Optimizer(lr=1e-2, weight_decay=0.1)
+    settings = schema.Optimizer(lr=1e-2, weight_decay=0.1)
     ours, plain = model(), model()
-    optimizer = AdamW([ours], settings)
+    optimizer = Optimizer([ours], settings)
     reference = torch.optim.AdamW(
         [
             {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -56,7 +56,7 @@ def test_a_clipped_update_is_the_one_of_plain_torch(max_norm: float) -> None:
 
 def test_a_skipped_update_changes_nothing_not_even_the_step_count() -> None:
     network = model()
-    optimizer = AdamW([network], Optimizer(lr=1e-2))
+    optimizer = Optimizer([network], schema.Optimizer(lr=1e-2))
     take_gradients(network)
     optimizer.update(1e-2, gradient_norm(network), 1.0, ONE, skip=ZERO)
     before = [p.detach().clone() for p in network.parameters()]

@@ -1,0 +1,60 @@
+"""The optimizer exists, takes the options it is given, and its groups match parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from overland.checks.model import nearest_parameters, parameter_names
+from overland.config.errors import Problem
+from overland.config.load import Loaded
+from overland.config.schema import Optimizer
+from overland.models.errors import ModelError
+from overland.models.registry import model_config
+from overland.optimizers.adamw import AdamW
+from overland.optimizers.errors import OptimizerError
+from overland.optimizers.registry import optimizer_names, rules_of
+
+ADAMW_KEYS = ("beta1", "beta2", "eps", "bf16_moments")
+
+
+def check_optimizer(loaded: Loaded) -> Iterator[Problem]:
+    settings = loaded.config.optimizer
+    try:
+        rules = rules_of(settings)
+    except OptimizerError as error:
+        key = "name" if settings.name not in optimizer_names() else "options"
+        key, value = f"optimizer.{key}", getattr(settings, key)
+        yield Problem(str(error), loaded.where(key), key, value)
+        return
+    if any(isinstance(rule, AdamW) for rule in rules):
+        return
+    for name in ADAMW_KEYS:  # a run folder's config sets them all
+        value = getattr(settings, name)
+        if value != Optimizer.model_fields[name].default:
+            key = f"optimizer.{name}"
+            message = f"is an option of AdamW; {settings.name} takes its own in [optimizer.options]"
+            yield Problem(message, loaded.where(key), key, value)
+
+
+def check_moments(loaded: Loaded) -> Iterator[Problem]:
+    key, dtype = "optimizer.bf16_moments", loaded.config.training.dtype
+    if loaded.config.optimizer.bf16_moments and dtype != "float32":
+        message = f"needs training.dtype = float32, not {dtype}"
+        yield Problem(message, loaded.where(key), key, True)
+
+
+def check_groups(loaded: Loaded) -> Iterator[Problem]:
+    """Every pattern matches a parameter."""
+    key, groups = "optimizer.groups", loaded.config.optimizer.groups
+    if not groups:
+        return
+    try:
+        names = parameter_names(model_config(loaded.config.model))
+    except (ModelError, OSError):
+        return
+    for group in groups:
+        if not any(fnmatchcase(name, group.pattern) for name in names):
+            near = nearest_parameters(group.pattern, names)
+            message = f"'{group.pattern}' matches no parameter; the nearest names are {near}"
+            yield Problem(message, loaded.where(key), key)

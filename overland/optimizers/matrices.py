@@ -1,0 +1,199 @@
+"""Whole-matrix rules at work: each matrix is dealt to one of the ranks that share it.
+
+    1. every rank runs `before` on its shard and sends the result to the matrix's owner
+    2. the owner puts the matrix together, runs `whole`, and sends each rank its part of the result
+    3. every rank runs `after` on its shard
+
+This happens in rounds in which every owner has one matrix, so a rank holds one whole matrix at a
+time, and a round is two exchanges among the ranks. Who owns what follows from names and sizes
+alone. Ranks that hold copies (`dp_replicate`) each compute their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from overland.optimizers.rule import WholeMatrix
+from overland.optimizers.shard import Shard, Step
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix and where it lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]  # of each rank that shares it, in the order of `ranks`
+    ranks: tuple[int, ...]  # in the world
+
+    @property
+    def sizes(self) -> list[int]:
+        return [prod(one.stop - one.start for one in box) for box in self.boxes]
+
+
+class Matrices:
+    """The matrices of this rank, dealt out, with the groups to exchange them in."""
+
+    def __init__(self, rule: WholeMatrix, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.rule = rule
+        shared: dict[tuple[int, ...], dict[str, Matrix]] = {}
+        for name, parameter in parameters.items():
+            matrix = locate(name, parameter)
+            shared.setdefault(matrix.ranks, {})[name] = matrix
+        # In an order that all ranks of a group agree on, since they make it together.
+        self.groups = [
+            (rounds(list(shared[ranks].values())), group_of(ranks)) for ranks in sorted(shared)
+        ]
+
+    def update(self, shards: Sequence[Shard], step: Step) -> None:
+        found = {shard.name: shard for shard in shards}
+        for all_rounds, group in self.groups:
+            for matrices in all_rounds:
+                here = [one if one and one.name in found else None for one in matrices]
+                if any(here):
+                    self._update(here, found, group, step)
+
+    def _update(
+        self,
+        matrices: Sequence[Matrix | None],
+        shards: Mapping[str, Shard],
+        group: dist.ProcessGroup | None,
+        step: Step,
+    ) -> None:
+        """One round: the matrix of each owner, if it has one."""
+        inputs: list[Tensor | None] = []
+        for matrix in matrices:
+            inputs.append(None if matrix is None else self._before(shards[matrix.name], step))
+        rank = dist.get_rank(group) if group is not None else 0
+        mine = matrices[rank]
+        received = to_owners(inputs, mine, group)
+        results: list[Tensor] = []
+        if mine is not None:
+            whole = self.rule.whole(together(received, mine))
+            results = apart(whole.to(received[0].dtype), mine)
+        directions = from_owners(results, inputs, group)
+        for matrix, direction in zip(matrices, directions, strict=True):
+            if matrix is not None and direction is not None:
+                self._after(shards[matrix.name], direction, step)
+
+    def _before(self, shard: Shard, step: Step) -> Tensor:
+        result, state = self.rule.before(
+            shard.wide_gradient(step), shard.wide_state(), shard.rates(step)
+        )
+        shard.write_state(state, step)
+        shard.write_scalars(state, step)
+        # A step that is skipped may hold anything, which not every factorisation takes.
+        return torch.where(step.skip != 0, torch.zeros_like(result), result)
+
+    def _after(self, shard: Shard, direction: Tensor, step: Step) -> None:
+        parameter = shard.wide_parameter()
+        direction = direction.view(parameter.shape).to(parameter.dtype)
+        new, state = self.rule.after(parameter, direction, shard.wide_state(), shard.rates(step))
+        shard.write_parameter(new, step)
+        shard.write_state(state, step)
+        shard.write_scalars(state, step)
+
+
+def locate(name: str, parameter: Tensor) -> Matrix:
+    """The boxes of all ranks that share a parameter with this one; copies are not shared."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Matrix(name, shape, (tuple(slice(0, size) for size in shape),), (0,))
+    mesh, placements = parameter.device_mesh, parameter.placements
+    place = mesh.get_coordinate()
+    assert place is not None
+    axes = [
+        [place[axis]] if placement.is_replicate() else range(mesh.size(axis))
+        for axis, placement in enumerate(placements)
+    ]
+    boxes, ranks = [], []
+    for coordinate in product(*axes):
+        local, offset = _compute_local_shape_and_global_offset(
+            shape, mesh.shape, list(coordinate), placements
+        )
+        boxes.append(tuple(slice(a, a + n) for a, n in zip(offset, local, strict=True)))
+        ranks.append(int(mesh.mesh[coordinate]))
+    return Matrix(name, shape, tuple(boxes), tuple(ranks))
+
+
+def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
+    """For each round, the matrix of each owner. The largest are dealt first, always to the owner
+    that has the least so far."""
+    num_owners = len(matrices[0].ranks)
+    dealt: list[list[Matrix]] = [[] for _ in range(num_owners)]
+    loads = [0] * num_owners
+    for matrix in sorted(matrices, key=lambda one: (-prod(one.shape), one.name)):
+        owner = loads.index(min(loads))
+        dealt[owner].append(matrix)
+        loads[owner] += prod(matrix.shape)
+    return [
+        [own[number] if number < len(own) else None for own in dealt]
+        for number in range(max(map(len, dealt)))
+    ]
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A group of these ranks; None for one rank. Only they take part in making it."""
+    if len(ranks) == 1:
+        return None
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def to_owners(
+    inputs: Sequence[Tensor | None], mine: Matrix | None, group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """Sends each owner this rank's part of its matrix; returns all parts of this rank's own."""
+    sent = [0 if one is None else one.numel() for one in inputs]
+    return exchange(inputs, sent, mine.sizes if mine is not None else [0] * len(inputs), group)
+
+
+def from_owners(
+    results: Sequence[Tensor], inputs: Sequence[Tensor | None], group: dist.ProcessGroup | None
+) -> list[Tensor | None]:
+    """The way back: parts of this rank's own matrix to everyone, and from every owner one part."""
+    like = next(one for one in inputs if one is not None)
+    expected = [0 if one is None else one.numel() for one in inputs]
+    given = [one.numel() for one in results] or [0] * len(inputs)
+    parts: Sequence[Tensor | None] = results or [like.new_empty(0)]
+    found = exchange(parts, given, expected, group)
+    return [None if one is None else part for one, part in zip(inputs, found, strict=True)]
+
+
+def exchange(
+    parts: Sequence[Tensor | None],
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """All to all, with parts of any size."""
+    outgoing = torch.cat([part.reshape(-1) for part in parts if part is not None])
+    if group is None:
+        return [outgoing]
+    incoming = outgoing.new_empty(sum(received))
+    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+    return list(incoming.split(received))
+
+
+def together(parts: Sequence[Tensor], matrix: Matrix) -> Tensor:
+    whole = parts[0].new_empty(matrix.shape)
+    for part, box in zip(parts, matrix.boxes, strict=True):
+        place = whole[box]
+        place.copy_(part.view(place.shape))
+    return whole
+
+
+def apart(whole: Tensor, matrix: Matrix) -> list[Tensor]:
+    return [whole[box].reshape(-1) for box in matrix.boxes]

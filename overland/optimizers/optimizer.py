@@ -1,0 +1,229 @@
+"""The optimizer of a run: the parameters of this rank, their state, and the rules they move by.
+
+Clipping, the loss scale and "this step is not finite" reach the rules as two numbers on the device,
+a divisor for the gradients and a flag that turns the whole update into nothing. So the loop never
+waits to learn whether a step was good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from overland.checkpoint import plan
+from overland.config import schema
+from overland.config.groups import Group, group_of
+from overland.kernels.split import join
+from overland.optimizers.masters import Masters
+from overland.optimizers.registry import rule_for, rules_of
+from overland.optimizers.rule import Rule
+from overland.optimizers.shard import Shard, Step, packed, unpacked
+from overland.optimizers.state import Kinds, Packed, Scalar
+from overland.parallel.parts import parameter_names, shard_of, tied_copies
+
+PREFIX = "optimizer."
+
+Saved = dict[str, Tensor | plan.Packed]
+Updater = Callable[[Sequence[Shard], Step], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter, with what never changes about it, and its state."""
+
+    name: str
+    rule: Rule
+    kinds: Kinds
+    group: Group
+    seed: int
+    state: dict[str, Tensor] = field(default_factory=dict)
+    packed: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    is_saved: bool = True
+
+    def packing(self, name: str) -> Packed:
+        kind = self.kinds[name]
+        assert isinstance(kind, Packed)
+        return kind
+
+    def saved_name(self, name: str) -> str:
+        return f"{PREFIX}{self.name}.{name}"
+
+
+class Optimizer:
+    """Parameters and packed state are whole until `split`, and inside of `whole`."""
+
+    def __init__(self, parts: Sequence[nn.Module], settings: schema.Optimizer) -> None:
+        names = parameter_names(parts)
+        some = next(iter(names))  # trained or not: a stage's parameters may all be frozen
+        self.num_updates = torch.zeros((), device=some.device)
+        self.rules = rules_of(settings)
+        self._entries = {
+            parameter: self._entry(names[parameter], parameter, settings)
+            for part in parts
+            for parameter in part.parameters()
+            if parameter.requires_grad
+        }
+        for _, copy in tied_copies(parts):  # one name is saved, two are updated
+            if copy in self._entries:
+                entry = self._entries[copy]
+                self._entries[copy] = replace(entry, name=f"{entry.name} (copy)", is_saved=False)
+        self._masters = Masters(parts)
+        self._updaters: list[Updater] | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return list(self._entries)
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is kept of a parameter, by name; packed state only inside of `whole`."""
+        return self._entries[parameter].state
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the state on this rank."""
+        kept = [[*entry.state.values()] for entry in self._entries.values()]
+        kept += [[*some] for entry in self._entries.values() for some in entry.packed.values()]
+        return sum(shard_of(tensor).nbytes for some in kept for tensor in some)
+
+    def update(
+        self,
+        learning_rate: float,
+        norm: Tensor,
+        max_norm: float,
+        loss_scale: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """One step with gradients divided by the loss scale and clipped; `skip` leaves all as is.
+
+        `norm` is the norm of the gradients without their loss scale.
+        """
+        divisor = loss_scale
+        if max_norm > 0:
+            divisor = loss_scale * (norm / max_norm).clamp(min=1.0)
+        home = self.num_updates.device  # host memory, if the parameters are offloaded
+        divisor, skip = divisor.to(home, torch.float32), skip.to(home, torch.float32)
+        self.num_updates += 1
+        step = Step(learning_rate, self.num_updates, divisor, skip)
+        with torch.no_grad():
+            for rule, update in zip(self.rules, self._prepared(), strict=True):
+                update(self._shards(rule), step)
+        self.num_updates -= skip
+        for parameter in self._entries:
+            parameter.grad = None
+
+    def split(self, gradient_dtype: torch.dtype | None = None) -> None:
+        """Splits float32 master weights: from here on the parameters are bfloat16. Their gradients
+        are summed in `gradient_dtype` where several passes add up."""
+        self._masters.split(gradient_dtype)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, parameters and state are plain tensors in the form that is saved: what is read is
+        exact, what is written is kept."""
+        with self._masters.whole():
+            for parameter, entry in self._entries.items():
+                for name, kept in entry.packed.items():
+                    entry.state[name] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+                    place = shard_of(entry.state[name])
+                    place.copy_(unpacked(entry.packing(name), kept, place.shape))
+            try:
+                yield
+            finally:
+                for entry in self._entries.values():
+                    for name in entry.packed:
+                        numbers = shard_of(entry.state.pop(name))
+                        entry.packed[name] = packed(entry.packing(name), numbers)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by its names in a checkpoint, to be filled from one. Only inside of `whole`."""
+        found = {f"{PREFIX}num_updates": self.num_updates}
+        for entry in self._entries.values():
+            if entry.is_saved:
+                found |= {entry.saved_name(name): entry.state[name] for name in entry.kinds}
+        return found
+
+    def saved(self) -> Saved:
+        """The state under the same names, to be saved: packed state is unpacked while it is
+        written."""
+        found: Saved = {f"{PREFIX}num_updates": self.num_updates}
+        for parameter, entry in self._entries.items():
+            if not entry.is_saved:
+                continue
+            found |= {entry.saved_name(name): one for name, one in entry.state.items()}
+            for name, kept in entry.packed.items():
+                kind = entry.packing(name)
+                like, unpack = parameter.detach(), kind.unpack
+                found[entry.saved_name(name)] = plan.Packed(
+                    like, torch.float32, kept, unpack, kind.block
+                )
+        return found
+
+    def saved_parameter(self, parameter: nn.Parameter) -> Tensor | plan.Packed:
+        """What is saved of a parameter: a split one as the float32 master weight that it is."""
+        remainder = self._masters.remainders.get(parameter)
+        if remainder is None:
+            return parameter.detach()
+        return plan.Packed(parameter.detach(), torch.float32, (parameter.detach(), remainder), join)
+
+    def copy_state(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
+        """Gives a tied copy the state of its parameter. Only inside of `whole`."""
+        for name, one in self.state(parameter).items():
+            self.state(copy)[name].copy_(one)
+
+    def _entry(self, name: str, parameter: nn.Parameter, settings: schema.Optimizer) -> Entry:
+        shape = tuple(parameter.shape)
+        rule = rule_for(self.rules, name, shape)
+        kinds = rule.state(name, shape)
+        entry = Entry(
+            name,
+            rule,
+            kinds,
+            group_of(name, len(shape), settings),
+            # By name: both ends of a tied matrix must be rounded alike, wherever they are.
+            seed=crc32(name.encode()) >> 1,
+        )
+        like = parameter.detach()
+        for state, kind in kinds.items():
+            if isinstance(kind, Packed):
+                zeros = torch.zeros_like(shard_of(like), dtype=torch.float32)
+                entry.packed[state] = packed(kind, zeros)
+            elif isinstance(kind, Scalar):
+                dtype = getattr(torch, kind.dtype)
+                entry.state[state] = torch.zeros((), dtype=dtype, device=parameter.device)
+            else:
+                dtype = getattr(torch, kind.dtype) if kind.dtype else parameter.dtype
+                entry.state[state] = torch.zeros_like(like, dtype=dtype)
+        return entry
+
+    def _prepared(self) -> list[Updater]:
+        """One for each rule. Made by the first step, while collectives may still take long."""
+        if self._updaters is None:
+            self._updaters = [
+                rule.updater({e.name: p for p, e in self._entries.items() if e.rule is rule})
+                for rule in self.rules
+            ]
+        return self._updaters
+
+    def _shards(self, rule: Rule) -> list[Shard]:
+        return [
+            Shard(
+                entry.name,
+                shard_of(parameter.detach()),
+                self._masters.remainders.get(parameter),
+                shard_of(parameter.grad),
+                entry.kinds,
+                {name: shard_of(one) for name, one in entry.state.items()},
+                entry.packed,
+                entry.group.lr_factor,
+                entry.group.weight_decay,
+                entry.seed,
+            )
+            for parameter, entry in self._entries.items()
+            if entry.rule is rule and parameter.grad is not None
+        ]

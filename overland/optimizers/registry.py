@@ -1,0 +1,113 @@
+"""Optimizers by name. A user's module (`job.custom_import`) adds its own: `register_optimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from overland.config.errors import nearest_name, show_value
+from overland.config.schema import JobConfig, Optimizer
+from overland.optimizers.adamw import AdamW
+from overland.optimizers.errors import OptimizerError
+from overland.optimizers.lion import Lion
+from overland.optimizers.rule import Elementwise, Rule, WholeMatrix
+from overland.optimizers.state import Kinds, num_bytes, num_saved_bytes
+
+_RULES: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "Lion": Lion}
+
+
+def register_optimizer(name: str, rule: type[Rule]) -> None:
+    """Makes `optimizer.name = "<name>"` known. `rule` is a frozen dataclass that extends
+    `Elementwise` or `WholeMatrix`; its fields are what `[optimizer.options]` may set."""
+    if name in _RULES:
+        raise OptimizerError(f"an optimizer named '{name}' is already registered")
+    if not (isinstance(rule, type) and issubclass(rule, Elementwise | WholeMatrix)):
+        raise OptimizerError(f"'{name}' must be a class that extends Elementwise or WholeMatrix")
+    if not is_dataclass(rule):
+        raise OptimizerError(f"{rule.__name__} of '{name}' must be a dataclass")
+    _RULES[name] = rule
+
+
+def optimizer_names() -> list[str]:
+    return sorted(_RULES)
+
+
+def rule_class(name: str) -> type[Rule]:
+    if name not in _RULES:
+        near = nearest_name(name, _RULES)
+        hint = f"; did you mean '{near}'?" if near else f"; there are {', '.join(sorted(_RULES))}"
+        raise OptimizerError(f"there is no optimizer '{name}'{hint}")
+    return _RULES[name]
+
+
+def rules_of(settings: Optimizer) -> list[Rule]:
+    """The rule that `[optimizer]` asks for, and after it the one of the parameters it does not
+    take."""
+    kind = rule_class(settings.name)
+    if kind is AdamW:
+        if settings.options:
+            raise OptimizerError(
+                f"{settings.name} takes its options from [optimizer] itself, not from "
+                f"[optimizer.options]: {', '.join(settings.options)}"
+            )
+        return [AdamW.of(settings)]
+    rules = [_with_options(kind, settings.name, settings.options)]
+    if isinstance(rules[0], WholeMatrix):
+        second = rules[0].others
+        if not issubclass(rule_class(second), Elementwise):
+            raise OptimizerError(
+                f"{second} cannot take what {settings.name} leaves: not elementwise"
+            )
+        rules += rules_of(settings.model_copy(update={"name": second, "options": {}}))
+    return rules
+
+
+def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
+    """The first rule that takes this parameter."""
+    return next(rule for rule in rules if rule.takes(name, tuple(shape)))
+
+
+def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Kinds:
+    """The state that is kept of this parameter."""
+    return rule_for(rules, name, shape).state(name, tuple(shape))
+
+
+def state_bytes(
+    config: JobConfig, shapes: Mapping[str, tuple[int, ...]], saved: bool = False
+) -> float:
+    """Bytes of the state of all these parameters in memory, or as they are saved."""
+    rules = rules_of(config.optimizer)
+    count = num_saved_bytes if saved else num_bytes
+    return sum(
+        count(state_of(rules, name, shape), shape, config.training.dtype)
+        for name, shape in shapes.items()
+    )
+
+
+def same_state(one: str, other: str) -> bool:
+    """Whether two optimizers, by name, keep the same state: Adam resumes what AdamW saved."""
+    return one == other or (_RULES.get(one) is not None and _RULES.get(one) is _RULES.get(other))
+
+
+def _with_options(kind: type[Rule], name: str, options: Mapping[str, Any]) -> Rule:
+    assert is_dataclass(kind)
+    valid = {field.name: field for field in fields(kind) if field.init}
+    for key in options:
+        if key not in valid:
+            near = nearest_name(key, valid)
+            hint = f"did you mean '{near}'?" if near else f"it has {', '.join(valid) or 'none'}"
+            raise OptimizerError(f"{name} has no option '{key}'; {hint}")
+    types = get_type_hints(kind)
+    for key, value in options.items():
+        try:
+            TypeAdapter(types[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            words = error.errors(include_url=False)[0]["msg"]
+            raise OptimizerError(f"{name}'s option {key} = {show_value(value)}: {words}") from None
+    try:
+        return kind(**options)
+    except ValueError as error:  # what the rule itself has to say about its options
+        raise OptimizerError(f"{name}: {error}") from None

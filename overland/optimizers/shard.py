@@ -1,0 +1,148 @@
+"""A parameter's part on this rank, as an update reads and writes it.
+
+Numbers are widened on the way in: a split master weight is joined, a gradient is divided by the
+loss scale and the clipping factor, narrow or packed state is unpacked. On the way out they take
+their own form again, unless the step is skipped; that is decided on the device, so the host never
+waits to learn whether a step was good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from overland.kernels.rounding import noise, round_by_chance
+from overland.kernels.split import join, split
+from overland.optimizers.rule import Rates
+from overland.optimizers.state import Kinds, Packed, Scalar
+
+# An update holds dozens of bytes per number on the way: of a whole embedding, tens of GB.
+PIECE = 2**23
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the optimizer. The tensors are float32 scalars on the device."""
+
+    lr: float
+    num_updates: Tensor  # counts this update
+    divisor: Tensor  # of the gradients
+    skip: Tensor  # not zero: nothing changes
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    parameter: Tensor  # bfloat16 with a remainder, else as it is trained
+    remainder: Tensor | None  # int16: the lower half of a split master weight
+    gradient: Tensor
+    kinds: Kinds
+    state: Mapping[str, Tensor]
+    packed: Mapping[str, tuple[Tensor, ...]]
+    lr_factor: float
+    weight_decay: float
+    seed: int  # for stochastic rounding
+    first: int = 0  # where this piece begins in its shard
+
+    def rates(self, step: Step) -> Rates:
+        return Rates(step.lr * self.lr_factor, self.weight_decay, step.num_updates)
+
+    def pieces(self) -> Iterator[Shard]:
+        """The shard in flat pieces of limited size; an empty one is a piece of its own."""
+        flat = {
+            name: one if isinstance(self.kinds[name], Scalar) else one.view(-1)
+            for name, one in self.state.items()
+        }
+        parameter, gradient = self.parameter.view(-1), self.gradient.reshape(-1)
+        remainder = None if self.remainder is None else self.remainder.view(-1)
+        for first in range(0, max(1, parameter.numel()), PIECE):
+            here = slice(first, first + PIECE)
+            yield replace(
+                self,
+                parameter=parameter[here],
+                remainder=None if remainder is None else remainder[here],
+                gradient=gradient[here],
+                state={name: one[here] if one.ndim else one for name, one in flat.items()},
+                packed={name: self._blocks(name, here) for name in self.packed},
+                first=first,
+            )
+
+    def wide_parameter(self) -> Tensor:
+        if self.remainder is not None:
+            return join(self.parameter, self.remainder)
+        return self.parameter.to(self._wide)
+
+    def wide_gradient(self, step: Step) -> Tensor:
+        return self.gradient.to(self._wide) / step.divisor
+
+    def wide_state(self) -> dict[str, Tensor]:
+        found = {
+            name: one if isinstance(self.kinds[name], Scalar) else one.to(self._wide)
+            for name, one in self.state.items()
+        }
+        for name, kept in self.packed.items():
+            numbers = unpacked(self._packing(name), kept, self.parameter.shape)
+            found[name] = numbers.to(self._wide)
+        return found
+
+    def write_parameter(self, new: Tensor, step: Step) -> None:
+        if self.remainder is None:
+            _write(self.parameter, new, step)
+            return
+        narrow, remainder = split(new)
+        _write(self.parameter, narrow, step)
+        _write(self.remainder, remainder, step)
+
+    def write_state(self, new: Mapping[str, Tensor], step: Step) -> None:
+        """Everything but scalars, which all pieces of a shard read."""
+        for name, one in self.state.items():
+            if isinstance(self.kinds[name], Scalar):
+                continue
+            value = new[name]
+            if one.dtype == torch.bfloat16 and value.dtype != torch.bfloat16:
+                seed = self.seed ^ crc32(name.encode()) >> 1
+                bits = noise(value.numel(), step.num_updates, seed, self.first)
+                value = round_by_chance(value.float(), bits & 0xFFFF)
+            _write(one, value, step)
+        for name, kept in self.packed.items():
+            for one, value in zip(kept, packed(self._packing(name), new[name]), strict=True):
+                _write(one, value, step)
+
+    def write_scalars(self, new: Mapping[str, Tensor], step: Step) -> None:
+        for name, one in self.state.items():
+            if isinstance(self.kinds[name], Scalar):
+                _write(one, new[name], step)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.parameter.dtype, torch.float32)
+
+    def _packing(self, name: str) -> Packed:
+        kind = self.kinds[name]
+        assert isinstance(kind, Packed)
+        return kind
+
+    def _blocks(self, name: str, here: slice) -> tuple[Tensor, ...]:
+        block = self._packing(name).block
+        assert PIECE % block == 0, f"{name}: a block must divide {PIECE}"
+        return tuple(kept[here.start // block : here.stop // block] for kept in self.packed[name])
+
+
+def packed(kind: Packed, numbers: Tensor) -> tuple[Tensor, ...]:
+    """What is kept of these numbers."""
+    flat = numbers.float().reshape(-1)
+    filled = torch.nn.functional.pad(flat, (0, -flat.numel() % kind.block))
+    return kind.pack(filled.view(-1, kind.block))
+
+
+def unpacked(kind: Packed, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+    """The numbers, in float32."""
+    return kind.unpack(*kept).reshape(-1)[: shape.numel()].view(shape)
+
+
+def _write(place: Tensor, new: Tensor, step: Step) -> None:
+    place.copy_(torch.where(step.skip != 0, place, new.to(place.dtype)))

@@ -1,0 +1,64 @@
+"""What `check` says about an optimizer, its options and its groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overland.checks import check_config
+from overland.config.errors import ConfigError
+from overland.config.load import load_config
+from overland.config.write import to_toml
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def problems(text: str) -> list[str]:
+    Path("run.toml").write_text(f"[optimizer]\n{text}\n")
+    return [str(problem) for problem in check_config(load_config("run.toml", (), {}), None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('name = "Adamw"', "did you mean 'AdamW'?"),
+        ('name = "Lion"\noptions = {beta3 = 0.9}', "Lion has no option 'beta3'; did you mean"),
+        (
+            'name = "Lion"\nbeta2 = 0.98',
+            "optimizer.beta2 = 0.98: is an option of AdamW; Lion takes",
+        ),
+        ('[[optimizer.groups]]\npattern = "*.embed_tokns.*"', "'*.embed_tokns.*' matches no param"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_a_way_out(text: str, says: str) -> None:
+    (found,) = problems(text)
+    assert found.startswith("run.toml:")
+    assert says in found
+
+
+def test_a_group_with_an_unknown_key_is_told_which_there_are() -> None:
+    with pytest.raises(ConfigError) as error:
+        problems('[[optimizer.groups]]\npattern = "*"\nlr = 0.1')
+    assert "a list of tables with pattern, lr_factor and weight_decay" in str(error.value)
+
+
+def test_options_and_groups_are_read_back_as_they_were_written() -> None:
+    text = """
+name = "Lion"
+options = {beta2 = 0.98}
+[[optimizer.groups]]
+pattern = "*.embed_tokens.*"
+lr_factor = 0.1
+[[optimizer.groups]]
+pattern = "model.norm.*"
+weight_decay = 0.01
+"""
+    assert problems(text) == []
+    config = load_config("run.toml", (), {}).config
+    assert [group.lr_factor for group in config.optimizer.groups] == [0.1, 1.0]
+    Path("again.toml").write_text(to_toml(config, full=True))
+    assert load_config("again.toml", (), {}).config == config
