@@ -25,7 +25,7 @@ from overland.checkpoint.convert.source import (
     Source,
     companions_in,
     read_json,
-    split_moment,
+    split_state,
 )
 from overland.checkpoint.convert.verify import verify_hashes, verify_logits
 from overland.checkpoint.errors import CheckpointError
@@ -153,10 +153,10 @@ def _selected(source: Source, weights_only: bool) -> dict[str, Lazy]:
 
 
 def _without(tensors: dict[str, Lazy], patterns: Sequence[str]) -> dict[str, Lazy]:
-    """Drops parameters, with their moments, and other entries that a pattern matches."""
+    """Drops parameters, with their state, and other entries that a pattern matches."""
     kept = dict(tensors)
     for pattern in patterns:
-        matched = [name for name in tensors if _matches(name, pattern)]
+        matched = [name for name in tensors if _matches(name, pattern, tensors)]
         if not matched:
             plain = [name.removeprefix(MODEL) for name in tensors]
             raise CheckpointError(f"--exclude {pattern} matches no tensor{_near(pattern, plain)}")
@@ -167,9 +167,9 @@ def _without(tensors: dict[str, Lazy], patterns: Sequence[str]) -> dict[str, Laz
     return kept
 
 
-def _matches(name: str, pattern: str) -> bool:
-    moment = split_moment(name)
-    names = (name, name.removeprefix(MODEL), *(moment[:1] if moment else ()))
+def _matches(name: str, pattern: str, tensors: dict[str, Lazy]) -> bool:
+    state = split_state(name, tensors)
+    names = (name, name.removeprefix(MODEL), *(state[:1] if state else ()))
     return any(fnmatch.fnmatchcase(one, pattern) for one in names)
 
 
@@ -179,7 +179,7 @@ def _near(pattern: str, names: list[str]) -> str:
 
 
 def _with_dtype(tensors: dict[str, Lazy], dtype: torch.dtype | None) -> dict[str, Lazy]:
-    """Weights that are floating-point change type; moments and counts stay as they are. Names of
+    """Weights that are floating-point change type; optimizer state stays as they are. Names of
     one tensor stay names of one tensor."""
     if dtype is None:
         return tensors

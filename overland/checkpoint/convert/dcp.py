@@ -7,7 +7,7 @@ is a small torch.save file somewhere inside a `.distcp` file. The metadata is ta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,11 @@ def open_dcp(path: Path, config: Config = None) -> Source:
     rest = {
         name: lazy for name, lazy in tensors.items() if name.removeprefix(prefix) not in weights
     }
-    moments, steps, rest = _moments(rest, objects)
+    states, steps, rest = _states(rest, objects, weights)
     if llama.is_meta(weights):
-        weights, moments = _from_torchtitan(path, weights, moments, config)
+        weights, states = _from_torchtitan(path, weights, states, config)
     canonical = {MODEL + name: lazy for name, lazy in weights.items()}
-    canonical |= {f"{OPTIMIZER}{name}.{kind}": lazy for (name, kind), lazy in moments.items()}
+    canonical |= {f"{OPTIMIZER}{name}.{kind}": lazy for (name, kind), lazy in states.items()}
     return Source(
         "dcp",
         path,
@@ -201,39 +201,39 @@ def _is_other(name: str, prefix: str) -> bool:
     return not prefix and name.startswith(outer)
 
 
-_STATE = re.compile(r"(?:optimizer|optim)\.(?:state\.)?(.+)\.(exp_avg|exp_avg_sq|step)")
+_STATE = re.compile(r"(?:optimizer|optim)\.(?:state\.)?(.+)\.(\w+)")
 
 
-def _moments(
-    tensors: dict[str, Lazy], objects: dict[str, Any]
+def _states(
+    tensors: dict[str, Lazy], objects: dict[str, Any], weights: Container[str]
 ) -> tuple[dict[tuple[str, str], Lazy], list[float], dict[str, Lazy]]:
-    """Adam's moments, its counts of steps, and what is neither."""
-    moments: dict[tuple[str, str], Lazy] = {}
+    """What an optimizer has kept of its parameters, its counts of steps, and what is neither."""
+    states: dict[tuple[str, str], Lazy] = {}
     steps: list[float] = []
     rest: dict[str, Lazy] = {}
     for name, lazy in tensors.items():
         match = _STATE.fullmatch(name)
         if name == "optimizer.num_updates" or (match and match[2] == "step" and lazy.numel == 1):
             steps.append(float(lazy.load().item()))
-        elif match and match[2] in MOMENTS:
-            moments[match[1], match[2]] = lazy
+        elif match and (match[2] in MOMENTS or match[1] in weights):
+            states[match[1], match[2]] = lazy
         else:
             rest[name] = lazy
     for name, value in objects.items():
         if (match := _STATE.fullmatch(name)) and match[2] == "step":
             steps.append(float(scalar(value)))
-    return moments, steps, rest
+    return states, steps, rest
 
 
 def _from_torchtitan(
     path: Path,
     weights: dict[str, Lazy],
-    moments: dict[tuple[str, str], Lazy],
+    states: dict[tuple[str, str], Lazy],
     config: Config,
 ) -> tuple[dict[str, Lazy], dict[tuple[str, str], Lazy]]:
     head_dim = llama.head_dim_of(config, f"{path} has torchtitan's names and")
     renamed: dict[tuple[str, str], Lazy] = {}
-    for (name, kind), lazy in moments.items():
+    for (name, kind), lazy in states.items():
         ((hf_name, rows),) = llama.in_hf_words({name: lazy}, head_dim).items()
         renamed[hf_name, kind] = rows
     return llama.in_hf_words(weights, head_dim), renamed

@@ -16,7 +16,7 @@ from overland.checkpoint.convert.dcp import METADATA
 from overland.checkpoint.convert.lazy import Lazy, held
 from overland.checkpoint.convert.options import Options
 from overland.checkpoint.convert.shards import describe, new_file, split
-from overland.checkpoint.convert.source import MODEL, NUM_UPDATES, Source, split_moment
+from overland.checkpoint.convert.source import MODEL, NUM_UPDATES, Source, split_state
 from overland.checkpoint.convert.torch_writer import write_torch_file
 
 Key = tuple[str, ...]
@@ -70,7 +70,8 @@ def write_dcp(source: Source, folder: Path, options: Options) -> None:
 
 def _entries(source: Source, options: Options) -> tuple[dict[Key, Lazy], dict[Key, Any]]:
     """Tensors and objects under the keys that {"model": …, "optimizer": …} gets from torch:
-    `optimizer.state.<name>.exp_avg`, with a step for each parameter."""
+    `optimizer.state.<name>.exp_avg`, with a step for each parameter. Other optimizers' state keeps
+    its own names."""
     tensors, groups = source.tensors, source.extras.get("param_groups", [])
     is_titan = options.names == "torchtitan"
     if is_titan:
@@ -84,8 +85,8 @@ def _entries(source: Source, options: Options) -> tuple[dict[Key, Lazy], dict[Ke
     steps = updates.load() if updates is not None else torch.zeros(())
     found: dict[Key, Lazy] = {}
     for name, lazy in tensors.items():
-        if (moment := split_moment(name)) is not None:
-            parameter, kind = moment
+        if (state := split_state(name, tensors)) is not None:
+            parameter, kind = state
             found["optimizer", "state", parameter, kind] = lazy
             found["optimizer", "state", parameter, "step"] = held(steps)
         elif name.startswith(MODEL):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from overland.checkpoint.convert.lazy import Changed, Lazy
-from overland.checkpoint.convert.source import OPTIMIZER, split_moment
+from overland.checkpoint.convert.source import MODEL, OPTIMIZER, split_state
 from overland.checkpoint.errors import CheckpointError
 
 _OUTER = {
@@ -91,13 +91,13 @@ def in_meta_words(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]
     """A run's entries with Meta's names and rows: `layers.0…`, `optimizer.layers.0….exp_avg`."""
     renamed: dict[str, Lazy] = {}
     for name, tensor in tensors.items():
-        moment = split_moment(name)
-        if moment is not None:
-            rows = rows_for_meta(moment[0], tensor, head_dim)
-            renamed[f"{OPTIMIZER}{meta_name(moment[0])}.{moment[1]}"] = rows
-        elif name.startswith("model."):
-            plain = name.removeprefix("model.")
-            renamed["model." + meta_name(plain)] = rows_for_meta(plain, tensor, head_dim)
+        state = split_state(name, tensors)
+        if state is not None:
+            rows = rows_for_meta(state[0], tensor, head_dim)
+            renamed[f"{OPTIMIZER}{meta_name(state[0])}.{state[1]}"] = rows
+        elif name.startswith(MODEL):
+            plain = name.removeprefix(MODEL)
+            renamed[MODEL + meta_name(plain)] = rows_for_meta(plain, tensor, head_dim)
         else:
             renamed[name] = tensor
     return renamed
@@ -133,8 +133,8 @@ def check_is_plain_llama(config: Mapping[str, Any], target: str) -> None:
 
 
 def _reordered(name: str, tensor: Lazy, head_dim: int, split: tuple[int, int]) -> Lazy:
-    if not re.search(r"self_attn\.[qk]_proj\.weight$", name):
-        return tensor
+    if not re.search(r"self_attn\.[qk]_proj\.weight$", name) or not tensor.shape:
+        return tensor  # no rotary rows: another matrix, or a scalar that an optimizer keeps
     rows = tensor.shape[0]
     if rows % head_dim or head_dim % 2:
         raise CheckpointError(f"{name} has {rows} rows, which are no heads of {head_dim} each")

@@ -10,17 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 import overland
 from overland.checkpoint.convert.lazy import Lazy, Slices, counter, held
 from overland.checkpoint.convert.options import Options
-from overland.checkpoint.convert.source import Config, Source, companions_in, read_json
+from overland.checkpoint.convert.source import (
+    MODEL,
+    MOMENTS,
+    Config,
+    Source,
+    companions_in,
+    read_json,
+    split_state,
+)
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.format import COMMITTED
 from overland.checkpoint.read import Checkpoint, open_checkpoint
 from overland.checkpoint.write import write_whole
+from overland.config.groups import Group, group_of
+from overland.config.schema import Optimizer
 
 RUN_CONFIG, MODEL_CONFIG = "config.toml", "model_config.json"
 
@@ -89,7 +100,7 @@ def write_overland(source: Source, folder: Path, options: Options) -> None:
         "validation_loss": None,
     }
     tensors = dict(source.tensors)
-    if any(True for _ in source.moments()):  # a run that resumes asks for a loss scale, too
+    if any(True for _ in source.states()):  # a run that resumes asks for a loss scale, too
         tensors = _NO_SCALING | tensors
     listed = ((name, lazy.dtype, lazy.shape, lazy.load) for name, lazy in tensors.items())
     write_whole(folder, listed, run, about)
@@ -133,22 +144,34 @@ def _newest(run_folder: Path) -> Path:
 def _param_groups(
     config: dict[str, Any], run: dict[str, Any], tensors: dict[str, Lazy]
 ) -> list[dict[str, Any]]:
-    """As Overland's optimizer has it: matrices decay; vectors, norms and biases, do not."""
-    settings = config.get("optimizer")
-    if not settings:
+    """The run's parameter groups as torch writes them, matrices before vectors."""
+    saved = config.get("optimizer") or {}
+    known = {key: value for key, value in saved.items() if key in Optimizer.model_fields}
+    try:
+        settings = Optimizer.model_validate(known)
+    except ValidationError:  # of a later version, say: then all parameters are one group
+        known = {}
+    if not known:
         return []
-    rate = run.get("learning_rate") or settings["lr"]
-    names = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
-    trained = [name for name in names if f"optimizer.{name}.exp_avg" in tensors]
+    states: dict[str, set[str]] = {}
+    for name in tensors:
+        if (state := split_state(name, tensors)) is not None:
+            states.setdefault(state[0], set()).add(state[1])
+    members: dict[tuple[bool, Group, bool], list[str]] = {}
+    for name in [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]:
+        if name in states:
+            num_dims = len(tensors[MODEL + name].shape)
+            group = group_of(name, num_dims, settings)
+            key = num_dims < 2, group, states[name] >= {*MOMENTS}
+            members.setdefault(key, []).append(name)
+    rate = run.get("learning_rate") or settings.lr
     return [
         {
-            "lr": rate,
-            "initial_lr": settings["lr"],
-            "betas": (settings["beta1"], settings["beta2"]),
-            "eps": settings["eps"],
-            "weight_decay": settings["weight_decay"] if decays else 0.0,
-            "names": members,
+            "lr": rate * group.lr_factor,
+            "initial_lr": settings.lr * group.lr_factor,
+            **({"betas": (settings.beta1, settings.beta2), "eps": settings.eps} if is_adam else {}),
+            "weight_decay": group.weight_decay,
+            "names": names,
         }
-        for decays in (True, False)
-        if (members := [n for n in trained if (len(tensors[f"model.{n}"].shape) >= 2) == decays])
+        for (_, group, is_adam), names in sorted(members.items(), key=lambda item: item[0][0])
     ]

@@ -1,12 +1,13 @@
 """A checkpoint of any format: its tensors by Overland's names, read one by one.
 
-Names are those of a run's own state: `model.<Hugging Face name>`, `optimizer.<name>.exp_avg` and
-`.exp_avg_sq`, `optimizer.num_updates`. Whatever else a file holds keeps the name it has there.
+Names are those of a run's own state: `model.<Hugging Face name>`, `optimizer.<name>.<state>` (of
+AdamW: exp_avg and exp_avg_sq), `optimizer.num_updates`. Whatever else a file holds keeps the name
+it has there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ Config = dict[str, Any] | None
 """The contents of a config.json, where there is one."""
 
 MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
 
 # What lies beside weights and belongs to them.
 COMPANIONS = (
@@ -74,20 +75,21 @@ class Source:
             if name.startswith(MODEL)
         }
 
-    def moments(self) -> Iterator[tuple[str, str, Lazy]]:
-        """(parameter, exp_avg or exp_avg_sq, tensor)."""
+    def states(self) -> Iterator[tuple[str, str, Lazy]]:
+        """What an optimizer has kept: (parameter, name of the state, tensor)."""
         for name, lazy in self.tensors.items():
-            if (split := split_moment(name)) is not None:
+            if (split := split_state(name, self.tensors)) is not None:
                 yield *split, lazy
 
     def with_tensors(self, tensors: dict[str, Lazy]) -> Source:
         return replace(self, tensors=tensors)
 
 
-def split_moment(name: str) -> tuple[str, str] | None:
-    """`optimizer.<parameter>.<moment>` taken apart."""
+def split_state(name: str, tensors: Container[str]) -> tuple[str, str] | None:
+    """`optimizer.<parameter>.<state>` taken apart, if the parameter is one of the model's."""
     parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
-    return (parameter, kind) if name.startswith(OPTIMIZER) and kind in MOMENTS else None
+    is_state = name.startswith(OPTIMIZER) and (MODEL + parameter in tensors or kind in MOMENTS)
+    return (parameter, kind) if is_state else None
 
 
 def num_updates(steps: list[float]) -> dict[str, Lazy]:

@@ -2,7 +2,8 @@
 
 model_state_dict.pt   parameter → tensor
 optim_state_dict.pt   torch.optim's own form: {"state": {0: {step, exp_avg, exp_avg_sq}, …},
-                      "param_groups": […]}, numbered through the groups, names in param_names
+                      "param_groups": […]}, numbered through the groups, names in param_names;
+                      other optimizers than Adam keep their state under its own names
 lr_state_dict.pt      torch's schedulers' form: last_epoch, _step_count, base_lrs, _last_lr
 iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch, tokens
 """
@@ -71,7 +72,7 @@ def open_torch(path: Path, config: Config = None) -> Source:
     tensors = {MODEL + name: lazy for name, lazy in weights.items()}
     extras: dict[str, Any] = {}
     if path.is_dir() and (path / STATE).is_file():
-        state, extras["param_groups"] = _adam(path / STATE, order)
+        state, extras["param_groups"] = _state(path / STATE, order)
         tensors |= state
     if path.is_dir() and (path / PROGRESS).is_file():
         progress = read_torch_file(path / PROGRESS)
@@ -84,7 +85,7 @@ def open_torch(path: Path, config: Config = None) -> Source:
 def write_torch(source: Source, folder: Path, options: Options | None = None) -> None:
     """All that the source has of the four. The first two are written tensor by tensor."""
     _write(folder / WEIGHTS, source.weights())
-    if any(True for _ in source.moments()):
+    if any(True for _ in source.states()):
         _write(folder / STATE, _torch_state(source))
     extras = source.extras
     step = int(extras.get("step", 0))
@@ -133,25 +134,27 @@ def _write(path: Path, saved: Any) -> None:
 def _torch_state(source: Source) -> dict[str, Any]:
     updates = source.tensors.get(NUM_UPDATES)
     steps = updates.load().to(torch.float32) if updates is not None else torch.zeros(())
-    moments: dict[str, dict[str, Lazy]] = {}
-    for name, kind, lazy in source.moments():
-        moments.setdefault(name, {})[kind] = lazy
+    states: dict[str, dict[str, Lazy]] = {}
+    for name, kind, lazy in source.states():
+        states.setdefault(name, {})[kind] = lazy
     state: dict[int, dict[str, Lazy]] = {}
     groups = []
     for group in _groups(source):
         names = group["names"]
         numbers = list(range(len(state), len(state) + len(names)))
         for number, name in zip(numbers, names, strict=True):
-            state[number] = {"step": held(steps), **moments.get(name, {})}
+            state[number] = {"step": held(steps), **states.get(name, {})}
         settings = {key: value for key, value in group.items() if key != "names"}
-        groups.append({**ADAMW, **settings, "params": numbers, "param_names": names})
+        is_adam = any(states.get(name, {}).keys() >= {*MOMENTS} for name in names)
+        defaults = ADAMW if is_adam else {}
+        groups.append({**defaults, **settings, "params": numbers, "param_names": names})
     kept = {number: one for number, one in state.items() if len(one) > 1}
     return {"state": kept, "param_groups": groups}
 
 
 def _groups(source: Source) -> list[dict[str, Any]]:
     """The source's parameter groups; one of all parameters where it names none, or others."""
-    trained = list(dict.fromkeys(name for name, _, _ in source.moments()))
+    trained = list(dict.fromkeys(name for name, _, _ in source.states()))
     groups = source.extras.get("param_groups") or []
     named = {name for group in groups for name in group["names"]}
     if groups and named >= set(trained):
@@ -159,7 +162,7 @@ def _groups(source: Source) -> list[dict[str, Any]]:
     return [{"names": trained}]
 
 
-def _adam(path: Path, parameters: list[str]) -> tuple[dict[str, Lazy], list[dict[str, Any]]]:
+def _state(path: Path, parameters: list[str]) -> tuple[dict[str, Lazy], list[dict[str, Any]]]:
     saved = read_torch_file(path)
     try:
         state, groups = saved["state"], saved["param_groups"]
@@ -167,9 +170,9 @@ def _adam(path: Path, parameters: list[str]) -> tuple[dict[str, Lazy], list[dict
         tensors: dict[str, Lazy] = {}
         steps = []
         for key, one in state.items():
-            for kind in MOMENTS:
-                if isinstance(one.get(kind), Stored):
-                    tensors[f"{OPTIMIZER}{name_of[key]}.{kind}"] = one[kind]
+            for kind, value in one.items():
+                if isinstance(value, Stored) and kind != "step":
+                    tensors[f"{OPTIMIZER}{name_of[key]}.{kind}"] = value
             steps.append(float(scalar(one.get("step", 0))))
         named = [
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -195,7 +198,7 @@ def _names(groups: Any, parameters: list[str], path: Path) -> Iterator[tuple[Any
     else:
         raise CheckpointError(
             f"{path} numbers {len(keys)} parameters in {len(groups)} groups and names none, so "
-            "their moments cannot be told apart; convert with --weights-only"
+            "their state cannot be told apart; convert with --weights-only"
         )
 
 

@@ -52,7 +52,7 @@ def test_deepspeed_weights_and_moments(name: str) -> None:
         assert weights.keys() == expected["fp32_state_dict"].keys()
         for parameter, wanted in expected["fp32_state_dict"].items():
             assert digest(weights[parameter].load()) == wanted["sha256"], parameter
-        moments = {(parameter, kind): lazy for parameter, kind, lazy in source.moments()}
+        moments = {(parameter, kind): lazy for parameter, kind, lazy in source.states()}
         assert len(moments) == 2 * len(expected["optimizer_moments_fp32"])
         for parameter, wanted in expected["optimizer_moments_fp32"].items():
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -99,7 +99,7 @@ def test_dcp_by_our_names(name: str) -> None:
     steps = expected["non_tensors"].get("train_state.step", source.extras["step"])
     assert source.read("optimizer.num_updates") == steps
     parameters = {name for group in source.extras["param_groups"] for name in group["names"]}
-    assert parameters == {parameter for parameter, _, _ in source.moments()}
+    assert parameters == {parameter for parameter, _, _ in source.states()}
 
 
 @pytest.mark.parametrize("name", META)
