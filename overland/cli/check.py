@@ -117,12 +117,14 @@ def describe(config: Any, world_size: int) -> dict[str, Any]:
     from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
     from overland.models.registry import model_config
     from overland.reporting.readme import model_name, strategy_in_words
+    from overland.training.epochs import known_steps
 
     training = config.training
     degrees = resolve_degrees(config.parallelism, world_size)
     architecture = model_config(config.model)
     per_pass = training.local_batch_size * degrees.dp
     rows = per_pass if training.global_batch_size == -1 else training.global_batch_size
+    steps = known_steps(config, rows)
     return {
         "model": model_name(config),
         "parameters": count_parameters(architecture).total,
@@ -133,6 +135,7 @@ def describe(config: Any, world_size: int) -> dict[str, Any]:
         "sequences_per_step": rows,
         "tokens_per_step": rows * training.seq_len,
         "accumulated_passes": rows // per_pass,
-        "tokens_in_all": rows * training.seq_len * training.steps,
+        "steps": "counted when training starts" if steps is None else steps,
+        **({} if steps is None else {"tokens_in_all": rows * training.seq_len * steps}),
         "run_folder": config.job.dump_folder,
     }

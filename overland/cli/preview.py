@@ -103,6 +103,8 @@ def global_batch_size(config: JobConfig) -> int:
 
 
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:
+    import numpy as np
+
     from overland.data.fields import IGNORED, tokens_and_labels, with_borders
 
     segment = dataset.plan.segment(batch)
@@ -114,9 +116,15 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
         rows = dataset.rows.read(batch, row, size)
         fields = with_borders(rows)
         labels = fields.labels if segment.document_mask else tokens_and_labels(rows)[1]
+        if row >= dataset.rows.num_rows(batch):
+            labels = np.full_like(labels, IGNORED)
         tokens = fields.tokens[0].tolist()
-        (origins,) = dataset.rows.origins(batch, row, size)
-        pieces = zip(origins.source, origins.number, origins.start, origins.length, strict=True)
+        # A row that only fills up the last batch comes from nowhere.
+        pieces = (
+            piece
+            for one in dataset.rows.origins(batch, row, size)
+            for piece in zip(one.source, one.number, one.start, one.length, strict=True)
+        )
         yield {
             "row": row,
             "rows": size,

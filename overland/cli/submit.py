@@ -205,11 +205,17 @@ def place_of(config: JobConfig) -> Place:
     from overland.cluster.supervise.logbook import STOPPED
     from overland.training.folder import RunFolder
 
-    folder, steps = RunFolder.of(config), config.training.steps
+    folder, training = RunFolder.of(config), config.training
+    steps, length = training.steps, f"{training.steps} steps"
+    if training.epochs is not None:
+        # How many steps these are is counted when training starts. More of them than the run has
+        # had go beyond the steps that it has done.
+        steps = 1 + folder.steps_done() * (folder.kept_epochs() < training.epochs)
+        length = f"{training.epochs:g} epochs"
     if folder.steps_done() >= steps and can_be_repeated(config):
         raise ClusterError(
-            f"{folder.root} has finished its {steps} steps; raise training.steps, or take another "
-            "job.dump_folder"
+            f"{folder.root} has finished its {length}; raise training.{length.split()[1]}, or take "
+            "another job.dump_folder"
         )
     return Place(
         run=folder.root.absolute(),

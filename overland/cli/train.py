@@ -177,7 +177,7 @@ def train_and_tell(
 
     beat.enter(Phase.BUILDING)
     run = build_run(config, world, device, printing, beat)
-    is_new = run.progress.step < config.training.steps
+    is_new = run.progress.step < run.config.training.steps
     if config.job.print_config and world.is_first:
         print(run.folder.config.read_text())
     finished = train_loop(run)
@@ -235,7 +235,9 @@ def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
     if sample:
         shown = "\n".join("  │ " + line for line in sample.splitlines())
         lines.append(f"The model continues {run.config.metrics.sample_prompt!r}:\n\n{shown}\n")
-    commands = [command("overland", "train", folder.config, f"training.steps={2 * steps}")]
+    epochs = run.config.training.epochs
+    longer = f"training.steps={2 * steps}" if epochs is None else f"training.epochs={2 * epochs:g}"
+    commands = [command("overland", "train", folder.config, longer)]
     if run.config.metrics.enable_tensorboard:
         commands.insert(0, command("tensorboard", "--logdir", folder.tb))
     if run.config.checkpoint.enable and run.dataset.tokenizer is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 EPOCHS = (
-    "runs are counted in steps: set training.steps = epochs × tokens ÷ (global_batch_size × "
-    "seq_len); `overland data build` counts the tokens. Data that ends is read again; "
-    "data.sources.NAME.max_epochs limits how often"
+    "set training.epochs for a single source, or training.steps for a mixture. Data that ends is "
+    "read again; data.sources.NAME.max_epochs limits how often"
 )
 ACCUMULATION = (
     "it follows from the batch: set training.global_batch_size = passes × local_batch_size × "
@@ -33,7 +32,7 @@ LESSONS = {
         ("maxsteps", "numsteps", "maxiters", "trainiters", "numtrainsteps", "iterations"),
         "set training.steps",
     ),
-    "warmupratio": "set lr_scheduler.warmup_steps, a number of steps",
+    "warmupratio": "set lr_scheduler.warmup_ratio",
     **dict.fromkeys(
         ("maxseqlength", "maxseqlen", "seqlength", "sequencelength", "blocksize", "contextlength",
          "maxlength"),

@@ -26,6 +26,13 @@ HOLDS_A_PATH = "path"
 PathText = Annotated[str, HOLDS_A_PATH]  # may hold variables and ~: see variables.py
 
 
+IN_PLACE_OF = {
+    "training.epochs": "training.steps",
+    "lr_scheduler.warmup_ratio": "lr_scheduler.warmup_steps",
+}
+"""Keys that say the same in another unit: only one of the two may be set."""
+
+
 class Section(BaseModel):
     """A TOML section: unknown keys are errors, and types are not guessed."""
 
@@ -98,6 +105,12 @@ class Training(Section):
     """Tokens per sequence."""
     steps: PositiveInt = 10000
     """Optimizer steps to train for."""
+    epochs: PositiveFloat | None = None
+    """How often to read the data, in place of steps; may be a fraction, such as 0.5. For a single
+    source, whose rows are counted before training starts: text is tokenised first."""
+    last_batch: Literal["pad", "drop"] = "pad"
+    """With epochs: where the data does not fill the last batch, the rows that are missing count
+    nothing, or the batch is dropped."""
     max_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -191,6 +204,8 @@ class LRScheduler(Section):
 
     warmup_steps: NonNegativeInt = 200
     """Steps over which the rate grows linearly from 0."""
+    warmup_ratio: Fraction | None = None
+    """Share of all steps spent on that, in place of warmup_steps."""
     total_steps: PositiveInt | None = None
     """Steps that the schedule spans; default: training.steps."""
     decay_ratio: Fraction | None = None
@@ -202,6 +217,10 @@ class LRScheduler(Section):
     """Lowest rate as a share of the peak."""
     min_lr: NonNegativeFloat | None = None
     """Lowest rate itself; takes the place of min_lr_factor."""
+
+    def warmup(self, total: int) -> int:
+        """Steps of the warm-up, in a schedule of so many in all."""
+        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * total)
 
 
 class Metrics(Section):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.fields import Key, all_keys, sections
-from overland.config.schema import JobConfig, Section
+from overland.config.schema import IN_PLACE_OF, JobConfig, Section
 from overland.config.variables import with_literal_paths
 
 # Left out, this one would be named after the file that it is read back from.
@@ -47,12 +47,17 @@ def to_toml(
         config = with_literal_paths(config)
     written = written or {}
     blocks = [_comment(heading)] if heading else []
+    known = all_keys()
+    replaced = {
+        other for key, other in IN_PLACE_OF.items() if _value(config, known[key]) is not None
+    }
     for section in sections():
-        keys = [key for key in all_keys().values() if key.section == section]
+        keys = [key for key in known.values() if key.section == section]
         chosen = [
             key
             for key in keys
-            if full or _value(config, key) != key.default or (resolved and key.dotted in ALWAYS)
+            if key.dotted not in replaced
+            and (full or _value(config, key) != key.default or (resolved and key.dotted in ALWAYS))
         ]
         plain = [key for key in chosen if not (key.table and _value(config, key))]
         if plain:

@@ -71,6 +71,19 @@ class Batch:
         }
         return self.replace(**cut)
 
+    def padded_from(self, row: int) -> Batch:
+        """Rows from this one on count nothing: their weight is 0, and their labels are ignored."""
+        if row >= len(self):
+            return self
+        weight_B = self.get("weight_B")
+        weight_B = torch.ones(len(self)) if weight_B is None else weight_B.clone()
+        weight_B[max(row, 0) :] = 0
+        changed = {"weight_B": weight_B}
+        for name, nothing in (("labels_BS", IGNORED), ("weights_BS", 0)):
+            if name in self:
+                changed[name] = self[name].where(weight_B[:, None] != 0, nothing)
+        return self.replace(**changed)
+
     def to(self, device: torch.device) -> Batch:
         if device.type != "cuda":
             return self.map(Tensor.contiguous)

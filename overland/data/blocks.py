@@ -7,6 +7,8 @@ given twice or left out, and no prediction inside a document is lost.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,6 +220,24 @@ class BlockStream:
     def num_blocks(self, windows: int) -> int:
         """In the first so many windows."""
         return self._counts.total(windows)
+
+    def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int:
+        """Until so many epochs of the source are read, or `enough` if there are that many."""
+        whole = int(epochs)
+        count = self._counts.total_up_to(self.windows_before(whole), enough)
+        if whole == epochs or count == enough:
+            return count
+        next_ = self._counts.total(self.windows_before(whole + 1))
+        return min(count + math.ceil((epochs - whole) * (next_ - count)), enough)
+
+    @property
+    def num_counted(self) -> int:
+        """Windows whose blocks are counted."""
+        return self._counts.num_known
+
+    def windows_before(self, epoch: int) -> int:
+        """Windows of this stream that come before an epoch, from 0."""
+        return max(0, epoch * self.windows.per_epoch - self.first + self._lead)
 
     def open(self, window: int) -> Window:
         if window not in self._opened:

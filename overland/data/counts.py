@@ -38,6 +38,11 @@ class Counts:
         self._known = len(known)
         self._ends = np.cumsum(known)  # room beyond `_known` is not valid
 
+    @property
+    def num_known(self) -> int:
+        """Windows that are counted."""
+        return self._known
+
     def find(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
         """The window and the place in it of each item."""
         items = np.asarray(numbers, np.int64)
@@ -59,6 +64,13 @@ class Counts:
         while self._known < windows:
             self._extend()
         return int(self._ends[windows - 1]) if windows else 0
+
+    def total_up_to(self, windows: int, enough: int) -> int:
+        """Items in the first `windows` windows, or `enough` if there are that many; then it counts
+        no further."""
+        while self._known < windows and self.total(self._known) < enough:
+            self._extend()
+        return min(self.total(min(self._known, windows)), enough)
 
     def _extend(self) -> None:
         new = np.asarray(self._count(self._known), np.int64)

@@ -35,6 +35,8 @@ class Segment:
     rest_rules: int = 2
     """How blocks are cut again that the segment before has left unread: under 1, which a plan of an
     earlier version means, the pieces stayed apart and lost the predictions between them."""
+    epochs: float | None = None
+    """After so many epochs of its one source, the rows that fill up a batch count nothing."""
 
     def for_samples(self) -> Segment:
         """For samples that are arrays: each is a row, whatever the config says about tokens."""
@@ -158,4 +160,6 @@ def _to_json(segment: Segment) -> dict[str, Any]:
     values = asdict(segment)
     if segment.rest_rules == 1:
         del values["rest_rules"]
+    if segment.epochs is None:
+        del values["epochs"]
     return values

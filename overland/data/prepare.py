@@ -216,6 +216,7 @@ def training_data(
         last_block=data.last_block,
         document_mask=data.document_mask,
         pad_id=_pad_id(corpora),
+        epochs=training.epochs if training.last_batch == "pad" else None,
     )
     if one_kind(corpora) is not None:
         segment = segment.for_samples()
@@ -279,6 +280,7 @@ def validation_data(
         seq_len=validation.seq_len or config.training.seq_len,
         weights={},
         document_mask=config.data.document_mask,
+        epochs=1.0,
     )
     tokenizer = tokenizer_for(config, sources_of(config), vocab_size, place)
     if tokenizer is None:

@@ -7,6 +7,7 @@ segment begins, each lane goes on behind the last block that was read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -125,35 +126,53 @@ class PlannedRows:
             sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
         return Samples(into, sample, epoch)
 
-    def num_batches(self, at_most: int = -1) -> int:
-        """Of the first epoch; the last may go beyond it. Without an end for random tokens."""
-        lanes = self.lanes(0)
-        (lane,) = lanes.lanes
+    def num_batches(self, epochs: float = 1.0, at_most: int = -1, drop: bool = False) -> int:
+        """In so many epochs of the one source that is read, or `at_most` if there are that many.
+        The last may not be filled; `drop` leaves it out. Without an end for random tokens."""
+        lanes = self.lanes(self.plan.segments[-1].first_batch)
+        number, lane = self._only_lane(lanes)
         if not isinstance(lane, BlockStream):
             return max(at_most, 1)
-        size = lanes.segment.global_batch_size
-        found = 0
-        for window in range(lane.windows.per_epoch):
-            found = -(-lane.num_blocks(window + 1) // size)
-            if 0 < at_most < found:
-                return at_most
-        return found
+        first, size = lanes.segment.first_batch, lanes.segment.global_batch_size
+        before = int(lanes.read_before[number])
+        enough = before + at_most * size if at_most > 0 else sys.maxsize
+        rows = max(0, lane.num_blocks_in(epochs, enough) - before)
+        return first + (rows // size if drop else -(-rows // size))
 
     def num_rows(self, batch: int) -> int:
-        """Rows of a batch that belong to the first epoch."""
+        """Rows of a batch that come before the end of its segment's epochs: all but in the last
+        batch. (Where batches were left out, further ones are read, and those are whole.)"""
         lanes = self.lanes(batch)
-        (lane,) = lanes.lanes
-        size = lanes.segment.global_batch_size
+        segment, size = lanes.segment, lanes.segment.global_batch_size
+        if segment.epochs is None:
+            return size
+        number, lane = self._only_lane(lanes)
         if not isinstance(lane, BlockStream):
             return size
-        (window,), _ = lane.places([batch * size + size - 1])
-        if window < lane.windows.per_epoch:
-            return size
-        return max(0, lane.num_blocks(lane.windows.per_epoch) - batch * size)
+        first = int(lanes.read_until(batch)[number])
+        rows = lane.num_blocks_in(segment.epochs, first + size) - first
+        return rows if rows > 0 else size
+
+    def _only_lane(self, lanes: Lanes) -> tuple[int, Lane]:
+        """The one lane that a segment reads from, and its number."""
+        (number,) = np.flatnonzero(lanes.schedule.shares).tolist()
+        return number, lanes.lanes[number]
+
+    def _read_after(self, lanes: Lanes, batch: int) -> Array:
+        """How many blocks of each lane are read after a batch, without rows that count nothing."""
+        read = lanes.read_until(batch + 1)
+        if lanes.segment.epochs is not None:
+            read[self._only_lane(lanes)[0]] -= lanes.segment.global_batch_size - self.num_rows(
+                batch
+            )
+        return read
 
     def origins(self, batch: int, part: int = 0, num_parts: int = 1) -> list[Origins]:
-        """Where a share of a batch's rows comes from, in pieces."""
+        """Where a share of a batch's rows comes from, in pieces; without rows that count
+        nothing."""
         lanes, whose, places = self._turns(batch, part, num_parts)
+        counted = max(0, self.num_rows(batch) - part * len(whose))
+        whose = whose[:counted]
         mine = {number: np.flatnonzero(whose == number) for number in np.unique(whose).tolist()}
         return [
             origins
@@ -166,7 +185,7 @@ class PlannedRows:
         if all(source.max_epochs is None for source in self.plan.sources.values()):
             return
         lanes = self.lanes(batch)
-        after = lanes.read_until(batch + 1)
+        after = self._read_after(lanes, batch)
         for lane, before, last in zip(lanes.lanes, lanes.read_until(batch), after, strict=True):
             if isinstance(lane, BlockStream) and last > before:
                 lane.places([last - 1])
@@ -185,7 +204,10 @@ class PlannedRows:
         first = (batch - segment.first_batch) * segment.global_batch_size + part * share
         turns = np.arange(first, first + share)
         whose = lanes.schedule.whose(turns)
-        return lanes, whose, lanes.read_before[whose] + lanes.schedule.places(turns)
+        places = lanes.read_before[whose] + lanes.schedule.places(turns)
+        if segment.epochs is not None:  # what fills up a batch is its last row once more
+            places = np.minimum(places, self._read_after(lanes, batch)[whose] - 1)
+        return lanes, whose, places
 
     def lanes(self, batch: int) -> Lanes:
         """Those of the segment that a batch lies in, after those of all segments before."""
@@ -205,7 +227,7 @@ class PlannedRows:
 
     def _next(self, segment: Segment) -> Lanes:
         before = self._lanes[-1]
-        read = before.read_until(segment.first_batch)
+        read = self._read_after(before, segment.first_batch - 1)
         lanes: list[Lane] = []
         same_shape = self._shape(segment) == self._shape(before.segment)
         same_weights = segment.weights == before.segment.weights

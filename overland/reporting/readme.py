@@ -160,7 +160,8 @@ def strategy_in_words(d: Degrees) -> str:
 
 def schedule_in_words(config: JobConfig) -> str:
     settings = config.lr_scheduler
-    parts = [f"{settings.warmup_steps} warm-up steps"]
+    total = settings.total_steps or config.training.steps
+    parts = [f"{settings.warmup(total)} warm-up steps"]
     if settings.decay_type == "constant":
         return parts[0] + ", then constant"
     if settings.decay_ratio is not None:

@@ -123,7 +123,9 @@ class Watch:
         config = read_config(self.run)
         newest = self.history.newest
         is_live_newer = number(live.get("time")) > number(newest.get("time"))
+        # Epochs are counted in steps when training starts.
         steps = config.get("training", {}).get("steps")
+        steps = steps or read_json(self.run / "data" / "plan.json").get("steps")
         seen = Snapshot(
             run=str(self.run),
             time=time.time(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,14 @@ class RunFolder:
             return int(self.done.read_text())
         except (FileNotFoundError, ValueError):
             return 0
+
+    def kept_epochs(self) -> float:
+        """`training.epochs` of the run as its config.toml has it; 0 without."""
+        try:
+            kept = tomllib.loads(self.config.read_text())
+            return float(kept.get("training", {}).get("epochs", 0))
+        except (OSError, ValueError, TypeError, AttributeError):
+            return 0.0
 
     def mark_done(self, steps: int) -> None:
         beside = self.root / ".done"

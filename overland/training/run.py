@@ -39,6 +39,7 @@ from overland.training.auto import settle
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.compiled import CompileCache, KernelCache
 from overland.training.console import Console
+from overland.training.epochs import with_steps
 from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
 from overland.training.health import SpikeGuard
@@ -169,6 +170,7 @@ def build_run(
     beat.enter(Phase.LOADING)
     start_from(run, report)
     beat.enter(Phase.BUILDING)
+    config = run.config = with_steps(config, run.dataset, place)
     if splits(mesh, config.training):
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)
@@ -178,8 +180,9 @@ def build_run(
         for note in run.store.notes:
             report(f"note: {note}")
     if world.is_first:
-        for note in run.dataset.repeats(config.training.steps):
-            report(f"note: {note}")
+        if config.training.epochs is None:
+            for note in run.dataset.repeats(config.training.steps):
+                report(f"note: {note}")
         describe_run(run, asked)
     run.callbacks = build_callbacks(run, log_ranks)
     return run
@@ -239,7 +242,8 @@ def describe_run(run: Run, asked: JobConfig) -> None:
 
 
 def write_plan(run: Run) -> None:
-    """The plan of the data, and where its corpora lie, for `overland prove data`."""
+    """The plan of the data, and where its corpora lie, for `overland prove data`; the number of
+    steps, for `overland watch`."""
     folder = run.folder.data
     folder.mkdir(exist_ok=True)
     path = folder / "plan.json"
@@ -251,6 +255,7 @@ def write_plan(run: Run) -> None:
     plan = {
         "fingerprint": run.dataset.plan.fingerprint,
         "plan": run.dataset.plan.to_json(),
+        "steps": run.config.training.steps,
         **(tokenizer.policy if tokenizer is not None else UNKNOWN)._asdict(),
     }
     beside = folder / ".plan.json"

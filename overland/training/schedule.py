@@ -15,7 +15,7 @@ def learning_rate(step: int, config: JobConfig) -> float:
     if settings.min_lr is not None:
         lowest = settings.min_lr / peak if peak else 0.0
 
-    warmup = settings.warmup_steps
+    warmup = settings.warmup(total)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if settings.decay_type == "constant":

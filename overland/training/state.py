@@ -176,7 +176,7 @@ def changes(run: Run, facts: dict[str, Any]) -> list[str]:
     before, after = facts.get("config") or {}, run.config.model_dump(mode="json")
     for section in ("model", "training", "optimizer", "lr_scheduler"):
         for key, value in after[section].items():
-            old = before.get(section, after[section]).get(key)
+            old = before.get(section, after[section]).get(key, value)
             if old != value and (section, key) not in EXPECTED_CHANGES:
                 notes.append(f"{section}.{key} is {value}; when this was saved, it was {old}")
     return notes
@@ -186,6 +186,7 @@ def changes(run: Run, facts: dict[str, Any]) -> list[str]:
 # are part of the plan of the data, which tells of them.
 EXPECTED_CHANGES = {
     ("training", "steps"),
+    ("training", "epochs"),
     ("training", "local_batch_size"),
     ("training", "global_batch_size"),
     ("training", "seq_len"),

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.data.batch import IGNORED, Batch
+from overland.data.batch import IGNORED
 from overland.data.loader import load
 from overland.data.prepare import Dataset
-from overland.data.rows import PlannedRows
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.shard import reshard
@@ -31,23 +30,13 @@ def validate(run: Run) -> Record:
 @torch.no_grad()
 def loss_on(run: Run, held_out: Dataset) -> float:
     mesh = run.mesh
-    steps = held_out.rows.num_batches(run.config.validation.steps)
+    steps = held_out.rows.num_batches(at_most=run.config.validation.steps)
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     num_valid = torch.zeros((), dtype=torch.int64, device=run.device)
     for number in range(steps):
-        batch = whole_epoch(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
+        batch = load(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
         share = share_of_rows(batch.to(run.device), mesh)
         loss += run.model.loss(share)
         num_valid += (share["labels_BS"] != IGNORED).sum()
     reshard(run.model.parts)
     return float(total_loss(loss, mesh) / sum_over(num_valid, mesh.token_group))
-
-
-def whole_epoch(rows: PlannedRows, number: int, part: int, num_parts: int) -> Batch:
-    """A share of a batch; what lies beyond the end of the set has no loss."""
-    batch = load(rows, number, part, num_parts)
-    first = part * len(batch)
-    inside = torch.arange(first, first + len(batch)) < rows.num_rows(number)
-    if inside.all():
-        return batch
-    return batch.replace(labels_BS=batch["labels_BS"].where(inside[:, None], IGNORED))

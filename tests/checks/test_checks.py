@@ -13,6 +13,7 @@ from overland.cli.main import app
 from overland.config.degrees import DegreeError, resolve_degrees
 from overland.config.errors import ConfigError
 from overland.config.load import load_config, recipe_names
+from overland.config.write import write_config
 
 WORLD = {"llama3_8b": 4, "llama3_8b_frontier": 512}
 
@@ -366,3 +367,32 @@ def test_a_model_whose_weights_are_not_taken_is_still_looked_at() -> None:
     assert done.exit_code == 0, done.output
     assert "only the architecture is taken" in done.stderr
     assert "The config is valid." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["training.epochs=2", "training.steps=20"], "training.steps is set too (command line)"),
+        (
+            ["lr_scheduler.warmup_ratio=0.1", "lr_scheduler.warmup_steps=5"],
+            "lr_scheduler.warmup_steps is set too (command line): remove one of them",
+        ),
+        (
+            ["training.epochs=2", 'data.sources.a.dataset="stdlib"', "data.sources.stdlib={}"],
+            "a and stdlib have epochs of their own: set training.steps",
+        ),
+        (["training.epochs=2", 'data.mixture="rows"'], 'set data.mixture = "tokens"'),
+        (["training.epochs=2", 'training.dataset="random"'], "random tokens have no end"),
+    ],
+)
+def test_epochs_and_ratios_that_mean_nothing_are_refused(arguments: list[str], says: str) -> None:
+    (found,) = problems(*arguments)
+    assert says in found
+
+
+def test_epochs_and_a_ratio_are_written_without_the_keys_that_they_replace() -> None:
+    loaded = load_config("run.toml", ["training.epochs=2.5", "lr_scheduler.warmup_ratio=0.1"], {})
+    write_config(loaded.config, Path("again.toml"), full=True)
+    again = load_config("again.toml", (), {})
+    assert again.config == loaded.config
+    assert list(check_config(again, 8)) == []

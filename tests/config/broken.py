@@ -29,12 +29,11 @@ BROKEN = [
     ),
     Broken(
         "Keys of other trainers",
-        "[training]\nepochs = 3\ngradient_accumulation_steps = 4\nlearning_rate = 3e-4\n\n"
+        "[training]\nnum_epochs = 3\ngradient_accumulation_steps = 4\nlearning_rate = 3e-4\n\n"
         "[optimizer]\nbatch_size = 8\n",
-        "run.toml:2: training.epochs = 3: unknown key; runs are counted in steps: set "
-        "training.steps = epochs × tokens ÷ (global_batch_size × seq_len); `overland data build` "
-        "counts the tokens. Data that ends is read again; data.sources.NAME.max_epochs limits how "
-        "often\n"
+        "run.toml:2: training.num_epochs = 3: unknown key; set training.epochs for a single "
+        "source, or training.steps for a mixture. Data that ends is read again; "
+        "data.sources.NAME.max_epochs limits how often\n"
         "run.toml:3: training.gradient_accumulation_steps = 4: unknown key; it follows from the "
         "batch: set training.global_batch_size = passes × local_batch_size × data-parallel "
         "devices\n"

@@ -22,6 +22,12 @@ def test_the_warm_up_rises_in_equal_steps_to_the_peak() -> None:
     assert rates()[10] == 1.0
 
 
+def test_the_warm_up_may_be_a_share_of_all_steps() -> None:
+    assert rates(warmup_ratio=0.1) == rates(warmup_steps=10)
+    assert rates(warmup_ratio=0.1, total_steps=200) == rates(warmup_steps=20, total_steps=200)
+    assert rates(warmup_ratio=0.0)[0] == 1.0
+
+
 @pytest.mark.parametrize(("decay_type", "half_way"), [("linear", 0.5), ("cosine", 0.5)])
 def test_the_decay_ends_at_the_lowest_rate(decay_type: str, half_way: float) -> None:
     got = rates(decay_type=decay_type, min_lr_factor=0.2)

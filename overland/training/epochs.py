@@ -1,0 +1,76 @@
+"""Epochs as steps: how many batches the data gives, counted before training starts.
+
+Where windows of text are packed, their tokens decide how many rows they give. So all of the text is
+tokenised once; its shards are kept, and so are the counts, in the run folder: a resume reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from overland.config.schema import JobConfig, Training
+from overland.data import registry
+from overland.data.blocks import BlockStream
+from overland.data.errors import DataError
+from overland.data.layout import is_corpus
+from overland.data.prepare import Dataset, Place, training_data
+from overland.data.wanted import sources_of
+
+ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
+
+
+def with_steps(config: JobConfig, dataset: Dataset, place: Place) -> JobConfig:
+    """The config with `training.steps`, where it asks for epochs."""
+    training = config.training
+    if training.epochs is None:
+        return config
+    while not place.once(lambda: count_windows(dataset, training.epochs or 0, place.report)):
+        pass
+    steps = place.once(lambda: num_steps(dataset, training))
+    place.report(f"{training.epochs:g} epochs of {dataset.name} are {steps:,} steps")
+    settled = training.model_copy(update={"steps": steps})
+    return config.model_copy(update={"training": settled})
+
+
+def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
+    """Steps of a run, if they can be told without tokenising anything."""
+    if config.training.epochs is None:
+        return config.training.steps
+    ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
+    folder = registry.find_folder(name, wanted, config.data)
+    if folder is None or not is_corpus(folder) or config.data.holdout:
+        return None
+    dataset = training_data(config, global_batch_size, None, Place())
+    try:
+        return num_steps(dataset, config.training)
+    finally:
+        dataset.close()
+
+
+def num_steps(dataset: Dataset, training: Training) -> int:
+    assert training.epochs is not None
+    rows = dataset.rows
+    steps = rows.num_batches(training.epochs, drop=training.last_batch == "drop")
+    if steps < 1:
+        size = rows.plan.segments[-1].global_batch_size
+        raise DataError(
+            f"{training.epochs:g} epochs of {dataset.name} do not fill one batch of {size:,} rows: "
+            'set training.last_batch = "pad", or a smaller training.global_batch_size'
+        )
+    return steps
+
+
+def count_windows(dataset: Dataset, epochs: float, report: Callable[[str], None]) -> bool:
+    """Counts the rows of windows for a while; returns whether all were counted."""
+    started = time.monotonic()
+    for lane in dataset.rows.lanes(dataset.plan.segments[-1].first_batch).lanes:
+        if not isinstance(lane, BlockStream):
+            continue
+        total = lane.windows_before(-int(-epochs // 1))
+        for window in range(lane.num_counted, total):
+            lane.num_blocks(window + 1)
+            if time.monotonic() - started > ROUND_SECONDS:
+                report(f"counting rows for training.epochs: {window + 1:,} of {total:,} windows")
+                return False
+    return True

@@ -1,0 +1,96 @@
+"""A run that is asked for epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overland.checks import check_config
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.load import load_config
+from overland.config.schema import JobConfig
+from overland.data.ledger import read_ledger
+from overland.proofs.data import prove_data
+from overland.training.epochs import known_steps
+from overland.training.folder import RunFolder
+from tests.data.corpora import Numbered, make_corpus
+from tests.jobs import run_job, tiny_job
+
+DOCUMENTS, ROWS = 27, 8  # 27 rows by `trunc`: three batches and three rows
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    corpus = make_corpus("numbers", Numbered(1, DOCUMENTS), tmp_path / "corpora", built=True)
+    return corpus.folder
+
+
+def job(folder: Path, corpus: Path, ranks: int = 1, **training: object) -> JobConfig:
+    return tiny_job(
+        folder / "run",
+        model={"overrides": {**TINY, "vocab_size": 50_000}},
+        training={
+            "dataset_path": str(corpus),
+            "steps": 10_000,
+            "global_batch_size": ROWS,
+            "local_batch_size": ROWS // ranks,
+            **training,
+        },
+        data={"packing": "trunc"},
+        checkpoint={"enable": True, "interval": 100},
+    )
+
+
+TINY = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+
+
+def train(world: World, config: JobConfig) -> list[float]:
+    return run_job(world, config).losses
+
+
+def test_sessions_on_other_ranks_end_after_the_same_step(
+    ranks: RankPool, tmp_path: Path, corpus: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()  # ends the first session after a step
+    assert len(ranks.run(1, train, job(tmp_path, corpus, epochs=1.0))[0]) == 1
+    assert len(ranks.run(2, train, job(tmp_path, corpus, 2, epochs=1.0))[0]) == 3
+    folder = RunFolder.of(job(tmp_path, corpus))
+    assert folder.steps_done() == 4
+    assert folder.kept_epochs() == 1.0
+    assert check_config(load_config(str(folder.config), (), {}), 2) == []
+
+    assert len(ranks.run(1, train, job(tmp_path, corpus, epochs=2.0))[0]) == 4
+    verdict = prove_data(tmp_path / "run")
+    assert verdict.holds
+    (count,) = verdict.sources.values()
+    assert count.documents == 2 * DOCUMENTS
+    assert len(read_ledger(folder.ledger).fed) == 4 + 4
+
+
+def test_the_loss_of_a_short_batch_is_that_of_its_rows(
+    ranks: RankPool, tmp_path: Path, corpus: Path
+) -> None:
+    """Whoever holds the rows that count nothing: the mean is over the others."""
+    runs = [(1, tmp_path / "one"), (4, tmp_path / "four")]
+    one, four = (
+        ranks.run(count, train, job(folder, corpus, count, epochs=1.0))[0] for count, folder in runs
+    )
+    assert one == pytest.approx(four, rel=1e-12)
+
+
+def test_a_batch_that_is_not_filled_can_be_dropped(
+    ranks: RankPool, tmp_path: Path, corpus: Path
+) -> None:
+    config = job(tmp_path, corpus, epochs=1.0, last_batch="drop")
+    assert known_steps(config, ROWS) == 3
+    assert known_steps(job(tmp_path, corpus, epochs=2.5), ROWS) == 9  # 68 rows
+    assert len(ranks.run(1, train, config)[0]) == 3
