@@ -26,6 +26,7 @@ from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import COMMITTED, INDEX
 from overland.checkpoint.read import read_marker
 from overland.config.schema import Checkpoint as Settings
+from overland.config.sizes import size
 
 LATEST = "latest"
 NAME = re.compile(r"step_(\d+)(\.preempt)?")
@@ -126,21 +127,20 @@ def lack_of_room(folder: Path, settings: Settings, num_bytes: int) -> str:
     if free >= more:
         if folder.exists() and not _can_reserve(folder, room_of_one):
             return (
-                f"{folder} cannot take the {room_of_one / 1e9:.1f} GB of a checkpoint, though its "
-                f"disk has {free / 1e9:.1f} GB free (a quota?): saves will fail unless you make "
-                f"room, or set checkpoint.fallback_folder for the last one"
+                f"{folder} cannot take the {size(room_of_one)} of a checkpoint, though its disk "
+                f"has {size(free)} free (a quota?): saves will fail unless you make room, or set "
+                f"checkpoint.fallback_folder for the last one"
             )
         return ""
-    has = f"{folder} has {free / 1e9:.1f} GB free"
+    has = f"{folder} has {size(free)} free"
     if free < room_of_one:
         return (
-            f"{has}, and a checkpoint needs {room_of_one / 1e9:.1f} GB: saves will fail unless you "
+            f"{has}, and a checkpoint needs {size(room_of_one)}: saves will fail unless you "
             f"make room, or set checkpoint.fallback_folder for the last one"
         )
     return (
-        f"{has}, and {more / 1e9:.1f} GB will be needed for checkpoints of "
-        f"{num_bytes / 1e9:.1f} GB each: make room, or lower checkpoint.keep_latest_k = "
-        f"{settings.keep_latest_k}"
+        f"{has}, and {size(more)} will be needed for checkpoints of {size(num_bytes)} each: make "
+        f"room, or lower checkpoint.keep_latest_k = {settings.keep_latest_k}"
     )
 
 

@@ -35,6 +35,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_export, ("model", "job.custom_import", "checkpoint.last_save_in_hf")),
     (model.check_freeze, ("model", "job.custom_import")),
     (model.check_start, ("model", "checkpoint.initial_load_path")),
+    (model.check_flavor, ("model",)),
     (model.check_length, ("model", "training.seq_len")),
     (parallelism.check_splits, ("model", "parallelism")),
     (parallelism.check_lengths, ("model", "parallelism", "training.seq_len", "validation")),

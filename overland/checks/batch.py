@@ -26,7 +26,8 @@ def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     share = size // degree
     if size % degree == 0:  # what other trainers do: the local batch as an upper bound
         fitting = max(n for n in range(1, min(local, share) + 1) if share % n == 0)
-        nearest = f"training.local_batch_size = {fitting} keeps {size}, or {nearest}"
+        sizes = f"{below} or {above}" if below else above
+        nearest = f"training.local_batch_size = {fitting} keeps {size}, or set {key} = {sizes}"
     message = (
         f"expected a multiple of {unit} (local_batch_size {local} × data-parallel degree "
         f"{degree}); {nearest}"

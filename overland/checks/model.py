@@ -72,6 +72,15 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(_first_line(error), loaded.where(key), key, value)
 
 
+def check_flavor(loaded: Loaded) -> Iterator[Problem]:
+    """A flavor next to a config.json, by `model.config` or `model.from`, is not what is trained."""
+    key, model = "model.flavor", loaded.config.model
+    if model.config is not None and loaded.is_set(key):
+        given = "model.from" if loaded.is_set("model.from") else "model.config"
+        message = f"has no effect: the architecture is that of {given}"
+        yield Problem(message, loaded.where(key), key, model.flavor, kind="note")
+
+
 def check_length(loaded: Loaded) -> Iterator[Problem]:
     length = loaded.config.training.seq_len
     try:

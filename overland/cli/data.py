@@ -14,6 +14,7 @@ import typer
 from overland.cli.data_build import build, find_source
 from overland.cli.errors import user_errors
 from overland.cli.preview import preview
+from overland.data.errors import bad_ones
 
 if TYPE_CHECKING:
     from overland.data.sources.source import Document
@@ -111,7 +112,7 @@ def page(summary: Summary) -> Iterator[str]:
     for note in filter(None, (summary.not_read, summary.together)):
         yield f"  {'':<12}{note}"
     yield f"  {'chunks':<12}{summary.num_chunks:,}"
-    bad = f" ({summary.num_bad:,} bad ones skipped)" if summary.num_bad else ""
+    bad = f" ({bad_ones(summary.num_bad)} skipped)" if summary.num_bad else ""
     yield f"  {'documents':<12}{summary.num_documents:,}{bad}"
     mean = summary.total / summary.num_documents
     yield (

@@ -226,7 +226,7 @@ def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
             f"\nStopped after step {run.progress.step} of {steps}; {saved}. To go on:\n\n"
             f"  {command('overland', 'train', folder.config)}\n"
         )
-    lines = [f"\nFinished: {steps} steps in {folder.root}."]
+    lines = [f"\nFinished: {steps} {'step' if steps == 1 else 'steps'} in {folder.root}."]
     if not is_new:
         lines = [
             f"\nNothing left to do: {folder.root} is at step {run.progress.step} of {steps}. "

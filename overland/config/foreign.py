@@ -33,6 +33,17 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("its values are nested too deep") from None
 
 
+def what_is_wrong(error: Exception) -> str:
+    """What an error says about a foreign file whose structure is not the one that is read."""
+    if isinstance(error, RecursionError):
+        return "its values are nested too deep"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if isinstance(error, ValueError):
+        return str(error)
+    return "its structure is another"
+
+
 def check_yaml(node: Any) -> None:
     """ValueError if the document is deep, holds itself, or is large with what it repeats written
     out. `node`: the composed document, in which what has a name is one object."""

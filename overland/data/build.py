@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from overland.data.cache import sweep
-from overland.data.errors import DataError
+from overland.data.errors import DataError, bad_ones
 from overland.data.layout import Layout, durable, read_layout
 from overland.data.make import Maker
 from overland.data.shard import read_counts, sync_folder
@@ -122,7 +122,7 @@ def finish(layout: Layout) -> Totals | None:
         counts = np.asarray(list(pool.map(read_counts, paths)), np.int64)
     totals = Totals(*counts.sum(axis=0).tolist())
     if not totals.num_documents:
-        bad = f", {totals.num_bad:,} bad ones were skipped" if totals.num_bad else ""
+        bad = f", {bad_ones(totals.num_bad)} skipped" if totals.num_bad else ""
         raise DataError(f"{layout.source} is empty: it holds no documents{bad}")
     about = {"documents": totals.num_documents, "tokens": totals.num_tokens, "bad": totals.num_bad}
     _publish(layout.folder / "totals.json", lambda file: file.write(json.dumps(about).encode()))

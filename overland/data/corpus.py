@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from overland.data.cache import Cache
 from overland.data.claims import Claims
-from overland.data.errors import DataError
+from overland.data.errors import DataError, bad_ones
 from overland.data.layout import Layout, changes, lay_out, read_layout
 from overland.data.make import Maker
 from overland.data.shard import Shard, open_shard
@@ -250,7 +250,7 @@ class Corpus:
                 bad = sum(self._bad.values()) + shard.info.num_bad
                 raise DataError(
                     f"{self.layout.source} is empty: it holds no documents"
-                    + (f", {bad:,} bad ones were skipped" if bad else "")
+                    + (f", {bad_ones(bad)} skipped" if bad else "")
                 )
         if shard.info.num_bad:
             self._bad[number] = shard.info.num_bad

@@ -2,6 +2,11 @@ class DataError(Exception):
     """Data that cannot be read or does not fit; the message is a sentence for the user."""
 
 
+def bad_ones(count: int) -> str:
+    """Documents that were skipped, in words."""
+    return f"{count:,} bad {'one' if count == 1 else 'ones'}"
+
+
 class Unsettled(DataError):
     """Something that only the user can choose, such as a column. By which option depends on who
     asks: a flag of a command, or a key of a config."""

@@ -49,6 +49,7 @@ MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and 
 SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
 SHARD_DOCUMENTS = 4096
 ANOTHER_TOKENIZER = "its text became tokens by another tokenizer, or another BOS or EOS policy"
+OF_TRAINING = "that of the training data"
 LAYOUT_SECONDS = 600.0  # marks of a hundred thousand files on a slow file system
 
 T = TypeVar("T")
@@ -293,6 +294,7 @@ def validation_data(
     for name, source in wanted.items():
         table = training_table(config, name) if on_holdout else "validation"
         corpus = open_data(table, name, source, config, tokenizer, vocab_size, place)
+        one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
         share = _holdout(config.data, corpus, place) if on_holdout else 0.0
         if on_holdout and not share:  # random tokens
             continue
@@ -737,9 +739,13 @@ def _pad_id(corpora: Mapping[str, Data]) -> int:
 
 
 def one_tokenizer(
-    given: Tokenizer | None, corpora: Mapping[str, Data], asked: Policy = UNKNOWN
+    given: Tokenizer | None,
+    corpora: Mapping[str, Data],
+    asked: Policy = UNKNOWN,
+    whose: str = "the model's",
 ) -> Tokenizer | None:
-    """The tokenizer that made all of them; a corpus that is built brings its own."""
+    """The tokenizer that made all of them; a corpus that is built brings its own. `whose`: what
+    errors call the one that is given."""
     made_by = {
         name: corpus.layout
         for name, corpus in corpora.items()
@@ -750,10 +756,10 @@ def one_tokenizer(
         _check_policy(name, layout, asked)
         other = given.fingerprint if given is not None else made_by[first or name].tokenizer
         if layout.tokenizer != other:
-            whose = "the model's" if given is not None else f"that of {first}"
+            expected = whose if given is not None else f"that of {first}"
             raise DataError(
-                f"{name} was made by another tokenizer than {whose}, or with another BOS and EOS "
-                f"policy ({_words(layout)}): build it again with the same one"
+                f"{name} was made by another tokenizer than {expected}, or with another BOS and "
+                f"EOS policy ({_words(layout)}): build it again with the same one"
             )
     if given is None and first is not None and (path := made_by[first].tokenizer_path):
         layout = made_by[first]

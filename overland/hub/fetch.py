@@ -21,6 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from overland.config.sizes import size
 from overland.hub.choose import choose_included, choose_model, choose_tokenizer
 from overland.hub.download import download
 from overland.hub.errors import HubError, in_words
@@ -198,8 +199,8 @@ def check_space(folder: Path, snapshot: Snapshot, problems: dict[str, str]) -> N
     needed = sum(snapshot.files[name].size for name in problems) - here
     if needed > free:
         raise HubError(
-            f"{needed / 1e9:,.1f} GB are to come and {folder} has {free / 1e9:,.1f} GB free: make "
-            "room, choose another folder with --to, or fewer files with --include or --subset"
+            f"{size(needed)} are to come and {folder} has {size(free)} free: make room, choose "
+            "another folder with --to, or fewer files with --include or --subset"
         )
 
 

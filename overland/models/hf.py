@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from overland.config.foreign import read_json
+from overland.config.foreign import read_json, what_is_wrong
 from overland.models.buffers import persistent_buffers
 from overland.models.errors import ModelError
 from overland.models.init import LocalPart, plain_name, whole
@@ -75,7 +75,9 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
             if not all(isinstance(file, str) for file in weight_map.values()):
                 raise ValueError("a file in it is no name")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+            raise ModelError(
+                f"{index} is not a safetensors index: {what_is_wrong(error)}"
+            ) from error
         outside = [f for f in weight_map.values() if f != Path(f).name]
         if outside:
             raise ModelError(f"{index} names {outside[0]}, which is not a file of its folder")

@@ -215,7 +215,7 @@ def moment(then: float, now: float) -> str:
 
 
 def closing_words(seen: Snapshot) -> str:
-    words = f"Finished: {seen.step:,} steps in {seen.run}"
+    words = f"Finished: {seen.step:,} {'step' if seen.step == 1 else 'steps'} in {seen.run}"
     if "loss" in seen.newest:
         words += f", with a loss of {seen.newest['loss']:.4f}"
     return f"{words}."

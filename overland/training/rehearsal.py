@@ -33,6 +33,7 @@ from overland.data.layout import is_corpus, sketch
 from overland.data.make import Maker
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import (
+    OF_TRAINING,
     Place,
     asked_policy,
     check_same_tokenizer,
@@ -171,7 +172,9 @@ class Rehearsal:
                 check_held_out(config)
             for name, source in held_out_sources(config).items():
                 with self.told(key):
-                    self.source("validation", name, source, tokenizer, vocab_size)
+                    corpus = self.source("validation", name, source, tokenizer, vocab_size)
+                    if corpus is not None and not isinstance(tokenizer, Untrained):
+                        one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
 
     def lacks_model(self) -> bool:
         """Its config.json is still to be fetched, which `checks` reports."""

@@ -100,7 +100,7 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
         (["training.global_batch_size=3"], "the least is 64"),
         (["training.global_batch_size=24", "training.local_batch_size=32"],
          "expected a multiple of 256 (local_batch_size 32 × data-parallel degree 8); "
-         "training.local_batch_size = 3 keeps 24, or the least is 256"),
+         "training.local_batch_size = 3 keeps 24, or set training.global_batch_size = 256"),
         (["lr_scheduler.min_lr=1.0"], "expected at most the peak rate (optimizer.lr = 0.0008)"),
         (["optimizer.bf16_moments=true", "training.dtype=float64"],
          "needs training.dtype = float32, not float64"),
@@ -133,7 +133,9 @@ def test_the_suggested_local_batch_fits() -> None:
     """A global batch of 256, a local one of 32, and 32 devices: as one of the documents has it."""
     words = ["training.global_batch_size=256", "training.local_batch_size=32"]
     (line,) = problems(*words, world_size=32)
-    assert "training.local_batch_size = 8 keeps 256, or the least is 1024" in line
+    assert (
+        "training.local_batch_size = 8 keeps 256, or set training.global_batch_size = 1024" in line
+    )
     assert problems(words[0], "training.local_batch_size=8", world_size=32) == []
 
 

@@ -56,7 +56,7 @@ def test_inspect_names_what_is_wrong_and_can_skip_it(tmp_path: Path) -> None:
     done = overland("data", "inspect", "a.jsonl", cwd=tmp_path, code=2)
     assert done.stderr.startswith("a.jsonl:2: not a JSON object")
     page = overland("data", "inspect", "a.jsonl", "--skip-bad", cwd=tmp_path).stdout
-    assert "documents   2 (1 bad ones skipped)" in page
+    assert "documents   2 (1 bad one skipped)" in page
     (tmp_path / "empty.jsonl").write_text("\n")
     done = overland("data", "inspect", "empty.jsonl", cwd=tmp_path, code=2)
     assert done.stderr.startswith("empty.jsonl is empty: it holds no documents")

@@ -93,3 +93,14 @@ def test_weights_that_are_not_taken_are_named(model: Path) -> None:
         for p in check_config(load("model.from=model"), 1)
         if "random weights" in str(p)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["model.from", "model.config"])
+def test_a_flavor_that_has_no_effect_is_told(model: Path, key: str) -> None:
+    def notes(*arguments: str) -> list[str]:
+        return [str(p) for p in check_config(load(*arguments), 1) if p.key == "model.flavor"]
+
+    (note,) = notes(f"{key}=model", "model.flavor=8B")
+    assert f'model.flavor = "8B": has no effect: the architecture is that of {key}' in note
+    assert not notes(f"{key}=model")
+    assert not notes("model.flavor=8B")

@@ -176,9 +176,9 @@ def test_a_corpus_without_a_document_is_an_error(tmp_path: Path, tokenizer: Toke
     source = open_source(tmp_path, skip_bad=True)
     corpus = opened(source, tokenizer, tmp_path / "out", skip_bad=True, shard_documents=1)
     assert corpus.shard(0).info.num_documents == 0
-    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones were skipped"):
+    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones skipped"):
         corpus.shard(1)
-    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones were skipped"):
+    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones skipped"):
         build(corpus.folder, source, tokenizer, processes=2)
 
 

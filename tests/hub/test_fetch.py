@@ -543,7 +543,7 @@ def test_a_disk_that_is_too_small_is_said_before_the_first_byte(
     hub.add("me/llama", MODEL)
     small = SimpleNamespace(free=50_000)
     monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: small)
-    assert "GB free: make room" in refused("model", "me/llama", "--to", "there")
+    assert "there has 50.0 kB free: make room" in refused("model", "me/llama", "--to", "there")
     assert hub.gets("config.json") == []
 
 

@@ -288,6 +288,32 @@ def test_a_built_corpus_brings_the_tokenizer_for_validation(tmp_path: Path) -> N
         validation_data(config, 2, 512, Place())
 
 
+def test_held_out_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_in(tmp_path / "words")
+    (tmp_path / "other").mkdir()
+    train_tokenizer(["and other words"], 270, tmp_path / "other" / "tokenizer.json")
+    built = {}
+    for number, made_by in enumerate([tokenizer, Tokenizer(tmp_path / "other")], start=1):
+        source = lines_of(write_lines(tmp_path / f"lines{number}", number))
+        built[number] = lay_out("lines", source, made_by, tmp_path / "data")
+        build(built[number], source, made_by, processes=1)
+    by_corpus, by_text = (
+        tiny_job(
+            tmp_path / "run",
+            model={"hf_assets_path": assets},
+            training={**TRAIN, "dataset_path": str(path)},
+            data={"folder": str(tmp_path / "data"), "tokenise_processes": 0},
+            validation={"enable": True, "dataset_path": str(built[2])},
+        )
+        for path, assets in ((built[1], None), (tmp_path / "lines1", str(tmp_path / "words")))
+    )
+    message = "was made by another tokenizer than that of the training data"
+    for config in (by_corpus, by_text):
+        assert message in rehearsed(config)
+        with pytest.raises(DataError, match=message):
+            validation_data(config, 2, 512, Place())
+
+
 def test_a_given_tokenizer_without_bos_is_one_problem(tmp_path: Path) -> None:
     tokenizer_in(tmp_path / "words")
     config = tiny_job(
@@ -341,6 +367,6 @@ def test_check_notes_a_disk_without_room_for_the_checkpoints(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     config = tiny_job(tmp_path / "run", training=TRAIN, checkpoint={"enable": True})
     notes = require_start(Loaded(config, [], "run.toml"))
-    assert [note.key for note in notes if "GB free, and a checkpoint needs" in note.message] == [
-        "job.dump_folder"
-    ]
+    assert [
+        note.key for note in notes if "1.0 kB free, and a checkpoint needs" in note.message
+    ] == ["job.dump_folder"]

@@ -12,6 +12,7 @@ import torch
 
 from overland.checkpoint.convert.lazy import MAX_DIMS, Lazy, Stored, counter, memory
 from overland.checkpoint.errors import CheckpointError
+from overland.config.foreign import what_is_wrong
 
 # As the format's own library has it.
 MAX_HEADER_BYTES = 100_000_000
@@ -54,7 +55,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
         tensors = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not a safetensors file: its header is wrong ({error!r})"
+            f"{path} is not a safetensors file: its header is wrong ({what_is_wrong(error)})"
         ) from None
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):

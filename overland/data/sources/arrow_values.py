@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.errors import DataError
-from overland.data.sources.columns import Column, Place, Step, did_you_mean, name_of
+from overland.data.sources.columns import Column, Place, Step, name_of, no_column
 from overland.data.sources.needs import need
 from overland.data.sources.records import values_at
 from overland.data.sources.source import Bad, Document, Kind, decode, token_ids
@@ -34,9 +34,7 @@ def check_column(path: Path, schema: Any, column: str, like: Column) -> None:
     """Files of one corpus may differ; what one of them lacks is told with its name."""
     columns = columns_of(schema)
     if column not in columns:
-        has = ", ".join(columns)
-        near = did_you_mean(column, columns)
-        raise DataError(f"{path} has no column {column!r}{near}; its columns: {has}")
+        raise no_column(path, column, columns, ", ".join(columns))
     if columns[column].kind != like.kind:
         type = columns[column].type
         raise DataError(f"{path}: column {column!r} is {type}, in other files {like.kind}")

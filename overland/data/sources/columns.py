@@ -57,11 +57,12 @@ def choose_column(
     """The wanted column, or the one that must be meant. `examples`: a value of each, by name."""
     if wanted is not None:
         if wanted not in columns:
-            near = did_you_mean(wanted, columns)
-            raise DataError(f"{where} has no column {wanted!r}{near}; {_listed(columns)}")
+            raise no_column(where, wanted, columns, _listed(columns))
         if columns[wanted].kind is None:
             listed = _listed(columns, examples())
-            raise DataError(f"{where}: column {wanted!r} holds no text or token ids; {listed}")
+            raise DataError(
+                f"{where}: column {wanted!r} holds no text or token ids; its columns: {listed}"
+            )
         return wanted
     for name in USUAL_NAMES:
         if name in columns and columns[name].kind is not None:
@@ -71,8 +72,15 @@ def choose_column(
     raise Unsettled(
         f"{where}: set ",
         "column",
-        f" to the column that holds the documents; {_listed(columns, examples())}{_chat(columns)}",
+        f" to the column that holds the documents; its columns: {_listed(columns, examples())}"
+        f"{_chat(columns)}",
     )
+
+
+def no_column(where: object, name: str, columns: Mapping[str, object], listed: str) -> DataError:
+    near = did_you_mean(name, columns)
+    its = f"{near} Its" if near else "; its"
+    return DataError(f"{where} has no column {name!r}{its} columns: {listed}")
 
 
 def did_you_mean(name: str, known: Mapping[str, object]) -> str:
@@ -87,7 +95,7 @@ def _listed(columns: Mapping[str, Column], examples: Mapping[str, Any] | None = 
         example = "" if value is None else f", such as {_short(value)}"
         shown.append(f"{name} ({column.type}{example})")
     more = f" and {len(columns) - LISTED:,} more" if len(columns) > LISTED else ""
-    return f"its columns: {', '.join(shown)}{more}"
+    return f"{', '.join(shown)}{more}"
 
 
 def _short(value: Any) -> str:

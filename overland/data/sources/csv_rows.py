@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from overland.data.errors import DataError
-from overland.data.sources.columns import Column, choose_column, did_you_mean
+from overland.data.sources.columns import Column, choose_column, no_column
 from overland.data.sources.compression import bare_suffix, open_bytes, reading
 from overland.data.sources.lines import LONGEST_LINE
 from overland.data.sources.source import Bad, FileSource
@@ -34,11 +34,7 @@ class CsvRows(FileSource):
                 examples = lambda file=file: dict(_first(root / file))
                 self.column = choose_column(root / file, column, columns, examples)
             elif self.column not in columns:
-                near = did_you_mean(self.column, columns)
-                has = ", ".join(columns)
-                raise DataError(
-                    f"{root / file} has no column {self.column!r}{near}; its columns: {has}"
-                )
+                raise no_column(root / file, self.column, columns, ", ".join(columns))
 
     def read(self, chunk: str) -> Iterator[str]:
         return read_rows(self.root / chunk, self.column or "text", self.bad)

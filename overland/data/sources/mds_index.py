@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.config.foreign import read_json
+from overland.config.foreign import read_json, what_is_wrong
 from overland.data.errors import DataError
 from overland.data.sources.compression import decompress, most_unfolded, reading
 from overland.data.sources.source import inside
@@ -42,11 +42,15 @@ class Shard:
 
 
 def is_mds(folder: Path) -> bool:
+    """Whether it has an index of shards; or one that is wrong, next to shards."""
     try:
         index = read_json(folder / INDEX)
-    except (OSError, ValueError):
+    except OSError:
         return False
-    return isinstance(index, dict) and isinstance(index.get("shards"), list)
+    except ValueError:
+        index = None
+    is_right = isinstance(index, dict) and isinstance(index.get("shards"), list)
+    return is_right or any(folder.glob("*.mds*"))
 
 
 def read_index(root: Path) -> dict[str, Shard]:
@@ -57,7 +61,7 @@ def read_index(root: Path) -> dict[str, Shard]:
             index = read_json(path)
         shards = [_shard(entry, path) for entry in index["shards"]]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DataError(f"{path} is no index of MDS shards: {error!r}") from None
+        raise DataError(f"{path} is no index of MDS shards: {what_is_wrong(error)}") from None
     by_name = {shard.raw.name: shard for shard in shards}
     if len(by_name) < len(shards):
         raise DataError(f"{path} names a shard twice")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError
+from overland.data.errors import DataError, bad_ones
 from overland.data.shard import TOKENS
 from overland.data.sources.source import Document, FileSource, Source
 
@@ -132,7 +132,7 @@ def summarise(
     summary.together = getattr(source, "together", "")
     if not summary.num_documents:
         place = getattr(source, "place", summary.format)
-        bad = f", {summary.num_bad:,} bad ones were skipped" if summary.num_bad else ""
+        bad = f", {bad_ones(summary.num_bad)} skipped" if summary.num_bad else ""
         raise DataError(f"{place} is empty: it holds no documents{bad}")
     return summary
 

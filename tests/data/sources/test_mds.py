@@ -199,7 +199,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda shard: shard.pop("samples"), "no index of MDS shards"),
+        (lambda shard: shard.pop("samples"), "no index of MDS shards: 'samples' is missing"),
         (lambda shard: shard["column_sizes"].pop(), "lists of columns differ in length"),
         (lambda shard: shard.update(format="csv"), "shards of format csv"),
         (lambda shard: shard.update(samples=3), "holds 15 samples; the index says 3"),
@@ -213,6 +213,25 @@ def test_an_index_that_is_wrong_is_one_sentence(
     change_index(folder, change)
     with pytest.raises(DataError, match=message):
         read_all(open_source(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "its structure is another"),
+        ('{"shards": 5}', "its structure is another"),
+        ('{"shards": [{}]}', "'format' is missing"),
+        ("[" * 100_000, "its values are nested too deep"),
+        ("", "Expecting value"),
+    ],
+)
+def test_shards_with_a_file_that_is_no_index_are_not_called_empty(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    folder = copied("mds_plain", tmp_path)
+    (folder / "index.json").write_text(text)
+    with pytest.raises(DataError, match=rf"index\.json is no index of MDS shards: {message}"):
+        open_source(folder)
 
 
 def test_a_shard_that_is_decompressed_already_is_taken(tmp_path: Path) -> None:

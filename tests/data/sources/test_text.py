@@ -162,7 +162,7 @@ def test_a_file_cut_short_is_never_skipped(tmp_path: Path, suffix: str) -> None:
 def test_a_missing_column_brings_the_nearest_name(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(["x"], "body"))
     assert read_all(open_source(tmp_path, column="body")) == ["x"]
-    with pytest.raises(DataError, match=r"no column 'bodi'; did you mean 'body'\?"):
+    with pytest.raises(DataError, match=r"no column 'bodi'; did you mean 'body'\? Its columns: "):
         open_source(tmp_path, column="bodi")
     with pytest.raises(DataError, match=r"column 'id' holds no text or token ids"):
         open_source(tmp_path, column="id")
