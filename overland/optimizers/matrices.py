@@ -34,8 +34,8 @@ class Matrix:
 
     name: str
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]  # of each rank that shares it, in the order of `ranks`
-    ranks: tuple[int, ...]  # in the world
+    ranks: tuple[int, ...]  # that share it, as the world counts them
+    boxes: tuple[Box, ...]  # of each of them
 
     @property
     def sizes(self) -> list[int]:
@@ -47,13 +47,15 @@ class Matrices:
 
     def __init__(self, rule: WholeMatrix, parameters: Mapping[str, nn.Parameter]) -> None:
         self.rule = rule
-        shared: dict[tuple[int, ...], dict[str, Matrix]] = {}
+        shared: dict[tuple[int, ...], list[Matrix]] = {}
+        some: dict[tuple[int, ...], nn.Parameter] = {}
         for name, parameter in parameters.items():
             matrix = locate(name, parameter)
-            shared.setdefault(matrix.ranks, {})[name] = matrix
+            shared.setdefault(matrix.ranks, []).append(matrix)
+            some[matrix.ranks] = parameter
         # In an order that all ranks of a group agree on, since they make it together.
         self.groups = [
-            (rounds(list(shared[ranks].values())), group_of(ranks)) for ranks in sorted(shared)
+            (rounds(shared[ranks]), group_of(some[ranks], ranks)) for ranks in sorted(shared)
         ]
 
     def update(self, shards: Sequence[Shard], step: Step) -> None:
@@ -94,7 +96,7 @@ class Matrices:
         shard.write_state(state, step)
         shard.write_scalars(state, step)
         # A step that is skipped may hold anything, which not every factorisation takes.
-        return torch.where(step.skip != 0, torch.zeros_like(result), result)
+        return torch.where(step.is_skipped, torch.zeros_like(result), result)
 
     def _after(self, shard: Shard, direction: Tensor, step: Step) -> None:
         parameter = shard.wide_parameter()
@@ -109,7 +111,7 @@ def locate(name: str, parameter: Tensor) -> Matrix:
     """The boxes of all ranks that share a parameter with this one; copies are not shared."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Matrix(name, shape, (tuple(slice(0, size) for size in shape),), (0,))
+        return Matrix(name, shape, (0,), (tuple(slice(0, size) for size in shape),))
     mesh, placements = parameter.device_mesh, parameter.placements
     place = mesh.get_coordinate()
     assert place is not None
@@ -124,7 +126,7 @@ def locate(name: str, parameter: Tensor) -> Matrix:
         )
         boxes.append(tuple(slice(a, a + n) for a, n in zip(offset, local, strict=True)))
         ranks.append(int(mesh.mesh[coordinate]))
-    return Matrix(name, shape, tuple(boxes), tuple(ranks))
+    return Matrix(name, shape, tuple(ranks), tuple(boxes))
 
 
 def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
@@ -143,10 +145,20 @@ def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
     ]
 
 
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group of these ranks; None for one rank. Only they take part in making it."""
+def group_of(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of the ranks that share a parameter; None for one rank. Along one axis the mesh has
+    it; for several, these ranks make one, without the others."""
     if len(ranks) == 1:
         return None
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    axes = [
+        axis
+        for axis, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -20,7 +20,7 @@ from overland.config import schema
 from overland.config.groups import Group, group_of
 from overland.kernels.split import join
 from overland.optimizers.masters import Masters
-from overland.optimizers.registry import rule_for, rules_of
+from overland.optimizers.registry import rule_for, rules_of, state_of
 from overland.optimizers.rule import Rule
 from overland.optimizers.shard import Shard, Step, packed, unpacked
 from overland.optimizers.state import Kinds, Packed, Scalar
@@ -179,7 +179,7 @@ class Optimizer:
     def _entry(self, name: str, parameter: nn.Parameter, settings: schema.Optimizer) -> Entry:
         shape = tuple(parameter.shape)
         rule = rule_for(self.rules, name, shape)
-        kinds = rule.state(name, shape)
+        kinds = state_of(self.rules, name, shape)
         entry = Entry(
             name,
             rule,

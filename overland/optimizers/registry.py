@@ -72,7 +72,15 @@ def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
 
 def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Kinds:
     """The state that is kept of this parameter."""
-    return rule_for(rules, name, shape).state(name, tuple(shape))
+    rule = rule_for(rules, name, shape)
+    kinds = rule.state(name, tuple(shape))
+    for state in kinds:
+        if not state.isidentifier() or state == "step":  # torch counts updates under that name
+            raise OptimizerError(
+                f"{type(rule).__name__} cannot keep '{state}' in checkpoints: name it in letters, "
+                "digits and underscores, and not 'step'"
+            )
+    return kinds
 
 
 def state_bytes(

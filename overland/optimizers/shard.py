@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from zlib import crc32
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from overland.kernels.rounding import noise, round_by_chance
 from overland.kernels.split import join, split
+from overland.optimizers.errors import OptimizerError
 from overland.optimizers.rule import Rates
 from overland.optimizers.state import Kinds, Packed, Scalar
 
@@ -32,6 +34,10 @@ class Step:
     num_updates: Tensor  # counts this update
     divisor: Tensor  # of the gradients
     skip: Tensor  # not zero: nothing changes
+
+    @cached_property
+    def is_skipped(self) -> Tensor:
+        return self.skip != 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ class Shard:
 
     def write_state(self, new: Mapping[str, Tensor], step: Step) -> None:
         """Everything but scalars, which all pieces of a shard read."""
+        if missing := [name for name in self.kinds if name not in new]:
+            raise OptimizerError(f"the update of {self.name} returned no new {missing[0]}")
         for name, one in self.state.items():
             if isinstance(self.kinds[name], Scalar):
                 continue
@@ -145,4 +153,4 @@ def unpacked(kind: Packed, kept: tuple[Tensor, ...], shape: torch.Size) -> Tenso
 
 
 def _write(place: Tensor, new: Tensor, step: Step) -> None:
-    place.copy_(torch.where(step.skip != 0, place, new.to(place.dtype)))
+    place.copy_(torch.where(step.is_skipped, place, new.to(place.dtype)))

@@ -8,7 +8,7 @@ from overland.cluster.devices import device_name
 from overland.cluster.world import World
 from overland.config.commands import WRITTEN_BY, command
 from overland.config.degrees import Degrees
-from overland.config.schema import ActivationCheckpoint, JobConfig
+from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
 from overland.models.flops import count_parameters
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def readme(
 | batch | {rows:,} sequences = {rows * training.seq_len:,} tokens per step; {accumulation} × \
 {training.local_batch_size} per device |
 | steps | {training.steps:,} ({rows * training.seq_len * training.steps:,} tokens) |
-| optimizer | {config.optimizer.name}, learning rate {config.optimizer.lr:g} |
+| optimizer | {optimizer_in_words(config.optimizer)} |
 | learning rate schedule | {schedule_in_words(config)} |
 | gradient clipping | {f"max norm {training.max_norm:g}" if training.max_norm else "off"} |
 | number formats | parameters {training.dtype}, computation {training.mixed_precision_param}, \
@@ -156,6 +156,13 @@ def strategy_in_words(d: Degrees) -> str:
         parts.append(f"each sequence is split over {d.cp} devices")
     text = "; ".join(parts)
     return text[0].upper() + text[1:] + "."
+
+
+def optimizer_in_words(settings: Optimizer) -> str:
+    options = ", ".join(f"{key} = {value}" for key, value in settings.options.items())
+    words = f"{settings.name}{f' ({options})' if options else ''}, learning rate {settings.lr:g}"
+    patterns = ", ".join(f"`{group.pattern}`" for group in settings.groups)
+    return f"{words}; other rates for {patterns}" if patterns else words
 
 
 def schedule_in_words(config: JobConfig) -> str:
