@@ -92,7 +92,7 @@ def check_adamw() -> None:
         return UpdateState(parameter, rest, gradient, *zeros, number=3)
 
     def master(it: UpdateState) -> Tensor:
-        return (it.parameter if it.rest is None else join(it.parameter, it.rest)).double()
+        return (it.parameter if it.remainder is None else join(it.parameter, it.remainder)).double()
 
     kinds = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
     for kind, in_halves in kinds:

@@ -1,9 +1,9 @@
-"""AdamW in one pass on float32 parameters that are kept in halves (see split.py), and on moments
-that are kept in bfloat16 (see rounding.py).
+"""AdamW in one pass on split master weights, a bfloat16 weight and a 16-bit remainder each (see
+split.py), and on moments in bfloat16 (see rounding.py).
 
-Per parameter 26 bytes are moved: both halves and both moments in and out, a bfloat16 gradient in.
-A float32 parameter with a bfloat16 copy would take 30, and 2 more bytes of memory. With narrow
-moments it is 18, and 20 for a float32 shard with its float32 gradient.
+Per parameter 26 bytes are moved: weight, remainder and both moments in and out, a bfloat16 gradient
+in. A float32 master weight with a bfloat16 copy would take 30, and 2 more bytes of memory. With
+bfloat16 moments it is 18, and 20 for a float32 shard with its float32 gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from overland.kernels.choice import triton_takes
-from overland.kernels.rounding import noise, round_by_chance
+from overland.kernels.rounding import noise, round_stochastically
 from overland.kernels.split import join, split
 
 PIECE = 2**23
@@ -35,12 +35,12 @@ class Rates:
 class UpdateState:
     """One parameter with all that an update of it reads and writes."""
 
-    parameter: Tensor  # bfloat16 with a rest, else float32
-    rest: Tensor | None  # int16
+    parameter: Tensor  # bfloat16 with a remainder, else float32
+    remainder: Tensor | None  # int16
     gradient: Tensor  # any floating-point type
-    exp_avg: Tensor  # float32, or bfloat16, rounded by chance
+    exp_avg: Tensor  # float32, or bfloat16, stochastically rounded
     exp_avg_sq: Tensor  # likewise
-    number: int = 0  # the parameter's own, so that each has a chance of its own
+    number: int = 0  # the parameter's own seed for stochastic rounding
 
 
 def update(
@@ -56,9 +56,9 @@ def update(
     """
     if not states:
         return
-    assert len({state.rest is None for state in states}) == 1
-    parameter, rest = states[0].parameter, states[0].rest
-    if triton_takes(parameter) and (rest is not None or parameter.dtype == torch.float32):
+    assert len({state.remainder is None for state in states}) == 1
+    parameter, remainder = states[0].parameter, states[0].remainder
+    if triton_takes(parameter) and (remainder is not None or parameter.dtype == torch.float32):
         from overland.kernels.adamw_triton import update_triton
 
         update_triton(states, num_updates, rates, divisor, skip)
@@ -75,19 +75,19 @@ def update_plain(
 ) -> None:
     """The definition: all in float32, PyTorch's own fused update, and back."""
     for first, state in in_pieces(states):
-        parameter, rest = state.parameter, state.rest
-        wide = parameter if rest is None else join(parameter, rest)
+        parameter, remainder = state.parameter, state.remainder
+        wide = parameter if remainder is None else join(parameter, remainder)
         gradient = state.gradient.to(torch.float32, copy=True)  # the kernel writes into it
         exp_avg, exp_avg_sq = state.exp_avg.float(), state.exp_avg_sq.float()
         update_whole([wide], [gradient], [exp_avg], [exp_avg_sq], num_updates, rates, divisor, skip)
-        if rest is not None:
+        if remainder is not None:
             narrow, left_over = split(wide)
             parameter.copy_(narrow)
-            rest.copy_(left_over)
+            remainder.copy_(left_over)
         if state.exp_avg.dtype == torch.bfloat16:
             bits = noise(wide.numel(), num_updates, state.number, first)
-            state.exp_avg.copy_(round_by_chance(exp_avg, bits & 0xFFFF))
-            state.exp_avg_sq.copy_(round_by_chance(exp_avg_sq, bits >> 16))
+            state.exp_avg.copy_(round_stochastically(exp_avg, bits & 0xFFFF))
+            state.exp_avg_sq.copy_(round_stochastically(exp_avg_sq, bits >> 16))
 
 
 def in_pieces(states: Sequence[UpdateState]) -> Iterator[tuple[int, UpdateState]]:
@@ -95,7 +95,7 @@ def in_pieces(states: Sequence[UpdateState]) -> Iterator[tuple[int, UpdateState]
     way: of a whole embedding, tens of GB."""
     for state in states:
         parameter, gradient = state.parameter.view(-1), state.gradient.reshape(-1)
-        rest = None if state.rest is None else state.rest.view(-1)
+        remainder = None if state.remainder is None else state.remainder.view(-1)
         exp_avg, exp_avg_sq = state.exp_avg.view(-1), state.exp_avg_sq.view(-1)
         for first in range(0, parameter.numel(), PIECE):
             here = slice(first, first + PIECE)
@@ -103,7 +103,7 @@ def in_pieces(states: Sequence[UpdateState]) -> Iterator[tuple[int, UpdateState]
                 first,
                 UpdateState(
                     parameter[here],
-                    None if rest is None else rest[here],
+                    None if remainder is None else remainder[here],
                     gradient[here],
                     exp_avg[here],
                     exp_avg_sq[here],

@@ -1,4 +1,4 @@
-"""`update` in Triton, of parameters in halves or whole: every number is read once, written once."""
+"""`update` in Triton, of split or whole master weights: every number is read and written once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overland.kernels.adamw import Rates, UpdateState
 
-BLOCK, WARPS = 2048, 8  # 8 elements per thread: the 16-bit halves move in 16-byte pieces
+BLOCK, WARPS = 2048, 8  # 8 elements per thread: 16-bit numbers move in 16-byte pieces
 
 
 def update_triton(
@@ -27,7 +27,7 @@ def update_triton(
     root = (1 - rates.beta2**count).sqrt()
     numbers = torch.stack([divisor.double(), skip.double(), step_size, root, count]).float()
     for state in states:
-        size, in_halves = state.parameter.numel(), state.rest is not None
+        size, is_split = state.parameter.numel(), state.remainder is not None
         if not size:  # a shard may be empty
             continue
         gradient = state.gradient
@@ -35,8 +35,8 @@ def update_triton(
             assert state.parameter.is_contiguous()
             gradient = gradient.contiguous()
         _update[(triton.cdiv(size, BLOCK),)](
-            state.parameter.view(torch.int16) if in_halves else state.parameter,
-            state.rest if in_halves else state.parameter,
+            state.parameter.view(torch.int16) if is_split else state.parameter,
+            state.remainder if is_split else state.parameter,
             gradient,
             state.exp_avg,
             state.exp_avg_sq,
@@ -49,7 +49,7 @@ def update_triton(
             rates.eps,
             rates.weight_decay * (rates.lr if rates.decoupled else 1.0),
             state.number,
-            HALVES=in_halves,
+            SPLIT=is_split,
             NARROW=state.exp_avg.dtype == torch.bfloat16,
             DECOUPLED=rates.decoupled,
             BLOCK=BLOCK,
@@ -60,7 +60,7 @@ def update_triton(
 @triton.jit(do_not_specialize=["number"])
 def _update(  # type: ignore[no-untyped-def]
     parameter_ptr,
-    rest_ptr,
+    remainder_ptr,
     gradient_ptr,
     exp_avg_ptr,
     exp_avg_sq_ptr,
@@ -73,7 +73,7 @@ def _update(  # type: ignore[no-untyped-def]
     eps,
     decay,
     number,
-    HALVES: tl.constexpr,
+    SPLIT: tl.constexpr,
     NARROW: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,11 +86,12 @@ def _update(  # type: ignore[no-untyped-def]
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < size
 
-        if HALVES:
+        if SPLIT:
             upper = tl.load(parameter_ptr + place, mask=inside, other=0).to(tl.int32)
-            rest = tl.load(rest_ptr + place, mask=inside, other=0).to(tl.int32)
-            rest = tl.where(((upper & 0x7FFF) == 0) & (rest < 0), 0, rest)  # see split.py's join
-            wide = ((upper << 16) + rest).to(tl.float32, bitcast=True)
+            remainder = tl.load(remainder_ptr + place, mask=inside, other=0).to(tl.int32)
+            is_zero = (upper & 0x7FFF) == 0  # see split.py's join
+            remainder = tl.where(is_zero & (remainder < 0), 0, remainder)
+            wide = ((upper << 16) + remainder).to(tl.float32, bitcast=True)
         else:
             wide = tl.load(parameter_ptr + place, mask=inside, other=0.0)
         gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32) / divisor
@@ -105,20 +106,20 @@ def _update(  # type: ignore[no-untyped-def]
         exp_avg_sq = beta2 * exp_avg_sq + keep2 * gradient * gradient
         wide -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) / root + eps)
 
-        if HALVES:
+        if SPLIT:
             bits = tl.where(wide == wide, wide.to(tl.int32, bitcast=True), 0x7FC00000)
             upper = (bits + 32768) >> 16
-            rest = bits - (upper << 16)
+            remainder = bits - (upper << 16)
             tl.store(parameter_ptr + place, upper.to(tl.int16), mask=inside)
-            tl.store(rest_ptr + place, rest.to(tl.int16), mask=inside)
+            tl.store(remainder_ptr + place, remainder.to(tl.int16), mask=inside)
         else:
             tl.store(parameter_ptr + place, wide, mask=inside)
-        if NARROW:  # the same bits of chance as in rounding.py
+        if NARROW:  # the same random bits as in rounding.py
             count = tl.load(numbers_ptr + 4).to(tl.uint32)
             key = _mix(count * 0x9E3779B9 + number.to(tl.uint32))
             chance = _mix(place.to(tl.uint32) ^ key)
-            exp_avg = _round_by_chance(exp_avg, chance & 0xFFFF)
-            exp_avg_sq = _round_by_chance(exp_avg_sq, chance >> 16)
+            exp_avg = _round_stochastically(exp_avg, chance & 0xFFFF)
+            exp_avg_sq = _round_stochastically(exp_avg_sq, chance >> 16)
         tl.store(exp_avg_ptr + place, exp_avg, mask=inside)
         tl.store(exp_avg_sq_ptr + place, exp_avg_sq, mask=inside)
 
@@ -131,7 +132,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _round_by_chance(wide, bits):  # type: ignore[no-untyped-def]
+def _round_stochastically(wide, bits):  # type: ignore[no-untyped-def]
     bits = tl.where(wide == wide, bits, 0)  # else what is not a number may carry over
     carried = wide.to(tl.uint32, bitcast=True) + bits
     return (carried >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,11 +1,11 @@
-"""float32 rounded to bfloat16 up or down by chance, the nearer the likelier.
+"""Stochastic rounding of float32 to bfloat16: up or down at random, the nearer number more likely.
 
 A moment moves by a twentieth or a thousandth of itself per step, and bfloat16 tells apart numbers
-that are a 256th apart: rounded to nearest, a slow mean would stand still. By chance, it is right on
-average.
+that are a 256th apart: rounded to nearest, a slow average would stand still. Rounded
+stochastically, it stays unbiased.
 
-Chance is a hash of a key and a number's place in its shard. So it needs no state, and a run that is
-resumed in the same layout rounds as the unbroken one does.
+The random bits are a hash of a key and a number's place in its shard. So they need no state, and a
+run that is resumed in the same layout rounds as the unbroken one does.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def round_by_chance(wide: Tensor, bits: Tensor) -> Tensor:
-    """`wide`, float32, in bfloat16, by 16 random bits for each of its numbers."""
-    chance = bits.to(torch.int32).view(wide.shape).where(wide == wide, 0)  # else NaN may carry over
-    carried = wide.view(torch.int32) + chance
+def round_stochastically(wide: Tensor, bits: Tensor) -> Tensor:
+    """Returns `wide`, float32, in bfloat16, by 16 random bits for each of its numbers."""
+    bits = bits.to(torch.int32).view(wide.shape).where(wide == wide, 0)  # else NaN may carry over
+    carried = wide.view(torch.int32) + bits
     return (carried >> 16).to(torch.int16).view(torch.bfloat16)

@@ -72,7 +72,7 @@ class AdamW(Elementwise):
             )
             for shard in shards
         ]
-        if self.bf16_moments or any(state.rest is not None for state in states):
+        if self.bf16_moments or any(state.remainder is not None for state in states):
             update(states, step.num_updates, rates, step.divisor, step.skip)
         elif states := [state for state in states if state.parameter.numel()]:
             update_whole(

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from overland.kernels.rounding import noise, round_by_chance
+from overland.kernels.rounding import noise, round_stochastically
 from overland.kernels.split import join, split
 from overland.optimizers.errors import OptimizerError
 from overland.optimizers.rule import Rates
@@ -114,7 +114,7 @@ class Shard:
             if one.dtype == torch.bfloat16 and value.dtype != torch.bfloat16:
                 seed = self.seed ^ crc32(name.encode()) >> 1
                 bits = noise(value.numel(), step.num_updates, seed, self.first)
-                value = round_by_chance(value.float(), bits & 0xFFFF)
+                value = round_stochastically(value.float(), bits & 0xFFFF)
             _write(one, value, step)
         for name, kept in self.packed.items():
             for one, value in zip(kept, packed(self._packing(name), new[name]), strict=True):

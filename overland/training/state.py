@@ -153,8 +153,8 @@ def check_same_optimizer(run: Run, checkpoint: Checkpoint) -> None:
     before, after = saved.get("name"), run.config.optimizer.name
     if before is not None and not same_state(before, after):
         raise CheckpointError(
-            f"{checkpoint.path} was trained with {before}, and this run with {after}, whose state "
-            f"it does not hold: checkpoint.skip_optimizer = true starts {after} from new"
+            f"{checkpoint.path} was trained with {before}, and this run with {after}, which cannot "
+            f"use its state; set checkpoint.skip_optimizer = true to start {after} afresh"
         )
 
 

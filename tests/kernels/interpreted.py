@@ -40,7 +40,7 @@ def state_of(shape: tuple[int, ...], moments: torch.dtype, in_halves: bool) -> U
 
 
 def master(state: UpdateState) -> Tensor:
-    whole = state.parameter if state.rest is None else join(state.parameter, state.rest)
+    whole = state.parameter if state.remainder is None else join(state.parameter, state.remainder)
     return whole.double()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overland.kernels.rounding import noise, round_by_chance
+from overland.kernels.rounding import noise, round_stochastically
 
 COUNT = torch.tensor(7.0)
 
@@ -14,7 +14,7 @@ COUNT = torch.tensor(7.0)
 def test_a_number_becomes_its_neighbours_as_often_as_it_is_near_them(value: float) -> None:
     wide = torch.full((1 << 17,), value)
     for bits in (noise(wide.numel(), COUNT, 0) & 0xFFFF, noise(wide.numel(), COUNT, 0) >> 16):
-        narrow = round_by_chance(wide, bits)
+        narrow = round_stochastically(wide, bits)
         both = narrow.double().unique()
         assert len(both) == 2
         assert both[0] < wide[0].double() < both[1]
@@ -26,13 +26,13 @@ def test_a_number_becomes_its_neighbours_as_often_as_it_is_near_them(value: floa
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, float("inf"), -float("inf")])
 def test_what_bfloat16_can_hold_stays(value: float) -> None:
     wide = torch.full((1000,), value)
-    assert torch.equal(round_by_chance(wide, noise(1000, COUNT, 0) & 0xFFFF).float(), wide)
+    assert torch.equal(round_stochastically(wide, noise(1000, COUNT, 0) & 0xFFFF).float(), wide)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1])  # a CPU's, a GPU's
 def test_not_a_number_stays_one(bits: int) -> None:
     wide = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
-    assert round_by_chance(wide, noise(1000, COUNT, 0) & 0xFFFF).isnan().all()
+    assert round_stochastically(wide, noise(1000, COUNT, 0) & 0xFFFF).isnan().all()
 
 
 def test_every_update_and_every_parameter_has_a_chance_of_its_own() -> None:

@@ -30,13 +30,13 @@ def test_what_they_compute() -> None:
 
 KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adamw": ("_update", "*i16 *i16 *bf16 *fp32 *fp32 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
-              {"HALVES": True, "NARROW": False, "DECOUPLED": True, "BLOCK": 2048}),
+              {"SPLIT": True, "NARROW": False, "DECOUPLED": True, "BLOCK": 2048}),
     "adamw, narrow": (
         "_update", "*i16 *i16 *bf16 *bf16 *bf16 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
-        {"HALVES": True, "NARROW": True, "DECOUPLED": True, "BLOCK": 2048}),
+        {"SPLIT": True, "NARROW": True, "DECOUPLED": True, "BLOCK": 2048}),
     "adamw, whole": (
         "_update", "*fp32 *fp32 *fp32 *bf16 *bf16 *fp32 i64 fp32 fp32 fp32 fp32 fp32 fp32 i32",
-        {"HALVES": False, "NARROW": True, "DECOUPLED": True, "BLOCK": 2048}),
+        {"SPLIT": False, "NARROW": True, "DECOUPLED": True, "BLOCK": 2048}),
     "cross_entropy": ("_cross_entropy", "*bf16 *i64 *fp32 i32 i32 i32", {"BLOCK": 8192}),
     "norm": ("_sum_of_squares", "*bf16 *fp32 i64", {"BLOCK": 4096, "ROUNDS": 4}),
     "scale": ("_scaled", "*fp32 *bf16 *fp32 i64", {"BLOCK": 4096}),
