@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from overland.data.arrays import Arrays
 from overland.data.documents import Documents, Reading, Windows
 from overland.data.order import permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
+from overland.data.ranges import groups
 from overland.data.sources.marks import digest_of
 
 Array = npt.NDArray[np.int64]
@@ -57,9 +58,12 @@ class Samples:
 
 @dataclass(frozen=True)
 class Room:
-    """Where rows of tokens are written, and their channels."""
+    """Where rows of tokens are written by those who have some of them; see `Rows`."""
 
     tokens: Array
+    num_tokens: Array
+    sample: Array
+    epoch: Array
     channels: Mapping[str, npt.NDArray[Any]]
 
     @classmethod
@@ -67,20 +71,9 @@ class Room:
         """A document without weights counts as much as any; other channels are 0 where a source
         has none."""
         shape = (rows, width)
-        return cls(
-            np.empty(shape, np.int64),
-            {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()},
-        )
-
-
-class Filled(NamedTuple):
-    """What some rows hold that were filled from one lane; see `Rows`."""
-
-    num_tokens: Array
-    piece_row: Array
-    piece_begin: Array
-    sample: Array
-    epoch: Array
+        num_tokens, sample, epoch = np.empty((3, rows), np.int64)
+        filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
+        return cls(np.empty(shape, np.int64), num_tokens, sample, epoch, filled)
 
 
 @dataclass(frozen=True)
@@ -175,21 +168,16 @@ class BlockStream:
             f"blocks-{self.key}", self._count, windows.per_epoch + self._lead
         )
 
-    def read(self, numbers: Array, rows: Array, into: Room) -> Filled:
-        """Fills `rows` of `into` with blocks."""
-        num_tokens, sample, epoch = np.zeros((3, len(numbers)), np.int64)
+    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
+        """Fills `rows` of `into` with blocks; returns of every piece the row and where it begins in
+        it."""
         piece_rows, piece_begins = [], []
         for window, mine, places in self._find(numbers):
-            pieces = window.pieces(places)
-            begins = _copy(window.documents, pieces, rows[mine], into, self.shape.pad_id)
-            np.add.at(num_tokens, mine[pieces.row], pieces.stop - pieces.start)
-            piece_rows.append(rows[mine][pieces.row])
+            pieces, here = window.pieces(places), rows[mine]
+            begins = _copy(window.documents, pieces, here, into, self.shape.pad_id)
+            piece_rows.append(here[pieces.row])
             piece_begins.append(begins)
-            first = pieces.document[np.append(True, pieces.row[1:] != pieces.row[:-1])]
-            sample[mine], epoch[mine] = window.documents[first].numbers()
-        return Filled(
-            num_tokens, np.concatenate(piece_rows), np.concatenate(piece_begins), sample, epoch
-        )
+        return np.concatenate(piece_rows), np.concatenate(piece_begins)
 
     def read_samples(
         self, numbers: Array, rows: Array, arrays: Arrays, into: Mapping[str, npt.NDArray[Any]]
@@ -197,10 +185,13 @@ class BlockStream:
         """Fills `rows` of `into` with samples; returns the number and the epoch of each."""
         sample, epoch = np.zeros((2, len(numbers)), np.int64)
         for window, mine, places in self._find(numbers):
-            documents = window.documents[window.pieces(places).document]
-            sample[mine], epoch[mine] = documents.numbers()
+            documents, which = window.documents, window.pieces(places).document
+            sample[mine], epoch[mine] = documents.numbers(which)
             for i, file, start in zip(
-                mine.tolist(), documents.file.tolist(), documents.start.tolist(), strict=True
+                mine.tolist(),
+                documents.file[which].tolist(),
+                documents.start[which].tolist(),
+                strict=True,
             ):
                 record = documents.files[file].document(start)
                 for name, values in arrays.decode(record, int(sample[i]), int(epoch[i])).items():
@@ -262,8 +253,7 @@ class BlockStream:
     def _find(self, numbers: Array) -> Iterator[tuple[Window, Array, Array]]:
         """Window by window: which of `numbers` lie in it, and at which places."""
         windows, places = self._counts.find(numbers)
-        for window in np.unique(windows).tolist():
-            mine = np.flatnonzero(windows == window)
+        for window, mine in groups(windows):
             yield self.open(window), mine, places[mine]
 
     def _order(self, window: int, laid_out: Cut) -> Array:
@@ -339,44 +329,47 @@ def _parts(
 
 def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id: int) -> Array:
     """Writes the pieces into their rows, and padding behind them; returns where each begins."""
-    sizes = pieces.stop - pieces.start
+    sizes, which = pieces.stop - pieces.start, pieces.document
     ends = np.cumsum(sizes)
-    is_first = np.append(True, pieces.row[1:] != pieces.row[:-1])
-    begins = ends - sizes - np.repeat((ends - sizes)[is_first], np.bincount(pieces.row))
+    first = np.searchsorted(pieces.row, np.arange(len(rows)))  # every row has a piece
+    begins = ends - sizes - np.repeat((ends - sizes)[first], np.bincount(pieces.row))
+    lengths = np.add.reduceat(sizes, first)
+    into.num_tokens[rows] = lengths
+    into.sample[rows], into.epoch[rows] = documents.numbers(which[first])
+
     width = into.tokens.shape[1]
     places = begins + rows[pieces.row] * width
-    which = pieces.document
     columns = (documents.file[which], documents.start[which] + pieces.start, places, sizes)
-    spans = list(zip(*(column.tolist() for column in columns), strict=True))
-    is_last = np.append(is_first[1:], True)
-    row_ends = list(zip(rows.tolist(), (begins + sizes)[is_last].tolist(), strict=True))
+    spans = [column.tolist() for column in columns]
+    short = np.flatnonzero(lengths < width)
+    padded = list(zip(rows[short].tolist(), lengths[short].tolist(), strict=True))
     files = [shard.tokens for shard in documents.files]
-    _fill(into.tokens, spans, row_ends, files, pad_id)
+    _fill(into.tokens, zip(*spans, strict=True), files, padded, pad_id)
     for name, channel in into.channels.items():
         given = {
             number: shard.channels[name]
             for number, shard in enumerate(documents.files)
             if name in shard.channels
         }
-        _fill(channel, [span for span in spans if span[0] in given], row_ends, given, 0)
+        there = (span for span in zip(*spans, strict=True) if span[0] in given)
+        _fill(channel, there, given, padded, 0)
     return begins
 
 
 def _fill(
     into: npt.NDArray[Any],
-    spans: list[tuple[int, int, int, int]],
-    ends: list[tuple[int, int]],
+    spans: Iterable[tuple[int, ...]],
     files: Sequence[npt.NDArray[Any]] | Mapping[int, npt.NDArray[Any]],
+    padded: Iterable[tuple[int, int]],
     padding: int,
 ) -> None:
-    """Copies each span: the file, where it begins there and in `into`, and its size. What a row has
-    left behind its end is padding."""
-    flat, width = into.reshape(-1), into.shape[1]
+    """Copies each span: the file, where it begins there and in `into`, and its size. Rows that are
+    `padded` are so from a place on."""
+    flat = into.reshape(-1)
     for file, first, place, size in spans:
         flat[place : place + size] = files[file][first : first + size]
-    for row, end in ends:
-        if end < width:
-            into[row, end:] = padding
+    for row, end in padded:
+        into[row, end:] = padding
 
 
 def _origins(documents: Documents, pieces: Pieces, rows: Array) -> Origins:

@@ -70,9 +70,9 @@ class Documents:
         borrowed, epoch = self.borrowed[which], self.epoch[which]
         return Documents(self.files, file, start, length, source, number, offset, borrowed, epoch)
 
-    def numbers(self) -> tuple[Array, Array]:
-        """Of each document a number that no other has, source × 2⁵⁶ + number, and its epoch."""
-        return (self.source << 56) + self.number, self.epoch
+    def numbers(self, which: Array) -> tuple[Array, Array]:
+        """Of some documents a number that no other has, source × 2⁵⁶ + number, and the epoch."""
+        return (self.source[which] << 56) + self.number[which], self.epoch[which]
 
 
 class Windows(Protocol):

@@ -21,11 +21,13 @@ T = TypeVar("T")
 
 def load(rows: PlannedRows, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
     """One rank's share of a global batch. What lies beyond the last epoch counts nothing."""
+    segment = rows.plan.segment(batch)
     if rows.arrays is not None:
         share = make_batch(rows.read_samples(batch, part, num_parts))
     else:
-        mask = rows.plan.segment(batch).document_mask
-        share = make_batch(rows.read(batch, part, num_parts), mask)
+        share = make_batch(rows.read(batch, part, num_parts), segment.document_mask)
+    if segment.epochs is None:
+        return share
     return share.padded_from(rows.num_rows(batch) - part * len(share))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.blocks import Filled, Origins, Room
+from overland.data.blocks import Origins, Room
 
 Array = npt.NDArray[np.int64]
 DOCUMENTS_PER_BLOCK = 4
@@ -30,14 +30,15 @@ class RandomBlocks:
     def as_lane(self, source: int, seq_len: int) -> RandomBlocks:
         return replace(self, source=source, seq_len=seq_len)
 
-    def read(self, numbers: Array, rows: Array, into: Room) -> Filled:
+    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
         begins = [
             self._read(number, into.tokens[row])
             for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
         ]
         piece_rows = np.repeat(rows, [len(one) for one in begins])
-        num_tokens, samples = np.full(len(rows), self.seq_len + 1), (self.source << 56) + numbers
-        return Filled(num_tokens, piece_rows, np.concatenate(begins), samples, np.zeros_like(rows))
+        into.num_tokens[rows] = self.seq_len + 1
+        into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
+        return piece_rows, np.concatenate(begins)
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         none = np.zeros_like(rows)

@@ -21,6 +21,7 @@ from overland.data.documents import MixedWindows, Reading, SourceWindows
 from overland.data.errors import DataError
 from overland.data.plan import Plan, Segment
 from overland.data.random_blocks import RandomBlocks
+from overland.data.ranges import groups
 from overland.data.schedule import Schedule
 
 Array = npt.NDArray[np.int64]
@@ -38,6 +39,8 @@ class Lanes:
     lanes: list[Lane]
     read_before: Array
     schedule: Schedule
+    channels: Mapping[str, str]
+    """What goes with tokens, and its type."""
 
     def read_until(self, batch: int) -> Array:
         """How many blocks of each lane are read before a batch of this segment."""
@@ -98,19 +101,14 @@ class PlannedRows:
         """A share of a batch's rows, which are of tokens."""
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
-        room = Room.of(len(whose), lanes.segment.seq_len + 1, self._channels(lanes.segment))
-        num_tokens, sample, epoch = np.zeros((3, len(whose)), np.int64)
-        rows, begins = [], []
-        for number in np.unique(whose).tolist():
-            mine = np.flatnonzero(whose == number)
-            lane = self._at_hand(lanes, number)
-            num_tokens[mine], row, begin, sample[mine], epoch[mine] = lane.read(
-                places[mine], mine, room
-            )
-            rows.append(row)
-            begins.append(begin)
-        pieces = (np.concatenate(rows), np.concatenate(begins))
-        return Rows(room.tokens, num_tokens, *pieces, sample, epoch, room.channels)
+        room = Room.of(len(whose), lanes.segment.seq_len + 1, lanes.channels)
+        pieces = []
+        for number, mine in groups(whose):
+            pieces.append(self._at_hand(lanes, number).read(places[mine], mine, room))
+        rows, begins = (np.concatenate(one) for one in zip(*pieces, strict=True))
+        return Rows(
+            room.tokens, room.num_tokens, rows, begins, room.sample, room.epoch, room.channels
+        )
 
     def read_samples(self, batch: int, part: int = 0, num_parts: int = 1) -> Samples:
         """A share of a batch's rows, which are of arrays."""
@@ -119,8 +117,7 @@ class PlannedRows:
         lanes, whose, places = self._turns(batch, part, num_parts)
         into = self.arrays.empty(len(whose))
         sample, epoch = np.zeros((2, len(whose)), np.int64)
-        for number in np.unique(whose).tolist():
-            mine = np.flatnonzero(whose == number)
+        for number, mine in groups(whose):
             lane = self._at_hand(lanes, number)
             assert isinstance(lane, BlockStream)
             sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
@@ -172,11 +169,9 @@ class PlannedRows:
         nothing."""
         lanes, whose, places = self._turns(batch, part, num_parts)
         counted = max(0, self.num_rows(batch) - part * len(whose))
-        whose = whose[:counted]
-        mine = {number: np.flatnonzero(whose == number) for number in np.unique(whose).tolist()}
         return [
             origins
-            for number, rows in mine.items()
+            for number, rows in groups(whose[:counted])
             for origins in self._at_hand(lanes, number).origins(places[rows], rows)
         ]
 
@@ -223,7 +218,7 @@ class PlannedRows:
             lanes = [self._mixed(segment, [0] * len(self.names))]
         else:
             lanes = [self._lane(name, segment) for name in self.names]
-        return Lanes(segment, lanes, np.zeros(len(lanes), np.int64), self._schedule(segment))
+        return self._lanes_of(segment, lanes, np.zeros(len(lanes), np.int64))
 
     def _next(self, segment: Segment) -> Lanes:
         before = self._lanes[-1]
@@ -241,7 +236,11 @@ class PlannedRows:
             else:
                 lanes.append(self._after(old, int(read[number]), segment))
                 read[number] = 0
-        return Lanes(segment, lanes, read, self._schedule(segment))
+        return self._lanes_of(segment, lanes, read)
+
+    def _lanes_of(self, segment: Segment, lanes: list[Lane], read_before: Array) -> Lanes:
+        schedule = Schedule([1] if self.plan.mixture == "rows" else self._weights(segment))
+        return Lanes(segment, lanes, read_before, schedule, self._channels(segment))
 
     def _after(self, old: BlockStream, read: int, segment: Segment) -> BlockStream:
         """A lane that goes on where another one, of which so many blocks were read, stops."""
@@ -271,9 +270,6 @@ class PlannedRows:
         sources = [self.windows[name] for name in self.names]
         windows = MixedWindows(sources, schedule, self.reading, starts)
         return BlockStream(windows, self._shape(segment), self.reading, rest=rest)
-
-    def _schedule(self, segment: Segment) -> Schedule:
-        return Schedule([1] if self.plan.mixture == "rows" else self._weights(segment))
 
     def _channels(self, segment: Segment) -> dict[str, str]:
         """What goes with tokens in a segment: the channels of all sources that it reads."""
