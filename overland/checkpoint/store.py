@@ -204,6 +204,12 @@ class Store:
         else:
             self._write(*arguments)
 
+    def give_up(self, step: int, error: str, preempt: bool = False) -> None:
+        """Notes a save that cannot be begun."""
+        self.wait()
+        self.last = Outcome(self.folder / name_of(step, preempt), 0.0, 0.0, 0, error)
+        self._outcomes.put(self.last)
+
     def wait_on_device(self) -> None:
         """To be called before anything overwrites the state; costs the host nothing."""
         self._snapshot.wait_on_device()

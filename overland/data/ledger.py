@@ -8,7 +8,8 @@ which step on: what an earlier session fed after that step did not become part o
             batches before that one were left out on purpose
     record  steps that follow each other, the batch of each, a digest per row
 
-Records are found by their checksums, so that one that was torn by a kill costs itself alone.
+Records are found by their checksums, so that one that was torn by a kill costs itself alone. What a
+full disk does not take is kept and written later; a checkpoint waits for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from overland.data.errors import DataError
 HEAD = struct.Struct("<4sIqqqq")  # magic, checksum of what follows, step, batch, steps, rows
 PLACE = struct.Struct("<qqqq")
 MAGIC = b"OVLL"
+KEPT_BYTES = 1 << 24  # of records until the disk has them for certain: at most some minutes' worth
 
 Digests = npt.NDArray[np.int64]
 
@@ -64,34 +67,87 @@ class History:
 
 
 class Ledger:
-    """Appends to the file; one process does."""
+    """Appends to the file; one process does. What the disk does not take is kept until it does."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, elsewhere: Path | None = None) -> None:
+        """`elsewhere`: where records go when there is a place for the last checkpoint, and none
+        for them here. What an earlier session has left there is taken in."""
+        self.path, self.elsewhere = path, elsewhere
+        self.kept: list[bytes] = []
+        """Records that may not be on the disk yet, oldest first."""
+        self.num_written = 0
+        """How many of them are in the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        if elsewhere is not None and elsewhere.is_file():
+            self.kept.append(elsewhere.read_bytes())
 
     @property
     def is_new(self) -> bool:
-        return not self.path.exists()
+        return not self.path.exists() and not self.kept
 
-    def mark(self, step: int, batch: int, leaves_out: bool = False) -> None:
+    def mark(self, step: int, batch: int, leaves_out: bool = False) -> str:
         """The model is that of `step`: what was fed after it is void; `batch` comes next."""
-        self._append(step, batch, np.zeros((0, int(leaves_out)), np.int64))
+        return self.add(step, batch, np.zeros((0, int(leaves_out)), np.int64))
 
-    def add(self, step: int, batch: int, rows: Digests) -> None:
-        """Steps `step`, `step + 1`, … were given batches `batch`, `batch + 1`, …."""
-        self._append(step, batch, rows)
-
-    def sync(self) -> None:
-        """What was written survives a power cut."""
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
-
-    def _append(self, step: int, batch: int, rows: Digests) -> None:
+    def add(self, step: int, batch: int, rows: Digests) -> str:
+        """Steps `step`, `step + 1`, … were given batches `batch`, `batch + 1`, …. Returns what
+        keeps it from writing that."""
         body = rows.astype("<i8").tobytes()
         check = zlib.crc32(PLACE.pack(step, batch, *rows.shape) + body)
-        with self.path.open("ab") as file:
-            file.write(HEAD.pack(MAGIC, check, step, batch, *rows.shape) + body)
+        self.kept.append(HEAD.pack(MAGIC, check, step, batch, *rows.shape) + body)
+        return self.sync() if sum(map(len, self.kept)) > KEPT_BYTES else self._write()
+
+    def sync(self) -> str:
+        """What was written survives a power cut; or a word on why not."""
+        if problem := self._write():
+            return problem
+        try:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            self.num_written = 0  # any of it may be lost, so all of it is written again
+            return self._words(error, self.path)
+        self.kept, self.num_written = [], 0
+        if self.elsewhere is not None:
+            with suppress(OSError):
+                self.elsewhere.unlink()
+        return ""
+
+    def sync_elsewhere(self) -> str:
+        """Writes what may not be on the disk to the other place."""
+        assert self.elsewhere is not None
+        try:
+            self.elsewhere.parent.mkdir(parents=True, exist_ok=True)
+            with self.elsewhere.open("wb") as file:
+                file.write(b"".join(self.kept))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return self._words(error, self.elsewhere)
+        return ""
+
+    def _write(self) -> str:
+        try:
+            while self.num_written < len(self.kept):
+                self._append(self.kept[self.num_written])
+                self.num_written += 1
+        except OSError as error:
+            return self._words(error, self.path)
+        return ""
+
+    def _append(self, data: bytes) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(size)  # half a record helps nobody
+                raise
+
+    def _words(self, error: OSError, path: Path) -> str:
+        return f"{path} cannot be written: {error.strerror}"
 
 
 def read_ledger(path: Path) -> History:

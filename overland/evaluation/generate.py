@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from overland.models.errors import ModelError
+
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -33,6 +35,10 @@ def generate(
         padded = window + [0] * (context - len(window))
         logits_BSV = logits_of(torch.tensor([padded], device=device))
         logits = logits_BSV[0, len(window) - 1].double().cpu()
+        if not logits.isfinite().all():
+            raise ModelError(
+                "the model predicts values that are not finite: its weights are broken"
+            )
         if temperature == 0:
             token = int(logits.argmax())
         else:

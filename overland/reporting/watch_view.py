@@ -111,7 +111,8 @@ def loss(seen: Snapshot) -> Text | None:
         if isinstance(seen.newest.get(name), int | float):
             words.append(f"{label} {seen.newest[name]:.3g}")
     if seen.newest.get("skipped_steps"):
-        words.append(f"{seen.newest['skipped_steps']} steps skipped")
+        skipped = seen.newest["skipped_steps"]
+        words.append(f"{skipped} {'step' if skipped == 1 else 'steps'} skipped")
     return Text("   ".join(words))
 
 

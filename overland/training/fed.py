@@ -16,6 +16,7 @@ import torch.distributed as dist
 from overland.data.batch import Batch
 from overland.data.digest import digests
 from overland.data.ledger import Ledger
+from overland.parallel.comm import from_first_rank
 from overland.training.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -24,19 +25,23 @@ if TYPE_CHECKING:
 
 class FedRows:
     def __init__(self, run: Run) -> None:
-        self._mesh = run.mesh
-        self._ledger = Ledger(run.folder.ledger) if run.world.is_first else None
+        self._run, self._mesh = run, run.mesh
+        self._ledger = None
+        if run.world.is_first:
+            self._ledger = Ledger(run.folder.ledger, run.folder.fallback_ledger)
+        self._problem = ""
+        """Why the ledger is not up to date."""
         self._pending: list[torch.Tensor] = []
         if self._ledger is not None:
             if self._ledger.is_new and run.resumed_own:  # it was lost, and must not seem whole
                 self._ledger.mark(0, 0)
-            self._ledger.mark(run.progress.step, run.progress.batch)
+            self._note(self._ledger.mark(run.progress.step, run.progress.batch))
 
     def start_again(self, step: int, batch: int) -> None:
         """The run went back to a step, and leaves out the batches before `batch`."""
         self.write()
         if self._ledger is not None:
-            self._ledger.mark(step, batch, leaves_out=True)
+            self._note(self._ledger.mark(step, batch, leaves_out=True))
 
     def note(self, batch: Batch, step: int, number: int) -> None:
         """This rank's rows of a global batch, given to the model in a step."""
@@ -44,8 +49,8 @@ class FedRows:
             self._first = (step, number)
         self._pending.append(digests(batch))
 
-    def write(self, sync: bool = False) -> None:
-        """All ranks together; waits for the device."""
+    def write(self) -> None:
+        """All ranks together; waits for the device. What a full disk does not take comes later."""
         if self._pending:
             mine = torch.stack(self._pending)
             self._pending = []
@@ -54,9 +59,29 @@ class FedRows:
             shares = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(shares, mine, group=group)
             if self._ledger is not None:
-                self._ledger.add(*self._first, torch.cat(shares, dim=1).cpu().numpy())
-        if sync and self._ledger is not None:
-            self._ledger.sync()
+                rows = torch.cat(shares, dim=1).cpu().numpy()
+                self._note(self._ledger.add(*self._first, rows))
+
+    def sync(self, or_elsewhere: bool = False) -> str:
+        """Puts all of it on the disk, or in the fallback folder; returns what keeps it from that,
+        on all ranks."""
+        self.write()
+        if self._ledger is not None:
+            self._problem = self._ledger.sync()
+            if self._problem and or_elsewhere:
+                self._problem = self._ledger.sync_elsewhere()
+        return from_first_rank(self._problem)
+
+    def end(self) -> None:
+        """Says what is missing."""
+        if self._problem:
+            self._run.call("on_message", f"{self._problem}: `overland prove data` will lack steps")
+
+    def _note(self, problem: str) -> None:
+        if problem and not self._problem:
+            words = f"{problem}; the run continues, and saves nothing until it can"
+            self._run.call("on_message", words)
+        self._problem = problem
 
     def _compare(self, mine: torch.Tensor) -> None:
         """Whether all ranks with this share of the batch were given the same."""

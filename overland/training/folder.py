@@ -68,6 +68,11 @@ class RunFolder:
         return self.root / "data"
 
     @property
+    def fallback_ledger(self) -> Path | None:
+        """What of the ledger belongs to a checkpoint in the fallback folder."""
+        return self.fallback / "ledger.bin" if self.fallback is not None else None
+
+    @property
     def ledger(self) -> Path:
         return self.data / "ledger.bin"
 

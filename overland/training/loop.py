@@ -87,8 +87,7 @@ def train(run: Run) -> bool:
                     check_last_save(run)
                 if config.checkpoint.enable and save_is_due(run, wish, held_out):
                     run.beat.enter(Phase.SAVING)
-                    fed.write(sync=True)
-                    run.save(wish.stops, held_out["validation_loss"] if held_out else None)
+                    save(run, fed, wish.stops, held_out["validation_loss"] if held_out else None)
                     if clock is not None:
                         clock.saving()
                 report_saves(run, run.store.poll(), clock)
@@ -99,15 +98,16 @@ def train(run: Run) -> bool:
                     which = f" ({stop.signal.name})" if stop.signal else ""
                     reason = f"{wish.reason}{which}"
                     run.call("on_message", f"stopping after step {progress.step}: {reason}")
-                    insist_on_last_save(run, clock, preempt=True)
+                    insist_on_last_save(run, fed, clock, preempt=True)
                     return False
-            insist_on_last_save(run, clock, preempt=False)
+            insist_on_last_save(run, fed, clock, preempt=False)
         finally:
             run.beat.enter(Phase.ENDING, progress.step)
             data.close()
             for dataset in (run.dataset, *run.validation_sets):
                 dataset.close()
             report_saves(run, run.store.finish(), clock)
+            fed.end()
             run.call("on_end")
             run.store.close()
     return True
@@ -124,8 +124,21 @@ def conclude(run: Run) -> None:
 
 def save_last(run: Run, fed: FedRows) -> None:
     if run.config.checkpoint.enable and run.progress.step > max(run.saved_step, 0):
-        fed.write(sync=True)
-        run.save()
+        save(run, fed)
+
+
+def save(
+    run: Run,
+    fed: FedRows,
+    preempt: bool = False,
+    validation_loss: float | None = None,
+    in_fallback: bool = False,
+) -> None:
+    """Starts a save, once what the model was fed is on the disk: no checkpoint is newer."""
+    if problem := fed.sync(or_elsewhere=in_fallback):
+        run.store.give_up(run.progress.step, problem, preempt)
+    else:
+        run.save(preempt, validation_loss)
 
 
 def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
@@ -158,7 +171,7 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
             clock.saved(outcome.seconds)
 
 
-def insist_on_last_save(run: Run, clock: Clock | None, preempt: bool) -> None:
+def insist_on_last_save(run: Run, fed: FedRows, clock: Clock | None, preempt: bool) -> None:
     """Waits for the last save. One that fails as a full disk does is tried again, until the job's
     end is near, and then in `checkpoint.fallback_folder`. Nobody is asked anything."""
     report_saves(run, run.store.finish(), clock)
@@ -170,13 +183,13 @@ def insist_on_last_save(run: Run, clock: Clock | None, preempt: bool) -> None:
         left = deadline - time.monotonic()
         run.call("on_message", f"trying that save again for {left:.0f} s; make room on the disk")
         time.sleep(RETRY_SECONDS)
-        run.save(preempt)
+        save(run, fed, preempt)
         report_saves(run, run.store.finish(), clock)
     fallback = run.folder.fallback
     if last is not None and last.error and fallback is not None:
         run.call("on_message", f"saving in checkpoint.fallback_folder instead: {fallback}")
         run.store.folder = fallback
-        run.save(preempt)
+        save(run, fed, preempt, in_fallback=True)
         report_saves(run, run.store.finish(), clock)
 
 

@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,53 @@ def test_a_flipped_bit_costs_one_record_at_most(tmp_path: Path, seed: int) -> No
     assert len(found) == 18
     assert all(fed.digests.tolist() == rows(step - (step + 1) % 2, 2)[(step + 1) % 2].tolist()
                for step, fed in found.items())  # fmt: skip
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.bin"
+    ledger = Ledger(path)
+    ledger.mark(0, 0)
+    assert ledger.add(1, 0, rows(1, 2)) == ""
+    path.rename(tmp_path / "written")
+    path.symlink_to("/dev/full")
+    assert "No space left on device" in ledger.add(3, 2, rows(3, 1))
+    assert "No space left on device" in ledger.sync()
+    path.unlink()
+    (tmp_path / "written").rename(path)
+    assert ledger.add(4, 3, rows(4, 1)) == ledger.sync() == ""
+    assert list(read_ledger(path).fed) == [1, 2, 3, 4]
+    assert not ledger.kept
+
+
+def test_what_did_not_reach_the_disk_for_certain_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a sync has failed, the next one succeeds although the bytes are lost."""
+    path = tmp_path / "ledger.bin"
+    ledger = Ledger(path)
+    ledger.mark(0, 0)
+    ledger.add(1, 0, rows(1, 2))
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        assert "Input/output error" in ledger.sync()
+    path.write_bytes(b"")
+    assert ledger.sync() == ""
+    assert list(read_ledger(path).fed) == [1, 2]
+
+
+def test_records_are_synced_before_they_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overland.data.ledger.KEPT_BYTES", 500)
+    ledger = Ledger(tmp_path / "ledger.bin")
+    for step in range(1, 100):
+        ledger.add(step, step - 1, rows(step, 1))
+        assert sum(map(len, ledger.kept)) <= 500
+    assert list(read_ledger(ledger.path).fed) == list(range(1, 100))
 
 
 def test_what_the_spike_guard_leaves_out_is_marked(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from overland.evaluation.generate import generate
+from overland.models.errors import ModelError
 
 VOCAB = 16
 
@@ -54,3 +55,16 @@ def test_the_input_keeps_one_length_and_ends_with_the_last_tokens(prompt_length:
     window = prompt[-8:]
     assert seen[0][0, : len(window)].tolist() == window
     assert found == [(prompt_length + i) % VOCAB for i in range(3)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_broken_weights_are_named(temperature: float) -> None:
+    tokens = generate(
+        lambda tokens_BS: counting_up(tokens_BS) * torch.nan,
+        [5],
+        num_tokens=1,
+        context=8,
+        temperature=temperature,
+    )
+    with pytest.raises(ModelError, match="not finite"):
+        list(tokens)

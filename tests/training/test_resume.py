@@ -23,13 +23,14 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.data.errors import DataError
+from overland.data.ledger import read_ledger
 from overland.data.loader import load
 from overland.data.random_blocks import RandomBlocks
 from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run
-from tests.jobs import TINY_MODEL, Recorder, tiny_job
+from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job
 
 STEPS = 8
 
@@ -504,7 +505,7 @@ class FullForAWhile(Disk):
 
 
 def save_on_a_full_disk(world: World, config: JobConfig, refusals: int) -> tuple[list[str], str]:
-    loop.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 0.01, 0.3
+    loop.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 0.01, 60.0 if refusals == 2 else 0.3
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     assert run.folder.fallback is not None
     run.store.disk = FullForAWhile(refusals, run.folder.fallback.parent)
@@ -540,3 +541,65 @@ def test_a_last_save_is_tried_again_and_then_elsewhere(
     folder = tmp_path / "run" / "checkpoint" if refusals == 2 else elsewhere / "run"
     assert error == ""
     assert [one.path.name for one in list_checkpoints(folder)] == ["step_3"]
+
+
+class RoomAfter(Callback):
+    """Makes room for the ledger after a step."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self.step = step
+
+    def on_step(self, run: Run) -> None:
+        if run.progress.step == self.step:
+            run.folder.ledger.unlink()
+
+
+def train_without_room_for_the_ledger(
+    world: World, config: JobConfig, room_after: int
+) -> tuple[list[str], str]:
+    loop.RETRY_SECONDS, stop.RETRY_FOR_SECONDS = 0.01, 0.05
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    if world.is_first:
+        run.folder.ledger.parent.mkdir(exist_ok=True)
+        run.folder.ledger.symlink_to("/dev/full")
+        run.callbacks.append(RoomAfter(run, room_after))
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    train(run)
+    try:
+        loop.check_last_save(run)
+    except NotSavedError as error:
+        return recorder.messages, str(error)
+    return recorder.messages, ""
+
+
+def test_no_checkpoint_is_newer_than_the_ledger(ranks: RankPool, tmp_path: Path) -> None:
+    """The disk has room for checkpoints, but takes no row of the ledger until step 3."""
+    config = job(tmp_path / "run", 4, checkpoint={"interval": 2, "keep_latest_k": 0})
+    (messages, error), _ = ranks.run(2, train_without_room_for_the_ledger, config, 3)
+    assert error == ""
+    assert [message for message in messages if "the run continues, and saves nothing" in message]
+    assert [message for message in messages if "step_2 was not saved: " in message]
+    assert [one.path.name for one in list_checkpoints(tmp_path / "run/checkpoint")] == ["step_4"]
+    assert list(read_ledger(tmp_path / "run/data/ledger.bin").fed) == [1, 2, 3, 4]
+
+
+def test_a_run_whose_ledger_is_not_written_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
+    config = job(tmp_path / "run", 2, checkpoint={"interval": 100})
+    ((messages, error),) = ranks.run(1, train_without_room_for_the_ledger, config, 100)
+    assert "the last save failed" in error
+    assert "ledger.bin cannot be written: No space left on device" in error
+    assert any("`overland prove data` will lack steps" in message for message in messages)
+    assert not list_checkpoints(tmp_path / "run" / "checkpoint")
+
+
+def test_the_ledger_goes_elsewhere_with_the_last_save(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {"interval": 100, "fallback_folder": str(tmp_path / "elsewhere")}
+    config = job(tmp_path / "run", 2, checkpoint=settings)
+    ((_, error),) = ranks.run(1, train_without_room_for_the_ledger, config, 100)
+    assert error == ""
+    assert [one.path.name for one in list_checkpoints(tmp_path / "elsewhere/run")] == ["step_2"]
+    (tmp_path / "run" / "data" / "ledger.bin").unlink()
+    ranks.run(1, run_job, job(tmp_path / "run", 3, checkpoint=settings))
+    assert list(read_ledger(tmp_path / "run/data/ledger.bin").fed) == [1, 2, 3]
+    assert not (tmp_path / "elsewhere" / "run" / "ledger.bin").exists()
