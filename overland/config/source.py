@@ -13,6 +13,7 @@ from typing import Any
 
 from overland.config.errors import ConfigError, Problem
 from overland.config.foreign import LARGEST_CONFIG, check_yaml
+from overland.config.schema import IN_PLACE_OF
 from overland.config.toml_lines import LineIndex, index_lines
 
 KeyPath = tuple[str, ...]
@@ -130,11 +131,14 @@ def nest(entries: Entries) -> dict[str, Any]:
 
 
 def overlay(base: Entries, top: Entries) -> Entries:
-    """`base` with `top` on it: a value takes away what it replaces, above and below its path."""
+    """`base` with `top` on it: a value takes away what it replaces, above and below its path, or
+    in another unit: steps take the place of epochs."""
+    pairs = [tuple(tuple(key.split(".")) for key in pair) for pair in IN_PLACE_OF.items()]
+    other_unit = {pair[1 - i] for pair in pairs for i in (0, 1) if pair[i] in top}
     kept = {
         path: entry
         for path, entry in base.items()
-        if not any(_one_inside_other(path, above) for above in top)
+        if path not in other_unit and not any(_one_inside_other(path, above) for above in top)
     }
     return {**kept, **top}
 

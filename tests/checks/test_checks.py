@@ -392,6 +392,13 @@ def test_epochs_and_ratios_that_mean_nothing_are_refused(arguments: list[str], s
     assert says in found
 
 
+def test_the_command_line_counts_in_another_unit_than_the_file() -> None:
+    Path("run.toml").write_text("[training]\nsteps = 20\n[lr_scheduler]\nwarmup_ratio = 0.1\n")
+    assert problems("training.epochs=2", "lr_scheduler.warmup_steps=5") == []
+    Path("run.toml").write_text("[training]\nsteps = 20\nepochs = 2\n")
+    assert len(problems()) == 1
+
+
 def test_epochs_and_a_ratio_are_written_without_the_keys_that_they_replace() -> None:
     loaded = load_config("run.toml", ["training.epochs=2.5", "lr_scheduler.warmup_ratio=0.1"], {})
     write_config(loaded.config, Path("again.toml"), full=True)

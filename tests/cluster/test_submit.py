@@ -25,6 +25,8 @@ from overland.cluster.script import render_job
 from overland.cluster.site import load_site
 from overland.cluster.submit import next_files, submit, without_slurms_own, write_private
 from overland.cluster.supervise.faults import Findings
+from overland.config.load import load_config
+from overland.config.write import write_config
 from tests.cli.processes import ROOT
 from tests.cluster.scripts import LEFT_OPEN, assert_good_bash, make_job, place
 
@@ -370,6 +372,20 @@ def test_a_run_that_is_finished_is_not_submitted_again(tmp_path: Path) -> None:
     assert "runs/quickstart has finished its 160 steps" in refusal(*words)
     assert overland(*words, "training.steps=320").exit_code == 0
     assert overland(*words, "checkpoint.resume=none").exit_code == 0
+
+
+def test_a_run_that_has_had_its_epochs_is_not_submitted_again(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "quickstart"
+    run.mkdir(parents=True)
+    words = ["quickstart", "--site", "frontier", "--account", "abc123", "--dry-run"]
+    assert overland(*words, "training.epochs=2").exit_code == 0
+    (run / "done").write_text("160\n")
+    kept = load_config("quickstart", ["training.epochs=2"], {}).config
+    write_config(kept, run / "config.toml", full=True)
+    assert "has finished its 2 epochs; raise training.epochs" in refusal(
+        *words, "training.epochs=2"
+    )
+    assert overland(*words, "training.epochs=3").exit_code == 0
 
 
 # What is shown and written

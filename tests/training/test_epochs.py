@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.ledger import read_ledger
 from overland.proofs.data import prove_data
+from overland.reporting.watch import Watch
 from overland.training.epochs import known_steps
 from overland.training.folder import RunFolder
 from tests.data.corpora import Numbered, make_corpus
@@ -94,3 +96,29 @@ def test_a_batch_that_is_not_filled_can_be_dropped(
     assert known_steps(config, ROWS) == 3
     assert known_steps(job(tmp_path, corpus, epochs=2.5), ROWS) == 9  # 68 rows
     assert len(ranks.run(1, train, config)[0]) == 3
+
+
+def test_text_is_tokenised_and_counted_before_training_starts(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(40):
+        (tmp_path / "texts" / f"{i:02}.txt").write_text(f"text {i} " + "words again " * (i % 9))
+    config = tiny_job(
+        tmp_path / "run",
+        training={"dataset_path": str(tmp_path / "texts"), "epochs": 1.5, "local_batch_size": 4},
+        data={"folder": str(tmp_path / "data"), "vocab_size": 400, "window_documents": 16},
+    )
+    config.training.global_batch_size = ROWS
+    assert known_steps(config, ROWS) is None
+    losses = ranks.run(2, train, config)[0]
+    verdict = prove_data(tmp_path / "run")
+    assert verdict.holds
+    assert (
+        verdict.last_step
+        == len(losses)
+        == json.loads((tmp_path / "run" / "data" / "plan.json").read_text())["steps"]
+    )
+    (count,) = verdict.sources.values()
+    assert 40 < count.documents < 80
+    assert Watch(tmp_path / "run").look().steps == len(losses)

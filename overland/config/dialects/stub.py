@@ -35,7 +35,7 @@ RENAMED: dict[str, str] = {
 }
 
 RANDOM = "the stub trains on random tensors, so there is nothing to read or transform"
-EPOCHS = "the run ends after training.steps; there are no epochs or segments"
+EPOCHS = "random tensors have no end, so there are no epochs: the run ends after training.steps"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 WHOLE = "checkpoints are sharded and whole, and can be read on any number of devices"
 UNSET = "null sets nothing"
