@@ -99,12 +99,13 @@ class Matrices:
         return torch.where(step.is_skipped, torch.zeros_like(result), result)
 
     def _after(self, shard: Shard, direction: Tensor, step: Step) -> None:
-        parameter = shard.wide_parameter()
+        parameter, given = shard.wide_parameter(), shard.wide_state()
         direction = direction.view(parameter.shape).to(parameter.dtype)
-        new, state = self.rule.after(parameter, direction, shard.wide_state(), shard.rates(step))
+        new, state = self.rule.after(parameter, direction, given, shard.rates(step))
         shard.write_parameter(new, step)
-        shard.write_state(state, step)
-        shard.write_scalars(state, step)
+        if state is not given:  # most rules are done with their state before
+            shard.write_state(state, step)
+            shard.write_scalars(state, step)
 
 
 def locate(name: str, parameter: Tensor) -> Matrix:

@@ -55,7 +55,8 @@ class Entry:
 
 
 class Optimizer:
-    """Parameters and packed state are whole until `split`, and inside of `whole`."""
+    """Master weights are whole until `split`; inside of `whole` they are too, and packed state is
+    unpacked."""
 
     def __init__(self, parts: Sequence[nn.Module], settings: schema.Optimizer) -> None:
         names = parameter_names(parts)

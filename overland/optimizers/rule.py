@@ -87,7 +87,7 @@ class WholeMatrix(Rule):
     def after(
         self, parameter: Tensor, direction: Tensor, state: State, rates: Rates
     ) -> tuple[Tensor, State]:
-        """Returns the new parameter and its new state."""
+        """Returns the new parameter and its new state, or the state that it was given."""
         raise NotImplementedError
 
     def updater(self, parameters: Mapping[str, nn.Parameter]) -> Updater:

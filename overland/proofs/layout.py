@@ -133,6 +133,7 @@ def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
     them."""
     import torch
 
+    from overland.checks.model import import_custom
     from overland.training.callbacks import Callback, Record
     from overland.training.loop import train
     from overland.training.run import Run, build_run
@@ -147,6 +148,7 @@ def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
         def on_validation(self, run: Run, record: Record) -> None:
             validations.append((record["validation_loss"],))
 
+    import_custom(config)  # the optimizer may be one of the user's own
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     run.callbacks = [Recorder(run)]
     train(run)

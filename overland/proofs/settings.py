@@ -21,6 +21,7 @@ def settings_of(source: str | None) -> Sections | None:
     if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
         raise ConfigError(problems)
     settings: Sections = {
+        "job": {"custom_import": config.job.custom_import},
         "activation_checkpoint": config.activation_checkpoint.model_dump(),
         "compile": config.compile.model_dump(),
         "data": {"document_mask": config.data.document_mask},

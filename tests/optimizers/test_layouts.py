@@ -14,7 +14,6 @@ from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.proofs.layout import TOLERANCES, Curve, curve, difference, proof_job
 from overland.proofs.layouts import parse
-from tests.optimizers import own  # noqa: F401  registers them on every rank
 
 SAVED_AT, STEPS = 2, 4
 Curves = dict[tuple[str, tuple[str, ...]], Curve]
@@ -23,6 +22,7 @@ Curves = dict[tuple[str, tuple[str, ...]], Curve]
 def job(name: str, layout: str, folder: Path, steps: int, save: bool) -> JobConfig:
     parsed = parse(layout)
     settings = {
+        "job": {"custom_import": "tests.optimizers.own"},
         "optimizer": {"name": name},
         "lr_scheduler": {"total_steps": STEPS},
         "checkpoint": {"enable": save, "interval": SAVED_AT},
@@ -30,16 +30,11 @@ def job(name: str, layout: str, folder: Path, steps: int, save: bool) -> JobConf
     return proof_job(parsed, parsed.kinds, "float64", steps, folder, settings)
 
 
-def trained(world: World, config: JobConfig) -> Curve:
-    """A function of this module, so that ranks import it, and the optimizers with it."""
-    return curve(world, config)
-
-
 def run(
     pool: RankPool, name: str, layout: str, folder: Path, steps: int = STEPS, save: bool = True
 ) -> Curve:
     config = job(name, layout, folder, steps, save)
-    return pool.run(parse(layout).num_ranks, trained, config)[0]
+    return pool.run(parse(layout).num_ranks, curve, config)[0]
 
 
 @pytest.fixture(scope="module")

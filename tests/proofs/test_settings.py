@@ -33,6 +33,17 @@ def test_the_kind_of_a_built_in_model_is_taken(tmp_path: Path) -> None:
     assert settings["model"]["tie_word_embeddings"] is True
 
 
+def test_an_optimizer_of_ones_own_is_taken_with_its_module(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[job]\ncustom_import = "tests.optimizers.own"\n'
+        '[optimizer]\nname = "Muon"\noptions = {momentum = 0.9}\n'
+    )
+    settings = settings_of(str(tmp_path / "run.toml"))
+    assert settings is not None
+    assert settings["job"] == {"custom_import": "tests.optimizers.own"}
+    assert settings["optimizer"] == {"name": "Muon", "options": {"momentum": 0.9}}
+
+
 def test_a_model_of_ones_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain decoder with its sizes would prove nothing about it."""
     monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
