@@ -209,7 +209,7 @@ def test_saving_a_step_again_keeps_the_earlier_one_aside(tmp_path: Path) -> None
 
 def test_a_tensor_in_another_form_is_saved_as_what_it_stands_for(tmp_path: Path) -> None:
     whole = torch.randn(40, 30)
-    packed = Packed((40, 30), torch.float32, split(whole), join)
+    packed = Packed(whole, torch.float32, split(whole), join)
     for mode in ("async", "disabled"):
         store = Store(tmp_path / mode, Settings.model_validate({"async_mode": mode}))
         store.save(1, {"x": packed}, {})
@@ -447,7 +447,7 @@ def test_a_master_weight_in_two_parts_is_tested(
     upper, rest = split(wide)
     assert upper[7].isinf()
     store = Store(tmp_path, Settings.model_validate({"async_mode": mode}))
-    store.save(1, {"model.w": Packed((300,), torch.float32, (upper, rest), join)}, {})
+    store.save(1, {"model.w": Packed(upper, torch.float32, (upper, rest), join)}, {})
     store.close()
     assert store.last is not None
     assert store.last.not_finite == not_finite
