@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,9 @@ weight_decay = 0.01
     assert [group.lr_factor for group in config.optimizer.groups] == [0.1, 1.0]
     Path("again.toml").write_text(to_toml(config, full=True))
     assert load_config("again.toml", (), {}).config == config
+
+
+def test_optimizers_are_checked_without_torch() -> None:
+    code = "import overland.checks.optimizer, overland.planner.memory, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch" not in done.stdout.split()

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_has_one_example_of_each_kind() -> None:
     text = "\n".join(blocks("python"))
-    for name in ("register_model", "register_source", "register_callback"):
+    for name in ("register_model", "register_optimizer", "register_source", "register_callback"):
         assert len(re.findall(rf"^from .*\b{name}$", text, flags=re.MULTILINE)) == 1
 
 
