@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overland.cli.data_build import build, find_source
+from overland.cli.data_build import build, find_source, import_sources
 from overland.cli.errors import user_errors
 from overland.cli.preview import preview
 from overland.data.errors import bad_ones
@@ -56,6 +56,9 @@ def inspect(
     hashes: Annotated[
         bool, typer.Option("--hashes", help="Only the SHA-256 of every document, in order.")
     ] = False,
+    custom_import: Annotated[
+        str, typer.Option("--import", help="Module that registers a source, named by PATH.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Read a corpus once and say what it holds."""
@@ -66,6 +69,7 @@ def inspect(
     if hashes:
         keep = found.append if as_json else print
         each = lambda document: keep(document_hash(document))
+    import_sources(custom_import)
     source = find_source(path, column, subset, split, dtype, skip_bad)
     count = None
     if tokenizer is not None and getattr(source, "kind", "text") == "text":

@@ -60,6 +60,9 @@ def build(
     array: Annotated[
         bool, typer.Option("--array", help="The part of this task of a Slurm job array.")
     ] = False,
+    custom_import: Annotated[
+        str, typer.Option("--import", help="Module that registers a source, named by PATH.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Make token shards of a corpus. The same command again goes on where it was stopped."""
@@ -69,6 +72,7 @@ def build(
     from overland.data.tokenizer import Tokenizer
 
     which = find_part(part, array, os.environ)
+    import_sources(custom_import)
     source: Any = find_source(path, column, subset, split, dtype, skip_bad)
     for note in getattr(source, "notes", ()):
         say(f"note: {note}")
@@ -146,6 +150,18 @@ def framed(
     return tokenizer
 
 
+def import_sources(name: str) -> None:
+    """Imports a user's module, as `job.custom_import` does."""
+    from overland.checks.model import check_custom_import
+    from overland.config.errors import ConfigError
+    from overland.config.load import Loaded
+    from overland.config.schema import Job, JobConfig
+
+    config = JobConfig(job=Job(custom_import=name))
+    if problems := list(check_custom_import(Loaded(config, [], "command line"))):
+        raise ConfigError(problems)
+
+
 def find_source(
     path: str,
     column: str | None,
@@ -205,13 +221,18 @@ def to_json(built: Built, seconds: float) -> dict[str, Any]:
         "fingerprint": built.layout.fingerprint,
         "complete": built.totals is not None,
         "documents": built.documents,
-        "tokens": built.tokens,
+        unit_of(built): built.tokens,
         "skipped": built.bad,
         "shards": built.layout.num_shards,
         "made": built.made.num_made,
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(built.made.num_tokens / seconds),
+        f"{unit_of(built)}_per_second": round(built.made.num_tokens / seconds),
     }
+
+
+def unit_of(built: Built) -> str:
+    """What a shard holds many of."""
+    return "bytes" if built.layout.kind == "arrays" else "tokens"
 
 
 def page(built: Built, seconds: float) -> Iterator[str]:
@@ -219,12 +240,12 @@ def page(built: Built, seconds: float) -> Iterator[str]:
     if built.made.num_made < built.layout.num_shards:
         shards += f" ({built.made.num_made:,} made now)"
     yield f"{'documents':<12}{built.documents:,}"
-    yield f"{'tokens':<12}{built.tokens:,}"
+    yield f"{unit_of(built):<12}{built.tokens:,}"
     yield f"{'skipped':<12}{built.bad:,}"
     yield f"{'shards':<12}{shards}"
     yield f"{'seconds':<12}{seconds:,.1f}"
     if built.made.num_tokens:
-        yield f"{'tokens/s':<12}{built.made.num_tokens / seconds:,.0f}"
+        yield f"{unit_of(built) + '/s':<12}{built.made.num_tokens / seconds:,.0f}"
     yield f"{'folder':<12}{built.layout.folder}"
     yield ""
     if built.totals is None:

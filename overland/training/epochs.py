@@ -28,7 +28,8 @@ def with_steps(config: JobConfig, dataset: Dataset, place: Place) -> JobConfig:
     while not place.once(lambda: count_windows(dataset, training.epochs or 0, place.report)):
         pass
     steps = place.once(lambda: num_steps(dataset, training))
-    place.report(f"{training.epochs:g} epochs of {dataset.name} are {steps:,} steps")
+    name = source_name(dataset)
+    place.report(f"training.epochs = {training.epochs:g} of {name} comes to {steps:,} steps")
     settled = training.model_copy(update={"steps": steps})
     return config.model_copy(update={"training": settled})
 
@@ -55,10 +56,16 @@ def num_steps(dataset: Dataset, training: Training) -> int:
     if steps < 1:
         size = rows.plan.segments[-1].global_batch_size
         raise DataError(
-            f"{training.epochs:g} epochs of {dataset.name} do not fill one batch of {size:,} rows: "
-            'set training.last_batch = "pad", or a smaller training.global_batch_size'
+            f"training.epochs = {training.epochs:g} of {source_name(dataset)} does not fill one "
+            f'batch of {size:,} rows: set training.last_batch = "pad", or a smaller '
+            "training.global_batch_size"
         )
     return steps
+
+
+def source_name(dataset: Dataset) -> str:
+    """The one source that is read."""
+    return next(name for name, weight in dataset.plan.segments[-1].weights.items() if weight)
 
 
 def count_windows(dataset: Dataset, epochs: float, report: Callable[[str], None]) -> bool:

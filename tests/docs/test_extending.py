@@ -79,6 +79,8 @@ def test_arrays_and_channels_come_as_the_page_says(folder: Path) -> None:
     for page in map(json.loads, pages.splitlines()):
         assert page["fields"]["pixels"].startswith("float32 1 × 8 × 8, from 0 to ")
         assert page["epoch"] == 0
+    built = overland("data", "build", "gradients", "--import", "my_parts", cwd=folder)
+    assert f"bytes       {100 * (64 * 4 + 8):,}" in built.stdout
     overland(*words, "training.dataset=dialogues", cwd=folder, NGPU="1")
     (shard,) = (folder / "data").glob("dialogues-*/shards/*/*.shard")
     assert open_shard(shard).channels["weights"][:6].tolist() == [0, 0, 0, 1, 1, 1]

@@ -12,6 +12,7 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.data.errors import DataError
 from overland.data.ledger import read_ledger
 from overland.proofs.data import prove_data
 from overland.reporting.watch import Watch
@@ -94,6 +95,9 @@ def test_a_batch_that_is_not_filled_can_be_dropped(
 ) -> None:
     config = job(tmp_path, corpus, epochs=1.0, last_batch="drop")
     assert known_steps(config, ROWS) == 3
+    few = job(tmp_path, corpus, epochs=0.1, last_batch="drop")
+    with pytest.raises(DataError, match=r"of numbers-.* does not fill one batch of 8 rows"):
+        known_steps(few, ROWS)
     assert known_steps(job(tmp_path, corpus, epochs=2.5), ROWS) == 9  # 68 rows
     assert len(ranks.run(1, train, config)[0]) == 3
 
