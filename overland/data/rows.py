@@ -99,6 +99,7 @@ class PlannedRows:
 
     def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
         """A share of a batch's rows, which are of tokens."""
+        assert self.arrays is None
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
         room = Room.of(len(whose), lanes.segment.seq_len + 1, lanes.channels)

@@ -86,6 +86,8 @@ def build_train_loader(
         source = open_source(mds_root, column=column)
     except Unsettled as error:
         raise error.by(f"the argument {error.option}") from None
+    if source.kind == "arrays":
+        raise DataError(f"{mds_root} holds arrays, and this loader gives tokens")
     if tokenizer_name is None and source.kind == "text":
         raise DataError(f"{mds_root} is text: say which tokenizer makes tokens of it, by its name")
     cache = Path(local_cache or "data").expanduser()

@@ -27,6 +27,7 @@ from overland.data.registry import register_source
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.sources.summary import summarise
+from overland.data.torch_loader import build_train_loader
 from overland.proofs.data import prove_data
 
 ROWS = 8
@@ -152,7 +153,13 @@ def test_killed_sessions_on_other_ranks_feed_what_an_unbroken_run_does(
     assert "samples;" in "\n".join(verdict.page())
 
     changed = open_data(job(tmp_path, sources={"pictures": 1.0, "paintings": 1.0}, mixture=mixture))
-    assert len(changed.continued(plan, 13).plan.segments) == 2
+    changed = changed.continued(plan, 13)
+    assert len(changed.plan.segments) == 2
+    again = samples(changed, range(30))
+    assert (again["pixels"][:, 0, 0, 0] == again["label"]).all()
+    times = Counter(again["sample_B"].tolist())
+    for sample, epoch in zip(again["sample_B"].tolist(), again["epoch_B"].tolist(), strict=True):
+        assert 0 <= epoch < times[sample]  # each time in an epoch of its own
 
 
 def test_held_out_samples_are_validated_on_and_never_trained_on(tmp_path: Path) -> None:
@@ -220,4 +227,6 @@ def test_a_built_corpus_of_arrays_reads_as_its_source_does(tmp_path: Path) -> No
         for name, values in theirs.items():
             assert ours[name].dtype == values.dtype
             np.testing.assert_array_equal(ours[name], values)
+    with pytest.raises(DataError, match="holds arrays, and this loader gives tokens"):
+        build_train_loader(folder, tokenizer_name=None, strategy="pack", seq_len=8, micro_blocks=1)
     assert summarise(again).total == 53 * (60 * 4 + 8 + 1)
