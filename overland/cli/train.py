@@ -180,8 +180,10 @@ def train_and_tell(
     is_new = run.progress.step < run.config.training.steps
     if config.job.print_config and world.is_first:
         print(run.folder.config.read_text())
-    finished = train_loop(run)
-    end_at_signal("stopped; all that was saved is safe")
+    try:
+        finished = train_loop(run)
+    finally:  # an error on one rank becomes a signal for the others
+        end_at_signal("stopped; all that was saved is safe")
     check_last_save(run)
     if finished:
         conclude(run)
