@@ -30,13 +30,17 @@ from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
-from overland.models.decoder import Decoder
+from overland.models.flops import stage_costs
+from overland.models.inputs import Inputs
 from overland.models.registry import model_config
+from overland.models.structure import Structure, find_module, structure_of, tie
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
-from overland.parallel.pipeline import deal_layers, micro_batches_kept, stages_of_rank
+from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.single import splits
+from overland.training.objectives import give_objective, objective_for
+from overland.training.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> l
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]
     schedule = config.parallelism.pipeline_parallel_schedule
-    shares = deal_layers(model_config(config.model), degrees.pp * STAGES_PER_RANK[schedule])
+    costs = stage_costs(model_config(config.model))
+    shares = deal_blocks(costs, degrees.pp * STAGES_PER_RANK[schedule])
     kept = micro_batches_kept(schedule, degrees.pp, num_microbatches(config, degrees))
     steps, alike = [], dict[tuple[Any, ...], FakeStep]()
     for place, combinations in enumerate(kept):
@@ -111,22 +116,31 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     config = config.model_copy(update=update)
     with fake_world(rank, degrees.world_size):
         mesh = build_mesh(degrees, "cpu")
-        parts = build_parts(model_config(config.model), mesh, config)
+        architecture = model_config(config.model)
+        parts = build_parts(architecture, mesh, config)
+        objective = objective_for(config.training, architecture)
+        objective.bind(mesh)
+        give_objective(parts, objective)
         with FakeTensorMode(allow_non_fake_inputs=True), Collectives() as collectives:
             saved = SavedBytes()
             for part in parts:
                 part.to_empty(device="cpu")
+                tie(part)
             optimizer = Optimizer(parts, config.optimizer)
             if splits(mesh, config.training):
                 optimizer.split()
             each = []
             for part in parts:
+                first, others = stage_inputs(part, architecture, config, degrees)
+                for field in objective.passes:
+                    others |= found_in_pass(part, first, others, objective, field)
                 with saved_tensors_hooks(saved.pack, saved.unpack):
-                    output = part(*stage_inputs(part, config, degrees))
+                    output = part(first, **others)
                 if degrees.pp > 1:  # a second micro-batch, of which only the memory is counted
                     before, counts = saved.total, collectives.counts.copy()
+                    again = first.detach().clone().requires_grad_(first.requires_grad)
                     with saved_tensors_hooks(saved.pack, saved.unpack):
-                        second = part(*stage_inputs(part, config, degrees))
+                        second = part(again, **others)
                     each.append(saved.total - before)
                     saved.total, collectives.counts = before, counts
                     del second
@@ -160,21 +174,53 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         forget_meshes()
 
 
-def stage_inputs(part: nn.Module, config: JobConfig, degrees: Degrees) -> list[Tensor | None]:
-    """Tokens or hidden states, positions, documents and labels of one micro-batch."""
+def stage_inputs(
+    part: nn.Module, architecture: Any, config: JobConfig, degrees: Degrees
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a part begins with, and all else that it is given of one micro-batch."""
     training = config.training
     rows = training.local_batch_size
     if degrees.pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = training.seq_len // degrees.cp
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    documents = torch.zeros_like(ids) if config.data.document_mask else None
-    first: Tensor = ids
-    if isinstance(part, Decoder) and part.model.embed_tokens is None:
+    fields = made_up_fields(architecture, rows, tokens, config.data.document_mask)
+    first, others = Inputs(part).of(fields)
+    structure = structure_of(part)
+    if structure is not None and structure.between is not None and not has_start(part, structure):
         dtype = getattr(torch, training.mixed_precision_param)
-        shape = (rows, tokens // degrees.tp, part.config.hidden_size)
+        shape = (rows, *structure.between(tokens // degrees.tp))
         first = torch.zeros(shape, dtype=dtype, requires_grad=True)
-    return [first, ids, documents, ids]
+    return first, others
+
+
+def made_up_fields(
+    architecture: Any, rows: int, tokens: int, document_mask: bool
+) -> dict[str, Tensor]:
+    """A batch without content, in the shapes that the model is made for."""
+    numbers = {name: torch.zeros(rows, dtype=torch.int64) for name in ("sample_B", "epoch_B")}
+    if hasattr(architecture, "sample_fields"):
+        shapes = architecture.sample_fields()
+        return numbers | {
+            name: torch.zeros(rows, *shape, dtype=getattr(torch, dtype))
+            for name, (dtype, shape) in shapes.items()
+        }
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    documents = {"documents_BS": ids} if document_mask else {}
+    return {"tokens_BS": ids, "labels_BS": ids, "positions_BS": ids, **documents, **numbers}
+
+
+def found_in_pass(
+    part: nn.Module, first: Tensor, others: dict[str, Tensor], objective: Objective, field: str
+) -> dict[str, Tensor]:
+    """What a pass without gradient adds to the batch."""
+    with torch.no_grad(), objective.during(field, [part]), objective.finding(field) as found:
+        part(first, **others)
+    return {field: torch.cat(found)} if found else {}
+
+
+def has_start(part: nn.Module, structure: Structure) -> bool:
+    """Whether it is the first stage, or the whole model."""
+    return all(find_module(part, path) is not None for path in structure.before)
 
 
 class Collectives(TorchDispatchMode):

@@ -16,11 +16,10 @@ from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
 from overland.config.model_from import has_weights
 from overland.config.schema import JobConfig, Model
-from overland.models.config import RMSNORM, DecoderConfig
+from overland.models.config import RMSNORM
 from overland.models.errors import ModelError
-from overland.models.parameters import HEAD
+from overland.models.flops import outline_of
 from overland.models.registry import (
-    build_model,
     flavor_names,
     lacks_hf_form,
     model_config,
@@ -109,8 +108,8 @@ def check_export(loaded: Loaded) -> Iterator[Problem]:
             "weights as another model: write one (docs/extending.md)"
         )
         yield Problem(message, loaded.where(key), key, True)
-    elif isinstance(config, DecoderConfig) and config.norm_type != RMSNORM:
-        message = f"Hugging Face has no {config.model_type} with norm_type = '{config.norm_type}'"
+    elif (norm := config.to_hf().get("norm_type", RMSNORM)) != RMSNORM:
+        message = f"Hugging Face has no {config.model_type} with norm_type = '{norm}'"
         yield Problem(message, loaded.where(key), key, True)
 
 
@@ -140,15 +139,9 @@ def nearest_parameters(pattern: str, names: Sequence[str]) -> str:
 
 
 def parameter_names(config: Any) -> list[str]:
-    """Names of a model's parameters, both names of a shared one; a user's own model is built for
-    them, without memory."""
-    if type(config) is DecoderConfig:
-        return list(dict.fromkeys([*config.parameter_shapes(), HEAD]))
-    import torch
-
-    with torch.device("meta"):
-        model = build_model(config)
-    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    """Names of a model's parameters, all names of a shared one."""
+    structure, shapes = outline_of(config)
+    return list(dict.fromkeys([*shapes, *(structure.ties if structure is not None else ())]))
 
 
 def check_start(loaded: Loaded) -> Iterator[Problem]:

@@ -9,9 +9,10 @@ from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
 from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.config.schema import JobConfig
-from overland.models.config import DecoderConfig
 from overland.models.errors import ModelError
+from overland.models.flops import outline_of, stage_costs
 from overland.models.registry import model_config
+from overland.parallel.plans import plan_for
 
 # Short names for the sentence, in the order of the mesh (slowest axis first).
 AXES = {
@@ -49,25 +50,29 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
         model = model_config(loaded.config.model)
     except (ModelError, OSError):
         return
-    if not isinstance(model, DecoderConfig):
-        for axis, degree in (("tensor", tp), ("context", cp), ("pipeline", pp)):
-            if degree > 1:
-                yield _unfit(loaded, axis, degree, f"{loaded.config.model.name} is not a decoder")
+    if max(tp, cp, pp) == 1:
         return
-    parts = {
-        f"{model.num_attention_heads} attention heads": model.num_attention_heads,
-        f"{model.num_key_value_heads} key-value heads": model.num_key_value_heads,
-        f"an inner width of {model.intermediate_size}": model.intermediate_size,
-        f"a vocabulary of {model.vocab_size}": model.vocab_size,
-    }
-    uneven = [name for name, count in parts.items() if count % tp]
+    plan = plan_for(model)
+    for axis, name, degree in (("tp", "tensor", tp), ("cp", "context", cp)):
+        if degree > 1 and (plan is None or axis not in plan.axes):
+            message = f"{loaded.config.model.name} has no plan for it (docs/extending.md)"
+            yield _unfit(loaded, name, degree, message)
+    uneven = plan.uneven(model, tp) if plan is not None else []
     if uneven:
         yield _unfit(loaded, "tensor", tp, f"does not divide {any_of(uneven, 'and')}")
+    if pp == 1:
+        return
+    structure, _ = outline_of(model)
+    if structure is None or structure.between is None:
+        message = f"{loaded.config.model.name} does not say where it can be cut (docs/extending.md)"
+        yield _unfit(loaded, "pipeline", pp, message)
+        return
+    blocks = len(stage_costs(model).blocks)
     stages = pp * STAGES_PER_RANK[layout.pipeline_parallel_schedule]
-    if pp > 1 and stages > model.num_hidden_layers:
+    if stages > blocks:
         message = (
             f"{layout.pipeline_parallel_schedule} makes {stages} stages, and the model has "
-            f"{model.num_hidden_layers} layers"
+            f"{blocks} layers"
         )
         yield _unfit(loaded, "pipeline", pp, message)
 

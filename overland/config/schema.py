@@ -77,6 +77,9 @@ class Model(Section):
     """Folder with a tokenizer: tokenizer.json, or tokenizer.model of sentencepiece or Llama 3."""
     freeze: list[str] = []
     """Parameters that are not trained, by name with wildcards, e.g. ["model.embed_tokens.*"]."""
+    transforms: dict[str, dict[str, Any]] = {}
+    """Changes to the model that `job.custom_import` registers, in this order: a table of options
+    for each, [model.transforms.NAME]."""
     attention: Literal["auto", "cudnn", "flash", "flex", "sdpa"] = "auto"
     """Attention backend; auto takes the fastest one that this device and mask allow."""
 
@@ -120,6 +123,14 @@ class Training(Section):
     emulate bfloat16; float16 brings a gradient scaler."""
     mixed_precision_reduce: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type in which gradients are summed over devices."""
+    objective: str = "auto"
+    """What is minimised: next_token, per_sample (of models that compute their own loss), or one
+    that `job.custom_import` registers; auto: what the model is made for, next_token by default."""
+    objective_options: dict[str, Any] = {}
+    """Options of an objective of your own."""
+    z_loss: NonNegativeFloat = 0.0
+    """With next_token: adds this times log²Z per token, which keeps logits from drifting (1e-4 is
+    usual); 0: none."""
     float8: Literal["off", "tensorwise"] = "off"
     """tensorwise: matrix products of the blocks in 8 bits, one dynamic scale per tensor; head,
     embeddings and attention stay as they are."""

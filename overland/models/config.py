@@ -22,9 +22,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overland.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from overland.models.activations import Activations, Pass
+    from overland.models.structure import Structure
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RMSNORM, LAYERNORM = "rmsnorm", "layernorm"
@@ -174,6 +178,25 @@ class DecoderConfig:
 
         return parameters.parameter_shapes(self)
 
+    def structure(self) -> Structure:
+        """What the model is made of. A subclass has a `build` of its own, which may change what
+        blocks do."""
+        from overland.models import parameters
+
+        return parameters.decoder_structure(self, plain=type(self) is DecoderConfig)
+
+    def attention_flops(self, seq_len: int, causal: bool) -> float:
+        """Training FLOP per token of attention itself; `causal` counts visible keys alone."""
+        windows = [self.window_of(layer) for layer in range(self.num_hidden_layers)]
+        keys = sum(_mean_visible_keys(seq_len, window) if causal else seq_len for window in windows)
+        return 12 * self.num_attention_heads * self.head_dim * keys
+
+    def activations(self, one: Pass) -> Activations:
+        """Memory that a pass takes beside parameters and gradients."""
+        from overland.models import activations
+
+        return activations.decoder_activations(self, one)
+
     @property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
@@ -208,6 +231,12 @@ class DecoderConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         _check_sizes(self)
         _check_switches(self)
+
+
+def _mean_visible_keys(seq_len: int, window: int | None) -> float:
+    width = seq_len if window is None else min(window, seq_len)
+    # The first `width` queries see width / 2 keys on average, all later ones see `width`.
+    return width - width * width / (2 * seq_len)
 
 
 def _check_sizes(config: DecoderConfig) -> None:

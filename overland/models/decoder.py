@@ -8,8 +8,8 @@ else is removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,17 @@ from overland.models.attention import Attention
 from overland.models.backend import check_backend
 from overland.models.config import LAYERNORM, DecoderConfig
 from overland.models.init import Rule, decoder_rule
-from overland.models.loss import chunked_cross_entropy
+from overland.models.loss import OutputMatrix
 from overland.models.mask import Mask, Masks
 from overland.models.rope import Rotary, rotate
+from overland.models.structure import Structure, tie
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class Objective(Protocol):
+    """The loss that a head computes (see training/objectives)."""
+
+    def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """The summed loss, a number, or followed by sums of what else is to be logged."""
 
 
 class Decoder(nn.Module):
@@ -34,10 +40,9 @@ class Decoder(nn.Module):
         self.config = config
         self.model = DecoderModel(config, check_backend(attention))
         self.lm_head: Head | None = Head(config.hidden_size, config.vocab_size, bias=False)
-        # Called as loss(hidden_BSD, lm_head_weight_VD, labels_BS): summed, not averaged, because
-        # only the trainer knows the number of valid tokens of the global batch.
-        self.loss: Loss = chunked_cross_entropy
-        self._tie()
+        # What the head makes of hidden states and labels: the trainer puts its own here.
+        self.objective: Objective = SummedCrossEntropy()
+        tie(self)
 
     def forward(
         self,
@@ -45,33 +50,35 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
+        **others: Tensor,
     ) -> Tensor:
-        """Logits, or with labels the sum of the cross-entropy over labels other than -100.
+        """Logits, or with labels what the objective makes of them: by default, the sum of the
+        cross-entropy over labels other than -100.
 
         `labels_BS[b, s]` is the token that should follow `tokens_BS[b, s]` (already shifted).
         `positions_BS` are rotary positions (default 0, 1, 2 ...); `documents_BS` numbers the
-        document of each token, and tokens see only their own document. `tokens_BS` holds hidden
-        states [B, S, D] where this stage has no embedding; the hidden states are returned where
-        it has no head.
+        document of each token, and tokens see only their own document. `others` are fields of the
+        batch that the objective may want. `tokens_BS` holds hidden states [B, S, D] where this
+        stage has no embedding; the hidden states are returned where it has no head.
         """
         hidden_BSD = self.model(tokens_BS, positions_BS, documents_BS)
         if self.lm_head is None:
             return hidden_BSD
-        return self.lm_head(hidden_BSD, labels_BS, self.loss)
+        if labels_BS is None:
+            return self.lm_head(hidden_BSD)
+        return self.lm_head(hidden_BSD, self.objective, {"labels_BS": labels_BS, **others})
+
+    def structure(self) -> Structure:
+        return self.config.structure()
 
     def init_rule(self, name: str) -> Rule:
         """How a parameter starts (see init.py)."""
         return decoder_rule(self.config, name)
 
-    def _tie(self) -> None:
-        embedding, head = self.model.embed_tokens, self.lm_head
-        if self.config.tie_word_embeddings and embedding is not None and head is not None:
-            head.weight = embedding.weight
-
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
         # to_empty() from the meta device makes a new parameter per module, which unties them.
         super()._apply(fn, recurse)
-        self._tie()
+        tie(self)
         return self
 
 
@@ -186,8 +193,19 @@ class Head(nn.Linear):
     (FSDP's gathering of the weight) see every use of the weight."""
 
     def forward(
-        self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, loss: Loss | None = None
+        self,
+        hidden_BSD: Tensor,
+        objective: Objective | None = None,
+        fields: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        if labels_BS is None or loss is None:
+        if objective is None or fields is None:
             return super().forward(hidden_BSD)
-        return loss(hidden_BSD, self.weight, labels_BS)
+        return objective.sums(OutputMatrix(self.weight), hidden_BSD, fields)
+
+
+class SummedCrossEntropy:
+    """What a decoder trains on by itself. Summed, not averaged, because only the trainer knows the
+    number of valid tokens of the global batch."""
+
+    def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        return head.weighted_sum(hidden_BSD, fields["labels_BS"])[0]

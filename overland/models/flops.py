@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts, of a decoder from its config alone (no torch).
+"""Parameter and FLOP counts of a model, from what its config or its module says of itself.
 
 The headline figure is the one that papers and torchtitan report, so that MFU can be compared:
 FLOP/token = 6 (N - N_input_embedding) + 12 L H d S. A tied embedding is kept, since it is also the
@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from overland.models.config import DecoderConfig
-from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.errors import ModelError
+from overland.models.structure import Role, Structure, inside, structure_of
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -21,55 +23,103 @@ class ParameterCount:
     total: int  # a tied embedding counts once
     input_embedding: int  # a table only looked up: 0 when it is also the output matrix
     head: int  # the output matrix, shared or not
-    per_layer: int
+    blocks: tuple[int, ...]  # of each block
 
     @property
     def in_matmuls(self) -> int:
         return self.total - self.input_embedding
 
 
+@dataclass(frozen=True)
+class StageCosts:
+    """Multiplications per token: of each block's matrices, and of those after the last block."""
+
+    blocks: tuple[float, ...]
+    after: float
+
+
 def count_parameters(config: Any) -> ParameterCount:
-    """Counts of a decoder; of a user's own model the total alone, built without memory."""
-    if not isinstance(config, DecoderConfig):
-        import torch
-
-        from overland.models.registry import build_model
-
-        with torch.device("meta"):
-            total = sum(p.numel() for p in build_model(config).parameters())
-        return ParameterCount(total, input_embedding=0, head=0, per_layer=0)
-    sizes = {name: prod(shape) for name, shape in config.parameter_shapes().items()}
+    """Counts by part; of a model that does not describe itself the total alone."""
+    structure, shapes = outline_of(config)
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    total = sum(sizes.values())
+    if structure is None:
+        return ParameterCount(total, input_embedding=0, head=0, blocks=())
+    tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
+    shared = set(structure.ties.values())
+    looked_up = [name for name in tables if inside(name, structure.before) and name not in shared]
+    head = [structure.ties.get(name, name) for name in tables if inside(name, structure.after)]
     return ParameterCount(
-        total=sum(sizes.values()),
-        input_embedding=0 if config.tie_word_embeddings else sizes[EMBEDDING],
-        head=sizes.get(HEAD, sizes[EMBEDDING]),
-        per_layer=sum(n for name, n in sizes.items() if name.startswith("model.layers.0.")),
+        total=total,
+        input_embedding=sum(sizes[name] for name in looked_up),
+        head=sum(sizes[name] for name in head),
+        blocks=tuple(
+            sum(sizes[name] for name in names) for names in _by_block(structure, shapes).values()
+        ),
+    )
+
+
+def stage_costs(config: Any) -> StageCosts:
+    """What pipeline stages are balanced by; refuses a model that cannot be cut."""
+    structure, shapes = outline_of(config)
+    if structure is None or structure.between is None:
+        raise ModelError(
+            f"the model of {type(config).__name__} does not say what passes between its blocks "
+            "(structure(), see docs/extending.md), so a pipeline cannot cut it; it can be sharded "
+            "and replicated"
+        )
+    sizes = {name: float(prod(shape)) for name, shape in shapes.items() if len(shape) > 1}
+    after = [name for name in shapes if inside(name, structure.after)]
+    after += [owner for tied, owner in structure.ties.items() if inside(tied, structure.after)]
+    return StageCosts(
+        tuple(
+            sum(sizes.get(name, 0.0) for name in names)
+            for names in _by_block(structure, shapes).values()
+        ),
+        sum(sizes.get(name, 0.0) for name in after),
     )
 
 
 def flops_per_token(config: Any, seq_len: int) -> float:
-    """Training FLOP per token by the reporting convention (attention not halved). Of a user's own
-    model only the parameters count."""
-    dense = 6 * count_parameters(config).in_matmuls
-    if not isinstance(config, DecoderConfig):
-        return float(dense)
-    per_layer = 12 * config.num_attention_heads * config.head_dim * seq_len
-    return float(dense + config.num_hidden_layers * per_layer)
+    """Training FLOP per token by the reporting convention (attention not halved). Without an
+    `attention_flops(seq_len, causal)` of the config only the parameters count."""
+    return 6.0 * count_parameters(config).in_matmuls + _attention(config, seq_len, causal=False)
 
 
 def causal_flops_per_token(config: Any, seq_len: int) -> float:
     """Training FLOP per token with attention counted only where a key is visible."""
-    dense = 6 * count_parameters(config).in_matmuls
-    if not isinstance(config, DecoderConfig):
-        return float(dense)
-    visible = sum(
-        _mean_visible_keys(seq_len, config.window_of(layer))
-        for layer in range(config.num_hidden_layers)
-    )
-    return dense + 12 * config.num_attention_heads * config.head_dim * visible
+    return 6.0 * count_parameters(config).in_matmuls + _attention(config, seq_len, causal=True)
 
 
-def _mean_visible_keys(seq_len: int, window: int | None) -> float:
-    width = seq_len if window is None else min(window, seq_len)
-    # The first `width` queries see width / 2 keys on average, all later ones see `width`.
-    return width - width * width / (2 * seq_len)
+def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
+    """Structure and parameter shapes. A config that says both by itself is believed; of any other
+    the model is built, without memory. What a config class inherits describes another model."""
+    if describes_itself(config):
+        return config.structure(), config.parameter_shapes()
+    import torch
+
+    from overland.models.registry import build_model
+
+    with torch.device("meta"):
+        model = build_model(config)
+    return structure_of(model), {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def describes_itself(config: Any) -> bool:
+    return all(name in vars(type(config)) for name in ("structure", "parameter_shapes"))
+
+
+def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
+    """Names of the parameters of each block, in the blocks' order."""
+    found: dict[str, list[str]] = {}
+    for path in structure.blocks:
+        for name in shapes:
+            if name.startswith(f"{path}."):
+                number = name.removeprefix(f"{path}.").partition(".")[0]
+                found.setdefault(f"{path}.{number}", []).append(name)
+    return found
+
+
+def _attention(config: Any, seq_len: int, causal: bool) -> float:
+    count = getattr(config, "attention_flops", None)
+    return float(count(seq_len, causal)) if count is not None else 0.0

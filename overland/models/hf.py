@@ -6,7 +6,7 @@ Only the slice that lives here is taken from a file, one tensor at a time. They 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from overland.config.foreign import read_json, what_is_wrong
 from overland.models.buffers import persistent_buffers
 from overland.models.errors import ModelError
+from overland.models.flops import outline_of
 from overland.models.init import LocalPart, plain_name, whole
-from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.structure import ties_of
+from overland.models.transform import added_rule
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,18 +43,19 @@ def load_hf(
     """
     folder = Path(folder)
     file_of = _files_by_tensor(folder)
-    config: Any = model.config
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    parameters = {plain_name(name): tensor for name, tensor in model.named_parameters()}
+    ties = ties_of(model)
+    named = {plain_name(name): tensor for name, tensor in model.named_parameters()}
+    parameters = {n: p for n, p in named.items() if added_rule(model, n) is None}
     buffers = {n: b for n, b in persistent_buffers(model).items() if n in file_of}
     wanted: dict[str, Tensor] = {**parameters, **buffers}
-    source = {name: _source(name, file_of, tied) for name in wanted}
+    other_names = getattr(model, "other_names", lambda name: ())
+    source = {name: _source(name, file_of, ties, other_names(name)) for name in wanted}
 
     missing = [name for name in wanted if source[name] not in file_of]
     if missing:
         raise ModelError(f"{folder} lacks {_list(missing)}, which this model needs")
     if strict:
-        known = {*config.parameter_shapes(), *source.values(), *({HEAD} if tied else ())}
+        known = {*_all_names(model), *source.values(), *ties}
         unexpected = [n for n in file_of if n not in known and not n.endswith("inv_freq")]
         if unexpected:
             raise ModelError(f"{folder} has {_list(unexpected)}, which this model does not have")
@@ -94,11 +97,19 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
     raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
 
 
-def _source(name: str, file_of: dict[str, str], tied: bool) -> str:
-    """The tensor in the files that holds this parameter; of a tied pair either may be there."""
-    if tied and name in (EMBEDDING, HEAD):
-        return next((n for n in (EMBEDDING, HEAD) if n in file_of), name)
-    return name
+def _all_names(model: nn.Module) -> Iterable[str]:
+    """Names of the parameters of the undivided model."""
+    config = getattr(model, "config", None)
+    return outline_of(config)[1] if config is not None else ()
+
+
+def _source(
+    name: str, file_of: dict[str, str], ties: Mapping[str, str], other_names: Sequence[str]
+) -> str:
+    """The tensor in the files that holds this parameter; of tied ones any may be there."""
+    owner = ties.get(name, name)
+    alike = [owner, *(tied for tied in ties if ties[tied] == owner), *other_names]
+    return next((one for one in alike if one in file_of), name)
 
 
 def _read(

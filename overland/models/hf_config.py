@@ -16,8 +16,13 @@ from overland.models.hf_keys import PLAIN, SIZES, keys_of, refuse_unknown
 
 def read_config(source: Mapping[str, Any] | str | Path) -> DecoderConfig:
     """A DecoderConfig from a config.json's contents, its path, or the folder that holds it."""
+    return _from_dict(*contents_of(source))
+
+
+def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
+    """A config.json's contents, from its path or the folder that holds it, and where it was."""
     if isinstance(source, Mapping):
-        return _from_dict(dict(source), "config.json")
+        return dict(source), "config.json"
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -28,7 +33,7 @@ def read_config(source: Mapping[str, Any] | str | Path) -> DecoderConfig:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(contents, dict):
         raise ModelError(f"{path} holds a {type(contents).__name__}, expected an object")
-    return _from_dict(contents, str(path))
+    return contents, str(path)
 
 
 def config_as_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from overland.models.config import DecoderConfig
 from overland.models.errors import ModelError
-from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.structure import ties_of
+from overland.models.transform import added_rule
 
 # A parameter's part that lives here: the tensor to fill, where it starts in each dim of the full
 # parameter, and the full shape.
@@ -32,7 +33,7 @@ LocalPart = Callable[[Tensor], Part]
 @dataclass(frozen=True)
 class Normal:
     std: float
-    name: str  # whose numbers: a tied output matrix takes those of the embedding
+    name: str  # whose numbers
 
 
 @dataclass(frozen=True)
@@ -50,29 +51,37 @@ def whole(parameter: Tensor) -> Part:
 
 def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> None:
     """Fill every parameter by `model.init_rule(name)`; sharded ones through `local_part`."""
+    ties = ties_of(model)
     with torch.no_grad():
         for wrapped_name, parameter in model.named_parameters():
             name = plain_name(wrapped_name)
             tensor, offsets, shape = local_part(parameter)
             if tensor.is_meta:
                 raise ModelError(f"{name} is on the meta device; call to_empty() before init")
-            rule: Rule = model.init_rule(name)  # type: ignore[operator]
+            # Alone on a last pipeline stage, a tied parameter starts as the one that it is.
+            rule = rule_of(model, ties.get(name, name))
             if isinstance(rule, Constant):
                 tensor.fill_(rule.value)
             else:
                 fill_normal(tensor, seed, rule.name, rule.std, offsets, shape)
 
 
+def rule_of(model: nn.Module, name: str) -> Rule:
+    """By the transform that has added the parameter, or by the model itself."""
+    rule: Rule = added_rule(model, name) or model.init_rule(name)  # type: ignore[operator]
+    return rule
+
+
 def require_rules(model: nn.Module) -> None:
     """Refuses a model that does not say how each parameter starts."""
-    rule_of, name_of_model = getattr(model, "init_rule", None), type(model).__name__
-    if not callable(rule_of):
+    name_of_model = type(model).__name__
+    if not callable(getattr(model, "init_rule", None)):
         raise ModelError(
             f"{name_of_model} has no method init_rule(name), which says how each parameter starts "
             "(docs/extending.md)"
         )
     for name, _ in model.named_parameters():
-        rule = rule_of(name)
+        rule = rule_of(model, name)
         if not isinstance(rule, Rule):
             raise ModelError(
                 f"init_rule('{name}') of {name_of_model} returned {rule!r:.60}, expected a Normal "
@@ -89,8 +98,6 @@ def decoder_rule(config: DecoderConfig, name: str) -> Rule:
     std = config.initializer_range
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * config.num_hidden_layers)
-    if name == HEAD and config.tie_word_embeddings:
-        name = EMBEDDING  # a last pipeline stage has the head alone
     return Normal(std, name)
 
 
@@ -106,7 +113,7 @@ def fill_normal(
     if tensor.numel() == 0:
         return
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-    key = (_signed(int.from_bytes(digest[:8])), _signed(int.from_bytes(digest[8:])))
+    key = (signed(int.from_bytes(digest[:8])), signed(int.from_bytes(digest[8:])))
     # MPS has no float64; what is made on the CPU has the same bits.
     device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
     row_numel = tensor[0].numel() if tensor.dim() else 1
@@ -145,20 +152,20 @@ def _places(
 
 def _normal(index: Tensor, key: tuple[int, int]) -> Tensor:
     """One hash per element; its two halves are the two uniforms of Box and Muller."""
-    bits = _mix(index, key)
+    bits = mix(index, key)
     radius = ((bits >> 32) & _M32).to(torch.float64).add_(0.5).mul_(2.0**-32)
     angle = (bits & _M32).to(torch.float64).mul_(2 * math.pi * 2.0**-32)
     return radius.log_().mul_(-2.0).sqrt_().mul_(angle.cos_())
 
 
-def _mix(index: Tensor, key: tuple[int, int]) -> Tensor:
+def mix(index: Tensor, key: tuple[int, int]) -> Tensor:
     """splitmix64 in wrapping int64, with a second key half way.
 
     The first key alone would make all parameters pieces of one stream, which may overlap.
     """
-    bits = index * _signed(0x9E3779B97F4A7C15) + key[0]
-    bits = (bits ^ _shift(bits, 30) ^ key[1]) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift(bits, 27)) * _signed(0x94D049BB133111EB)
+    bits = index * signed(0x9E3779B97F4A7C15) + key[0]
+    bits = (bits ^ _shift(bits, 30) ^ key[1]) * signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift(bits, 27)) * signed(0x94D049BB133111EB)
     return bits ^ _shift(bits, 31)
 
 
@@ -167,5 +174,5 @@ def _shift(bits: Tensor, places: int) -> Tensor:
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value

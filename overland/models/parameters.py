@@ -1,14 +1,44 @@
-"""The parameters of a decoder by Hugging Face name and shape, without building it (no torch)."""
+"""What a decoder is made of, without building it (no torch): its structure, and its parameters by
+Hugging Face name and shape."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from overland.models.structure import Role, Structure
 
 if TYPE_CHECKING:
     from overland.models.config import DecoderConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+ROLES = {
+    "model.embed_tokens": Role.VOCABULARY,
+    "self_attn.q_proj": Role.COLUMN,
+    "self_attn.k_proj": Role.COLUMN,
+    "self_attn.v_proj": Role.COLUMN,
+    "self_attn.o_proj": Role.ROW,
+    "mlp.gate_proj": Role.COLUMN,
+    "mlp.up_proj": Role.COLUMN,
+    "mlp.down_proj": Role.ROW,
+    "lm_head": Role.VOCABULARY,
+}
+
+
+def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
+    """`plain`: nobody has changed what the blocks do."""
+    return Structure(
+        blocks=("model.layers",),
+        before=("model.embed_tokens",),
+        after=("model.norm", "lm_head"),
+        ties={HEAD: EMBEDDING} if config.tie_word_embeddings else {},
+        between=lambda tokens: (tokens, config.hidden_size),
+        roles=ROLES,
+        compiled=("model.norm",),
+        random=not plain,
+        # Masks of windows are made in every pass, and have not been tried.
+        recordable=plain and config.sliding_window is None,
+    )
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -34,9 +34,13 @@ from overland.config.schema import Model
 from overland.models.config import DecoderConfig
 from overland.models.errors import ModelError, nearest
 from overland.models.flavors import FLAVORS
+from overland.models.vit_mae_config import FLAVORS as VIT_MAE_FLAVORS
+from overland.models.vit_mae_config import ViTMAEConfig
 
 if TYPE_CHECKING:
     from torch import nn
+
+BUILT_IN = (DecoderConfig, ViTMAEConfig)
 
 Build = Callable[[Any, str], "nn.Module"]
 
@@ -122,14 +126,22 @@ def model_config(section: Model) -> Any:
 
 def lacks_hf_form(config: Any) -> bool:
     """Whether no config.json describes the model: a user's own class without a `to_hf()`, or with
-    the inherited one, which describes a plain decoder that would compute something else."""
-    inherited = (None, DecoderConfig.to_hf)
-    return type(config) is not DecoderConfig and getattr(type(config), "to_hf", None) in inherited
+    an inherited one, which describes a model that would compute something else."""
+    inherited = (None, *(kind.to_hf for kind in BUILT_IN))
+    return own_model_name(config) is not None and getattr(type(config), "to_hf", None) in inherited
 
 
 def own_model_name(config: Any) -> str | None:
-    """The name of a user's own config class; None for Overland's decoders."""
-    return None if type(config) is DecoderConfig else type(config).__name__
+    """The name of a user's own config class; None for Overland's models."""
+    return None if type(config) in BUILT_IN else type(config).__name__
+
+
+def read_hf_config(source: Mapping[str, Any] | str | Path) -> Any:
+    """The config that a config.json describes, by its model_type."""
+    from overland.models.hf_config import contents_of
+
+    is_vit_mae = contents_of(source)[0].get("model_type") == "vit_mae"
+    return ViTMAEConfig.from_hf(source) if is_vit_mae else DecoderConfig.from_hf(source)
 
 
 def build_model(config: Any, attention: str = "auto") -> nn.Module:
@@ -152,6 +164,12 @@ def _build_decoder(config: DecoderConfig, attention: str) -> nn.Module:
     from overland.models.decoder import Decoder
 
     return Decoder(config, attention)
+
+
+def _build_vit_mae(config: ViTMAEConfig, attention: str) -> nn.Module:
+    from overland.models.vit_mae import ViTMAE
+
+    return ViTMAE(config)
 
 
 _MODELS: dict[str, ModelEntry] = {}
@@ -184,6 +202,8 @@ def _config_of_flavor(entry: ModelEntry, flavor: str | None) -> Any:
 
 def _config_from_file(entry: ModelEntry, path: str | Path) -> Any:
     reader = getattr(entry.config_class, "from_hf", None)
+    if entry.name == "hf":
+        reader = read_hf_config
     if reader is None:
         raise ModelError(f"model '{entry.name}' cannot be read from a config.json ({path})")
     config = reader(path)
@@ -212,3 +232,4 @@ def _with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
 for _name, _flavors in FLAVORS.items():
     register_model(_name, flavors=_flavors)
 register_model("hf", flavors={})
+register_model("vit_mae", flavors=VIT_MAE_FLAVORS, config_class=ViTMAEConfig, build=_build_vit_mae)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,9 +60,11 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
 
 
 def all_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
-    axes = [mesh.parameters, mesh.tokens]
-    groups = [devices.get_group(name) for devices in axes for name in devices.mesh_dim_names or ()]
-    return [mesh.token_group, *groups]
+    return [
+        devices.get_group(name)
+        for devices in mesh.cuts.values()
+        for name in devices.mesh_dim_names or ()
+    ]
 
 
 def backend_string(backend: str, device_type: str) -> str:
@@ -102,3 +104,20 @@ def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
     """The sum over all ranks of a group, in place."""
     dist.all_reduce(value, group=group)
     return value
+
+
+def sum_with_own_gradient(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over all ranks of a group, each of which then computes the same with it: so a rank's
+    own gradient is the whole one, and nothing is summed in the backward pass."""
+    total: torch.Tensor = _SumWithOwnGradient.apply(values, group)
+    return total
+
+
+class _SumWithOwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return sum_over(values.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None

@@ -18,31 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overland.data.batch import Batch
-from overland.models.decoder import Decoder
-from overland.models.errors import ModelError
-from overland.models.mask import Mask, Masks, build_mask, compute_dtype
+from overland.models.mask import Mask
 from overland.parallel.comm import gather_with_gradient
 from overland.parallel.mesh import Mesh
-
-
-def split_context(model: Decoder, cp: DeviceMesh) -> None:
-    """Makes a decoder work on this rank's share of each row."""
-    if cp.size() == 1:
-        return
-    model.model.masks = ContextMasks(model.model.masks, cp)
-    for number, layer in model.model.layers.items():
-        attention = getattr(layer, "self_attn", None)
-        core = getattr(attention, "core", None)
-        if attention is None or not isinstance(core, nn.Module):
-            raise ModelError(
-                f"block {number} has no module self_attn.core, which context parallelism gives the "
-                "keys and values of the whole row; train this model without it"
-            )
-        attention.core = ContextAttention(core, cp)
-    # The dynamic rotary kind stretches with the length of the whole row.
-    model.model.rotary.register_forward_pre_hook(
-        lambda module, args: (args[0], args[1] * cp.size(), args[2])
-    )
 
 
 def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
@@ -66,40 +44,6 @@ def row_order(seq_len: int, size: int) -> Tensor:
     """Where each place of the row lies among the gathered shares."""
     gathered = torch.cat([places_of(seq_len, rank, size) for rank in range(size)])
     return torch.argsort(gathered)
-
-
-class ContextMasks(Masks):
-    """Masks for a rank's own queries against the keys of the whole row."""
-
-    def __init__(self, masks: Masks, cp: DeviceMesh) -> None:
-        super().__init__(masks.attention, masks.windows)
-        self.cp = cp
-
-    def forward(
-        self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
-    ) -> dict[int | None, Mask]:
-        device, size = x_BSD.device, self.cp.size()
-        whole_len = seq_len * size
-        queries_1Q = places_of(whole_len, self.cp.get_local_rank(), size).to(device)[None]
-        keys_1K = torch.arange(whole_len, device=device)[None]
-        k_documents_BK = None
-        if documents_BS is not None:
-            k_documents_BK = gather_row(documents_BS[:, None, :, None], self.cp)[:, 0, :, 0]
-        return {
-            window: build_mask(
-                self.attention,
-                x_BSD.shape[0],
-                seq_len,
-                device,
-                compute_dtype(x_BSD),
-                window,
-                documents_BS,
-                k_documents_BK,
-                queries_1Q,
-                keys_1K,
-            )
-            for window in self.windows
-        }
 
 
 class ContextAttention(nn.Module):

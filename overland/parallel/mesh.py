@@ -1,31 +1,66 @@
 """Five axes of devices, from the slowest links to the fastest: pp, dp_replicate, dp_shard, cp, tp.
 
-The order puts tensor parallel on neighbouring ranks, which launchers place inside one node. Ranks
-along `cp` hold different tokens of the same rows, so for parameters they are like `dp_shard`: both
-together are the axis `fsdp` that parameters are sharded over.
+The order puts tensor parallel on neighbouring ranks, which launchers place inside one node. The
+same ranks are cut in several ways, each a list of groups of axes that follow each other:
+
+    parameters    pp, dp_replicate, dp_shard × cp (fsdp), tp     who holds which part of a parameter
+    tokens        pp, dp_replicate × dp_shard (dp), cp, tp       who is given which part of a batch
+    sums          pp, dp × cp (dp_cp), tp                        who adds up what tokens give
+
+Ranks along `cp` hold different tokens of the same rows, so for parameters they are like `dp_shard`.
+A new way to place parameters (experts) is one more line here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overland.config.degrees import Degrees
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# Cut → its parts by name → the axes of each part. Parts of the same name are the same in all cuts.
+CUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "parameters": {
+        "pp": ("pp",),
+        "dp_replicate": ("dp_replicate",),
+        "fsdp": ("dp_shard", "cp"),
+        "tp": ("tp",),
+    },
+    "tokens": {"pp": ("pp",), "dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "tp": ("tp",)},
+    "sums": {"pp": ("pp",), "dp_cp": ("dp_replicate", "dp_shard", "cp"), "tp": ("tp",)},
+}
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """The same devices, cut twice: as parameters see them, and as batches see them."""
+    """The same devices, cut in several ways."""
 
     degrees: Degrees
-    parameters: DeviceMesh  # pp, dp_replicate, fsdp, tp
-    tokens: DeviceMesh  # pp, dp, cp, tp
-    token_group: dist.ProcessGroup  # ranks that hold different tokens: dp × cp
+    cuts: dict[str, DeviceMesh]
+
+    @property
+    def parameters(self) -> DeviceMesh:
+        return self.cuts["parameters"]
+
+    @property
+    def tokens(self) -> DeviceMesh:
+        return self.cuts["tokens"]
+
+    @property
+    def token_group(self) -> dist.ProcessGroup:
+        """Ranks that hold different tokens: dp × cp."""
+        return self.cuts["sums"].get_group("dp_cp")
+
+    def part(self, name: str) -> DeviceMesh:
+        """A part by name, from the first cut that has it."""
+        return next(cut for cut in self.cuts.values() if name in (cut.mesh_dim_names or ()))[name]
 
     def axis(self, name: str) -> DeviceMesh:
-        """One axis: pp, dp, cp or tp."""
+        """One axis of the batch: pp, dp, cp or tp."""
         return self.tokens[name]
 
     def rank(self, axis: str) -> int:
@@ -51,16 +86,10 @@ class Mesh:
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    d = degrees
-    parameters = init_device_mesh(
-        device_type,
-        (d.pp, d.dp_replicate, d.dp_shard * d.cp, d.tp),
-        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
-    )
-    tokens = init_device_mesh(
-        device_type, (d.pp, d.dp, d.cp, d.tp), mesh_dim_names=("pp", "dp", "cp", "tp")
-    )
-    together = init_device_mesh(
-        device_type, (d.pp, d.dp * d.cp, d.tp), mesh_dim_names=("pp", "dp_cp", "tp")
-    )
-    return Mesh(d, parameters, tokens, together.get_group("dp_cp"))
+    return Mesh(degrees, {name: _cut(parts, degrees, device_type) for name, parts in CUTS.items()})
+
+
+def _cut(parts: dict[str, tuple[str, ...]], degrees: Degrees, device_type: str) -> DeviceMesh:
+    assert tuple(axis for axes in parts.values() for axis in axes) == AXES
+    sizes = [prod(getattr(degrees, axis) for axis in axes) for axes in parts.values()]
+    return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(parts))

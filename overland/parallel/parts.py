@@ -11,6 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from overland.models.buffers import persistent_buffers
 from overland.models.init import plain_name
+from overland.models.structure import ties_of
 
 
 def local_part(
@@ -54,12 +55,10 @@ def tied_copies(parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, nn.Param
 
 def _by_name(parts: Sequence[nn.Module]) -> dict[str, list[nn.Parameter]]:
     found: dict[str, list[nn.Parameter]] = {}
-    configs = [getattr(part, "config", None) for part in parts]
-    tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
     for part in parts:
-        for name, parameter in part.named_parameters():
-            name = plain_name(name)
-            if tied and name == "lm_head.weight":  # alone on the last stage of a pipeline
-                name = "model.embed_tokens.weight"
-            found.setdefault(name, []).append(parameter)
+        ties = ties_of(part)
+        for wrapped_name, parameter in part.named_parameters():
+            name = plain_name(wrapped_name)
+            # A tied parameter may be alone, on the last stage of a pipeline.
+            found.setdefault(ties.get(name, name), []).append(parameter)
     return found

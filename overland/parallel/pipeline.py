@@ -27,14 +27,19 @@ from torch import Tensor, nn
 
 from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
-from overland.models.config import DecoderConfig
-from overland.models.decoder import Decoder
 from overland.models.errors import ModelError
+from overland.models.flops import StageCosts
+from overland.models.inputs import Inputs
+from overland.models.structure import (
+    blocks_of,
+    find_module,
+    inside,
+    remove_module,
+    structure_of,
+    ties_of,
+)
 from overland.parallel.mesh import Mesh
 from overland.parallel.parts import shard_of
-
-# What a stage can own. Anything else would be trained by every stage, each in its own way.
-STAGED = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
 
 def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
@@ -43,25 +48,30 @@ def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
     return [rank, 2 * pp - 1 - rank] if schedule in TURNING else [rank, rank + pp]
 
 
-def deal_layers(config: DecoderConfig, num_stages: int) -> list[range]:
-    """Consecutive layers for each stage: one for each, then always one more for the cheapest."""
-    layer, head = layer_and_head_cost(config)
-    counts = [1] * num_stages
-    costs = [layer] * (num_stages - 1) + [layer + head]
-    for _ in range(config.num_hidden_layers - num_stages):
-        cheapest = costs.index(min(costs))
-        counts[cheapest] += 1
-        costs[cheapest] += layer
-    ends = list(itertools.accumulate(counts))
-    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def layer_and_head_cost(config: DecoderConfig) -> tuple[float, float]:
-    """Multiplications per token of a layer's matrices and of the output matrix."""
-    heads = config.num_attention_heads + config.num_key_value_heads
-    attention = 2 * config.hidden_size * config.head_dim * heads
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    return float(layer), float(config.hidden_size * config.vocab_size)
+def deal_blocks(costs: StageCosts, num_stages: int) -> list[range]:
+    """Consecutive blocks for each stage, at least one: the division with the smallest sum of
+    squared costs, and of equal ones that which gives more to earlier stages."""
+    blocks, total = costs.blocks, len(costs.blocks)
+    sums = [0.0, *itertools.accumulate(blocks)]
+    # best[n]: for stages behind and the first block that they take, the least sum of squares, and
+    # where the first of those stages ends.
+    last = {first: ((sums[-1] - sums[first] + costs.after) ** 2, total) for first in range(total)}
+    best = [last]
+    for behind in range(1, num_stages):
+        after = best[-1]
+        best.append({
+            first: min(
+                ((sums[end] - sums[first]) ** 2 + after[end][0], -end)
+                for end in range(first + 1, total - behind + 1)
+            )
+            for first in range(total - behind)
+        })  # fmt: skip
+    ends, first = [], 0
+    for table in reversed(best):
+        end = abs(table[first][1])
+        ends.append(range(first, end))
+        first = end
+    return ends
 
 
 def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[set[tuple[int, ...]]]:
@@ -98,32 +108,25 @@ def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[se
     return combinations
 
 
-def keep_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> None:
-    """Takes out of a decoder what other stages have."""
+def keep_stage(model: nn.Module, blocks: range, *, first: bool, last: bool) -> None:
+    """Takes out of a model what other stages have."""
+    structure = structure_of(model)
+    assert structure is not None
+    parts = (*structure.before, *structure.blocks, *structure.after)
     for name, _ in model.named_parameters():
-        if not name.startswith(STAGED):
+        if not inside(name, parts):
             raise ModelError(
-                f"{name} is outside of the blocks, the embedding, the last norm and the head, so "
-                "no stage of a pipeline would own it; put it into a block, or set pp to 1"
+                f"{name} is outside of the blocks, {' and '.join(parts)}, so no stage of a "
+                "pipeline would own it; put it into one of them, or set pp to 1"
             )
-    names = list(model.model.layers)
-    if names != [str(number) for number in range(len(names))]:
-        raise ModelError(
-            f"the blocks are named {', '.join(names[:3])}, …, and a pipeline deals them out by "
-            "number: name them 0, 1, 2, … in their order, or set pp to 1"
-        )
-    for name in names:
-        if int(name) not in layers:
-            del model.model.layers[name]
-    if not first:
-        model.model.embed_tokens = None
-    if not last:
-        model.model.norm = model.lm_head = None
-    else:
-        # Schedules join the outputs of micro-batches, and numbers without a dimension don't join.
-        model.register_forward_hook(
-            lambda module, args, out: torch.stack((out,)) if out.ndim == 0 else out
-        )
+    for number, name in enumerate(blocks_of(model)):
+        if number not in blocks:
+            remove_module(model, name)
+    for path in (() if first else structure.before) + (() if last else structure.after):
+        remove_module(model, path)
+    if last:
+        # A row per micro-batch: schedules join them.
+        model.register_forward_hook(lambda module, args, out: out.reshape(1, -1).clone())
 
 
 class Pipeline:
@@ -131,129 +134,146 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Sequence[Decoder],
+        parts: Sequence[nn.Module],
         mesh: Mesh,
         schedule: str,
         microbatch_rows: int,
         num_microbatches: int,
-        row_tokens: int,
-        hidden_shape: tuple[int, int],
+        hidden_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        num_sums: int = 1,
     ) -> None:
-        """`hidden_shape`: what passes between stages for one row (tokens, width)."""
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
-        from overland.parallel.stage import Stage
-
+        """`hidden_shape`: what passes between stages for one row."""
         self.parts = list(parts)
         self.rows_per_pass = microbatch_rows * num_microbatches
-        pp = mesh.axis("pp")
-        numbers = stages_of_rank(mesh.rank("pp"), pp.size(), schedule)
-        num_stages = pp.size() * len(numbers)
-        wide = torch.promote_types(dtype, torch.float32)
-        hidden = torch.empty(
-            microbatch_rows, *hidden_shape, dtype=dtype, device="meta", requires_grad=True
-        )
-        tokens = torch.empty(microbatch_rows, row_tokens, dtype=torch.int64, device="meta")
-        loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
-        stages = [
-            Stage(
-                part,
-                number,
-                num_stages,
-                device,
-                input_args=tokens if number == 0 else hidden,
-                output_args=loss if number == num_stages - 1 else hidden,
-                group=pp.get_group(),
-            )
-            for part, number in zip(self.parts, numbers, strict=True)
-        ]
-        kind: Callable[..., Any] = get_schedule_class(schedule)
+        self.num_sums = num_sums
+        self._mesh, self._name, self._device = mesh, schedule, device
+        self._shape, self._dtype = (microbatch_rows, *hidden_shape), dtype
+        self._numbers = stages_of_rank(mesh.rank("pp"), mesh.degrees.pp, schedule)
+        self._num_stages = mesh.degrees.pp * len(self._numbers)
+        self._inputs = Inputs(self.parts[0])
         self._scale = torch.ones((), device=device)
-        self._schedule = kind(
-            stages if STAGES_PER_RANK[schedule] > 1 else stages[0],
-            num_microbatches,
-            loss_fn=lambda output, target: output.squeeze() * self._scale,
-            scale_grads=False,
-        )
-        self._first, self._last = 0 in numbers, num_stages - 1 in numbers
-        self._tied = TiedEmbedding.find(self.parts, mesh)
+        self._sums: list[Tensor] = []
+        self._schedule: Any = None
+        self._tied = TiedEnds.find(self.parts, mesh)
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        """The summed loss times `scale` (zero away from the last stage); gradients are left in
-        the parameters."""
-        self._scale = scale
-        losses: list[Tensor] = []
-        self._schedule.step(*self._args(batch), target=batch["labels_BS"], losses=losses,
-                            **self._kwargs(batch))  # fmt: skip
+        """The summed loss times `scale`, and what else the objective sums up (zero away from the
+        last stage); gradients are left in the parameters."""
+        sums = self._run("step", batch, scale)
         if self._tied is not None:
             self._tied.sum_gradients()
-        return self._sum(losses, scale)
+        return sums
 
     def loss(self, batch: Batch) -> Tensor:
-        self._scale = torch.ones((), device=batch.device)
-        losses: list[Tensor] = []
-        self._schedule.eval(*self._args(batch), target=batch["labels_BS"], losses=losses,
-                            **self._kwargs(batch))  # fmt: skip
-        return self._sum(losses, self._scale)
+        return self._run("eval", batch, torch.ones((), device=batch.device))
+
+    def look(self, batch: Batch) -> None:
+        """Forward passes without gradient, for an objective that takes note of what it sees."""
+        self.loss(batch)
 
     def counted_once(self, parameter: nn.Parameter) -> bool:
         """False for the last stage's copy of a tied embedding."""
         return self._tied is None or not self._tied.is_copy(parameter)
 
-    def _args(self, batch: Batch) -> tuple[Tensor, ...]:
-        return (batch["tokens_BS"],) if self._first else ()
+    def _run(self, how: str, batch: Batch, scale: Tensor) -> Tensor:
+        first, others = self._inputs.of(batch.fields)
+        if self._schedule is None:
+            self._schedule = self._open(first)
+        self._scale, self._sums = scale, []
+        args = (first,) if 0 in self._numbers else ()
+        getattr(self._schedule, how)(*args, target=first, losses=[], **others)
+        if not self._sums:
+            return torch.zeros(self.num_sums, dtype=torch.float64, device=scale.device)
+        return torch.stack(self._sums).sum(dim=0)
 
-    def _kwargs(self, batch: Batch) -> dict[str, Tensor]:
-        names = ("positions_BS", "documents_BS", "labels_BS")
-        return {name: batch[name] for name in names if name in batch}
+    def _open(self, first: Tensor) -> Any:
+        """The schedule, for batches that begin with such a field."""
+        from torch.distributed.pipelining.schedules import get_schedule_class
 
-    def _sum(self, losses: list[Tensor], like: Tensor) -> Tensor:
-        if not self._last:
-            return torch.zeros((), dtype=torch.float64, device=like.device)
-        return torch.stack([loss.detach().double() for loss in losses]).sum()
+        from overland.parallel.stage import Stage
+
+        rows = self._shape[0]
+        wide = torch.promote_types(self._dtype, torch.float32)
+        given = torch.empty(rows, *first.shape[1:], dtype=first.dtype, device="meta")
+        hidden = torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True)
+        sums = torch.empty(1, self.num_sums, dtype=wide, device="meta", requires_grad=True)
+        stages = [
+            Stage(
+                part,
+                number,
+                self._num_stages,
+                self._device,
+                input_args=given if number == 0 else hidden,
+                output_args=sums if number == self._num_stages - 1 else hidden,
+                group=self._mesh.axis("pp").get_group(),
+            )
+            for part, number in zip(self.parts, self._numbers, strict=True)
+        ]
+        kind: Callable[..., Any] = get_schedule_class(self._name)
+        return kind(
+            stages if STAGES_PER_RANK[self._name] > 1 else stages[0],
+            self.rows_per_pass // rows,
+            loss_fn=lambda output, target: self._note(output),
+            scale_grads=False,
+        )
+
+    def _note(self, sums_1k: Tensor) -> Tensor:
+        """The loss of a micro-batch; all that it sums up is kept."""
+        self._sums.append((sums_1k.detach()[0] * self._scale).double())
+        # A tensor of its own: schedules that split the backward pass detach it in place.
+        return sums_1k[0, 0] * self._scale
 
 
-class TiedEmbedding:
-    """One matrix at both ends of the pipeline."""
+class TiedEnds:
+    """Parameters that stand at both ends of the pipeline: what comes before the first block, and
+    its copies after the last one. Any of them may be on this rank, or both."""
 
     def __init__(
         self,
-        embedding: Tensor | None,
-        head: Tensor | None,
+        pairs: Sequence[tuple[nn.Parameter | None, nn.Parameter | None]],
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.embedding, self.head, self.group = embedding, head, group
+        # Frozen ones have no gradients to sum.
+        self.pairs = [
+            (owner, copy)
+            for owner, copy in pairs
+            if any(one is not None and one.requires_grad for one in (owner, copy))
+        ]
+        self.group = group
 
     @classmethod
-    def find(cls, parts: Sequence[Decoder], mesh: Mesh) -> TiedEmbedding | None:
-        if not parts[0].config.tie_word_embeddings:
+    def find(cls, parts: Sequence[nn.Module], mesh: Mesh) -> TiedEnds | None:
+        ties = ties_of(parts[0])
+        if not ties:
             return None
-        tokens = [part.model.embed_tokens for part in parts]
-        heads = [part.lm_head for part in parts]
-        embedding = next((e.weight for e in tokens if e is not None), None)
-        head = next((h.weight for h in heads if h is not None), None)
-        end = embedding if embedding is not None else head
-        if end is not None and not end.requires_grad:  # frozen: there are no gradients to sum
-            embedding = head = None
-        return cls(embedding, head, end_group(mesh))
+        pairs = [
+            (_parameter(parts, owner), _parameter(parts, copy)) for copy, owner in ties.items()
+        ]
+        return cls(pairs, end_group(mesh))
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
-        return parameter is self.head
+        return any(parameter is copy for _, copy in self.pairs)
 
     def sum_gradients(self) -> None:
-        if self.embedding is not None and self.head is not None:  # both ends on this rank
-            assert self.embedding.grad is not None
-            assert self.head.grad is not None
-            total = shard_of(self.embedding.grad) + shard_of(self.head.grad)
-            shard_of(self.embedding.grad).copy_(total)
-            shard_of(self.head.grad).copy_(total)
-        elif self.embedding is not None or self.head is not None:
-            mine = self.embedding if self.embedding is not None else self.head
-            assert mine is not None
-            assert mine.grad is not None
-            dist.all_reduce(shard_of(mine.grad), group=self.group)
+        for owner, copy in self.pairs:
+            if owner is not None and copy is not None:  # both ends on this rank
+                assert owner.grad is not None
+                assert copy.grad is not None
+                total = shard_of(owner.grad) + shard_of(copy.grad)
+                shard_of(owner.grad).copy_(total)
+                shard_of(copy.grad).copy_(total)
+            elif (mine := owner if owner is not None else copy) is not None:
+                assert mine.grad is not None
+                dist.all_reduce(shard_of(mine.grad), group=self.group)
+
+
+def _parameter(parts: Sequence[nn.Module], name: str) -> nn.Parameter | None:
+    """A parameter by its name in the undivided model, if it is on this rank."""
+    path, _, own = name.rpartition(".")
+    found = (find_module(part, path) for part in parts)
+    return next((getattr(module, own) for module in found if module is not None), None)
 
 
 def end_group(mesh: Mesh) -> dist.ProcessGroup | None:

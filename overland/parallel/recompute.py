@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ KEPT_OPS = {
 }
 
 
-def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint, random: bool) -> None:
+def recompute(blocks: Iterable[nn.Module], settings: ActivationCheckpoint, random: bool) -> None:
     """Changes the forward of the blocks that are recomputed; names and hooks stay as they are.
     `random`: blocks may draw random numbers, and the same ones when they are recomputed."""
     assert settings.mode != "auto"  # it was settled by now
@@ -45,7 +46,7 @@ def recompute(layers: nn.ModuleDict, settings: ActivationCheckpoint, random: boo
         options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     elif settings.mode == "selective":
         every = int(settings.selective_ac_option)
-    for number, block in enumerate(layers.values()):
+    for number, block in enumerate(blocks):
         if number % every == 0:
             block.forward = partial(
                 checkpoint,

@@ -31,8 +31,8 @@ class Replayed(Whole):
     documents are masked (their number is read on the host), gradients of several passes add up
     (not tried yet), or a recording failed."""
 
-    def __init__(self, model: nn.Module, rows_per_pass: int) -> None:
-        super().__init__(model, rows_per_pass)
+    def __init__(self, model: nn.Module, rows_per_pass: int, num_sums: int = 1) -> None:
+        super().__init__(model, rows_per_pass, num_sums)
         self._parameters = list(dict.fromkeys(model.parameters()))
         self._recording: Recording | None = None
         self._key: Key = ()

@@ -6,35 +6,41 @@ import torch
 from torch import Tensor, nn
 
 from overland.data.batch import Batch
+from overland.models.inputs import Inputs
 from overland.parallel.shard import sync_gradients
 
 
 class Whole:
     """The counterpart of `Pipeline`, with the same methods."""
 
-    def __init__(self, model: nn.Module, rows_per_pass: int) -> None:
+    def __init__(self, model: nn.Module, rows_per_pass: int, num_sums: int = 1) -> None:
         self.parts = [model]
         self.rows_per_pass = rows_per_pass
+        self.num_sums = num_sums
+        self._inputs = Inputs(model)
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        """The summed loss times `scale`; gradients are left in the parameters."""
-        total = torch.zeros((), dtype=torch.float64, device=batch.device)
+        """The summed loss times `scale`, and what else the objective sums up; gradients are left in
+        the parameters."""
+        total = torch.zeros(self.num_sums, dtype=torch.float64, device=batch.device)
         micro_batches = list(batch.split(self.rows_per_pass))
         for number, micro in enumerate(micro_batches, start=1):
             sync_gradients(self.parts[0], last=number == len(micro_batches))
-            loss = self.loss(micro) * scale
-            loss.backward()
-            total += loss.detach()
+            sums = self.loss(micro) * scale
+            (sums if sums.ndim == 0 else sums[0]).backward()
+            total += sums.detach()
         return total
 
     def loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self.parts[0](
-            batch["tokens_BS"],
-            positions_BS=batch.get("positions_BS"),
-            documents_BS=batch.get("documents_BS"),
-            labels_BS=batch["labels_BS"],
-        )
-        return loss
+        """The summed loss, alone or followed by what else the objective sums up."""
+        first, others = self._inputs.of(batch.fields)
+        sums: Tensor = self.parts[0](first, **others)
+        return sums
+
+    def look(self, batch: Batch) -> None:
+        """Forward passes without gradient, for an objective that takes note of what it sees."""
+        for micro in batch.split(self.rows_per_pass):
+            self.loss(micro)
 
     def counted_once(self, parameter: nn.Parameter) -> bool:
         return True

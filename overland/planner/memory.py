@@ -18,12 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 from operator import mul
+from typing import Any
 
 from overland.config.degrees import Degrees
 from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
-from overland.models.config import DecoderConfig
-from overland.models.flops import count_parameters
+from overland.models.activations import Pass
+from overland.models.flops import count_parameters, stage_costs
 from overland.optimizers.registry import state_bytes
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -31,7 +32,6 @@ RECOMPUTE = ("none", "selective", "full")  # from the fastest to the smallest
 # The rest is the driver's, the libraries' and the allocator's: an 8B step that is counted as 91 %
 # of an H200 runs there.
 USABLE = 0.94
-KERNEL_CHUNK, PLAIN_CHUNK = 8192, 2048  # tokens whose logits exist at a time, see models/loss.py
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepMemory:
 
 
 def least_recompute(
-    model: DecoderConfig,
+    model: Any,
     config: JobConfig,
     degrees: Degrees,
     device_bytes: int,
@@ -70,100 +70,68 @@ def least_recompute(
 
 
 def step_memory(
-    model: DecoderConfig,
+    model: Any,
     config: JobConfig,
     degrees: Degrees,
     recompute: str,
     compiled: bool,
     kernels: bool = True,
 ) -> StepMemory:
-    """`recompute` is one of RECOMPUTE (selective: by operator); `kernels`: our own take part, as on
-    NVIDIA GPUs."""
-    training, tp, pp = config.training, degrees.tp, degrees.pp
-    size = SIZES[training.mixed_precision_param]
+    """Of a model whose config has `activations` (see models/activations.py). `recompute` is one of
+    RECOMPUTE (selective: by operator); `kernels`: our own take part, as on NVIDIA GPUs."""
+    training = config.training
     rows = training.local_batch_size
-    if pp > 1:
+    if degrees.pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
-    tokens = rows * training.seq_len // degrees.cp
-    matrix = model.vocab_size * model.hidden_size / tp
-
-    per_token = kept_per_token(model, config, degrees, recompute, compiled)
-    whole = kept_per_token(model, config, degrees, "none", compiled)
-    chunk = min(tokens, KERNEL_CHUNK) * size if kernels else min(tokens, PLAIN_CHUNK) * (size + 8)
-    hidden = tokens * model.hidden_size * size / tp
+    one = Pass(
+        tokens=rows * training.seq_len // degrees.cp,
+        size=SIZES[training.mixed_precision_param],
+        tp=degrees.tp,
+        cp=degrees.cp,
+        recompute=recompute,
+        compiled=compiled,
+        float8=training.float8 != "off",
+        kernels=kernels,
+    )
+    made = model.activations(one)
     state, gradients = _state(model, config, degrees)
     return StepMemory(
         state,
         gradients,
-        kept=layers_kept(model, config, degrees) * tokens * per_token,
-        # The gradient of the output matrix is added up in float32; and the last norm's input and
-        # output, and the gradient of the latter.
-        head=chunk * model.vocab_size / tp + 4 * matrix + 3 * hidden,
-        # Gradients of gate, up and their product; what is computed again; the output matrix's
-        # gradient, narrow by now.
-        block=tokens * (3 * size * model.intermediate_size / tp + whole - per_token)
-        + size * matrix
-        + 2 * hidden,
+        kept=blocks_kept(model, config, degrees) * made.kept,
+        head=made.head,
+        block=made.block,
         accumulates=_accumulates(config, degrees),
     )
 
 
-def layers_kept(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> int:
+def blocks_kept(model: Any, config: JobConfig, degrees: Degrees) -> int:
     """Blocks whose values are kept at a time, each counted once per micro-batch that is under way;
     of a pipeline, on the rank that keeps the most."""
     pp, layout = degrees.pp, config.parallelism
     if pp == 1:
-        return model.num_hidden_layers
-    from overland.parallel.pipeline import deal_layers, micro_batches_kept, stages_of_rank
+        return len(count_parameters(model).blocks)
+    from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 
     schedule = layout.pipeline_parallel_schedule
-    shares = deal_layers(model, pp * STAGES_PER_RANK[schedule])
+    shares = deal_blocks(stage_costs(model), pp * STAGES_PER_RANK[schedule])
     count = int(_rows_of_rank(config, degrees)) // layout.pipeline_parallel_microbatch_size
     most = 0
     for rank, combinations in enumerate(micro_batches_kept(schedule, pp, max(1, count))):
-        layers = [len(shares[number]) for number in stages_of_rank(rank, pp, schedule)]
-        most = max(most, *(sum(map(mul, counts, layers)) for counts in combinations))
+        blocks = [len(shares[number]) for number in stages_of_rank(rank, pp, schedule)]
+        most = max(most, *(sum(map(mul, counts, blocks)) for counts in combinations))
     return most
 
 
-def kept_per_token(
-    model: DecoderConfig, config: JobConfig, degrees: Degrees, recompute: str, compiled: bool
-) -> float:
-    """Bytes per token and block that are kept for its backward pass."""
-    size, tp = SIZES[config.training.mixed_precision_param], degrees.tp
-    width, inner = model.hidden_size, model.intermediate_size / tp
-    q = model.num_attention_heads * model.head_dim / tp
-    kv = model.num_key_value_heads * model.head_dim / tp
-    if recompute == "full":
-        return size * width / tp
-    # Queries, keys, values, the output, and a number per head; gate and up.
-    outputs = size * (2 * q + 2 * kv * degrees.cp + 2 * inner)
-    outputs += 4 * model.num_attention_heads / tp
-    residuals = size * 2 * width / tp
-    if recompute == "selective":
-        return outputs + residuals + (0 if compiled else size * width / tp)
-
-    if config.training.float8 == "off":  # both norms' outputs, and silu(gate) · up
-        inputs = size * (2 * width + inner)
-    else:  # in 8 bits, attention's output once more; uncompiled, each product casts for itself
-        inputs = (2 if compiled else 5) * width + inner + q
-    if model.qk_norm:
-        outputs += size * (q + kv)
-    if not compiled:  # norms keep a float32 and a rounded input, silu(gate) is kept too
-        residuals = 2 * (4 + size) * width / tp
-        outputs += size * inner
-    return outputs + residuals + inputs
-
-
-def _state(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> tuple[float, float]:
+def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, float]:
     """Bytes of parameters and optimizer state, and bytes of gradients."""
     training, counts = config.training, count_parameters(model)
-    layers = ceil(model.num_hidden_layers / degrees.pp)
-    ends: float = counts.total - model.num_hidden_layers * counts.per_layer
+    blocks = ceil(len(counts.blocks) / degrees.pp)
+    ends: float = counts.total - sum(counts.blocks)
     if degrees.pp > 1:  # the first stage or the last
         ends = counts.head
-    layer, ends = counts.per_layer / degrees.tp, ends / degrees.tp
-    number = layers * layer + ends
+    block, ends = max(counts.blocks) / degrees.tp, ends / degrees.tp
+    number = blocks * block + ends
     wide, size = SIZES[training.dtype], SIZES[training.mixed_precision_param]
     moments = state_bytes(config, model.parameter_shapes()) / counts.total
     accumulates = _accumulates(config, degrees)
@@ -177,8 +145,8 @@ def _state(model: DecoderConfig, config: JobConfig, degrees: Degrees) -> tuple[f
     if degrees.pp > 1:
         gradients = SIZES[training.mixed_precision_reduce] * number
     # FSDP: the root is gathered for the whole step, blocks for their turn (two at a time).
-    gathered = size * (ends + 2 * layer) if degrees.reshard_after_forward else size * number
-    reducing = 2 * layer * (size + SIZES[training.mixed_precision_reduce])
+    gathered = size * (ends + 2 * block) if degrees.reshard_after_forward else size * number
+    reducing = 2 * block * (size + SIZES[training.mixed_precision_reduce])
     if training.enable_cpu_offload:
         return gathered + reducing, 0.0
     return (wide + moments) * number / shards + gathered + reducing, gradients

@@ -5,8 +5,7 @@ from __future__ import annotations
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import load_config
-from overland.models.config import DecoderConfig
-from overland.models.registry import model_config
+from overland.models.registry import model_config, own_model_name
 from overland.proofs.layouts import Sections
 
 KINDS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_type")
@@ -31,7 +30,7 @@ def settings_of(source: str | None) -> Sections | None:
     if config.compile.enable:  # the proof is about the layout; generated code differs in rounding
         settings["compile"]["backend"] = "aot_eager"
     architecture = model_config(config.model)
-    if type(architecture) is not DecoderConfig:  # a plain decoder of its sizes would prove nothing
+    if own_model_name(architecture):  # a plain decoder of its sizes would prove nothing
         message = (
             "a model of your own is not proven here: train it for a few steps in float64 under "
             "each layout, and compare the losses"

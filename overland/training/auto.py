@@ -13,7 +13,6 @@ from overland.config.degrees import Degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.kernels.choice import has_triton
-from overland.models.config import DecoderConfig
 from overland.parallel.comm import from_first_rank
 from overland.planner.memory import least_recompute
 
@@ -55,9 +54,9 @@ def compiles(config: JobConfig, device: torch.device) -> bool:
 def choose_recompute(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device, compiled: bool
 ) -> tuple[str, str]:
-    """A mode, and why. Host memory grows by swapping, and of a user's own model nothing is known:
-    there nothing is recomputed."""
-    if device.type != "cuda" or not isinstance(architecture, DecoderConfig):
+    """A mode, and why. Host memory grows by swapping, and of a model without `activations` nothing
+    is known: there nothing is recomputed."""
+    if device.type != "cuda" or not hasattr(architecture, "activations"):
         return "none", ""
     # One answer for all: collectives inside a block are recomputed with it.
     device_bytes = from_first_rank(torch.cuda.get_device_properties(device).total_memory)

@@ -241,6 +241,8 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         "grad_norm": result.grad_norm.item(),
         "lr": learning_rate(run.progress.step - 1, run.config),
         "tokens": run.progress.tokens,
+        **dict(zip(run.objective.metrics, result.metrics.tolist(), strict=True)),
+        **run.inner.logged(run.global_batch_size),
         **meter.read(run),
         "skipped_steps": len(skipped),
         "skipped_documents": run.dataset.num_skipped,

@@ -11,7 +11,6 @@ import torch
 from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
-from overland.models.config import DecoderConfig
 from overland.planner.memory import RECOMPUTE, StepMemory, least_recompute, step_memory
 from overland.training.auto import compiles
 from overland.training.errors import OutOfMemoryError
@@ -29,8 +28,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> OutOfMemoryError:
-    """One sentence in place of a page of traces. Estimates are for the decoder alone: of a user's
-    own model nothing is known."""
+    """One sentence in place of a page of traces. Of a model whose config has no `activations`
+    there are no estimates."""
     where = "this GPU's" if device.type == "cuda" else "this machine's"
     what = f"out of {where} memory"
     if device.type == "cuda":
@@ -60,7 +59,7 @@ def rank_killed(
 def with_ways_out(
     what: str, config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> str:
-    if not isinstance(architecture, DecoderConfig):
+    if not hasattr(architecture, "activations"):
         return (
             f"{what}. Lower training.local_batch_size (training.global_batch_size keeps the "
             f"batch), set activation_checkpoint.mode=full, or use more devices"
@@ -94,7 +93,7 @@ def with_ways_out(
 
 
 def _estimate(
-    config: JobConfig, architecture: DecoderConfig, degrees: Degrees, device: torch.device
+    config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> StepMemory:
     """Of the run as this rank would start it. It asks no other rank: they may be elsewhere."""
     compiled = config.compile.enable is True

@@ -17,6 +17,7 @@ from overland.data.prepare import kept_policy
 from overland.data.tokenizer import UNKNOWN, Policy
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
+from overland.models.transform import added_rule
 from overland.parallel.comm import first_problem, from_first_rank
 from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
 from overland.training.folder import RunFolder
@@ -78,6 +79,8 @@ def _load_foreign(run: Run, path: Path) -> None:
     describe = getattr(run.model_config, "to_hf", None)
     weights = open_source(path, describe() if describe else None).weights()
     parameters = named_parameters(run.model.parts)
+    added = {n for n in parameters if any(added_rule(part, n) for part in run.model.parts)}
+    parameters = {n: p for n, p in parameters.items() if n not in added}
     missing = [name for name in parameters if name not in weights]
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")

@@ -28,6 +28,7 @@ from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
 from overland.models.registry import model_config
+from overland.models.structure import tie
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.comm import from_first_rank, warm_up
@@ -43,7 +44,10 @@ from overland.training.epochs import with_steps
 from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
 from overland.training.health import SpikeGuard
+from overland.training.inner import InnerState
 from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
+from overland.training.objectives import give_objective, objective_for
+from overland.training.objectives.objective import Objective
 from overland.training.pace import Pace
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
@@ -65,6 +69,8 @@ class Run:
     mesh: Mesh
     model_config: Any
     model: ParallelModel
+    objective: Objective
+    inner: InnerState
     global_batch_size: int
     optimizer: Optimizer
     scaler: LossScaler
@@ -113,7 +119,11 @@ def build_run(
     config, settled = settle(config, architecture, degrees, device)
     parts = build_parts(architecture, mesh, config)
     give_weights(parts, config, device)
-    model = build_parallel_model(parts, mesh, config, rows // mesh.dp_size, device)
+    objective = objective_for(config.training, architecture)
+    objective.bind(mesh)
+    give_objective(parts, objective)
+    num_sums = 1 + len(objective.metrics)
+    model = build_parallel_model(parts, mesh, config, rows // mesh.dp_size, device, num_sums)
     optimizer = Optimizer(parts, config.optimizer)
 
     def report(message: str) -> None:
@@ -151,6 +161,8 @@ def build_run(
         mesh,
         architecture,
         model,
+        objective,
+        InnerState(parts, mesh),
         rows,
         optimizer,
         LossScaler(config.training.mixed_precision_param == "float16", device),
@@ -212,7 +224,10 @@ def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.de
     """Memory, fresh weights and buffers for parts that were built on the meta device."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        tie(part)
         init_buffers(part, device)
+        if hasattr(part, "seed"):
+            part.seed = config.debug.seed  # type: ignore[assignment]
         init_weights(part, config.debug.seed, local_part)
 
 

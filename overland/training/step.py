@@ -1,7 +1,6 @@
 """One optimizer step: accumulate gradients over the global batch, clip, update.
 
-The loss is a sum over tokens divided by the number of valid tokens in the whole global batch. So
-neither accumulation, nor the split over devices, nor padding can change it.
+What the loss is a mean of, and over what, is the objective's to say (see objectives/).
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.data.batch import IGNORED, Batch
+from overland.data.batch import Batch
 from overland.parallel.comm import from_first_rank, sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import Mesh
+from overland.parallel.shard import reshard
 from overland.training.gradient_norm import gradient_norm
 from overland.training.health import SpikeGuard
 from overland.training.schedule import learning_rate
@@ -31,26 +31,50 @@ class StepResult:
     grad_norm: torch.Tensor
     not_finite: torch.Tensor
     num_tokens: int
+    metrics: torch.Tensor
+    """What the objective logs beside the loss, in the order of its names."""
     spiked: bool = False
 
 
 def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepResult:
     training, scaler, mesh = run.config.training, run.scaler, run.mesh
     share = share_of_rows(batch, mesh)
-    num_valid = sum_over((share["labels_BS"] != IGNORED).sum(), mesh.token_group)
-    loss = run.model.loss_and_gradients(share, scaler.scale / num_valid)
-    loss = total_loss(loss, mesh) / scaler.scale
+    count = sum_over(run.objective.count(share), mesh.token_group)
+    share = with_passes(run, share)
+    run.inner.begin_step(scaler.scale / run.global_batch_size)
+    sums = run.model.loss_and_gradients(share, scaler.scale / count)
+    sums = total_sums(sums, mesh) / scaler.scale
+    loss = sums[0]
 
     norm = gradient_norm(run.optimizer, run.model, mesh).to(run.device) / scaler.scale
     not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm))
     spiked = guard is not None and from_first_rank(guard.is_spike(loss.item()))
     rate = learning_rate(run.progress.step, run.config)
     run.store.wait_on_device()  # a checkpoint may still be copying what is about to change
-    run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip=not_finite | spiked)
+    skip = not_finite | spiked
+    run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip)
+    run.inner.after_step(skip)
     scaler.update(not_finite.float())
-    return StepResult(loss, norm, not_finite, run.global_batch_size * training.seq_len, spiked)
+    num_tokens = run.global_batch_size * training.seq_len
+    return StepResult(loss, norm, not_finite, num_tokens, sums[1:], spiked)
 
 
-def total_loss(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def with_passes(run: Run, share: Batch) -> Batch:
+    """With what the objective's passes without gradient find, as fields; away from the last stage
+    of a pipeline, where they are not needed, without."""
+    for field in run.objective.passes:
+        with (
+            torch.no_grad(),
+            run.objective.during(field, run.model.parts),
+            run.objective.finding(field) as found,
+        ):
+            run.model.look(share)
+        reshard(run.model.parts)
+        if found:
+            share = share.replace(**{field: torch.cat(found)})
+    return share
+
+
+def total_sums(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Summed over the ranks that hold different tokens, and known on every stage."""
-    return sum_over(sum_over(loss, mesh.token_group), mesh.axis("pp").get_group())
+    return sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())

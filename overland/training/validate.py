@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.data.batch import IGNORED
 from overland.data.loader import load
 from overland.data.prepare import Dataset
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.shard import reshard
 from overland.training.callbacks import Record
-from overland.training.step import total_loss
+from overland.training.step import total_sums, with_passes
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -31,12 +30,12 @@ def validate(run: Run) -> Record:
 def loss_on(run: Run, held_out: Dataset) -> float:
     mesh = run.mesh
     steps = held_out.rows.num_batches(at_most=run.config.validation.steps)
-    loss = torch.zeros((), dtype=torch.float64, device=run.device)
-    num_valid = torch.zeros((), dtype=torch.int64, device=run.device)
+    sums = torch.zeros(run.model.num_sums, dtype=torch.float64, device=run.device)
+    count = torch.zeros((), dtype=torch.float64, device=run.device)
     for number in range(steps):
         batch = load(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
         share = share_of_rows(batch.to(run.device), mesh)
-        loss += run.model.loss(share)
-        num_valid += (share["labels_BS"] != IGNORED).sum()
+        count += run.objective.count(share)
+        sums += run.model.loss(with_passes(run, share))
     reshard(run.model.parts)
-    return float(total_loss(loss, mesh) / sum_over(num_valid, mesh.token_group))
+    return float(total_sums(sums, mesh)[0] / sum_over(count, mesh.token_group))

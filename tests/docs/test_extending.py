@@ -15,7 +15,10 @@ PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    """Those of the page itself; examples that are files have tests of their own."""
+    found = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/examples").glob("*.py")]
+    return [block for block in found if block not in files]
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,13 @@ def test_loss_is_the_sum_over_valid_labels() -> None:
 def test_loss_can_be_replaced_from_outside() -> None:
     model = tiny()
     seen = []
-    model.loss = lambda hidden, weight, labels: (
-        seen.append((hidden, weight, labels)) or hidden.sum()
-    )
+
+    class Seen:
+        def sums(self, head, hidden, fields):
+            seen.append((hidden, head.weight_VD, fields["labels_BS"]))
+            return hidden.sum()
+
+    model.objective = Seen()
     tokens_BS = torch.randint(0, 96, (2, 12))
     model(tokens_BS, labels_BS=tokens_BS)
     assert seen[0][0].shape == (2, 12, 32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.models import DecoderConfig, build_model
-from overland.models.float8 import Float8Linear, linear8, narrow_products
+from overland.models.float8 import Float8, Float8Linear, linear8
 from overland.models.init import init_weights
 
 SIZES = {
@@ -26,7 +26,8 @@ SIZES = {
 def model(float8: str) -> nn.Module:
     network = build_model(DecoderConfig.from_hf(SIZES), "sdpa").to(torch.bfloat16)
     init_weights(network, 0)
-    narrow_products(network.model.layers, float8)
+    if float8 != "off":
+        Float8().apply(network)
     return network
 
 

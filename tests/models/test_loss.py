@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from overland.models.loss import chunked_cross_entropy, plain_cross_entropy
+from overland.models.loss import OutputMatrix, chunked_cross_entropy, plain_cross_entropy
 
 
 def run(loss, dtype: torch.dtype, scale: float = 1.0, **options: int):  # type: ignore[no-untyped-def]
@@ -57,3 +59,43 @@ def test_a_frozen_output_matrix_gets_no_gradient() -> None:
     assert hidden.grad is not None
     with torch.no_grad():
         assert chunked_cross_entropy(hidden, weight, torch.zeros(1, 4, dtype=torch.long)) > 0
+
+
+def head_and_labels(tokens: int = 37) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden_BSD = torch.randn(2, tokens, 8, dtype=torch.float64, generator=generator)
+    weight_VD = torch.randn(11, 8, dtype=torch.float64, generator=generator)
+    labels_BS = torch.randint(0, 11, (2, tokens), generator=generator)
+    labels_BS[0, :5] = -100
+    return hidden_BSD.requires_grad_(), weight_VD.requires_grad_(), labels_BS
+
+
+def test_z_loss_and_weights_are_what_they_say() -> None:
+    hidden_BSD, weight_VD, labels_BS = head_and_labels()
+    weights_BS = torch.linspace(0, 2, labels_BS.numel(), dtype=torch.float64).view_as(labels_BS)
+    total, z_part = OutputMatrix(weight_VD).weighted_sum(hidden_BSD, labels_BS, weights_BS, 1e-2)
+    logits_BSV = hidden_BSD @ weight_VD.t()
+    valid_BS = labels_BS != -100
+    log_z_BS = logits_BSV.logsumexp(-1)
+    chosen_BS = logits_BSV.gather(-1, labels_BS.clamp(min=0)[..., None])[..., 0]
+    z_BS = 1e-2 * log_z_BS.square() * valid_BS * weights_BS
+    expected = ((log_z_BS - chosen_BS) * valid_BS * weights_BS + z_BS).sum()
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(z_part, z_BS.sum())
+    ours = torch.autograd.grad(total, (hidden_BSD, weight_VD))
+    theirs = torch.autograd.grad(expected, (hidden_BSD, weight_VD))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_token_losses_can_enter_any_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overland.models.loss.CHUNK_TOKENS", 16)  # several chunks
+    hidden_BSD, weight_VD, labels_BS = head_and_labels()
+    losses_BS = OutputMatrix(weight_VD).token_losses(hidden_BSD, labels_BS)
+    logits_NV = (hidden_BSD @ weight_VD.t()).flatten(0, 1)
+    plain_BS = F.cross_entropy(logits_NV, labels_BS.flatten(), reduction="none").view_as(losses_BS)
+    torch.testing.assert_close(losses_BS, plain_BS)
+    ours, theirs = (
+        torch.autograd.grad(one.sum(dim=1).mul(0.1).tanh().prod(), (hidden_BSD, weight_VD))
+        for one in (losses_BS, plain_BS)
+    )
+    torch.testing.assert_close(ours, theirs)

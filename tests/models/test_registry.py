@@ -57,7 +57,7 @@ def test_every_flavor_survives_config_json() -> None:
     for name in model_names():
         for flavor in flavor_names(name):
             config = resolve_config(name, flavor)
-            assert DecoderConfig.from_hf(config.to_hf()) == config
+            assert registry.read_hf_config(config.to_hf()) == config
             assert config.override({}) == config
 
 

@@ -87,7 +87,7 @@ def mean_of_validated_means() -> Patch:
 
     def wrong(run: Run, held_out: Dataset) -> float:
         with (
-            patch.object(validate, "total_loss", lambda loss, mesh: loss),
+            patch.object(validate, "total_sums", lambda sums, mesh: sums),
             patch.object(validate, "sum_over", lambda count, group: count),
         ):
             mean = torch.tensor(right(run, held_out), dtype=torch.float64)

@@ -28,7 +28,6 @@ from overland.models import DecoderConfig, register_model, registry
 from overland.models.decoder import MLP, Decoder, Head
 from overland.models.errors import ModelError
 from overland.models.init import Normal
-from overland.models.loss import chunked_cross_entropy
 from overland.proofs.layout import difference
 from overland.proofs.layouts import WAYS, parse
 from tests.jobs import losses_and_norms, run_job, tiny_job
@@ -90,8 +89,8 @@ class OtherMLP(nn.Module):
 
 
 class CappedHead(Head):
-    def forward(self, hidden_BSD, labels_BS=None, loss=None):
-        return 30 * torch.tanh(super().forward(hidden_BSD, labels_BS, loss) / 30)
+    def forward(self, hidden_BSD, objective=None, fields=None):
+        return 30 * torch.tanh(super().forward(hidden_BSD, objective, fields) / 30)
 
 
 class NotADecoder(nn.Module):
@@ -118,8 +117,6 @@ def build(config: OwnConfig, attention: str) -> nn.Module:
         model.model.layers = nn.ModuleDict(blocks)
     if config.kind == "own head":
         model.lm_head = CappedHead(config.hidden_size, config.vocab_size, bias=False)
-    if config.kind == "own loss":
-        model.loss = lambda *args: 2 * chunked_cross_entropy(*args)
     if config.kind == "shared block":
         model.model.layers["2"].mlp = model.model.layers["0"].mlp
     if config.kind == "tied by hand":
@@ -135,7 +132,7 @@ def register() -> None:
     if "own" not in registry._MODELS:
         flavors = {"own": OwnConfig(**SIZES), "counting": OwnConfig(**SIZES, counts=True)}
         kinds = ("not a decoder", "other names", "parameter outside", "no start", "own head",
-                 "own loss", "shared block", "tied by hand", "nothing", "no rule",
+                 "shared block", "tied by hand", "nothing", "no rule",
                  "named blocks")  # fmt: skip
         flavors |= {kind: OwnConfig(**SIZES, kind=kind) for kind in kinds}
         register_model("own", flavors=flavors, config_class=OwnConfig, build=build)
@@ -217,7 +214,7 @@ def test_a_checkpoint_without_buffers_still_loads(ranks: RankPool, tmp_path: Pat
 @pytest.mark.parametrize(
     ("flavor", "layout", "says"),
     [
-        ("not a decoder", "pp2", "NotADecoder is not a Decoder, so pp = 2 cannot split it"),
+        ("not a decoder", "pp2", "model of OwnConfig does not say what passes between its blocks"),
         ("not a decoder", "tp2", "NotADecoder is not a Decoder, so tp = 2 cannot split it"),
         ("not a decoder", "cp2", "NotADecoder is not a Decoder, so cp = 2 cannot split it"),
         ("other names", "tp2", r"does not know how to split model\.layers\.0\.mlp\.only\.weight"),
@@ -225,14 +222,12 @@ def test_a_checkpoint_without_buffers_still_loads(ranks: RankPool, tmp_path: Pat
         ("parameter outside", "tp2", r"does not know how to split extra\.weight"),
         ("own head", "tp2", "this model's own head, CappedHead, would be left out"),
         ("own head", "pp2xtp2", "this model's own head, CappedHead, would be left out"),
-        ("own loss", "tp2", "this model's own loss would be left out"),
         ("shared block", "pp2", "blocks 0 and 2 share one module, mlp"),
         ("shared block", "shard2", "blocks 0 and 2 share one module, mlp"),
         ("tied by hand", "shard2", r"model\.embed_tokens\.weight and lm_head\.weight are one para"),
         ("nothing", "shard1", "build function of OwnConfig returned None, expected a torch.nn"),
         ("no rule", "shard1", r"init_rule\('model.embed_tokens.weight'\) of Decoder returned None"),
-        ("named blocks", "pp2", "the blocks are named block0, block1, block2, …, and a pipeline"),
-        ("no start", "shard2", r"model\.layers\.3\.self_attn\.table starts"),
+        ("no start", "shard2", r"model\.layers\.3\.self_attn\.table"),
     ],
 )
 def test_what_a_layout_cannot_do_is_refused_by_name(

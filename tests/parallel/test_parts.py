@@ -6,8 +6,9 @@ import torch
 from overland.config.degrees import DegreeError, resolve_degrees
 from overland.config.schema import Parallelism
 from overland.models import resolve_config
+from overland.models.flops import StageCosts, stage_costs
 from overland.parallel.context import places_of, row_order
-from overland.parallel.pipeline import deal_layers, layer_and_head_cost, stages_of_rank
+from overland.parallel.pipeline import deal_blocks, stages_of_rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -24,14 +25,26 @@ def test_context_shares_hold_every_place_once_and_weigh_the_same(size: int) -> N
 @pytest.mark.parametrize("num_stages", [2, 3, 8])
 def test_layers_are_dealt_out_so_that_no_stage_is_much_slower(flavor: str, num_stages: int) -> None:
     config = resolve_config("llama3", flavor)
-    shares = deal_layers(config, num_stages)
+    given = stage_costs(config)
+    shares = deal_blocks(given, num_stages)
     assert [i for share in shares for i in share] == list(range(config.num_hidden_layers))
     assert all(len(share) >= 1 for share in shares)
-    layer, head = layer_and_head_cost(config)
+    layer, head = given.blocks[0], given.after
+    assert head == config.hidden_size * config.vocab_size
     costs = [layer * len(share) for share in shares]
     costs[-1] += head
     ideal = (layer * config.num_hidden_layers + head) / num_stages
     assert max(costs) <= max(ideal + layer, layer + head)
+
+
+def test_unequal_blocks_are_dealt_out_by_what_they_cost() -> None:
+    shares = deal_blocks(StageCosts(blocks=(9.0, 1.0, 1.0, 1.0, 3.0, 3.0), after=3.0), 3)
+    assert shares == [range(1), range(1, 5), range(5, 6)]
+    assert deal_blocks(StageCosts(blocks=(1.0,) * 7, after=0.0), 3) == [
+        range(3),
+        range(3, 5),
+        range(5, 7),
+    ]
 
 
 def test_stages_of_a_turning_schedule_meet_on_the_same_rank() -> None:

@@ -24,10 +24,11 @@ from overland.checkpoint.convert.source import (
 from overland.checkpoint.convert.special_tokens import name_special_tokens
 from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
 from overland.checkpoint.errors import CheckpointError
-from overland.models.config import RMSNORM, DecoderConfig
+from overland.models.config import RMSNORM
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE
 from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.registry import read_hf_config
 
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
@@ -132,7 +133,7 @@ def _without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
 def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Path) -> None:
     """Every parameter, each in its shape, where the family is one that Overland knows."""
     try:
-        shapes = DecoderConfig.from_hf(config).parameter_shapes()
+        shapes = read_hf_config(config).parameter_shapes()
     except ModelError:
         return
     for name, shape in shapes.items():

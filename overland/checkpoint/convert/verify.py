@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +11,8 @@ from torch import nn
 from overland.checkpoint.convert.lazy import digest
 from overland.checkpoint.convert.source import MODEL, Source
 from overland.checkpoint.errors import CheckpointError
-from overland.models.config import DecoderConfig
 from overland.models.parameters import EMBEDDING, HEAD
-from overland.models.registry import build_model
+from overland.models.registry import build_model, read_hf_config
 
 # 1.5 GB of weights in float32, twice.
 MAX_LOGITS_PARAMETERS = 400_000_000
@@ -47,7 +47,7 @@ def verify_logits(source: Source, written: Source) -> float | None:
             f"{source.folder} does not say what model it holds, so there are no logits to compare; "
             "name its config.json with --config"
         )
-    config = DecoderConfig.from_hf(source.config)
+    config = read_hf_config(source.config)
     count = sum(torch.Size(shape).numel() for shape in config.parameter_shapes().values())
     if count > MAX_LOGITS_PARAMETERS:
         raise CheckpointError(
@@ -67,7 +67,7 @@ def verify_logits(source: Source, written: Source) -> float | None:
     return difference
 
 
-def decoder_of(source: Source, config: DecoderConfig) -> nn.Module:
+def decoder_of(source: Source, config: Any) -> nn.Module:
     """Overland's own model with the source's weights, in float32."""
     model = build_model(config)
     with torch.no_grad():

@@ -1,0 +1,82 @@
+"""Losses and statistics inside a model, such as the balance of a router's experts.
+
+A loss inside a block is not added to the loss at the end, which may be computed on another device:
+its gradient enters at its block. It is a number per row (sequence), and what it is divided by, the
+rows of the whole global batch, is known before the first pass; so neither accumulation, nor data
+parallelism, nor a pipeline can change it. Both are noted in the backward pass: a block that is
+recomputed counts once, and validation does not count at all.
+
+    class Router(nn.Module):
+        def __init__(self, experts):
+            self.balance = InnerLoss("balance_loss", weight=0.01)
+            self.load = Statistic(experts)
+            self.register_buffer("bias", torch.empty(experts))   # state: saved in checkpoints
+
+        def forward(self, x_BSD):
+            ...
+            x_BSD = self.balance(x_BSD, loss_B)      # x itself; loss_B enters with its gradient
+            x_BSD = self.load(x_BSD, tokens_per_expert)
+
+        def after_step(self):                        # statistics of the whole global batch
+            self.bias += 1e-3 * (self.load.total.mean() - self.load.total).sign()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Statistic(nn.Module):
+    """Numbers that are summed up over all tokens of a step."""
+
+    total: Tensor
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.empty(shape), persistent=False)
+
+    def init_buffers(self) -> None:
+        self.total.zero_()
+
+    def forward(self, x: Tensor, values: Tensor) -> Tensor:
+        """Returns `x`; the values are added up when its gradient comes by."""
+        noted: Tensor = _Note.apply(x, values, None, self.total)
+        return noted
+
+
+class InnerLoss(Statistic):
+    """A loss per row, averaged over the rows of the global batch, times `weight`. What is logged
+    under `name` is the mean, without the weight, summed over all places of that name."""
+
+    scale: Tensor
+
+    def __init__(self, name: str, weight: float) -> None:
+        super().__init__()
+        self.name, self.weight = name, weight
+        self.register_buffer("scale", torch.empty(()), persistent=False)
+
+    def init_buffers(self) -> None:
+        super().init_buffers()
+        self.scale.fill_(1.0)
+
+    def forward(self, x: Tensor, loss_B: Tensor) -> Tensor:
+        """Returns `x`; the gradient of the loss enters with the gradient of `x`."""
+        noted: Tensor = _Note.apply(x, loss_B.sum(), self.scale, self.total)
+        return noted
+
+
+class _Note(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, scale: Tensor | None, total: Tensor) -> Tensor:
+        ctx.values, ctx.scale, ctx.total = values.detach(), scale, total
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        ctx.total += ctx.values
+        if ctx.scale is None:
+            return grad, None, None, None
+        return grad, ctx.scale.to(ctx.values.dtype).expand_as(ctx.values), None, None

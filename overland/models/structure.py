@@ -1,0 +1,156 @@
+"""How a model describes itself: what it is made of, in the order of its forward pass.
+
+A model that has a method `structure()` can be sharded, recomputed and compiled block by block, and
+cut into pipeline stages. It says nothing about ranks. A stage of a pipeline is the same model with
+modules taken out: those of `before` and `after` are None on stages that do not have them, and
+blocks of other stages are gone. So without `before` a model is given what the last block of the
+stage before has returned, and without `after` it returns what its own last block did.
+
+Imports no torch, so that a config can describe its model, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from overland.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Role(StrEnum):
+    """What a matrix does, which decides how tensor parallelism may split it."""
+
+    COLUMN = "column"  # makes the inner width: its output can be split
+    ROW = "row"  # takes the inner width back: its input can be split
+    VOCABULARY = "vocabulary"  # a row for each token id
+    EXPERT = "expert"  # one of several that share the work
+    REPLICATED = "replicated"  # whole everywhere
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Modules are named by their dotted paths in the model."""
+
+    blocks: tuple[str, ...]
+    """Lists of blocks (ModuleList or ModuleDict), in the order of the forward pass."""
+    before: tuple[str, ...] = ()
+    """Modules with parameters that only the first stage of a pipeline has."""
+    after: tuple[str, ...] = ()
+    """Modules with parameters that only the last stage has."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that are another one: the head's weight and the embedding's, say."""
+    between: Callable[[int], tuple[int, ...]] | None = None
+    """For a row of so many tokens, the shape of what passes from block to block. None: the model
+    cannot be cut into stages."""
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Role of each matrix, by the path of its module in its block, or in the model outside of
+    blocks."""
+    compiled: tuple[str, ...] = ()
+    """Modules outside of blocks that are worth compiling."""
+    random: bool = True
+    """Whether blocks may draw random numbers, such as for dropout."""
+    recordable: bool = False
+    """Whether a pass never waits for the device, so that it can be recorded as a CUDA graph."""
+
+
+def structure_of(model: nn.Module) -> Structure | None:
+    """What the model says of itself; None where it says nothing."""
+    describe = getattr(model, "structure", None)
+    if describe is None:
+        return None
+    structure = describe()
+    if not isinstance(structure, Structure):
+        raise ModelError(
+            f"structure() of {type(model).__name__} returned {structure!r:.60}, expected a "
+            "Structure of overland.models.structure (docs/extending.md)"
+        )
+    return structure
+
+
+def check_structure(model: nn.Module) -> None:
+    """Refuses a description of modules or parameters that the model does not have."""
+    structure = structure_of(model)
+    if structure is None:
+        return
+    name = type(model).__name__
+    for path in (*structure.blocks, *structure.before, *structure.after, *structure.compiled):
+        if find_module(model, path) is None:
+            raise ModelError(f"structure() of {name} names {path}, which it does not have")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for tied, owner in structure.ties.items():
+        for path in (tied, owner):
+            if path not in parameters:
+                raise ModelError(f"structure() of {name} ties {path}, which it does not have")
+    if not blocks_of(model):
+        raise ModelError(f"structure() of {name} names no blocks that hold parameters")
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that are here, by full name and in order; none of a model that names none."""
+    structure = structure_of(model)
+    found: dict[str, nn.Module] = {}
+    for path in structure.blocks if structure is not None else ():
+        blocks = find_module(model, path)
+        if blocks is not None:
+            found |= {f"{path}.{name}": block for name, block in blocks.named_children()}
+    return found
+
+
+def find_module(model: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path; None if it, or one around it, is not there."""
+    module: nn.Module | None = model
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def remove_module(model: nn.Module, path: str) -> None:
+    """Takes a module out; its place stays, as None. A block of a list is gone."""
+    around, _, name = path.rpartition(".")
+    owner = find_module(model, around) if around else model
+    assert owner is not None
+    structure = structure_of(model)
+    if structure is not None and around in structure.blocks:
+        del owner._modules[name]  # the others keep their numbers
+    else:
+        setattr(owner, name, None)
+
+
+def ties_of(model: nn.Module) -> Mapping[str, str]:
+    structure = structure_of(model)
+    return structure.ties if structure is not None else {}
+
+
+def tie(model: nn.Module) -> None:
+    """Makes tied parameters one again, where both are here: what gives a model memory makes a new
+    parameter for each module."""
+    for tied, owner in ties_of(model).items():
+        from_path, _, from_name = owner.rpartition(".")
+        to_path, _, to_name = tied.rpartition(".")
+        source, target = find_module(model, from_path), find_module(model, to_path)
+        if source is not None and target is not None:
+            setattr(target, to_name, getattr(source, from_name))
+
+
+def inside(path: str, modules: tuple[str, ...]) -> bool:
+    """Whether a parameter or module lies in one of these modules."""
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
+
+
+def walk_roles(model: nn.Module) -> Iterator[tuple[str, Role]]:
+    """Every matrix that has a role, by the full name of its module."""
+    structure = structure_of(model)
+    if structure is None:
+        return
+    blocks = blocks_of(model)
+    for path, role in structure.roles.items():
+        if find_module(model, path) is not None:
+            yield path, role
+        for name, block in blocks.items():
+            if find_module(block, path) is not None:
+                yield f"{name}.{path}", role

@@ -1,0 +1,82 @@
+"""Changes to a model: multiplying in 8 bits, adapters beside frozen weights.
+
+A transform changes the undivided model on the meta device, once, before anything is frozen, split
+or sharded, and the same way for a whole model and for every stage of a pipeline. It may replace
+modules, but parameters that stay keep their names, so that weights still load and export. Your own:
+
+    # my_parts.py, named in [job] custom_import; the config: [model.transforms.low_rank] rank = 4
+    register_transform("low_rank", LowRank)     # called as LowRank(**options), here rank=4
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from overland.models.errors import ModelError, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from overland.models.init import Rule
+
+
+class Transform(ABC):
+    """Base of all transforms. A module that a transform puts in the place of a matrix, and that has
+    matrices of its own, says what those do (`roles(role)`, given the role of the one in whose place
+    it stands), so that tensor parallelism can split them."""
+
+    only_new = False
+    """Whether only the parameters that it adds are trained."""
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> None:
+        """Changes the model in place. It is on the meta device: no tensor has values."""
+
+    def init_rule(self, name: str) -> Rule | None:
+        """How a parameter starts that this transform adds; None for all others."""
+        return None
+
+
+def register_transform(name: str, make: Callable[..., Transform]) -> None:
+    if name in _TRANSFORMS:
+        raise ModelError(f"a transform named '{name}' is already registered")
+    _TRANSFORMS[name] = make
+
+
+def make_transforms(wanted: Mapping[str, Mapping[str, Any]]) -> list[Transform]:
+    """Those of `[model.transforms.NAME]`, in the order of the config."""
+    return [_make(name, options) for name, options in wanted.items()]
+
+
+def apply_transforms(model: nn.Module, transforms: Sequence[Transform]) -> None:
+    for transform in transforms:
+        transform.apply(model)
+    model.transforms = tuple(transforms)  # type: ignore[assignment]
+
+
+def transforms_of(model: nn.Module) -> tuple[Transform, ...]:
+    found: tuple[Transform, ...] = getattr(model, "transforms", ())
+    return found
+
+
+def added_rule(model: nn.Module, name: str) -> Rule | None:
+    """How a parameter starts that a transform has added; None for those of the model itself."""
+    rules = (transform.init_rule(name) for transform in transforms_of(model))
+    return next((rule for rule in rules if rule is not None), None)
+
+
+def _make(name: str, options: Mapping[str, Any]) -> Transform:
+    if name not in _TRANSFORMS:
+        raise ModelError(f"no transform is named '{name}'{nearest(name, _TRANSFORMS)}")
+    try:
+        made = _TRANSFORMS[name](**options)
+    except TypeError as error:
+        raise ModelError(f"the transform '{name}' cannot be made: {error}") from None
+    if not isinstance(made, Transform):
+        raise ModelError(f"the transform '{name}' is a {type(made).__name__}, no Transform")
+    return made
+
+
+_TRANSFORMS: dict[str, Callable[..., Transform]] = {}

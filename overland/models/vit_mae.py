@@ -1,0 +1,226 @@
+"""A masked autoencoder for images (He et al. 2021): the encoder sees a quarter of the patches, the
+decoder paints the rest, and the loss is the squared error of the painted pixels.
+
+The module tree and the parameter names are those of Hugging Face's checkpoints. Which patches are
+seen is a function of the seed, the epoch and the number of the sample: neither ranks nor restarts
+can change it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overland.models.init import Constant, Normal, Rule
+from overland.models.noise import uniform
+from overland.models.structure import Structure
+from overland.models.vit_mae_config import ViTMAEConfig
+
+
+class ViTMAE(nn.Module):
+    def __init__(self, config: ViTMAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vit = Encoder(config)
+        self.decoder = Decoder(config)
+        self.seed = 0
+        """Of the masks; the trainer sets it."""
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        sample_B: Tensor | None = None,
+        epoch_B: Tensor | None = None,
+        weight_B: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """The loss, summed over images: of each, the mean squared error of the patches that it
+        was not shown. `noise` [B, patches] decides which are shown: those with the least."""
+        painted_BNP, is_hidden_BN = self.paint(pixel_values, sample_B, epoch_B, noise)
+        wide = torch.promote_types(painted_BNP.dtype, torch.float32)
+        target_BNP = patches(pixel_values.to(wide), self.config.patch_size)
+        if self.config.norm_pix_loss:
+            mean, var = target_BNP.mean(-1, keepdim=True), target_BNP.var(-1, keepdim=True)
+            target_BNP = (target_BNP - mean) / (var + 1e-6).sqrt()
+        error_BN = (painted_BNP.to(wide) - target_BNP).square().mean(-1)
+        num_hidden = self.config.num_patches - self.config.num_seen
+        losses_B = (error_BN * is_hidden_BN).sum(-1) / num_hidden
+        return (losses_B if weight_B is None else losses_B * weight_B).sum()
+
+    def paint(
+        self,
+        pixel_values: Tensor,
+        sample_B: Tensor | None = None,
+        epoch_B: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The pixels of every patch, and which patches were not shown."""
+        if noise is None:
+            noise = self.noise(len(pixel_values), sample_B, epoch_B, pixel_values.device)
+        order_BN = noise.argsort(dim=1)
+        place_BN = order_BN.argsort(dim=1)
+        latent_BSD = self.vit(pixel_values, order_BN[:, : self.config.num_seen])
+        return self.decoder(latent_BSD, place_BN), place_BN >= self.config.num_seen
+
+    def noise(
+        self, rows: int, sample_B: Tensor | None, epoch_B: Tensor | None, device: torch.device
+    ) -> Tensor:
+        if sample_B is None:
+            sample_B = torch.arange(rows, device=device)
+        if epoch_B is None:
+            epoch_B = torch.zeros_like(sample_B)
+        return uniform(f"{self.seed}/masks", sample_B, epoch_B, self.config.num_patches)
+
+    def structure(self) -> Structure:
+        # Encoder and decoder differ in width and length, so no one shape passes between blocks.
+        return Structure(blocks=("vit.encoder.layer", "decoder.decoder_layers"), random=False)
+
+    def other_names(self, name: str) -> tuple[str, ...]:
+        """What transformers 5 calls a parameter in the files that it writes."""
+        return (name.replace("decoder.decoder_layers.", "decoder.decoder_encoder.layer."),)
+
+    def init_rule(self, name: str) -> Rule:
+        if name.endswith(".bias"):
+            return Constant(0.0)
+        if "norm" in name:
+            return Constant(1.0)
+        if name.endswith("projection.weight"):  # as a linear layer of all pixels of a patch
+            config = self.config
+            fan_in = config.num_channels * config.patch_size**2
+            return Normal(math.sqrt(2 / (fan_in + config.hidden_size)), name)
+        return Normal(self.config.initializer_range, name)
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: ViTMAEConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.embeddings = Embeddings(config)
+        self.encoder = nn.Module()
+        self.encoder.layer = nn.ModuleList(
+            Layer(config, width, config.num_attention_heads, config.intermediate_size)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.layernorm = nn.LayerNorm(width, config.layer_norm_eps)
+
+    def forward(self, pixel_values: Tensor, seen_BS: Tensor) -> Tensor:
+        x_BSD = self.embeddings(pixel_values, seen_BS)
+        for layer in self.encoder.layer:  # type: ignore[union-attr]
+            x_BSD = layer(x_BSD)
+        out_BSD: Tensor = self.layernorm(x_BSD)
+        return out_BSD
+
+
+class Embeddings(nn.Module):
+    """Patches as vectors, those that are seen alone, after a vector for the whole image."""
+
+    def __init__(self, config: ViTMAEConfig) -> None:
+        super().__init__()
+        width, patch = config.hidden_size, config.patch_size
+        self.config = config
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width))
+        self.patch_embeddings = nn.Module()
+        self.patch_embeddings.projection = nn.Conv2d(config.num_channels, width, patch, patch)
+        self.register_buffer("position_embeddings", torch.empty(1, config.num_patches + 1, width))
+
+    def init_buffers(self) -> None:
+        self.position_embeddings = places(self.config.num_patches, self.config.hidden_size)
+
+    def forward(self, pixel_values: Tensor, seen_BS: Tensor) -> Tensor:
+        projection: nn.Conv2d = self.patch_embeddings.projection  # type: ignore[assignment]
+        dtype = projection.weight.dtype
+        positions_1ND = self.position_embeddings.to(dtype)
+        x_BND = projection(pixel_values.to(dtype)).flatten(2).transpose(1, 2)
+        x_BND = x_BND + positions_1ND[:, 1:]
+        x_BSD = x_BND.gather(1, seen_BS[..., None].expand(-1, -1, x_BND.shape[-1]))
+        first_11D = self.cls_token + positions_1ND[:, :1]
+        return torch.cat((first_11D.expand(len(x_BSD), -1, -1), x_BSD), dim=1)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ViTMAEConfig) -> None:
+        super().__init__()
+        width = config.decoder_hidden_size
+        self.config = config
+        self.decoder_embed = nn.Linear(config.hidden_size, width)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width))
+        self.register_buffer("decoder_pos_embed", torch.empty(1, config.num_patches + 1, width))
+        heads, inner = config.decoder_num_attention_heads, config.decoder_intermediate_size
+        self.decoder_layers = nn.ModuleList(
+            Layer(config, width, heads, inner) for _ in range(config.decoder_num_hidden_layers)
+        )
+        self.decoder_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.decoder_pred = nn.Linear(width, config.num_channels * config.patch_size**2)
+
+    def init_buffers(self) -> None:
+        self.decoder_pos_embed = places(self.config.num_patches, self.config.decoder_hidden_size)
+
+    def forward(self, latent_BSD: Tensor, place_BN: Tensor) -> Tensor:
+        """`place_BN`: for each patch, its place among those that are seen, then the others."""
+        seen_BSD = self.decoder_embed(latent_BSD)
+        num_hidden = place_BN.shape[1] + 1 - seen_BSD.shape[1]
+        hidden_BHD = self.mask_token.expand(len(seen_BSD), num_hidden, -1)
+        x_BND = torch.cat((seen_BSD[:, 1:], hidden_BHD), dim=1)
+        x_BND = x_BND.gather(1, place_BN[..., None].expand(-1, -1, x_BND.shape[-1]))
+        x_BND = torch.cat((seen_BSD[:, :1], x_BND), dim=1)
+        x_BND = x_BND + self.decoder_pos_embed.to(x_BND.dtype)
+        for layer in self.decoder_layers:
+            x_BND = layer(x_BND)
+        out_BNP: Tensor = self.decoder_pred(self.decoder_norm(x_BND))
+        return out_BNP[:, 1:]
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ViTMAEConfig, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads, config.qkv_bias)
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, inner)})
+        self.output = nn.ModuleDict({"dense": nn.Linear(inner, width)})
+        self.layernorm_before = nn.LayerNorm(width, config.layer_norm_eps)
+        self.layernorm_after = nn.LayerNorm(width, config.layer_norm_eps)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.layernorm_before(x_BSD))
+        inner_BSF = F.gelu(self.intermediate["dense"](self.layernorm_after(x_BSD)))
+        return x_BSD + self.output["dense"](inner_BSF)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        names = ("query", "key", "value")
+        self.attention = nn.ModuleDict({name: nn.Linear(width, width, bias) for name in names})
+        self.output = nn.ModuleDict({"dense": nn.Linear(width, width)})
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q, k, v = (
+            self.attention[name](x_BSD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        out_BHSd = F.scaled_dot_product_attention(q, k, v)
+        out_BSD: Tensor = self.output["dense"](out_BHSd.transpose(1, 2).flatten(2))
+        return out_BSD
+
+
+def patches(pixel_values: Tensor, size: int) -> Tensor:
+    """The pixels of each patch, row by row, channels last."""
+    x = pixel_values.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # B, C, rows, p, columns, p
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def places(num_patches: int, width: int) -> Tensor:
+    """Sines and cosines of a patch's column, then of its row, a quarter of the width each; zeros
+    for the vector of the whole image."""
+    side = math.isqrt(num_patches)
+    quarter = width // 4
+    rates = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
+    angles_Nq = torch.arange(side, dtype=torch.float64)[:, None] * rates
+    along_Nh = torch.cat((angles_Nq.sin(), angles_Nq.cos()), dim=1)
+    column = along_Nh[None].expand(side, -1, -1)
+    row = along_Nh[:, None].expand(-1, side, -1)
+    grid_ND = torch.cat((column, row), dim=-1).flatten(0, 1)
+    return torch.cat((grid_ND.new_zeros(1, width), grid_ND))[None]

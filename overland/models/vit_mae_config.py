@@ -1,0 +1,147 @@
+"""What a masked autoencoder for images is: one frozen record with Hugging Face's field names.
+
+Imports no torch, so that configs are checked quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from overland.models.errors import ModelError, nearest
+
+# Keys of a config.json that say nothing about the model.
+ABOUT_FILES = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+
+
+@dataclass(frozen=True)
+class ViTMAEConfig:
+    """A Vision Transformer that sees some patches of an image and paints the others (He et al.
+    2021)."""
+
+    model_type: str = "vit_mae"
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    decoder_hidden_size: int = 512
+    decoder_num_hidden_layers: int = 8
+    decoder_num_attention_heads: int = 16
+    decoder_intermediate_size: int = 2048
+    mask_ratio: float = 0.75
+    norm_pix_loss: bool = False
+    qkv_bias: bool = True
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+
+    objective = "per_sample"  # the model computes its loss by itself
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_seen(self) -> int:
+        """Patches that the encoder is given."""
+        return int(self.num_patches * (1 - self.mask_ratio))
+
+    def sample_fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """What a sample must hold: type and shape by name."""
+        shape = (self.num_channels, self.image_size, self.image_size)
+        return {"pixel_values": ("float32", shape)}
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ViTMAEConfig:
+        """From the contents of a config.json, its path, or the folder that holds it."""
+        from overland.models.hf_config import contents_of
+
+        contents, where = contents_of(source)
+        kind = contents.get("model_type")
+        if kind != "vit_mae":
+            raise ModelError(f"{where} has model_type {kind!r:.60}, expected 'vit_mae'")
+        known = {key: value for key, value in contents.items() if key not in ABOUT_FILES}
+        return cls().override(known)
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"architectures": ["ViTMAEForPreTraining"], **asdict(self)}
+
+    def override(self, overrides: Mapping[str, Any]) -> ViTMAEConfig:
+        types = {item.name: type(item.default) for item in fields(self)}
+        for name, value in overrides.items():
+            if name not in types:
+                raise ModelError(f"'{name}' is not a key of vit_mae{nearest(name, types)}")
+            right = isinstance(value, types[name]) and isinstance(value, bool) == (
+                types[name] is bool
+            )
+            if not right and not (types[name] is float and type(value) is int):
+                raise ModelError(f"{name} must be a {types[name].__name__}, got {value!r:.60}")
+        return replace(self, **overrides)
+
+    def __post_init__(self) -> None:
+        if self.model_type != "vit_mae":
+            raise ModelError(f"model_type '{self.model_type}' is not vit_mae")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if type(item.default) is int and value < 1:
+                raise ModelError(f"{item.name} must be a positive whole number, got {value!r}")
+        if self.image_size % self.patch_size:
+            raise ModelError(
+                f"patch_size {self.patch_size} does not divide image_size {self.image_size}"
+            )
+        for prefix in ("", "decoder_"):
+            width = getattr(self, f"{prefix}hidden_size")
+            heads = getattr(self, f"{prefix}num_attention_heads")
+            if width % heads:
+                raise ModelError(
+                    f"{prefix}num_attention_heads {heads} does not divide {prefix}hidden_size "
+                    f"{width}"
+                )
+            if width % 4:
+                raise ModelError(
+                    f"{prefix}hidden_size must be a multiple of 4 for its sines and cosines, got "
+                    f"{width}"
+                )
+        if not 0 < self.mask_ratio < 1 or not 0 < self.num_seen < self.num_patches:
+            raise ModelError(
+                f"mask_ratio {self.mask_ratio} must leave some of the {self.num_patches} patches "
+                "to see and some to paint"
+            )
+        if self.hidden_act != "gelu":
+            raise ModelError(f"hidden_act '{self.hidden_act}' is not supported; only 'gelu' is")
+        if self.hidden_dropout_prob or self.attention_probs_dropout_prob:
+            raise ModelError("dropout is not supported: set both dropout probabilities to 0")
+
+
+FLAVORS: dict[str, ViTMAEConfig] = {
+    "debug": ViTMAEConfig(
+        image_size=32,
+        patch_size=8,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        decoder_hidden_size=32,
+        decoder_num_hidden_layers=2,
+        decoder_num_attention_heads=4,
+        decoder_intermediate_size=64,
+    ),
+    "base": ViTMAEConfig(),
+    "large": ViTMAEConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    ),
+    "huge": ViTMAEConfig(
+        patch_size=14,
+        hidden_size=1280,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        intermediate_size=5120,
+    ),
+}

@@ -1,0 +1,61 @@
+"""How tensor and context parallelism split a kind of model: one plan per kind.
+
+A model that describes its blocks can be sharded, recomputed, compiled and cut into stages without a
+plan (see models/structure.py). Whether its matrices can be split over `tp`, and its rows over `cp`,
+depends on what it computes with them; a plan knows. Imports no torch: plans are opened when needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from overland.models.config import DecoderConfig
+from overland.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from overland.config.degrees import Degrees
+
+
+class Plan(Protocol):
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Which of `tp` and `cp` it can split a model over."""
+
+    def uneven(self, config: Any, tp: int) -> list[str]:
+        """What `tp` does not divide, in words, by the model's config."""
+
+    def check(self, model: nn.Module, degrees: Degrees) -> None:
+        """Raises a ModelError where this model is not what the plan is for."""
+
+    def split_tensors(self, model: nn.Module, tp: DeviceMesh, overlap: bool) -> None:
+        """Splits the matrices of a model, or of one stage of it, on the meta device."""
+
+    def split_context(self, model: nn.Module, cp: DeviceMesh) -> None:
+        """Makes a model work on this rank's share of each row."""
+
+
+def register_plan(config_class: type, open_plan: Callable[[], Plan]) -> None:
+    """The plan for models of a config class, and of its subclasses without one of their own."""
+    if config_class in _PLANS:
+        raise ModelError(f"{config_class.__name__} has a plan already")
+    _PLANS[config_class] = open_plan
+
+
+def plan_for(config: Any) -> Plan | None:
+    for kind in type(config).__mro__:
+        if kind in _PLANS:
+            return _PLANS[kind]()
+    return None
+
+
+def _decoder() -> Plan:
+    from overland.parallel.plans.decoder import DecoderPlan
+
+    return DecoderPlan()
+
+
+_PLANS: dict[type, Callable[[], Plan]] = {DecoderConfig: _decoder}

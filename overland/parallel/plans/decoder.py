@@ -1,0 +1,222 @@
+"""The plan of a decoder.
+
+    over tp           what is split                             how
+    between blocks    rows of the sequence                      norms and residuals work on 1/tp
+    into attention    gathered; heads are split                 q, k, v by columns; o by rows
+    into the MLP      gathered; inner width is split            gate, up by columns; down by rows
+    embedding, head   the vocabulary                            the loss never sees whole logits
+
+What leaves a block is scattered back to rows, so each block gathers twice and scatters twice.
+Query and key norms work on a rank's own heads; their weight is shared, its gradient summed.
+
+Over `cp` rows are split; attention's core is given the keys and values of the whole row, and masks
+know the true places of a rank's own queries (see context.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from overland.config.degrees import Degrees
+from overland.models.config import DecoderConfig
+from overland.models.decoder import Decoder, Head
+from overland.models.errors import ModelError
+from overland.models.float8 import Float8Linear
+from overland.models.mask import Mask, Masks, build_mask, compute_dtype
+from overland.models.parameters import ROLES
+from overland.models.structure import find_module
+from overland.parallel.context import ContextAttention, gather_row, places_of
+from overland.parallel.tensor import (
+    ROWS,
+    SplitFloat8Linear,
+    SplitLinear,
+    overlap_communication,
+    split_head,
+)
+
+SPLIT_OUTSIDE_BLOCKS = ("model.embed_tokens", "model.norm", "lm_head")
+
+
+class DecoderPlan:
+    axes = ("tp", "cp")
+
+    def uneven(self, config: DecoderConfig, tp: int) -> list[str]:
+        parts = {
+            f"{config.num_attention_heads} attention heads": config.num_attention_heads,
+            f"{config.num_key_value_heads} key-value heads": config.num_key_value_heads,
+            f"an inner width of {config.intermediate_size}": config.intermediate_size,
+            f"a vocabulary of {config.vocab_size}": config.vocab_size,
+        }
+        return [name for name, count in parts.items() if count % tp]
+
+    def check(self, model: nn.Module, degrees: Degrees) -> None:
+        if not isinstance(model, Decoder):
+            axis = "tp" if degrees.tp > 1 else "cp"
+            raise ModelError(
+                f"{type(model).__name__} is not a Decoder, so {axis} = {getattr(degrees, axis)} "
+                "cannot split it; it can be sharded and replicated"
+            )
+        if degrees.tp > 1:
+            require_plain_head(model)
+
+    def split_tensors(self, model: nn.Module, tp: DeviceMesh, overlap: bool) -> None:
+        assert isinstance(model, Decoder)
+        split_tensors(model, tp, overlap)
+
+    def split_context(self, model: nn.Module, cp: DeviceMesh) -> None:
+        assert isinstance(model, Decoder)
+        split_context(model, cp)
+
+
+def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
+    """Splits every matrix of a decoder, or of one pipeline stage of it."""
+    plan = block_plan(model.config.qk_norm)
+    require_plan(model, plan)
+    if overlap:
+        overlap_communication(tp)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    embedding, head = model.model.embed_tokens, model.lm_head
+    if embedding is not None:
+        split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
+        parallelize_module(embedding, tp, split)
+        # Copied to a plain tensor: given the collective's unfinished result, a compiled block drops
+        # the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
+        embedding.register_forward_hook(lambda module, args, out: out.clone())
+    for layer in model.model.layers.values():
+        parallelize_module(layer, tp, {**plan, **changed_layers(layer)})
+        for module in layer.modules():
+            if isinstance(module, Float8Linear):
+                module.__class__ = SplitFloat8Linear
+    if model.model.norm is not None:
+        parallelize_module(model.model.norm, tp, SequenceParallel(use_local_output=True))
+    if head is not None:
+        tied = embedding is not None and model.config.tie_word_embeddings
+        split_head(head, embedding.weight if tied and embedding is not None else None, tp)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)  # torch's styles make norms trainable again
+
+
+def changed_layers(layer: nn.Module) -> dict[str, SplitLinear]:
+    """Linear layers that a transform has given matrices of their own."""
+    changed = {}
+    for path, role in ROLES.items():
+        if hasattr(find_module(layer, path), "roles"):
+            changed[path] = SplitLinear(role)
+    return changed
+
+
+def require_plan(model: Decoder, plan: dict[str, Any]) -> None:
+    """Every parameter has a place in the plan. Torch only warns of one that has none, and would
+    compute something else with it."""
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        in_block = re.fullmatch(r"model\.layers\.\d+\.(.+)", owner)
+        if (in_block and in_block[1] in plan) or owner in SPLIT_OUTSIDE_BLOCKS:
+            continue
+        around = in_block[1].rpartition(".")[0] if in_block else ""
+        if around in plan and hasattr(model.get_submodule(owner.rpartition(".")[0]), "roles"):
+            continue
+        raise ModelError(
+            f"tensor parallelism does not know how to split {name}; it splits the projections of "
+            "a Decoder's attention and MLP by their names, so train this model without it"
+        )
+
+
+def require_plain_head(model: Decoder) -> None:
+    """The head is replaced by one that never sees whole logits."""
+    head = model.lm_head
+    if head is not None and (type(head).forward is not Head.forward or "forward" in vars(head)):
+        raise ModelError(
+            f"tensor parallelism computes logits and loss on parts of the vocabulary by itself, so "
+            f"this model's own head, {type(head).__name__}, would be left out; train it without "
+            "tensor parallelism"
+        )
+
+
+def block_plan(qk_norm: bool) -> dict[str, Any]:
+    # Of q and k, [B, S, heads, d], the heads are what is split.
+    own_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+    norms = {"self_attn.q_norm": own_heads, "self_attn.k_norm": own_heads} if qk_norm else {}
+    gathered = PrepareModuleInput(
+        input_layouts=(ROWS, None, None, None),
+        desired_input_layouts=(Replicate(), None, None, None),
+    )
+    return {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": gathered,
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        **norms,
+        "self_attn.o_proj": RowwiseParallel(output_layouts=ROWS),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(ROWS,), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=ROWS),
+    }
+
+
+def split_context(model: Decoder, cp: DeviceMesh) -> None:
+    """Makes a decoder work on this rank's share of each row."""
+    model.model.masks = ContextMasks(model.model.masks, cp)
+    for number, layer in model.model.layers.items():
+        attention = getattr(layer, "self_attn", None)
+        core = getattr(attention, "core", None)
+        if attention is None or not isinstance(core, nn.Module):
+            raise ModelError(
+                f"block {number} has no module self_attn.core, which context parallelism gives the "
+                "keys and values of the whole row; train this model without it"
+            )
+        attention.core = ContextAttention(core, cp)
+    # The dynamic rotary kind stretches with the length of the whole row.
+    model.model.rotary.register_forward_pre_hook(
+        lambda module, args: (args[0], args[1] * cp.size(), args[2])
+    )
+
+
+class ContextMasks(Masks):
+    """Masks for a rank's own queries against the keys of the whole row."""
+
+    def __init__(self, masks: Masks, cp: DeviceMesh) -> None:
+        super().__init__(masks.attention, masks.windows)
+        self.cp = cp
+
+    def forward(
+        self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
+    ) -> dict[int | None, Mask]:
+        device, size = x_BSD.device, self.cp.size()
+        whole_len = seq_len * size
+        queries_1Q = places_of(whole_len, self.cp.get_local_rank(), size).to(device)[None]
+        keys_1K = torch.arange(whole_len, device=device)[None]
+        k_documents_BK = None
+        if documents_BS is not None:
+            k_documents_BK = gather_row(documents_BS[:, None, :, None], self.cp)[:, 0, :, 0]
+        return {
+            window: build_mask(
+                self.attention,
+                x_BSD.shape[0],
+                seq_len,
+                device,
+                compute_dtype(x_BSD),
+                window,
+                documents_BS,
+                k_documents_BK,
+                queries_1Q,
+                keys_1K,
+            )
+            for window in self.windows
+        }

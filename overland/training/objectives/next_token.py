@@ -1,0 +1,51 @@
+"""Next-token prediction: cross-entropy, and if asked for z-loss, z · log²Z per token, which keeps
+the logits from drifting (Chowdhery et al. 2022).
+
+It is a weighted sum of token losses, so the head makes its gradient in the forward pass. A field
+`weights_BS` says how much each token counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from overland.data.batch import IGNORED, Batch
+from overland.models.loss import OutputMatrix
+from overland.training.objectives.objective import Objective
+
+
+class NextToken(Objective):
+    counts = "tokens"
+
+    def __init__(self, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.z_loss = z_loss
+        self.metrics = ("cross_entropy", "z_loss") if z_loss else ()
+
+    def count(self, batch: Batch) -> Tensor:
+        weights_BS = weights_of(batch.fields)
+        if weights_BS is None:
+            return (batch["labels_BS"] != IGNORED).sum()
+        return ((batch["labels_BS"] != IGNORED) * weights_BS.double()).sum()
+
+    def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        # Validation reports the cross-entropy alone.
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
+        total, z_part = head.weighted_sum(
+            hidden_BSD, fields["labels_BS"], weights_of(fields), z_loss
+        )
+        if not self.metrics:
+            return total
+        return torch.stack([total, total.detach() - z_part, z_part])
+
+
+def weights_of(fields: Mapping[str, Tensor]) -> Tensor | None:
+    """How much each token counts; None where all count alike."""
+    weights_BS, weight_B = fields.get("weights_BS"), fields.get("weight_B")
+    if weight_B is None:
+        return weights_BS
+    rows_B1 = weight_B[:, None]
+    return rows_B1.expand_as(fields["labels_BS"]) if weights_BS is None else weights_BS * rows_B1

@@ -1,0 +1,128 @@
+"""The masked autoencoder is Hugging Face's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import ViTMAEConfig as TheirConfig
+from transformers import ViTMAEForPreTraining
+
+from overland.models import build_model, resolve_config
+from overland.models.buffers import init_buffers
+from overland.models.errors import ModelError
+from overland.models.hf import load_hf
+from overland.models.init import init_weights
+from overland.models.noise import uniform
+from overland.models.vit_mae_config import ViTMAEConfig
+
+CPU = torch.device("cpu")
+
+
+def built(**overrides: Any) -> Any:
+    with torch.device("meta"):
+        model = build_model(resolve_config("vit_mae", "debug", overrides=overrides))
+    model.to_empty(device=CPU)
+    init_buffers(model, CPU)
+    init_weights(model, seed=3)
+    return model
+
+
+def theirs_with(model: Any, tmp_path: Path) -> ViTMAEForPreTraining:
+    """Their model, read from a folder that has our names."""
+    from safetensors.torch import save_file
+
+    config = TheirConfig(**model.config.to_hf())
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(tmp_path)
+    network, report = ViTMAEForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return network.double()
+
+
+@pytest.mark.parametrize("norm_pix_loss", [False, True])
+def test_loss_and_gradients_are_those_of_transformers(norm_pix_loss: bool, tmp_path: Path) -> None:
+    ours = built(norm_pix_loss=norm_pix_loss)
+    theirs = theirs_with(ours, tmp_path)
+    ours.double()
+    pixels = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    noise = torch.rand(3, 16)
+    loss = ours(pixels, noise=noise) / 3
+    expected = theirs(pixels, noise=noise).loss
+    assert abs(loss - expected) < 1e-10
+    loss.backward()
+    expected.backward()
+    their_gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad - their_gradients[their_name(name)]).abs().max() < 1e-10, name
+
+
+def their_name(name: str) -> str:
+    """In memory, transformers 5 has other names than in files."""
+    for ours, theirs in {
+        "vit.encoder.layer": "vit.layers",
+        "attention.attention.query": "attention.q_proj",
+        "attention.attention.key": "attention.k_proj",
+        "attention.attention.value": "attention.v_proj",
+        "attention.output.dense": "attention.o_proj",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+    }.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def test_weights_of_transformers_load_and_compute_the_same(tmp_path: Path) -> None:
+    config = resolve_config("vit_mae", "debug")
+    theirs = ViTMAEForPreTraining(TheirConfig(**config.to_hf()))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.1)
+    theirs.save_pretrained(tmp_path)
+    assert ViTMAEConfig.from_hf(tmp_path) == config
+    ours = built()
+    load_hf(ours, tmp_path)
+    pixels, noise = torch.randn(2, 3, 32, 32), torch.rand(2, 16)
+    assert torch.isclose(ours(pixels, noise=noise) / 2, theirs(pixels, noise=noise).loss, rtol=1e-5)
+
+
+def test_places_of_patches_are_those_of_transformers() -> None:
+    ours = built()
+    theirs = ViTMAEForPreTraining(TheirConfig(**ours.config.to_hf()))
+    theirs.decoder.initialize_weights(num_patches=16)
+    torch.testing.assert_close(
+        ours.decoder.decoder_pos_embed, theirs.decoder.decoder_pos_embed.data
+    )
+
+
+def test_masks_are_a_function_of_seed_epoch_and_sample() -> None:
+    def noise(seed: str, samples: list[int], epoch: int) -> Tensor:
+        numbers = torch.tensor(samples)
+        return uniform(seed, numbers, torch.full_like(numbers, epoch), 1000)
+
+    together = noise("7", [5, 1 << 40, 6], 2)
+    assert torch.equal(together[1:2], noise("7", [1 << 40], 2))
+    for other in (noise("8", [5], 2), noise("7", [5], 3), noise("7", [6], 2)):
+        assert abs(torch.corrcoef(torch.cat((together[:1], other)))[0, 1]) < 0.15
+    assert 0 <= together.min() < 0.02
+    assert 0.98 < together.max() < 1
+    assert abs(together.mean() - 0.5) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("patch_size", 5, "patch_size 5 does not divide image_size 32"),
+        ("mask_ratio", 0.99, "must leave some of the 16 patches"),
+        ("hidden_size", "64", "hidden_size must be a int, got '64'"),
+        ("hidden_dropout_prob", 0.1, "dropout is not supported"),
+        ("hiden_size", 64, "did you mean 'hidden_size'"),
+        ("num_attention_heads", 7, "7 does not divide hidden_size 64"),
+    ],
+)
+def test_what_cannot_be_is_refused(key: str, value: Any, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        resolve_config("vit_mae", "debug", overrides={key: value})

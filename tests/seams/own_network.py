@@ -1,0 +1,107 @@
+"""A user's own network, no Decoder: it describes its blocks, and has a plan for `cp`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn import functional as F
+
+from overland.models import register_model
+from overland.models.errors import ModelError
+from overland.models.init import Constant, Normal
+from overland.models.structure import Structure
+from overland.parallel.plans import register_plan
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    vocab_size: int = 96
+    width: int = 16
+    depth: int = 5
+    tied: bool = False
+    describes: bool = True
+    names: str = "right"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width * (number + 1))  # every block is wider than the last
+        self.outer = nn.Linear(width * (number + 1), width)
+
+    def forward(self, x):
+        return x + self.outer(F.gelu(self.inner(self.norm(x))))
+
+
+class Network(nn.Module):
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config.width, i) for i in range(config.depth))
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BS, labels_BS=None):
+        x = tokens_BS if self.embed is None else self.embed(tokens_BS)
+        for block in self.blocks:
+            x = block(x)
+        if self.head is None:
+            return x
+        logits = self.head(x)
+        if labels_BS is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+
+    def init_rule(self, name: str):
+        if name.endswith("norm.weight"):
+            return Constant(1.0)
+        return Constant(0.0) if name.endswith("bias") else Normal(0.3, name)
+
+
+class Described(Network):
+    def structure(self) -> Structure:
+        return Structure(
+            blocks=("blocks" if self.config.names == "right" else "layers",),
+            before=("embed",),
+            after=("head",),
+            ties={"head.weight": "embed.weight"} if self.config.tied else {},
+            between=lambda tokens: (tokens, self.config.width),
+        )
+
+
+class TokenByToken:
+    """Nothing here looks at two tokens at once, so rows are split as they are."""
+
+    axes = ("cp",)
+
+    def uneven(self, config, tp):
+        return []
+
+    def check(self, model, degrees):
+        if not isinstance(model, Network):
+            raise ModelError("not ours")
+
+    def split_tensors(self, model, tp, overlap):
+        raise AssertionError
+
+    def split_context(self, model, cp):
+        pass
+
+
+def register() -> None:
+    from overland.models import registry
+
+    if "network" not in registry._MODELS:
+        flavors = {
+            "plain": NetworkConfig(),
+            "tied": NetworkConfig(tied=True),
+            "silent": NetworkConfig(describes=False),
+            "wrong": NetworkConfig(names="wrong"),
+        }
+        build = lambda config, attention: (Described if config.describes else Network)(config)
+        register_model("network", flavors=flavors, config_class=NetworkConfig, build=build)
+        register_plan(NetworkConfig, TokenByToken)

@@ -1,0 +1,114 @@
+"""The examples of docs/examples, each a module of a user's own: they compute the same in every
+layout, and no file of the package knows of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.schema import JobConfig
+from overland.proofs.layouts import parse
+from tests.jobs import run_job, tiny_job
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+LONGEST = 120
+
+
+def records(world: World, config: JobConfig, *modules: str) -> list[dict[str, Any]]:
+    """What a run with a user's modules logs, without what depends on the clock."""
+    sys.path.insert(0, str(EXAMPLES))
+    for module in modules:
+        importlib.import_module(module)
+    logged = run_job(world, config).records
+    timed = ("tokens_per_second", "tflops", "mfu", "memory_gib", "data_wait")
+    return [{key: one[key] for key in one if key not in timed} for one in logged]
+
+
+def job(folder: Path, name: str, **sections: Any) -> JobConfig:
+    """A job in a layout of the proofs; `accumulate` takes two passes per step."""
+    plain, _, way = name.partition(":")
+    layout = parse(plain)
+    rows = 8 // layout.degrees.get("shard", 1) // (2 if way == "accumulate" else 1)
+    training = {"steps": 4, "local_batch_size": rows, **sections.pop("training", {})}
+    parallelism = {**layout.parallelism, **sections.pop("parallelism", {})}
+    return tiny_job(folder / name, training=training, parallelism=parallelism, **sections)
+
+
+def assert_equal(found: list[dict[str, Any]], alone: list[dict[str, Any]], name: str) -> None:
+    assert len(found) == len(alone)
+    for one, other in zip(found, alone, strict=True):
+        assert one.keys() == other.keys()
+        for key in other:
+            assert abs(one[key] - other[key]) <= 1e-9 * max(1.0, abs(other[key])), (name, key)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_are_short_and_shown_in_the_docs(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST
+    assert text in (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+
+
+def test_experts_with_a_balance_loss_and_a_bias(ranks: RankPool, tmp_path: Path) -> None:
+    model = {"name": "experts", "flavor": "tiny", "overrides": {}}
+    (alone,) = ranks.run(1, records, job(tmp_path, "shard1", model=model), "experts")
+    assert alone[0]["balance_loss"] > 4 * 0.9  # four blocks, each at least 1 when in balance
+    for name in ("shard2", "pp2", "shard1:accumulate", "shard2:accumulate", "pp2:Interleaved1F1B"):
+        layout = parse(name.removesuffix(":accumulate"))
+        config = job(tmp_path, name, model=model)
+        for found in ranks.run(layout.num_ranks, records, config, "experts"):
+            assert_equal(found, alone, name)
+
+
+LOW_RANK = {"transforms": {"low_rank": {"rank": 3, "scale": 2.0}}}
+
+
+def test_a_low_rank_transform_with_its_base_frozen(ranks: RankPool, tmp_path: Path) -> None:
+    (alone,) = ranks.run(1, records, job(tmp_path, "shard1", model=LOW_RANK), "low_rank")
+    (plain,) = ranks.run(1, records, job(tmp_path, "shard1"))
+    assert alone[0]["loss"] == plain[0]["loss"]  # it starts as the model itself
+    assert alone[-1]["loss"] != plain[-1]["loss"]
+    for name in ("tp2", "pp2", "cp2", "shard2", "pp2xtp2"):
+        layout = parse(name)
+        for found in ranks.run(
+            layout.num_ranks, records, job(tmp_path, name, model=LOW_RANK), "low_rank"
+        ):
+            assert_equal(found, alone, name)
+
+
+def test_a_preference_over_pairs_in_two_passes(ranks: RankPool, tmp_path: Path) -> None:
+    sections = {
+        "model": LOW_RANK,
+        "training": {"objective": "preference", "objective_options": {"beta": 0.5}},
+        "optimizer": {"lr": 3e-2},
+    }
+    modules = ("low_rank", "preference")
+    (alone,) = ranks.run(1, records, job(tmp_path, "shard1", **sections), *modules)
+    assert alone[-1]["margin"] > alone[0]["margin"] == 0
+    assert {"accuracy", "margin"} <= alone[0].keys()
+    for name in ("pp2", "cp2", "shard2", "tp2", "shard1:accumulate"):
+        layout = parse(name.removesuffix(":accumulate"))
+        pairs = {"pipeline_parallel_microbatch_size": 2} if name == "pp2" else {}
+        config = job(tmp_path, name, parallelism=pairs, **sections)
+        for found in ranks.run(layout.num_ranks, records, config, *modules):
+            assert_equal(found, alone, name)
+
+
+def test_z_loss_is_the_same_in_every_layout(ranks: RankPool, tmp_path: Path) -> None:
+    sections = {"training": {"z_loss": 1e-2}}
+    (alone,) = ranks.run(1, records, job(tmp_path, "shard1", **sections))
+    first = alone[0]
+    assert first["z_loss"] > 0
+    assert abs(first["loss"] - first["cross_entropy"] - first["z_loss"]) < 1e-12
+    for name in ("tp2", "pp2", "cp2", "shard2", "shard1:accumulate"):
+        layout = parse(name.removesuffix(":accumulate"))
+        config = job(tmp_path, name, **{key: dict(value) for key, value in sections.items()})
+        for found in ranks.run(layout.num_ranks, records, config):
+            assert_equal(found, alone, name)

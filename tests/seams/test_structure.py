@@ -1,0 +1,96 @@
+"""A user's own network gets what it describes itself for, and is refused the rest by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overland.checks import check_config
+from overland.checks.fake_step import fake_steps
+from overland.cluster.pool import RankPool
+from overland.cluster.world import World
+from overland.config.load import load_config
+from overland.config.schema import JobConfig
+from overland.models import ModelError, registry
+from overland.models.flops import count_parameters
+from overland.parallel import plans
+from overland.proofs.layout import difference
+from overland.proofs.layouts import parse
+from tests.jobs import losses_and_norms, tiny_job
+from tests.seams import own_network
+
+
+def job(folder: Path, name: str, flavor: str = "plain", **sections: Any) -> JobConfig:
+    layout = parse(name)
+    training = {"steps": 3, "local_batch_size": 8 // layout.degrees.get("shard", 1)}
+    model = {"name": "network", "flavor": flavor, "overrides": {}}
+    return tiny_job(
+        folder / name, model=model, training=training, parallelism=layout.parallelism, **sections
+    )
+
+
+def curve(world: World, config: JobConfig) -> list[tuple[float, float]]:
+    own_network.register()
+    return losses_and_norms(world, config)
+
+
+@pytest.mark.parametrize("flavor", ["plain", "tied"])
+def test_every_layout_that_it_describes_itself_for(
+    ranks: RankPool, tmp_path: Path, flavor: str
+) -> None:
+    (alone,) = ranks.run(1, curve, job(tmp_path, "shard1", flavor))
+    recompute = {"activation_checkpoint": {"mode": "full"}}
+    compiled = {"compile": {"enable": True, "backend": "aot_eager"}}
+    tried: list[tuple[str, dict[str, Any]]] = [
+        ("shard2", {}),
+        ("shard2", recompute),
+        ("shard2", compiled),
+        ("pp2", {}),
+        ("pp2:ZBVZeroBubble", {}),
+        ("cp2", {}),
+    ]
+    for name, sections in tried:
+        config = job(tmp_path, name, flavor, **sections)
+        for found in ranks.run(parse(name).num_ranks, curve, config):
+            assert max(difference(found, alone, which) for which in (0, 1)) < 1e-9, name
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))  # gone after the test
+    monkeypatch.setattr(plans, "_PLANS", dict(plans._PLANS))
+    own_network.register()
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("flavor", "layout", "says"),
+    [
+        ("plain", "tp2", "Described has no plan for tp = 2"),
+        ("silent", "pp2", "model of NetworkConfig does not say what passes between its blocks"),
+        ("wrong", "shard2", "structure\\(\\) of Described names layers, which it does not have"),
+    ],
+)
+def test_the_rest_is_refused_by_name(tmp_path: Path, flavor: str, layout: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        fake_steps(job(tmp_path, layout, flavor), parse(layout).num_ranks)
+
+
+@pytest.mark.usefixtures("registered")
+def test_check_says_what_cannot_be_split(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nname = "network"\nflavor = "silent"\n[training]\nseq_len = 32\n')
+    for axis, says in (("tensor", "network has no plan for it"),
+                       ("pipeline", "network does not say where it can be cut")):  # fmt: skip
+        loaded = load_config(str(path), [f"parallelism.{axis}_parallel_degree=2"])
+        assert any(says in one.message for one in check_config(loaded, 2))
+
+
+@pytest.mark.usefixtures("registered")
+def test_counts_follow_from_what_it_says() -> None:
+    counts = count_parameters(registry.resolve_config("network", "tied"))
+    assert len(counts.blocks) == 5
+    assert counts.blocks[4] > counts.blocks[0]
+    assert counts.total == sum(counts.blocks) + 96 * 16
