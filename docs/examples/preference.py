@@ -3,13 +3,13 @@ likely than the second, as compared with a reference: here the same model withou
 
 from contextlib import contextmanager
 
-from overland.training.objectives import register_objective
+from overland.objectives import register_objective
 
 
 def make(beta: float = 0.1):
     from torch.nn import functional as F
 
-    from overland.training.objectives.objective import Objective
+    from overland.objectives.objective import Objective
 
     class Preference(Objective):
         rows_per_sample = 2  # a pair

@@ -34,13 +34,13 @@ from overland.models.flops import stage_costs
 from overland.models.inputs import Inputs
 from overland.models.registry import model_config
 from overland.models.structure import Structure, find_module, structure_of, tie
+from overland.objectives import give_objective, objective_for
+from overland.objectives.objective import Objective
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.single import splits
-from overland.training.objectives import give_objective, objective_for
-from overland.training.objectives.objective import Objective
 
 
 @dataclass(frozen=True)

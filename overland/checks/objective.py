@@ -9,8 +9,8 @@ from overland.config.load import Loaded
 from overland.models.errors import ModelError
 from overland.models.registry import model_config
 from overland.models.transform import make_transforms
-from overland.training.errors import TrainingError
-from overland.training.objectives import objective_for
+from overland.objectives import objective_for
+from overland.objectives.errors import ObjectiveError
 
 
 def check_objective(loaded: Loaded) -> Iterator[Problem]:
@@ -25,7 +25,7 @@ def check_objective(loaded: Loaded) -> Iterator[Problem]:
     key = "training.z_loss" if training.objective == "auto" else "training.objective"
     try:
         objective = objective_for(training, architecture)
-    except TrainingError as error:
+    except ObjectiveError as error:
         value = getattr(training, key.partition(".")[2])
         yield Problem(str(error), loaded.where(key), key, value)
         return

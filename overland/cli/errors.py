@@ -23,6 +23,7 @@ USER_ERRORS = {
     "DegreeError",
     "DataError",
     "ModelError",
+    "ObjectiveError",
     "OptimizerError",
     "CheckpointError",
     "ClusterError",

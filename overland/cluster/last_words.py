@@ -61,6 +61,8 @@ KIND_OF_ERROR = {
     "ConfigError": Kind.CONFIG,
     "DegreeError": Kind.CONFIG,
     "ModelError": Kind.CONFIG,
+    "ObjectiveError": Kind.CONFIG,
+    "OptimizerError": Kind.CONFIG,
     "TakenError": Kind.TAKEN,
     "FromFirstRank": Kind.NETWORK,  # rank 0 tells its own
     "CheckpointError": Kind.TRAINING,

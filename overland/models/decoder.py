@@ -26,7 +26,7 @@ from overland.models.structure import Structure, tie
 
 
 class Objective(Protocol):
-    """The loss that a head computes (see training/objectives)."""
+    """The loss that a head computes (see overland/objectives)."""
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """The summed loss, a number, or followed by sums of what else is to be logged."""

@@ -29,6 +29,8 @@ from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
 from overland.models.registry import model_config
 from overland.models.structure import tie
+from overland.objectives import give_objective, objective_for
+from overland.objectives.objective import Objective
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.comm import from_first_rank, warm_up
@@ -46,8 +48,6 @@ from overland.training.garbage import GarbageCollection
 from overland.training.health import SpikeGuard
 from overland.training.inner import InnerState
 from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
-from overland.training.objectives import give_objective, objective_for
-from overland.training.objectives.objective import Objective
 from overland.training.pace import Pace
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler

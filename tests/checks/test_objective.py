@@ -11,7 +11,7 @@ import pytest
 from overland.checks import check_config
 from overland.config.load import load_config
 from overland.models import transform
-from overland.training.objectives import registry
+from overland.objectives import registry
 
 OBJECTIVES, TRANSFORMS = dict(registry._OBJECTIVES), dict(transform._TRANSFORMS)
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

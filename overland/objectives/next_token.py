@@ -14,7 +14,7 @@ from torch import Tensor
 
 from overland.data.batch import IGNORED, Batch
 from overland.models.loss import OutputMatrix
-from overland.training.objectives.objective import Objective
+from overland.objectives.objective import Objective
 
 
 class NextToken(Objective):

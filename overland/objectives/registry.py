@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from overland.config.schema import Training
 from overland.models.errors import nearest
-from overland.training.errors import TrainingError
+from overland.objectives.errors import ObjectiveError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from overland.training.objectives.objective import Objective
+    from overland.objectives.objective import Objective
 
 AUTO = "auto"
 NEXT_TOKEN = "next_token"
@@ -22,7 +22,7 @@ def register_objective(name: str, make: Callable[..., Objective]) -> None:
     """Makes `training.objective = NAME` train on what `make(**training.objective_options)`
     returns."""
     if name in _OBJECTIVES or name == AUTO:
-        raise TrainingError(f"an objective named '{name}' is already registered")
+        raise ObjectiveError(f"an objective named '{name}' is already registered")
     _OBJECTIVES[name] = make
 
 
@@ -36,17 +36,17 @@ def objective_name(training: Training, architecture: Any) -> str:
 def objective_for(training: Training, architecture: Any) -> Objective:
     name, options = objective_name(training, architecture), dict(training.objective_options)
     if name not in _OBJECTIVES:
-        raise TrainingError(f"no objective is named '{name}'{nearest(name, _OBJECTIVES)}")
+        raise ObjectiveError(f"no objective is named '{name}'{nearest(name, _OBJECTIVES)}")
     if name == NEXT_TOKEN:
         options["z_loss"] = training.z_loss
     elif training.z_loss:
-        raise TrainingError(
+        raise ObjectiveError(
             f"training.z_loss is a part of {NEXT_TOKEN}, and the objective is {name}: leave it out"
         )
     try:
         return _OBJECTIVES[name](**options)
     except TypeError as error:
-        raise TrainingError(f"the objective '{name}' cannot be made: {error}") from None
+        raise ObjectiveError(f"the objective '{name}' cannot be made: {error}") from None
 
 
 def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
@@ -56,7 +56,7 @@ def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
         if hasattr(part, "objective"):
             part.objective = objective  # type: ignore[assignment]
         elif objective.metrics or objective.passes:
-            raise TrainingError(
+            raise ObjectiveError(
                 f"{type(part).__name__} computes its loss by itself (it has no attribute "
                 "`objective`, see docs/extending.md), so training.objective and training.z_loss "
                 "would change nothing: leave them out"
@@ -64,14 +64,14 @@ def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
 
 
 def _next_token(**options: Any) -> Objective:
-    from overland.training.objectives.next_token import NextToken
+    from overland.objectives.next_token import NextToken
 
     return NextToken(**options)
 
 
 def _own(**options: Any) -> Objective:
     """A model that computes its loss by itself, summed over samples."""
-    from overland.training.objectives.objective import Objective
+    from overland.objectives.objective import Objective
 
     return Objective(**options)
 
