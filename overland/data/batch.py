@@ -73,8 +73,6 @@ class Batch:
 
     def padded_from(self, row: int) -> Batch:
         """Rows from this one on count nothing: their weight is 0, and their labels are ignored."""
-        if row >= len(self):
-            return self
         weight_B = self.get("weight_B")
         weight_B = torch.ones(len(self)) if weight_B is None else weight_B.clone()
         weight_B[max(row, 0) :] = 0

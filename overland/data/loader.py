@@ -26,9 +26,11 @@ def load(rows: PlannedRows, batch: int, part: int = 0, num_parts: int = 1) -> Ba
         share = make_batch(rows.read_samples(batch, part, num_parts))
     else:
         share = make_batch(rows.read(batch, part, num_parts), segment.document_mask)
-    if segment.epochs is None:
+    count = rows.num_rows(batch)
+    if count == segment.global_batch_size:
         return share
-    return share.padded_from(rows.num_rows(batch) - part * len(share))
+    # On every rank: shares of one batch have the same fields.
+    return share.padded_from(count - part * len(share))
 
 
 def batches(rows: PlannedRows, start: int, part: int = 0, num_parts: int = 1) -> Iterator[Batch]:

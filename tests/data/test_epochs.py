@@ -44,6 +44,7 @@ def test_an_epoch_ends_inside_its_last_batch(corpora: dict[str, Corpus], packing
         shares = [load(rows, number, part, 7) for part in range(7)]
         weights = [float(share["weight_B"]) if "weight_B" in share else 1.0 for share in shares]
         assert sorted(weights, reverse=True) == weights
+        assert len({tuple(share.fields) for share in shares}) == 1
         for share, weight in zip(shares, weights, strict=True):
             assert (share["epoch_B"] < 2).all()
             if not weight:
