@@ -119,7 +119,10 @@ def conclude(run: Run) -> None:
     if run.config.checkpoint.last_save_in_hf and from_first_rank(run.folder.steps_done() < steps):
         export_hf(run)
     if run.world.is_first:
-        run.folder.mark_done(run.progress.step)
+        try:
+            run.folder.mark_done(run.progress.step)
+        except OSError as error:  # all is saved; the next session finds nothing to do, and marks it
+            run.call("on_message", f"{run.folder.done} cannot be written: {error.strerror}")
 
 
 def save_last(run: Run, fed: FedRows) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from overland.cluster.pool import RankPool
 from overland.training.folder import RunFolder
-from tests.jobs import losses, tiny_job
+from tests.jobs import losses, run_job, tiny_job
 
 
 def test_the_marker_is_there_when_and_only_when_all_steps_are_done(
@@ -23,3 +23,9 @@ def test_the_marker_is_there_when_and_only_when_all_steps_are_done(
     assert folder.steps_done() == 0
     ranks.run(1, losses, longer)
     assert folder.steps_done() == 6
+
+
+def test_a_marker_that_a_full_disk_does_not_take_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / ".done").symlink_to("/dev/full")
+    (recorder,) = ranks.run(1, run_job, tiny_job(tmp_path, training={"steps": 1}))
+    assert f"{tmp_path}/done cannot be written: No space left on device" in recorder.messages
