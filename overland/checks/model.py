@@ -20,11 +20,13 @@ from overland.models.config import RMSNORM
 from overland.models.errors import ModelError
 from overland.models.flops import outline_of
 from overland.models.registry import (
+    build_model,
     flavor_names,
     lacks_hf_form,
     model_config,
     model_names,
 )
+from overland.models.transform import added_rule, apply_transforms, make_transforms
 
 
 def import_custom(config: JobConfig) -> None:
@@ -108,9 +110,30 @@ def check_export(loaded: Loaded) -> Iterator[Problem]:
             "weights as another model: write one (docs/extending.md)"
         )
         yield Problem(message, loaded.where(key), key, True)
+    elif added := _added_by_transforms(loaded.config.model, config):
+        message = (
+            f"a transform adds {added}, which Hugging Face's model does not have, and without it "
+            "the weights would compute something else"
+        )
+        yield Problem(message, loaded.where(key), key, True)
     elif (norm := config.to_hf().get("norm_type", RMSNORM)) != RMSNORM:
         message = f"Hugging Face has no {config.model_type} with norm_type = '{norm}'"
         yield Problem(message, loaded.where(key), key, True)
+
+
+def _added_by_transforms(section: Model, config: Any) -> str | None:
+    """A parameter that the model has only because of a transform."""
+    if not section.transforms:
+        return None
+    import torch
+
+    try:
+        with torch.device("meta"):
+            model = build_model(config)
+            apply_transforms(model, make_transforms(section.transforms))
+    except ModelError:  # which another check reports
+        return None
+    return next((name for name, _ in model.named_parameters() if added_rule(model, name)), None)
 
 
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from torch import nn
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.format import COMMITTED
+from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill
 from overland.checkpoint.read import open_checkpoint as open_saved
 from overland.checks.model import check_custom_import
@@ -20,7 +21,9 @@ from overland.config.schema import JobConfig
 from overland.data.prepare import tokenizer_of
 from overland.data.tokenizer import Tokenizer
 from overland.models.buffers import cast, persistent_buffers
-from overland.models.registry import build_model, model_config
+from overland.models.hf import load_hf
+from overland.models.registry import model_config
+from overland.parallel.apply import build_undivided
 
 
 def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
@@ -35,9 +38,13 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
     if step is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
     tokenizer = tokenizer_of(run, config.data)
-    model = build_model(model_config(config.model))
+    model = build_undivided(model_config(config.model), config)
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     with open_saved(step) as saved:
+        origin = Origin.from_json(saved.run)
+        if origin is not None:
+            load_hf(model, origin.find(), strict=False, only=origin.names)
+            state = {n: v for n, v in state.items() if n.removeprefix("model.") not in origin.names}
         buffers = {f"model.{name}": b for name, b in persistent_buffers(model).items()}
         state |= {name: b for name, b in buffers.items() if name in saved.tensors}
         fill(saved, state)

@@ -6,7 +6,7 @@ Only the slice that lives here is taken from a file, one tensor at a time. They 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,14 @@ def load_hf(
     local_part: LocalPart = whole,
     strict: bool = True,
     moved: Callable[[int], None] = lambda num_bytes: None,
+    only: Collection[str] | None = None,
 ) -> None:
     """Fill the model's parameters from a folder of safetensors, cast to the parameters' types.
 
     The model may be a part of the whole (a pipeline stage, shards through `local_part`). A tensor
     that is missing or has another shape is always an error; `strict` also refuses tensors in the
-    files that no part of `model.config` asks for. `moved` is told of bytes as they are read.
+    files that no part of `model.config` asks for. `moved` is told of bytes as they are read; `only`
+    names the parameters that are wanted.
     """
     folder = Path(folder)
     file_of = _files_by_tensor(folder)
@@ -48,6 +50,8 @@ def load_hf(
     parameters = {n: p for n, p in named.items() if added_rule(model, n) is None}
     buffers = {n: b for n, b in persistent_buffers(model).items() if n in file_of}
     wanted: dict[str, Tensor] = {**parameters, **buffers}
+    if only is not None:
+        wanted = {name: tensor for name, tensor in wanted.items() if ties.get(name, name) in only}
     other_names = getattr(model, "other_names", lambda name: ())
     source = {name: _source(name, file_of, ties, other_names(name)) for name in wanted}
 
@@ -68,6 +72,12 @@ def load_hf(
                     tensors, source[name], wanted[name], local_part, folder / file
                 ):
                     moved(num_bytes)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The files of weights in a folder, and their index if there is one."""
+    index = [INDEX] if (folder / INDEX).is_file() else []
+    return [*index, *dict.fromkeys(_files_by_tensor(folder).values())]
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:

@@ -92,6 +92,13 @@ def from_first_rank(value: T, source: int = 0) -> T:
     return box[0]
 
 
+def all_of(value: T) -> list[T]:
+    """What every rank has, in their order, on every rank."""
+    found: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def first_problem(problem: str) -> str:
     """What the first rank that has a problem says, on every rank; empty if none has one."""
     size = dist.get_world_size()

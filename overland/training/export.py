@@ -20,6 +20,7 @@ from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.disk import Disk, Moved
 from overland.checkpoint.errors import CheckpointError, sentence
 from overland.checkpoint.finite import in_words
+from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import Checkpoint
 from overland.checkpoint.snapshot import Direct
@@ -35,7 +36,8 @@ def export_hf(run: Run) -> Path:
     """Writes `hf/` in the run folder, in place of an earlier one."""
     store, shards = run.store, run.folder.root / ".hf.shards"
     group = store.group
-    state = {name: value for name, value in saved_state(run).items() if name.startswith("model.")}
+    whole = saved_state(run, whole=True)
+    state = {name: value for name, value in whole.items() if name.startswith("model.")}
     plan, parts = plan_save(state, group), Direct()
     parts.take(state, learned_names(run))
 
@@ -55,7 +57,8 @@ def export_hf(run: Run) -> Path:
         try:
             if not error:
                 done = [some for _, some in reports]
-                index = build_index("shard", plan.files_of_ranks, done, run_facts(run))
+                facts = {**run_facts(run), LEFT_OUT: None}  # here all of it is written
+                index = build_index("shard", plan.files_of_ranks, done, facts)
                 with Checkpoint(shards, index, {}, moved) as checkpoint:
                     _write(checkpoint, run)
         except (OSError, CheckpointError) as problem:

@@ -12,13 +12,14 @@ from overland.checkpoint.convert import open_source
 from overland.checkpoint.convert.lazy import counting
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
+from overland.checkpoint.origin import Origin, mark_files
 from overland.config.schema import Checkpoint
 from overland.data.prepare import kept_policy
 from overland.data.tokenizer import UNKNOWN, Policy
 from overland.models.errors import ModelError
-from overland.models.hf import INDEX, SINGLE, load_hf
+from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
 from overland.models.transform import added_rule
-from overland.parallel.comm import first_problem, from_first_rank
+from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
 from overland.training.folder import RunFolder
 from overland.training.state import check_finite, restore
@@ -54,6 +55,12 @@ def start_from(run: Run, report: Report) -> None:
         if problem:
             raise CheckpointError(problem)
         report(f"starting from the weights in {source}")
+        run.origin = note_origin(run, source)
+        if run.origin is not None:
+            report(
+                f"{len(run.origin.names):,} frozen tensors stay in {source}: checkpoints leave "
+                "them out (checkpoint.type = full holds all)"
+            )
 
 
 def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
@@ -63,6 +70,31 @@ def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
     if settings.resume == "none":
         return UNKNOWN
     return kept_policy(newest_in(Path(settings.resume).expanduser()).parent.parent)
+
+
+def note_origin(run: Run, folder: Path) -> Origin | None:
+    """Which weights need not be saved, since they are frozen and stay where they were read from.
+    All ranks together."""
+    if run.config.checkpoint.type == "full" or not run.config.checkpoint.enable:
+        return None
+    if not from_first_rank(any((folder / name).is_file() for name in (INDEX, SINGLE))):
+        return None
+    mine = {
+        name
+        for name, parameter in named_parameters(run.model.parts).items()
+        if not parameter.requires_grad and not is_added(run, name)
+    }
+    names: frozenset[str] = frozenset().union(*all_of(mine))
+    if not names:
+        return None
+    place = folder.absolute()
+    marks = mark_files(place, weight_files(place)) if run.world.is_first else {}
+    return Origin(place, from_first_rank(marks), names)
+
+
+def is_added(run: Run, name: str) -> bool:
+    """Whether a transform has added the parameter, so that no folder of weights has it."""
+    return any(added_rule(part, name) is not None for part in run.model.parts)
 
 
 def load_weights(run: Run, path: Path) -> None:
@@ -79,8 +111,7 @@ def _load_foreign(run: Run, path: Path) -> None:
     describe = getattr(run.model_config, "to_hf", None)
     weights = open_source(path, describe() if describe else None).weights()
     parameters = named_parameters(run.model.parts)
-    added = {n for n in parameters if any(added_rule(part, n) for part in run.model.parts)}
-    parameters = {n: p for n, p in parameters.items() if n not in added}
+    parameters = {n: p for n, p in parameters.items() if not is_added(run, n)}
     missing = [name for name in parameters if name not in weights]
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")

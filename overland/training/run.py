@@ -14,6 +14,7 @@ from torch import nn
 
 from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.folder import committed
+from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
 from overland.cluster.beat import Beat, Phase
 from overland.cluster.world import World
@@ -82,6 +83,8 @@ class Run:
     saved_step: int = -1
     resumed_own: bool = False
     """Whether this session goes on from a checkpoint of its own run folder."""
+    origin: Origin | None = None
+    """Where the frozen weights are that checkpoints leave out."""
     beat: Beat = field(default_factory=Beat)
     callbacks: list[Callback] = field(default_factory=list)
 

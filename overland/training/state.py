@@ -7,7 +7,7 @@ into the tensors is loading the run.
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,17 @@ from torch import Tensor
 import overland
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.finite import Largest, in_words
+from overland.checkpoint.origin import KEY as LEFT_OUT
+from overland.checkpoint.origin import Origin
 from overland.checkpoint.plan import State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
 from overland.data.plan import Plan, differences
 from overland.data.renamed import former_names
+from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name
 from overland.optimizers.registry import same_state
-from overland.parallel.parts import named_buffers, named_parameters, tied_copies
+from overland.parallel.comm import all_of, from_first_rank
+from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
 from overland.training.random_state import random_state, set_random_state
 from overland.training.schedule import learning_rate
 
@@ -42,9 +46,12 @@ def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
     return {**state, **run.optimizer.tensors(), **run.scaler.state_dict()}
 
 
-def saved_state(run: Run) -> State:
-    """The same as it is saved, with this rank's random streams under names of its own."""
+def saved_state(run: Run, whole: bool = False) -> State:
+    """The same as it is saved, with this rank's random streams under names of its own; without
+    frozen weights that are elsewhere, unless it is to be `whole`."""
     parameters = named_parameters(run.model.parts)
+    if run.origin is not None and not whole:
+        parameters = {n: p for n, p in parameters.items() if n not in run.origin.names}
     buffers = named_buffers(run.model.parts)
     return {
         **{f"model.{name}": run.optimizer.saved_parameter(p) for name, p in parameters.items()},
@@ -84,6 +91,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "config": run.config.model_dump(mode="json"),
         "model_config": None if lacks_hf_form(run.model_config) else run.model_config.to_hf(),
         "own_model": own_model_name(run.model_config),
+        **({LEFT_OUT: run.origin.to_json()} if run.origin is not None else {}),
         "versions": {
             "overland": overland.__version__,
             "torch": torch.__version__,
@@ -126,6 +134,10 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list
         not in checkpoint.tensors
     ]
     state = {name: value for name, value in state.items() if name not in missing}
+    origin = Origin.from_json(checkpoint.run)
+    if origin is not None:
+        load_left_out(run, origin)
+        state = {n: v for n, v in state.items() if n.removeprefix("model.") not in origin.names}
     if local:
         same_size = checkpoint.index.world_size == run.world.size
         if same_size and checkpoint.run.get("layout") != asdict(run.mesh.degrees):
@@ -145,6 +157,28 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list
         return []
     more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
     return [f"the checkpoint does not hold {missing[0]}{more}, which start again as they are built"]
+
+
+def load_left_out(run: Run, origin: Origin) -> None:
+    """Reads the frozen weights that the checkpoint leaves out. Those that are still frozen need not
+    be saved from here on either. All ranks together."""
+    given = run.config.checkpoint.initial_load_path
+    also = [Path(given).expanduser()] if given is not None else []
+    folder, problem = origin.folder, ""
+    if run.world.is_first:
+        try:
+            folder = origin.find(also)
+        except CheckpointError as error:
+            problem = str(error)
+    folder, problem = from_first_rank((folder, problem))
+    if problem:
+        raise CheckpointError(problem)
+    for part in run.model.parts:
+        load_hf(part, folder, local_part, strict=False, moved=run.beat.pulse.moved,
+                only=origin.names)  # fmt: skip
+    trained = [n for n, p in named_parameters(run.model.parts).items() if p.requires_grad]
+    kept = origin.names - frozenset().union(*all_of(set(trained)))
+    run.origin = replace(origin, folder=folder, names=kept) if kept else None
 
 
 def check_same_optimizer(run: Run, checkpoint: Checkpoint) -> None:

@@ -61,6 +61,21 @@ def test_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ranks" in found
 
 
+def test_what_a_transform_adds_cannot_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+        [job]
+        custom_import = "low_rank"
+        [model.transforms.low_rank]
+        rank = 4
+        [checkpoint]
+        last_save_in_hf = true
+        """
+    (found,) = problems(tmp_path, monkeypatch, text)
+    assert "checkpoint.last_save_in_hf: a transform adds model.layers.0.self_attn.q_proj" in found
+
+
 def test_pairs_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """
         [job]

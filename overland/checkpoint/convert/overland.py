@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import overland
+from overland.checkpoint.convert.hf import open_hf
 from overland.checkpoint.convert.lazy import Lazy, Slices, counter, held
 from overland.checkpoint.convert.options import Options
 from overland.checkpoint.convert.source import (
@@ -28,6 +29,8 @@ from overland.checkpoint.convert.source import (
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.format import COMMITTED
+from overland.checkpoint.origin import KEY as LEFT_OUT
+from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import Checkpoint, open_checkpoint
 from overland.checkpoint.write import write_whole
 from overland.config.groups import Group, group_of
@@ -69,6 +72,11 @@ def source_of(checkpoint: Checkpoint, with_random_state: bool = False) -> Source
         for name, entry in checkpoint.tensors.items()
         if with_random_state or not name.startswith("rng.")
     }
+    origin = Origin.from_json(run)
+    if origin is not None:  # what is read is whole, wherever its parts are
+        weights = open_hf(origin.find()).tensors
+        tensors |= {MODEL + name: weights[MODEL + name] for name in sorted(origin.names)}
+        run = {name: value for name, value in run.items() if name != LEFT_OUT}
     extras = {**(run.get("progress") or {}), "run": run}
     if groups := _param_groups(run.get("config") or {}, run, tensors):
         extras["param_groups"] = groups

@@ -1,0 +1,98 @@
+"""Frozen weights that a checkpoint leaves out, because they are where the run took them from.
+
+A run that trains adapters beside a frozen model of 140 GB saves the adapters. The index says what
+is left out: the folder, the size and digest of each of its weight files, and the names of the
+tensors. Whoever reads the checkpoint reads those from there, after comparing the digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overland.checkpoint.errors import CheckpointError
+
+KEY = "left_out"  # of the run's facts in the index
+READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Tensors that are in a folder of safetensors, by the names that they have in the model."""
+
+    folder: Path
+    files: Mapping[str, tuple[int, str]]
+    """Size and digest of each file of weights."""
+    names: frozenset[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "files": {name: list(mark) for name, mark in self.files.items()},
+            "names": sorted(self.names),
+        }
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Origin | None:
+        """What a checkpoint has left out, by its facts; None if it is whole."""
+        found = facts.get(KEY)
+        if not found:
+            return None
+        try:
+            files = {
+                str(name): (int(size), str(mark)) for name, (size, mark) in found["files"].items()
+            }
+            return cls(Path(found["folder"]), files, frozenset(map(str, found["names"])))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"what the index says of weights that it leaves out cannot be read: {error!r}"
+            ) from None
+
+    def find(self, also: Iterable[Path] = ()) -> Path:
+        """The folder that still holds these very weights: where they were, or one of `also`, which
+        a run is told to start from when they have moved."""
+        problems = []
+        for folder in dict.fromkeys([self.folder, *also]):
+            problem = self._difference(folder)
+            if not problem:
+                return folder
+            problems.append(problem)
+        raise CheckpointError(
+            f"this checkpoint leaves out {len(self.names):,} frozen tensors, which were read from "
+            f"{self.folder}, and they are not there any more: {problems[0]}. Put them back, or set "
+            "checkpoint.initial_load_path to where they are now"
+        )
+
+    def _difference(self, folder: Path) -> str:
+        """Empty if the folder has these files."""
+        for name, (size, _) in self.files.items():
+            try:
+                found = (folder / name).stat().st_size
+            except OSError:
+                return f"{folder / name} does not exist"
+            if found != size:
+                return f"{folder / name} has {found:,} bytes, not {size:,}"
+        marks = mark_files(folder, self.files)
+        changed = [name for name in self.files if marks[name] != self.files[name]]
+        return f"{folder / changed[0]} has other contents" if changed else ""
+
+
+def mark_files(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Size and digest of some files, several at a time: 1 GB/s for each."""
+    names = list(names)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "digest") as pool:
+        return dict(zip(names, pool.map(lambda name: _mark(folder / name), names), strict=True))
+
+
+def _mark(path: Path) -> tuple[int, str]:
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    with path.open("rb") as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+            size += len(data)
+    return size, digest.hexdigest()
