@@ -148,9 +148,8 @@ def build_run(
         tokenizer=folder.tokenizer if has_checkpoint else None,
         policy=policy_of_the_resumed(config.checkpoint, folder),
     )
-    dataset = training_data(
-        config, rows, architecture.vocab_size, place, folder.data, writes=world.is_first
-    )
+    vocab_size = getattr(architecture, "vocab_size", None)
+    dataset = training_data(config, rows, vocab_size, place, folder.data, writes=world.is_first)
     if dataset.tokenizer is not None:
         place = replace(place, policy=dataset.tokenizer.policy)
     # A pipeline's number of rows is fixed.
@@ -170,7 +169,7 @@ def build_run(
         optimizer,
         LossScaler(config.training.mixed_precision_param == "float16", device),
         dataset,
-        validation_data(config, held_out_rows, architecture.vocab_size, place),
+        validation_data(config, held_out_rows, vocab_size, place),
         Store(
             folder.checkpoints,
             config.checkpoint,
