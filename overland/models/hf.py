@@ -6,7 +6,7 @@ Only the slice that lives here is taken from a file, one tensor at a time. They 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ def load_hf(
 
     The model may be a part of the whole (a pipeline stage, shards through `local_part`). A tensor
     that is missing or has another shape is always an error; `strict` also refuses tensors in the
-    files that no part of `model.config` asks for. `moved` is told of bytes as they are read; `only`
-    names the parameters that are wanted.
+    files that no part of the model asks for, if its config is known. `moved` is told of bytes as
+    they are read; `only` names the parameters that are wanted.
     """
     folder = Path(folder)
     file_of = _files_by_tensor(folder)
@@ -58,8 +58,9 @@ def load_hf(
     missing = [name for name in wanted if source[name] not in file_of]
     if missing:
         raise ModelError(f"{folder} lacks {_list(missing)}, which this model needs")
-    if strict:
-        known = {*_all_names(model), *source.values(), *ties}
+    config = getattr(model, "config", None)
+    if strict and config is not None:
+        known = {*outline_of(config)[1], *source.values(), *ties}
         unexpected = [n for n in file_of if n not in known and not n.endswith("inv_freq")]
         if unexpected:
             raise ModelError(f"{folder} has {_list(unexpected)}, which this model does not have")
@@ -105,12 +106,6 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
     if folder.is_dir() and any(folder.glob("pytorch_model*.bin")):
         hint = " (pytorch_model.bin can run code when loaded: convert it to safetensors first)"
     raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
-
-
-def _all_names(model: nn.Module) -> Iterable[str]:
-    """Names of the parameters of the undivided model."""
-    config = getattr(model, "config", None)
-    return outline_of(config)[1] if config is not None else ()
 
 
 def _source(

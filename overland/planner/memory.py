@@ -53,6 +53,11 @@ class StepMemory:
         return self.state + max(passing, self.gradients + self.block)
 
 
+def can_estimate(model: Any) -> bool:
+    """Whether the model's config says what a pass takes, and its blocks are known."""
+    return hasattr(model, "activations") and bool(count_parameters(model).blocks)
+
+
 def least_recompute(
     model: Any,
     config: JobConfig,

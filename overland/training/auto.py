@@ -14,7 +14,7 @@ from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.kernels.choice import has_triton
 from overland.parallel.comm import from_first_rank
-from overland.planner.memory import least_recompute
+from overland.planner.memory import can_estimate, least_recompute
 
 WORDS = {
     "none": "nothing is recomputed",
@@ -56,7 +56,7 @@ def choose_recompute(
 ) -> tuple[str, str]:
     """A mode, and why. Host memory grows by swapping, and of a model without `activations` nothing
     is known: there nothing is recomputed."""
-    if device.type != "cuda" or not hasattr(architecture, "activations"):
+    if device.type != "cuda" or not can_estimate(architecture):
         return "none", ""
     # One answer for all: collectives inside a block are recomputed with it.
     device_bytes = from_first_rank(torch.cuda.get_device_properties(device).total_memory)

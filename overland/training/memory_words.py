@@ -11,7 +11,13 @@ import torch
 from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
-from overland.planner.memory import RECOMPUTE, StepMemory, least_recompute, step_memory
+from overland.planner.memory import (
+    RECOMPUTE,
+    StepMemory,
+    can_estimate,
+    least_recompute,
+    step_memory,
+)
 from overland.training.auto import compiles
 from overland.training.errors import OutOfMemoryError
 
@@ -59,7 +65,7 @@ def rank_killed(
 def with_ways_out(
     what: str, config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> str:
-    if not hasattr(architecture, "activations"):
+    if not can_estimate(architecture):
         return (
             f"{what}. Lower training.local_batch_size (training.global_batch_size keeps the "
             f"batch), set activation_checkpoint.mode=full, or use more devices"

@@ -228,7 +228,7 @@ def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.de
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         tie(part)
         init_buffers(part, device)
-        if hasattr(part, "seed"):
+        if isinstance(getattr(part, "seed", None), int):  # of random numbers that a model draws
             part.seed = config.debug.seed  # type: ignore[assignment]
         init_weights(part, config.debug.seed, local_part)
 
