@@ -22,6 +22,7 @@ from overland.cluster.beat import Beat, Transfer, read_signs
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
+from overland.data.blocks import Room
 from overland.data.errors import DataError
 from overland.data.ledger import read_ledger
 from overland.data.loader import load
@@ -363,9 +364,9 @@ def test_another_batch_size_goes_on_with_the_next_row(
     other = other.model_copy(update={"training": other.training.model_copy(update=sizes)})
     expected, rows = [], RandomBlocks(TINY_MODEL["vocab_size"], seq_len=other.training.seq_len)
     for number in range(24, 24 + size):
-        row = np.empty((1, rows.seq_len + 1), np.int64)
-        rows.read(np.array([number]), np.array([0]), row)
-        expected.append(row[0, :-1].tolist())
+        room = Room.of(1, rows.seq_len + 1, {})
+        rows.read(np.array([number]), np.array([0]), room)
+        expected.append(room.tokens[0, :-1].tolist())
     assert ranks.run(1, next_rows, other) == [expected]
 
 
