@@ -74,7 +74,7 @@ def convert(
     if summary.verified:
         print(f"verified: {summary.verified} tensors read back as they were sent")
     if summary.logits_difference is not None:
-        print(f"logits differ by {summary.logits_difference:.2g} at most")
+        print(f"outputs differ by {summary.logits_difference:.2g} at most")
     elif verify == "logits":
         print(f"logits were not compared, only weights: {summary.own_model} is a model of your own")
     print(

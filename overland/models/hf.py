@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from overland.config.foreign import read_json, what_is_wrong
 from overland.models.buffers import persistent_buffers
 from overland.models.errors import ModelError
-from overland.models.flops import outline_of
+from overland.models.flops import Shapes, describes_itself, outline_of
 from overland.models.init import LocalPart, plain_name, whole
+from overland.models.registry import build_model
 from overland.models.structure import ties_of
 from overland.models.transform import added_rule
 
@@ -79,6 +80,16 @@ def weight_files(folder: Path) -> list[str]:
     """The files of weights in a folder, and their index if there is one."""
     index = [INDEX] if (folder / INDEX).is_file() else []
     return [*index, *dict.fromkeys(_files_by_tensor(folder).values())]
+
+
+def shapes_in_files(config: Any) -> tuple[Shapes, Shapes]:
+    """Shapes of the parameters, which a folder must hold, and of the buffers, which it may."""
+    if describes_itself(config):
+        return config.parameter_shapes(), {}
+    with torch.device("meta"):
+        model = build_model(config)
+    parameters = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    return parameters, {name: tuple(one.shape) for name, one in persistent_buffers(model).items()}
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:

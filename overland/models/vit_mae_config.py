@@ -58,6 +58,22 @@ class ViTMAEConfig:
         shape = (self.num_channels, self.image_size, self.image_size)
         return {"pixel_values": ("float32", shape)}
 
+    def flops_per_sample(self) -> float:
+        """Training FLOP per image by the reporting convention: 6 per number of a matrix and vector
+        that it is applied to, and 12 per number of queries and key."""
+        pixels, hidden = self.num_channels * self.patch_size**2, self.hidden_size
+        patches, seen, painted = self.num_patches, self.num_seen + 1, self.num_patches + 1
+        width = self.decoder_hidden_size
+        matrices = pixels * hidden * patches + hidden * width * seen + width * pixels * painted
+        attention = 0
+        for blocks, size, inner, length in (
+            (self.num_hidden_layers, hidden, self.intermediate_size, seen),
+            (self.decoder_num_hidden_layers, width, self.decoder_intermediate_size, painted),
+        ):
+            matrices += blocks * length * (4 * size**2 + 2 * size * inner)
+            attention += blocks * length**2 * size
+        return 6.0 * matrices + 12.0 * attention
+
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ViTMAEConfig:
         """From the contents of a config.json, its path, or the folder that holds it."""

@@ -26,7 +26,7 @@ from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
 from overland.checkpoint.errors import CheckpointError
 from overland.models.config import RMSNORM
 from overland.models.errors import ModelError
-from overland.models.hf import INDEX, SINGLE
+from overland.models.hf import INDEX, SINGLE, shapes_in_files
 from overland.models.parameters import EMBEDDING, HEAD
 from overland.models.registry import read_hf_config
 
@@ -81,7 +81,8 @@ def write_hf(source: Source, folder: Path, options: Options) -> None:
     if len(dtypes) == 1:  # transformers 4 and 5 both read this key
         config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     copy_files(source.companions, folder)
-    config = name_special_tokens(folder, config, trained_here=source.format == "overland")
+    if "vocab_size" in config:  # images have none
+        config = name_special_tokens(folder, config, trained_here=source.format == "overland")
     write_json(folder / "config.json", config)
 
 
@@ -133,9 +134,10 @@ def _without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
 def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Path) -> None:
     """Every parameter, each in its shape, where the family is one that Overland knows."""
     try:
-        shapes = read_hf_config(config).parameter_shapes()
+        parameters, buffers = shapes_in_files(read_hf_config(config))
     except ModelError:
         return
+    shapes = parameters | {name: shape for name, shape in buffers.items() if name in weights}
     for name, shape in shapes.items():
         if name not in weights:
             raise CheckpointError(f"{where} lacks {name}, which its config.json asks for")

@@ -11,6 +11,9 @@ from torch import nn
 from overland.checkpoint.convert.lazy import digest
 from overland.checkpoint.convert.source import MODEL, Source
 from overland.checkpoint.errors import CheckpointError
+from overland.models.buffers import init_buffers
+from overland.models.hf import shapes_in_files
+from overland.models.measure import sample_fields
 from overland.models.parameters import EMBEDDING, HEAD
 from overland.models.registry import build_model, read_hf_config
 
@@ -38,8 +41,8 @@ def verify_hashes(written: Source, sent: Sent, done: Callable[[int], None]) -> N
 
 
 def verify_logits(source: Source, written: Source) -> float | None:
-    """The largest difference of logits between the two, on fixed tokens, in float32; None for a
-    user's own model, which Overland's decoder does not compute."""
+    """The largest difference of logits between the two, on fixed tokens, in float32 (of a model of
+    arrays: of the loss, on fixed noise); None for a user's own model, which is not known here."""
     if source.own_model:
         return None
     if source.config is None:
@@ -48,17 +51,24 @@ def verify_logits(source: Source, written: Source) -> float | None:
             "name its config.json with --config"
         )
     config = read_hf_config(source.config)
-    count = sum(torch.Size(shape).numel() for shape in config.parameter_shapes().values())
+    count = sum(torch.Size(shape).numel() for shape in shapes_in_files(config)[0].values())
     if count > MAX_LOGITS_PARAMETERS:
         raise CheckpointError(
             f"logits are compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, and "
             f"this one has {count:,}; use --verify hash"
         )
     generator = torch.Generator().manual_seed(0)
-    tokens_BS = torch.randint(config.vocab_size, (2, 32), generator=generator)
+    fields = sample_fields(config)
+    if fields is None:
+        inputs = {"tokens_BS": torch.randint(config.vocab_size, (2, 32), generator=generator)}
+    else:
+        inputs = {
+            name: torch.randn(2, *shape, generator=generator).to(getattr(torch, dtype))
+            for name, (dtype, shape) in fields.items()
+        }
     with torch.no_grad():
-        before = decoder_of(source, config)(tokens_BS)
-        after = decoder_of(written, config)(tokens_BS)
+        before = model_of(source, config)(**inputs)
+        after = model_of(written, config)(**inputs)
     difference = float((before - after).abs().max())
     if not difference <= TOLERANCE:
         raise CheckpointError(
@@ -67,9 +77,10 @@ def verify_logits(source: Source, written: Source) -> float | None:
     return difference
 
 
-def decoder_of(source: Source, config: Any) -> nn.Module:
+def model_of(source: Source, config: Any) -> nn.Module:
     """Overland's own model with the source's weights, in float32."""
     model = build_model(config)
+    init_buffers(model, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if MODEL + name not in source.tensors:

@@ -14,7 +14,7 @@ from overland.checkpoint.convert import convert, open_source
 from overland.checkpoint.convert.dcp import read_dcp
 from overland.checkpoint.convert.lazy import digest
 from overland.checkpoint.convert.torch_file import scalar
-from overland.checkpoint.convert.verify import decoder_of
+from overland.checkpoint.convert.verify import model_of
 from overland.models import DecoderConfig
 
 from .samples import DCP, DEEPSPEED, META, fixture, saved
@@ -31,7 +31,7 @@ def assert_logits(hf_folder: Path, folder: Path) -> None:
     source = open_source(hf_folder)
     assert source.config is not None
     with torch.no_grad():
-        ours = decoder_of(source, DecoderConfig.from_hf(source.config))(tokens_BS)
+        ours = model_of(source, DecoderConfig.from_hf(source.config))(tokens_BS)
         assert (ours - wanted).abs().max() <= 1e-4
         transformers = pytest.importorskip("transformers")
         theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
