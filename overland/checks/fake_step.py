@@ -32,6 +32,7 @@ from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.models.flops import stage_costs
 from overland.models.inputs import Inputs
+from overland.models.measure import sample_fields
 from overland.models.registry import model_config
 from overland.models.structure import Structure, find_module, structure_of, tie
 from overland.objectives import give_objective, objective_for
@@ -198,8 +199,8 @@ def made_up_fields(
 ) -> dict[str, Tensor]:
     """A batch without content, in the shapes that the model is made for."""
     numbers = {name: torch.zeros(rows, dtype=torch.int64) for name in ("sample_B", "epoch_B")}
-    if hasattr(architecture, "sample_fields"):
-        shapes = architecture.sample_fields()
+    shapes = sample_fields(architecture)
+    if shapes is not None:
         return numbers | {
             name: torch.zeros(rows, *shape, dtype=getattr(torch, dtype))
             for name, (dtype, shape) in shapes.items()

@@ -19,6 +19,7 @@ from overland.config.schema import JobConfig, Model
 from overland.models.config import RMSNORM
 from overland.models.errors import ModelError
 from overland.models.flops import outline_of
+from overland.models.measure import sample_fields
 from overland.models.registry import (
     build_model,
     flavor_names,
@@ -88,9 +89,12 @@ def check_length(loaded: Loaded) -> Iterator[Problem]:
         config = model_config(loaded.config.model)
     except (ModelError, OSError):
         return
+    key = "training.seq_len"
+    if sample_fields(config) is not None and loaded.is_set(key):
+        message = f"has no effect: a row of {loaded.config.model.name} is one sample"
+        yield Problem(message, loaded.where(key), key, length, kind="note")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
-        key = "training.seq_len"
         message = f"longer than the {longest} positions this model was made for"
         yield Problem(message, loaded.where(key), key, length, kind="note")
 

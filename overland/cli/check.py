@@ -114,7 +114,8 @@ def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
 
 def describe(config: Any, world_size: int) -> dict[str, Any]:
     from overland.config.degrees import resolve_degrees
-    from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
+    from overland.models.flops import causal_flops_per_token, count_parameters
+    from overland.models.measure import measure_of
     from overland.models.registry import model_config
     from overland.reporting.readme import model_name, strategy_in_words
     from overland.training.epochs import known_steps
@@ -125,17 +126,22 @@ def describe(config: Any, world_size: int) -> dict[str, Any]:
     per_pass = training.local_batch_size * degrees.dp
     rows = per_pass if training.global_batch_size == -1 else training.global_batch_size
     steps = known_steps(config, rows)
+    measure = measure_of(architecture, training.seq_len)
+    unit = measure.unit
+    flops = {} if measure.flops is None else {f"flops_per_{unit[:-1]}": int(measure.flops)}
+    if unit == "tokens":
+        causal = causal_flops_per_token(architecture, training.seq_len)
+        flops["flops_per_token_causal"] = int(causal)
     return {
         "model": model_name(config),
         "parameters": count_parameters(architecture).total,
-        "flops_per_token": int(flops_per_token(architecture, training.seq_len)),
-        "flops_per_token_causal": int(causal_flops_per_token(architecture, training.seq_len)),
+        **flops,
         "devices": world_size,
         "layout": strategy_in_words(degrees),
-        "sequences_per_step": rows,
-        "tokens_per_step": rows * training.seq_len,
+        **({"sequences_per_step": rows} if unit == "tokens" else {}),
+        f"{unit}_per_step": rows * measure.per_row,
         "accumulated_passes": rows // per_pass,
         "steps": "counted when training starts" if steps is None else steps,
-        **({} if steps is None else {"tokens_in_all": rows * training.seq_len * steps}),
+        **({} if steps is None else {f"{unit}_in_all": rows * measure.per_row * steps}),
         "run_folder": config.job.dump_folder,
     }

@@ -122,6 +122,30 @@ class Arrays:
         return ", ".join(f"{name} ({field})" for name, field in self.fields.items())
 
 
+def require_fields(
+    name: str,
+    held: Arrays | None,
+    taken: Mapping[str, tuple[str, tuple[int, ...]]] | None,
+    model: str,
+) -> None:
+    """Refuses a source that does not hold what a model takes: the arrays `taken`, or tokens. Fields
+    that the model has no use for do no harm."""
+    if taken is None:
+        if held is not None:
+            raise DataError(
+                f"{name} has {held}, and {model} takes tokens (a model of arrays has a "
+                "sample_fields(), see docs/extending.md)"
+            )
+        return
+    wanted = Arrays.declared(model, taken)
+    if held is None or not wanted.fields.items() <= held.fields.items():
+        found = held if held is not None else "text or tokens"
+        raise DataError(
+            f"{name} has {found}, and {model} takes {wanted}: expected a source of arrays with "
+            "that (docs/extending.md)"
+        )
+
+
 def in_words(values: Any) -> str:
     """An array for people: its type and shape, and its range."""
     values = np.asarray(values)

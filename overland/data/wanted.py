@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from overland.config.errors import any_of
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data import registry
+from overland.data.arrays import Arrays, require_fields
 from overland.data.errors import DataError, Unsettled
 from overland.data.layout import is_corpus
 from overland.data.overlap import may_share, shared
@@ -69,6 +71,25 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
         elif key == "validation.dtype":
             key = "--dtype (of `overland data build`, to validate on what it makes)"
         raise error.by(key) from None
+
+
+def check_samples(
+    config: JobConfig, taken: Mapping[str, tuple[str, tuple[int, ...]]], model: str
+) -> None:
+    """Refuses sources without the arrays that the model takes, before anything is made of them."""
+    named = [(training_table(config, name), name, one) for name, one in sources_of(config).items()]
+    named += [("validation", name, one) for name, one in held_out_sources(config).items()]
+    for table, name, wanted in named:
+        held = None
+        if not registry.is_random(name, wanted):
+            held = held_by(name, open_wanted(config, table, name, wanted))
+        require_fields(name, held, taken, model)
+
+
+def held_by(name: str, source: Source) -> Arrays | None:
+    """The arrays that a source has declared; None for text and tokens."""
+    is_arrays = getattr(source, "kind", "text") == "arrays"
+    return Arrays.declared(name, getattr(source, "fields", None)) if is_arrays else None
 
 
 def _refuse_own_output(data: Data, source: Source) -> None:

@@ -10,6 +10,7 @@ from overland.config.commands import WRITTEN_BY, command
 from overland.config.degrees import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
 from overland.models.flops import count_parameters
+from overland.models.measure import measure_of
 
 if TYPE_CHECKING:
     from overland.training.folder import RunFolder
@@ -42,6 +43,17 @@ def readme(
         if config.profiling.enable_profiling
         else "off (`profiling.enable_profiling=true` turns it on)"
     )
+    measure = measure_of(model_config, training.seq_len)
+    batch, length, documents, evaluate = f"{rows:,} samples", "", "", ""
+    if measure.unit == "tokens":
+        batch = f"{rows:,} sequences = {rows * training.seq_len:,} tokens"
+        length = f"| sequence length | {training.seq_len:,} tokens |\n"
+        borders = "attention stays within each document"
+        if not data.document_mask:
+            borders = "packed, attention crosses borders"
+        documents = f"| documents | {borders} |\n"
+        prompt = command("overland", "generate", run, "--prompt", "...")
+        evaluate = f"## Evaluate\n\n    {prompt}\n\n"
     return f"""\
 # {config.job.description}
 
@@ -53,21 +65,14 @@ def readme(
 |---|---|
 | model | {model_name(config)}, {count_parameters(model_config).total:,} parameters |
 | data | {training.dataset_path or training.dataset} |
-| sequence length | {training.seq_len:,} tokens |
-| batch | {rows:,} sequences = {rows * training.seq_len:,} tokens per step; {accumulation} × \
-{training.local_batch_size} per device |
-| steps | {training.steps:,} ({rows * training.seq_len * training.steps:,} tokens) |
+{length}| batch | {batch} per step; {accumulation} × {training.local_batch_size} per device |
+| steps | {training.steps:,} ({rows * measure.per_row * training.steps:,} {measure.unit}) |
 | optimizer | {optimizer_in_words(config.optimizer)} |
 | learning rate schedule | {schedule_in_words(config)} |
 | gradient clipping | {f"max norm {training.max_norm:g}" if training.max_norm else "off"} |
 | number formats | parameters {training.dtype}, computation {training.mixed_precision_param}, \
 gradient sums {training.mixed_precision_reduce} |
-| documents | {
-        "attention stays within each document"
-        if data.document_mask
-        else "packed, attention crosses borders"
-    } |
-
+{documents}
 ## How it is spread
 
 | axis | degree |
@@ -116,11 +121,7 @@ The same command goes on from the newest checkpoint, on the same number of devic
 `CONFIG_FILE={folder.config} NGPU={world.local_size} ./run_train.sh` does the same; \
 `LOG_RANK=0,1` also prints rank 1; `DRY_RUN=1` only checks the config.
 
-## Evaluate
-
-    {command("overland", "generate", run, "--prompt", "...")}
-
-## If something goes wrong
+{evaluate}## If something goes wrong
 
 - Out of memory: lower `training.local_batch_size` (the global batch stays what it is if \
 `training.global_batch_size` is set), or set `activation_checkpoint.mode = "full"`.

@@ -118,10 +118,11 @@ def loss(seen: Snapshot) -> Text | None:
 
 def speed(seen: Snapshot) -> Text | None:
     words = []
-    rate, mfu = seen.newest.get("tokens_per_second"), seen.newest.get("mfu")
-    memory, wait = seen.newest.get("memory_gib"), seen.newest.get("data_wait")
-    if rate:
-        words.append(f"{rate:,.0f} tokens/s per device")
+    mfu, memory = seen.newest.get("mfu"), seen.newest.get("memory_gib")
+    wait = seen.newest.get("data_wait")
+    for unit in ("tokens", "samples"):
+        if rate := seen.newest.get(f"{unit}_per_second"):
+            words.append(f"{rate:,.0f} {unit}/s per device")
     if mfu is not None:
         words.append(f"MFU {mfu:.1%}")
     if seen.step_seconds:

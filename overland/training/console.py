@@ -80,8 +80,14 @@ class Console(Callback):
 def describe_shortly(record: Record) -> str:
     """What fits beside a bar on 80 columns."""
     mfu = f"{record['mfu']:.0%} MFU  " if record["mfu"] is not None else ""
-    rate = f"{record['tokens_per_second']:,.0f} tok/s"
-    return f"loss {record['loss']:.3f}  {rate}  {mfu}{record['memory_gib']:.1f} GiB"
+    return f"loss {record['loss']:.3f}  {speed(record)}  {mfu}{record['memory_gib']:.1f} GiB"
+
+
+def speed(record: Record) -> str:
+    for unit, short in (("tokens", "tok"), ("samples", "samples")):
+        if f"{unit}_per_second" in record:
+            return f"{record[f'{unit}_per_second']:,.0f} {short}/s"
+    return ""
 
 
 def describe(record: Record) -> str:
@@ -90,7 +96,7 @@ def describe(record: Record) -> str:
         f"loss {record['loss']:.4f}",
         f"grad {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
-        f"{record['tokens_per_second']:,.0f} tok/s/device",
+        f"{speed(record)}/device",
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU – (peak unknown)",
         f"{record['memory_gib']:.2f} GiB",
     ]

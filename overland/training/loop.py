@@ -63,7 +63,7 @@ def train(run: Run) -> bool:
                 fed.note(batch, progress.step + 1, progress.batch)
                 progress.step += 1
                 progress.batch += 1
-                progress.tokens += result.num_tokens
+                progress.tokens += result.num_units
                 bad_steps.note(progress.step, result.not_finite)
                 run.call("on_step")
 
@@ -243,7 +243,7 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         "loss": loss,
         "grad_norm": result.grad_norm.item(),
         "lr": learning_rate(run.progress.step - 1, run.config),
-        "tokens": run.progress.tokens,
+        run.measure.unit: run.progress.tokens,
         **dict(zip(run.objective.metrics, result.metrics.tolist(), strict=True)),
         **run.inner.logged(run.global_batch_size),
         **meter.read(run),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overland.cluster.devices import device_name, memory_in_use
-from overland.models.flops import flops_per_token
 from overland.planner.hardware import peak_flops
 from overland.reporting.plot import plot_losses
 from overland.training.callbacks import Callback, Record
@@ -31,7 +30,7 @@ class Meter:
         training = run.config.training
         self.num_devices = run.world.size
         self.peak = peak_flops(device_name(), training.mixed_precision_param)
-        self.flops_per_token = flops_per_token(run.model_config, training.seq_len)
+        self.measure = run.measure
         self.restart(run)
 
     def restart(self, run: Run) -> None:
@@ -46,10 +45,11 @@ class Meter:
     def read(self, run: Run) -> Record:
         seconds = max(time.perf_counter() - self._since, 1e-9)
         rate = (run.progress.tokens - self._tokens) / seconds / self.num_devices
+        flops = self.measure.flops
         record: Record = {
-            "tokens_per_second": rate,
-            "tflops": rate * self.flops_per_token / 1e12,
-            "mfu": rate * self.flops_per_token / self.peak if self.peak else None,
+            f"{self.measure.unit}_per_second": rate,
+            "tflops": flops and rate * flops / 1e12,
+            "mfu": rate * flops / self.peak if self.peak and flops else None,
             "memory_gib": memory_in_use(),
             "data_wait": self._waited / seconds,
         }

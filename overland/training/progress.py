@@ -14,6 +14,7 @@ class Progress:
     step: int = 0
     batch: int = 0
     tokens: int = 0
+    """Of samples that are arrays: their number."""
     best_validation_loss: float = math.inf
 
     def to_json(self) -> dict[str, Any]:

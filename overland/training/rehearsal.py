@@ -26,6 +26,7 @@ from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
+from overland.data.arrays import Arrays, require_fields
 from overland.data.corpus import Corpus
 from overland.data.errors import DataError
 from overland.data.holdout import require_both_sides, share_of_documents
@@ -52,6 +53,7 @@ from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_train import SMALLEST
 from overland.data.wanted import (
     check_held_out,
+    held_by,
     held_out_sources,
     open_wanted,
     refuse_choices,
@@ -60,10 +62,12 @@ from overland.data.wanted import (
 )
 from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
+from overland.models.measure import SampleFields, sample_fields
 from overland.models.registry import build_model, model_config
 from overland.optimizers.registry import state_bytes
 from overland.parallel.apply import freeze
 from overland.parallel.parts import named_parameters
+from overland.reporting.readme import model_name
 from overland.training.folder import RunFolder
 from overland.training.resume import policy_of_the_resumed
 
@@ -111,6 +115,8 @@ class Rehearsal:
     """The tokenizer, where it is there already."""
     tokens: set[str] = field(default_factory=set)
     """Sources that hold token ids, so that no tokenizer is trained on them."""
+    taken: SampleFields | None = None
+    """The arrays that the model takes; None: tokens."""
 
     @contextmanager
     def told(self, key: str) -> Iterator[None]:
@@ -145,7 +151,9 @@ class Rehearsal:
                     raise NoDocuments
         vocab_size = None
         if not self.lacks_model():
-            vocab_size = getattr(model_config(config.model), "vocab_size", None)
+            architecture = model_config(config.model)
+            vocab_size = getattr(architecture, "vocab_size", None)
+            self.taken = sample_fields(architecture)
         size = max(SMALLEST, trained_size(config.data, vocab_size))
         tokenizer: Any = Untrained(size, add_eos=config.data.add_eos is not False)
         with self.told("model.hf_assets_path"):
@@ -204,14 +212,19 @@ class Rehearsal:
         """Opens a source and reads its beginning. Returns it if it is a corpus that was built."""
         data = self.loaded.config.data
         folder = registry.find_folder(name, wanted, data)
-        if registry.is_random(name, wanted) or self.is_missing(name, wanted):
+        if registry.is_random(name, wanted):
+            self.fits(name, None)
+            return None
+        if self.is_missing(name, wanted):
             return None
         if folder is not None and is_corpus(folder):
             refuse_choices(wanted, table, f"{folder} is a built corpus, which")
             corpus = open_built(folder)
+            self.fits(name, corpus.arrays)
             check_vocabulary(name, corpus.vocab_size, vocab_size)
             return corpus
         source = open_wanted(self.loaded.config, table, name, wanted)
+        self.fits(name, held_by(name, source))
         for note in getattr(source, "notes", ()):
             self.problems.append(Problem(f"{name}: {note}", kind="note"))
         skip_bad = data.bad_documents == "skip"
@@ -245,6 +258,11 @@ class Rehearsal:
             message = f"{name} has {more}{tokens:,} {layout.unit}, less than a batch of {batch:,}"
             self.problems.append(Problem(message, self.loaded.source, kind="note"))
         return None
+
+    def fits(self, name: str, held: Arrays | None) -> None:
+        """Whether a source holds what the model takes."""
+        if not self.lacks_model():
+            require_fields(name, held, self.taken, model_name(self.loaded.config))
 
     def is_missing(self, name: str, wanted: DataSource) -> bool:
         """Still to be fetched, which `checks` reports."""

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +22,16 @@ from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
+from overland.data.arrays import require_fields
 from overland.data.corpus import Corpus
 from overland.data.errors import DataError
 from overland.data.prepare import Dataset, Place, corpora_of, training_data, validation_data
 from overland.data.tokenizer import UNKNOWN
+from overland.data.wanted import check_samples
 from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
+from overland.models.measure import Measure, measure_of, sample_fields
 from overland.models.registry import model_config
 from overland.models.structure import tie
 from overland.objectives import give_objective, objective_for
@@ -38,7 +42,7 @@ from overland.parallel.comm import from_first_rank, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.parts import local_part
 from overland.parallel.single import splits
-from overland.reporting.readme import write_readme
+from overland.reporting.readme import model_name, write_readme
 from overland.training.auto import settle
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.compiled import CompileCache, KernelCache
@@ -87,6 +91,11 @@ class Run:
     """Where the frozen weights are that checkpoints leave out."""
     beat: Beat = field(default_factory=Beat)
     callbacks: list[Callback] = field(default_factory=list)
+
+    @cached_property
+    def measure(self) -> Measure:
+        """What training is counted in."""
+        return measure_of(self.model_config, self.config.training.seq_len)
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -148,7 +157,9 @@ def build_run(
         tokenizer=folder.tokenizer if has_checkpoint else None,
         policy=policy_of_the_resumed(config.checkpoint, folder),
     )
-    vocab_size = getattr(architecture, "vocab_size", None)
+    fields, vocab_size = sample_fields(architecture), getattr(architecture, "vocab_size", None)
+    if fields is not None:  # before a tokenizer is trained on text
+        once_for_all(partial(check_samples, config, fields, model_name(config)))
     dataset = training_data(config, rows, vocab_size, place, folder.data, writes=world.is_first)
     if dataset.tokenizer is not None:
         place = replace(place, policy=dataset.tokenizer.policy)
@@ -181,6 +192,8 @@ def build_run(
         SpikeGuard(config.health) if config.health.spike_guard != "off" else None,
         beat=beat,
     )
+    for one in (run.dataset, *run.validation_sets):
+        require_fields(one.name, one.rows.arrays, fields, model_name(config))
     beat.enter(Phase.LOADING)
     start_from(run, report)
     beat.enter(Phase.BUILDING)

@@ -30,7 +30,8 @@ class StepResult:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     not_finite: torch.Tensor
-    num_tokens: int
+    num_units: int
+    """Tokens, or samples that are arrays."""
     metrics: torch.Tensor
     """What the objective logs beside the loss, in the order of its names."""
     spiked: bool = False
@@ -55,8 +56,8 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip)
     run.inner.after_step(skip)
     scaler.update(not_finite.float())
-    num_tokens = run.global_batch_size * training.seq_len
-    return StepResult(loss, norm, not_finite, num_tokens, sums[1:], spiked)
+    num_units = run.global_batch_size * run.measure.per_row
+    return StepResult(loss, norm, not_finite, num_units, sums[1:], spiked)
 
 
 def with_passes(run: Run, share: Batch) -> Batch:

@@ -29,6 +29,9 @@ COUNT = len(Pictures().numbers)  # 53 samples: six batches of 8 and five rows
 class GuessConfig:
     size: int = 60
 
+    def sample_fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {"pixels": ("float32", (3, 4, 5)), "label": ("int64", ())}
+
 
 class Guess(nn.Module):
     """Guesses the label of a picture from its pixels, with noise that depends on the epoch."""
