@@ -1,6 +1,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.processes import overland
 
 
@@ -18,6 +20,7 @@ def test_prove_layout_prints_one_verdict_per_layout_and_keeps_a_table(tmp_path: 
     assert "0 of 0 layouts" in again.stdout
 
 
+@pytest.mark.long
 def test_prove_layout_takes_the_kind_of_model_from_a_config(tmp_path: Path) -> None:
     words = ["prove", "layout", "qwen3_0.6b", "--layouts", "tp2", "--steps", "1"]
     assert "1 of 1 layouts equal one process" in overland(*words, cwd=tmp_path).stdout

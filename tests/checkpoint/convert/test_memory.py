@@ -78,9 +78,13 @@ def measured(source: Path, target: Path, to: str, config: Path) -> int:
     return growth
 
 
+ALL = ("torch", "dcp", "overland", "meta", "safetensors", "hf")
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_every_target_streams(tmp_path: Path) -> None:
-    """A chain through all formats, each the source of the next. 16 MB is the largest tensor."""
+@pytest.mark.parametrize("targets", [("dcp", "hf"), pytest.param(ALL, marks=pytest.mark.long)])
+def test_every_target_streams(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    """A chain through formats, each the source of the next. 16 MB is the largest tensor."""
     config = hf(
         "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=7,
         num_attention_heads=8, num_key_value_heads=8,
@@ -94,7 +98,7 @@ def test_every_target_streams(tmp_path: Path) -> None:
     path = tmp_path / "start"
     path.mkdir()
     FORMATS["hf"].write(source, path, Options())
-    for to in ("torch", "dcp", "overland", "meta", "safetensors", "hf"):
+    for to in targets:
         target = tmp_path / (f"{to}.safetensors" if to == "safetensors" else to)
         growth = measured(path, target, to, tmp_path / "config.json")
         assert growth <= allowed, f"{to} needed {growth / 2**20:.0f} MiB"
