@@ -14,6 +14,7 @@ import torch
 
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
+from overland.data import registry
 from overland.data.arrays import Arrays
 from overland.data.batch import Batch
 from overland.data.build import build
@@ -62,9 +63,17 @@ class Uneven(Pictures):
             yield {**one, "pixels": one["pixels"][:, :3]} if one["label"] == 9 else one
 
 
-register_source("pictures", Pictures)
-register_source("paintings", lambda: Pictures(1000, 31))
-register_source("uneven_pictures", Uneven)
+def register() -> None:
+    register_source("pictures", Pictures)
+    register_source("paintings", lambda: Pictures(1000, 31))
+    register_source("uneven_pictures", Uneven)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test: others list the sources that there are."""
+    monkeypatch.setattr(registry, "_sources", dict(registry._sources))
+    register()
 
 
 def job(folder: Path, **data: Any) -> JobConfig:

@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
+from overland.data import registry as sources
 from overland.data.ledger import read_ledger
 from overland.models import register_model
+from overland.models import registry as models
 from overland.models.init import Normal
+from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.objectives.registry import register_objective
 from overland.proofs.data import prove_data
+from tests.data import test_arrays
 from tests.data.test_arrays import Pictures
 from tests.jobs import run_job, tiny_job
 
@@ -51,13 +55,22 @@ class Guess(nn.Module):
         return (errors if weight_B is None else errors * weight_B).sum()
 
 
-register_model(
-    "guess",
-    flavors={"tiny": GuessConfig()},
-    config_class=GuessConfig,
-    build=lambda config, attention: Guess(config),
-)
-register_objective("guess", Objective)
+def register() -> None:
+    if "guess" not in models._MODELS:
+        test_arrays.register()
+        build = lambda config, attention: Guess(config)
+        flavors = {"tiny": GuessConfig()}
+        register_model("guess", flavors=flavors, config_class=GuessConfig, build=build)
+        register_objective("guess", Objective)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test: others list what there is."""
+    monkeypatch.setattr(sources, "_sources", dict(sources._sources))
+    monkeypatch.setattr(models, "_MODELS", dict(models._MODELS))
+    monkeypatch.setattr(objectives, "_OBJECTIVES", dict(objectives._OBJECTIVES))
+    register()
 
 
 def job(folder: Path, ranks: int, **training: Any) -> JobConfig:
@@ -78,6 +91,7 @@ def job(folder: Path, ranks: int, **training: Any) -> JobConfig:
 
 
 def train(world: World, config: JobConfig) -> list[float]:
+    register()
     return run_job(world, config).losses
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from overland.cluster.world import World
 from overland.data.registry import register_source
 from overland.training.callbacks import Callback, register_callback
 
@@ -55,8 +54,3 @@ class Dies(Callback):
     def on_step(self, run: Any) -> None:
         if str(run.progress.step) == os.environ.get("DIES_AFTER"):
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def on_rank(world: World, function: Callable[[World, Any], Any], config: Any) -> Any:
-    """A rank that finds this function has imported this module, and with it the sources."""
-    return function(world, config)

@@ -3,8 +3,11 @@ resumed and exported."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,19 @@ from overland.checkpoint.folder import newest_in
 from overland.checkpoint.read import open_checkpoint
 from overland.checks.parallelism import check_splits
 from overland.cluster.pool import RankPool
+from overland.cluster.world import World
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
+from overland.data import registry
 from overland.models import build_model, resolve_config
 from overland.models.measure import measure_of
 from overland.proofs.layouts import WAYS, parse
+from overland.training import callbacks
 from tests.cli.processes import overland, read_metrics, start_overland
 from tests.jobs import losses_and_norms, tiny_job
-from tests.seams.images import on_rank
 from tests.training.test_rehearsal import outcomes, rehearsed
 
+IMAGES = "tests.seams.images"  # it registers sources: not in this process, where others would see
 MODEL = {"name": "vit_mae", "flavor": "debug", "overrides": {}}
 CONFIG = """
 [job]
@@ -100,9 +106,26 @@ def test_layouts_that_it_cannot_have_are_refused_by_name(name: str, tmp_path: Pa
     )
 
 
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The sources of images are known here, until the test ends."""
+    monkeypatch.setattr(registry, "_sources", dict(registry._sources))
+    monkeypatch.setattr(callbacks, "_factories", list(callbacks._factories))
+    importlib.import_module(IMAGES)
+    yield
+    del sys.modules[IMAGES]
+
+
+def on_rank(world: World, function: Callable[[World, Any], Any], config: Any) -> Any:
+    """What a rank finds, which knows the sources."""
+    importlib.import_module(IMAGES)
+    return function(world, config)
+
+
 PIXELS = "pixel_values (float32 3 × 32 × 32)"
 
 
+@pytest.mark.usefixtures("registered")
 def test_data_that_does_not_fit_the_model_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     said = {
         "wide_images": "wide_images has pixel_values (float32 3 × 32 × 48), and vit_mae debug "
