@@ -140,7 +140,7 @@ class Supervisor:
                 return 1  # no training was done, whatever the next job of the chain will do
             if answer.action == "next session":
                 return self.end("stopped", answer.reason)
-            if how.kind is Kind.DISK:
+            if self.lacks_room(how):
                 self.wait_for_room()
             self.pause(answer.pause_seconds)
             untested = self.job.preflight and not how.nodes  # whose fault it was, tests may tell
@@ -504,6 +504,11 @@ class Supervisor:
             return False
         tell(f"{self.job.run} has room: it is a disk of {', '.join(fault.nodes)} that is full")
         return True
+
+    def lacks_room(self, fault: Fault) -> bool:
+        """Ranks go on where logs cannot be written, so that a full disk may end them in other
+        words: by an srun that cannot write what they print."""
+        return fault.kind is Kind.DISK or not has_room(self.job.run, LEAST)
 
     def has_room(self) -> bool:
         checkpoints = self.job.run / self.job.checkpoint_folder

@@ -63,6 +63,8 @@ def test_a_quota_that_the_free_space_does_not_show_is_waited_for(
         assert not has_room(disk / "run", LEAST)
         supervisor.answer(FULL)
         assert supervisor.roster.choose() == ["n1", "n2"], "the node is not to blame"
+        in_other_words = Fault(Kind.NETWORK, "srun ended", (), ())
+        assert supervisor.lacks_room(in_other_words)
         monkeypatch.setattr(supervisors, "ROOM_SECONDS", 0.05)
         waiting = threading.Thread(target=supervisor.wait_for_room)
         waiting.start()
@@ -71,6 +73,8 @@ def test_a_quota_that_the_free_space_does_not_show_is_waited_for(
         others[0].unlink()
         waiting.join(600)
         assert not waiting.is_alive()
+        assert supervisor.lacks_room(FULL)
+        assert not supervisor.lacks_room(in_other_words)
 
 
 def test_room_is_looked_for_where_the_checkpoints_will_be(tmp_path: Path) -> None:

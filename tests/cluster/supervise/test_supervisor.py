@@ -14,10 +14,9 @@ import pytest
 from tests.cli.processes import losses, overland
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm
-from tests.cluster.supervise.disk import fill, small_disk
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
-STEPS = 120
+STEPS = 240  # of a tenth of a second: agents are replaced, and a rank is slow, before the last
 SLOW_RANK, RANKS_PER_NODE = 2, 2
 
 
@@ -31,18 +30,14 @@ def nodes() -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with small_disk(tmp_path_factory.mktemp("disk")) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def story(nodes: Slurm, disk: Path) -> SubmittedRun:
+def story(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> SubmittedRun:
     """One node's agent is killed and another's stopped; one rank is slow for a while. Then rank 0's
-    node is lost; a rank is killed, another one stopped, the disk filled; one more node is lost.
-    Each time it has gone on before the next."""
+    node is lost; a rank is killed, another one stopped; one more node is lost. Each time it has
+    gone on before the next. (A full disk does not end a run: tests/training/test_metrics_file.py.)
+    """
+    folder = tmp_path_factory.mktemp("story")
     run = SubmittedRun(
-        nodes, disk, STEPS, 2, "--spares", "2", "--time", "00:20:00", "--no-preflight"
+        nodes, folder, STEPS, 2, "--spares", "2", "--time", "00:20:00", "--no-preflight"
     )
     run.wait_for_step(5)
     killed, stopped = run.agents()
@@ -58,8 +53,6 @@ def story(nodes: Slurm, disk: Path) -> SubmittedRun:
     run.survives("rank killed", lambda: run.signal_rank(3, signal.SIGKILL))
     run.wait_for_step(run.step() + 3)  # the watchdog has seen how long a step takes
     run.survives("hang", lambda: run.signal_rank(1, signal.SIGSTOP))
-    if disk.is_mount():
-        run.survives("disk full", lambda: fill(disk, run))
     batch_host = "n1"
     others = [node for _, node in run.ranks().values() if node != batch_host]
     run.survives("node lost", lambda: run.kill_node(others[0]))
@@ -82,8 +75,7 @@ def test_it_ends_by_itself_with_the_right_bits(story: SubmittedRun, tmp_path: Pa
 
 def test_each_fault_is_told_by_its_name(story: SubmittedRun) -> None:
     kinds = [fault["kind"] for fault in story.events("fault") if fault["kind"] != "hang"]
-    disk_full = ["disk full"] if story.folder.is_mount() else []
-    assert kinds == ["node lost", "rank killed", *disk_full, "node lost"]
+    assert kinds == ["node lost", "rank killed", "node lost"]
 
 
 def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> None:
