@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overland.config.errors import Problem, any_of
 from overland.config.load import Loaded
@@ -28,6 +28,9 @@ from overland.models.registry import (
     model_names,
 )
 from overland.models.transform import added_rule, apply_transforms, make_transforms
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def import_custom(config: JobConfig) -> None:
@@ -129,15 +132,21 @@ def _added_by_transforms(section: Model, config: Any) -> str | None:
     """A parameter that the model has only because of a transform."""
     if not section.transforms:
         return None
-    import torch
-
     try:
-        with torch.device("meta"):
-            model = build_model(config)
-            apply_transforms(model, make_transforms(section.transforms))
+        model = _transformed(section, config)
     except ModelError:  # which another check reports
         return None
     return next((name for name, _ in model.named_parameters() if added_rule(model, name)), None)
+
+
+def _transformed(section: Model, config: Any) -> nn.Module:
+    """The model with what its transforms add, without memory."""
+    import torch
+
+    with torch.device("meta"):
+        model = build_model(config)
+        apply_transforms(model, make_transforms(section.transforms))
+    return model
 
 
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:
@@ -146,7 +155,7 @@ def check_freeze(loaded: Loaded) -> Iterator[Problem]:
     if not patterns:
         return
     try:
-        names = parameter_names(model_config(loaded.config.model))
+        names = parameter_names(loaded.config.model)
     except (ModelError, OSError):
         return
     for pattern in patterns:
@@ -165,8 +174,13 @@ def nearest_parameters(pattern: str, names: Sequence[str]) -> str:
     return any_of([f"'{name}'" for name in get_close_matches(pattern, kinds, 3, 0.0)], "or")
 
 
-def parameter_names(config: Any) -> list[str]:
-    """Names of a model's parameters, all names of a shared one."""
+def parameter_names(section: Model) -> list[str]:
+    """Names of the parameters of a model and of what its transforms add, all names of a shared
+    one."""
+    config = model_config(section)
+    if section.transforms:
+        model = _transformed(section, config)
+        return [name for name, _ in model.named_parameters(remove_duplicate=False)]
     structure, shapes = outline_of(config)
     return list(dict.fromkeys([*shapes, *(structure.ties if structure is not None else ())]))
 

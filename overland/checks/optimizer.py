@@ -10,7 +10,6 @@ from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import Optimizer
 from overland.models.errors import ModelError
-from overland.models.registry import model_config
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.errors import OptimizerError
 from overland.optimizers.registry import optimizer_names, rules_of
@@ -50,7 +49,7 @@ def check_groups(loaded: Loaded) -> Iterator[Problem]:
     if not groups:
         return
     try:
-        names = parameter_names(model_config(loaded.config.model))
+        names = parameter_names(loaded.config.model)
     except (ModelError, OSError):
         return
     for group in groups:

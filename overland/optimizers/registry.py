@@ -28,7 +28,20 @@ def register_optimizer(name: str, rule: type[Rule]) -> None:
         raise OptimizerError(f"'{name}' must be a class that extends Elementwise or WholeMatrix")
     if not is_dataclass(rule):
         raise OptimizerError(f"{rule.__name__} of '{name}' must be a dataclass")
+    if missing := _missing_methods(rule):
+        raise OptimizerError(
+            f"{rule.__name__} of '{name}' has no {' and no '.join(missing)} (docs/extending.md)"
+        )
     _RULES[name] = rule
+
+
+def _missing_methods(rule: type[Rule]) -> list[str]:
+    """Methods that its kind of rule leaves to it. One with an `updater` of its own needs none."""
+    base = Elementwise if issubclass(rule, Elementwise) else WholeMatrix
+    if rule.updater is not base.updater:
+        return []
+    wanted = ("update",) if base is Elementwise else ("whole", "after")
+    return [f"{one}()" for one in wanted if getattr(rule, one) is getattr(base, one)]
 
 
 def optimizer_names() -> list[str]:

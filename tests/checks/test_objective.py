@@ -76,6 +76,23 @@ def test_what_a_transform_adds_cannot_be_exported(
     assert "checkpoint.last_save_in_hf: a transform adds model.layers.0.self_attn.q_proj" in found
 
 
+def test_patterns_may_name_what_a_transform_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+        [job]
+        custom_import = "low_rank"
+        [model]
+        freeze = ["*.layers.0.*.down.weight"]
+        [model.transforms.low_rank]
+        rank = 4
+        [[optimizer.groups]]
+        pattern = "*.up.weight"
+        lr_factor = 2.0
+        """
+    assert problems(tmp_path, monkeypatch, text) == []
+
+
 def test_pairs_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """
         [job]

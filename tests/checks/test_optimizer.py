@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from overland.checks import check_config
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.write import to_toml
+from overland.optimizers import Elementwise, WholeMatrix, register_optimizer
+from overland.optimizers.errors import OptimizerError
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +73,14 @@ def test_optimizers_are_checked_without_torch() -> None:
     code = "import overland.checks.optimizer, overland.planner.memory, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch" not in done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(Elementwise, r"has no update\(\)"), (WholeMatrix, r"no whole\(\) and no a")]
+)
+def test_an_optimizer_without_its_methods_is_refused_when_it_is_registered(
+    kind: type, says: str
+) -> None:
+    rule = dataclass(frozen=True)(type("Empty", (kind,), {}))
+    with pytest.raises(OptimizerError, match=says):
+        register_optimizer("Empty", rule)
