@@ -52,10 +52,15 @@ def objective_for(training: Training, architecture: Any) -> Objective:
 def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
     """Puts the objective where the head finds it. A model without a place for it computes its loss
     by itself."""
+    from overland.objectives.objective import Objective
+
+    computes = any(
+        getattr(type(objective), one) is not getattr(Objective, one) for one in ("terms", "loss")
+    )
     for part in parts:
         if hasattr(part, "objective"):
             part.objective = objective  # type: ignore[assignment]
-        elif objective.metrics or objective.passes:
+        elif computes or objective.metrics or objective.passes:
             raise ObjectiveError(
                 f"{type(part).__name__} computes its loss by itself (it has no attribute "
                 "`objective`, see docs/extending.md), so training.objective and training.z_loss "

@@ -12,6 +12,7 @@ from overland.checks import check_config
 from overland.config.load import load_config
 from overland.models import transform
 from overland.objectives import registry
+from overland.objectives.errors import ObjectiveError
 
 OBJECTIVES, TRANSFORMS = dict(registry._OBJECTIVES), dict(transform._TRANSFORMS)
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -91,6 +92,20 @@ def test_patterns_may_name_what_a_transform_adds(
         lr_factor = 2.0
         """
     assert problems(tmp_path, monkeypatch, text) == []
+
+
+def test_an_objective_that_a_model_would_not_ask_is_refused() -> None:
+    from torch import nn
+
+    from overland.objectives.objective import Objective
+
+    class Halved(Objective):
+        def loss(self, terms_Bk, fields):
+            return terms_Bk[:, 0] / 2, {}
+
+    registry.give_objective([nn.Linear(1, 1)], Objective())  # the model computes its own
+    with pytest.raises(ObjectiveError, match="Linear computes its loss by itself"):
+        registry.give_objective([nn.Linear(1, 1)], Halved())
 
 
 def test_pairs_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
