@@ -1,19 +1,19 @@
-"""What is both trained and validated on: the same file, by whatever name or link, or a corpus that
-was built from it."""
+"""What is both trained and validated on: the same file, by whatever name or link, a copy of it, or
+a corpus that was built from it."""
 
 from __future__ import annotations
 
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.layout import is_corpus, read_layout
 from overland.data.sources import FileSource, Source
-from overland.data.sources.marks import FileMark, has_mark
+from overland.data.sources.marks import FileMark, has_mark, mark_files
 
 # Of the bytes that are validated on: two folders of code may well hold the same licence.
 MOST_SHARED = 0.01
@@ -33,8 +33,13 @@ def may_share(config: JobConfig, one: Named, other: Named) -> bool:
     first, second = (folder.resolve() for folder in folders if folder is not None)
     if not (first.exists() and second.exists()):
         return False
-    is_inside = first.is_relative_to(second) or second.is_relative_to(first)
-    return is_inside or _has_links(first) or _has_links(second)
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        return True
+    files = [_files_below(first), _files_below(second)]
+    if any(_is_link(found) for found in (*files[0], *files[1])):
+        return True
+    sizes = [{found.st_size for found in these} - {0} for these in files]
+    return not sizes[0].isdisjoint(sizes[1])  # copies have one size
 
 
 def shared(held: Source | Path, trained: Source | Path) -> str | None:
@@ -45,17 +50,18 @@ def shared(held: Source | Path, trained: Source | Path) -> str | None:
     if isinstance(held, FileSource) and isinstance(trained, FileSource):
         files = {_identity(trained.root / file) for file in trained.files}
         paths = (held.root / file for file in held.files)
-        return next((str(path) for path in paths if _identity(path) in files), None)
+        if itself := next((str(path) for path in paths if _identity(path) in files), None):
+            return itself
     names = list(_of_the_same_bytes(held, trained))
     share = sum(size for _, size in names) / max(_num_bytes(held), 1)
     return names[0][0] if share > MOST_SHARED else None
 
 
 def _of_the_same_bytes(held: Source | Path, trained: Source | Path) -> Iterator[tuple[str, int]]:
-    """Files of the first whose content the second has too, and their sizes; at least one of them
-    is a corpus, which has marks of the files that it was built from."""
+    """Files of the first whose content the second has too, and their sizes. A corpus has marks of
+    the files that it was built from."""
     if not isinstance(held, Path):
-        marks = _by_size(_marks(trained))
+        marks = _by_size(_marks(trained, {path.stat().st_size for path in _paths(held)}))
         for path in _paths(held):
             size = path.stat().st_size
             if any(has_mark(path, mark) for mark in marks[size]):
@@ -76,8 +82,12 @@ def _of_the_same_bytes(held: Source | Path, trained: Source | Path) -> Iterator[
                 yield f"{name} (in {held})", mark.size
 
 
-def _marks(corpus: Source | Path) -> list[FileMark]:
-    return list(read_layout(corpus).all_chunks()[1].values()) if isinstance(corpus, Path) else []
+def _marks(source: Source | Path, sizes: Container[int] = ()) -> list[FileMark]:
+    """Those of a corpus, or of the files of these sizes."""
+    if isinstance(source, Path):
+        return list(read_layout(source).all_chunks()[1].values())
+    files = [str(path) for path in _paths(source) if path.stat().st_size in sizes]
+    return list(mark_files(Path(), files, whole=False).values())
 
 
 def _by_size(marks: list[FileMark]) -> dict[int, list[FileMark]]:
@@ -106,16 +116,17 @@ def _identity(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _has_links(path: Path) -> bool:
+def _files_below(path: Path) -> list[os.stat_result]:
+    """What all files there are, and links to folders."""
     below = (
         os.path.join(parent, name)
         for parent, subfolders, files in os.walk(path)
         for name in (*subfolders, *files)
     )
-    return any(_is_link(one) for one in (str(path), *below))
+    found = map(os.lstat, (str(path), *below))
+    return [one for one in found if not stat.S_ISDIR(one.st_mode)]
 
 
-def _is_link(path: str) -> bool:
+def _is_link(found: os.stat_result) -> bool:
     """Whether it is a symbolic link, or a file with another name somewhere."""
-    found = os.lstat(path)
     return stat.S_ISLNK(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1)

@@ -18,6 +18,7 @@ import torch
 
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.read import open_checkpoint
+from overland.cluster.beat import BEATS, node_name, read_signs
 from overland.cluster.supervise.logbook import read_events
 from tests.cli.processes import TINY, environment, losses, overland
 from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of
@@ -127,6 +128,16 @@ class SubmittedRun:
     def step(self) -> int:
         path = self.root / "metrics.jsonl"
         return max(losses(path), default=0) if path.exists() else 0
+
+    def live_step(self) -> int:
+        """As the ranks have it in memory, whatever the disk takes; 0 when none is alive."""
+        signs = [
+            sign
+            for _, env, _ in self._processes()
+            if BEATS in env and "SLURM_PROCID" in env
+            for sign in read_signs(Path(f"{env[BEATS]}-{node_name(env)}"))
+        ]
+        return max((sign.step for sign in signs), default=0)
 
     def wait_until(self, is_true: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS

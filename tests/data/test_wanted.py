@@ -139,6 +139,22 @@ def test_hard_links_to_what_is_trained_on_are_found(tmp_path: Path) -> None:
     check_held_out(config_of(training=both, validation=held))
 
 
+def test_copies_of_what_is_trained_on_are_found(tmp_path: Path) -> None:
+    licence, text = "Copying is allowed.", "".join(f"line {i}\n" for i in range(1000))
+    for name in ("mine", "held"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "licence.txt").write_text(licence)
+        (tmp_path / name / f"{name}.txt").write_text(text.replace("line", name))
+    both = {
+        "training": {"dataset_path": str(tmp_path / "mine")},
+        "validation": {"dataset_path": str(tmp_path / "held")},
+    }
+    check_held_out(config_of(**both))  # of the same size, and a licence that both have
+    (tmp_path / "held" / "copy.txt").write_text(text.replace("line", "mine"))
+    with pytest.raises(DataError, match=r"copy\.txt, which is trained on"):
+        check_held_out(config_of(**both))
+
+
 def test_a_corpus_is_known_by_the_files_that_it_was_built_from(tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path / "words")
     places = {}

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.cli.processes import losses
 from tests.cluster.slurm import Slurm
-from tests.cluster.supervise.disk import fill, small_disk
+from tests.cluster.supervise.disk import fill_for_a_while, kill_while_full, small_disk
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
 NODES, SPARES, RANKS_PER_NODE = 4, 6, 2
@@ -59,6 +59,7 @@ in about ten."""
 def prove_faults(count: int, seed: int) -> str:
     """One job, `count` faults, each after the run has gone on from the one before."""
     chance = random.Random(seed)
+    while_full: list[int] = []
     slurm = Slurm(NODES + SPARES)
     with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder) / "disk") as disk:
         try:
@@ -72,8 +73,13 @@ def prove_faults(count: int, seed: int) -> str:
                 name, kind, act = chance.choice(possible(run, disk, chance))
                 say(f"{number}/{count} at step {run.step()}: {name}")
                 run.survives(kind, act)
+                if disk.is_mount() and number % 5 == 0:
+                    say(f"the disk is full for a while at step {run.step()}")
+                    before = len(run.events("fault"))
+                    fill_for_a_while(disk, run)
+                    while_full.append(len(run.events("fault")) - before)
             run.wait()
-            return table_of_faults(run, verdict(run, Path(folder) / "unbroken"))
+            return table_of_faults(run, verdict(run, Path(folder) / "unbroken"), while_full)
         finally:
             slurm.stop()
 
@@ -93,7 +99,8 @@ def possible(run: SubmittedRun, disk: Path, chance: random.Random) -> list[Act]:
         (f"SIGSTOP to rank {one}", "hang", lambda: run.signal_rank(one, signal.SIGSTOP)),
     ]
     if disk.is_mount():
-        acts.append(("disk full", "disk full", lambda: fill(disk, run)))
+        name = f"SIGKILL to rank {one} while the disk is full"
+        acts.append((name, "rank killed", lambda: kill_while_full(disk, run, one)))
     out = {node for event in run.events("fault") for node in event["excluded"]}
     used = sorted({node for _, node in ranks.values()} - {BATCH_HOST})
     if NODES + SPARES - len(out) > NODES and used:
@@ -114,7 +121,8 @@ def verdict(run: SubmittedRun, folder: Path) -> str:
     return "equal" if same else "DIFFERENT"
 
 
-def table_of_faults(run: SubmittedRun, end: str) -> str:
+def table_of_faults(run: SubmittedRun, end: str, while_full: list[int]) -> str:
+    """With the number of faults that came of each time when the disk was full."""
     recovered = run.events("recovered")
     rows = [
         f"| {number} | {fault['step']} | {fault['kind']} | {fault['what'][:100]} | "
@@ -137,6 +145,12 @@ def table_of_faults(run: SubmittedRun, end: str) -> str:
             "to do, seconds lost to the first new step after it, the ranks' start and the steps "
             f"done again included: median {statistics.median(lost):.0f}, at most {max(lost):.0f}. "
             "For a hang `health.hang_seconds` is 12 here.",
+            "",
+            f"{len(while_full)} times the disk was full for a while, a save included: "
+            f"{while_full.count(0)} times training went on without an interruption and saved once "
+            f"there was room; {sum(while_full)} attempts ended over it and were started again, "
+            "once there was. Where a rank was killed while the disk was full, the seconds lost "
+            "include the wait for room.",
             "",
             "| | step | found to be | in words | left out | s to notice | s lost |",
             "|---|---|---|---|---|---|---|",
