@@ -22,6 +22,7 @@ from overland.data.errors import DataError
 
 Values = npt.NDArray[Any]
 TYPES = "biuf"  # booleans, integers and floats: what both numpy and torch have
+LARGEST = 8  # bytes: torch has no long doubles
 RESERVED = ("sample_B", "epoch_B")
 WEIGHT = "weight_B"
 
@@ -67,10 +68,12 @@ class Arrays:
         for field, one in known.items():
             if not field.isidentifier() or field in RESERVED:
                 raise DataError(f"{name}: a field cannot be named {field!r}")
-            if np.dtype(one.dtype).kind not in TYPES or min(one.shape, default=1) < 1:
+            dtype = np.dtype(one.dtype)
+            is_known = dtype.kind in TYPES and dtype.itemsize <= LARGEST
+            if not is_known or min(one.shape, default=1) < 1:
                 raise DataError(
-                    f"{name}: the field {field} is {one}; expected booleans, integers or floats, "
-                    "and a shape without zeros"
+                    f"{name}: the field {field} is {one}; expected booleans, integers or floats of "
+                    f"at most {8 * LARGEST} bits, and a shape without zeros"
                 )
         if not known:
             raise DataError(f"{name} is a source of arrays, and declares no fields")
@@ -96,10 +99,12 @@ class Arrays:
             raise Unfit(f"has the fields {', '.join(map(str, document))}, not {expected}")
         parts = []
         for name, field in self.fields.items():
-            values = np.asarray(document[name])
+            values = as_array(document[name], name)
             found = Field(values.dtype.newbyteorder("<").str, values.shape)
             if found != field:
                 raise Unfit(f"has {name} as {found}, where {field} was declared")
+            if name == WEIGHT:
+                require_weights(values, name)
             parts.append(np.ascontiguousarray(values, field.dtype).reshape(-1).view(np.uint8))
         return np.concatenate(parts)
 
@@ -120,6 +125,20 @@ class Arrays:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} ({field})" for name, field in self.fields.items())
+
+
+def as_array(values: Any, name: str) -> Values:
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise Unfit(f"has {name} as lists of different lengths") from None
+
+
+def require_weights(values: Values, name: str) -> None:
+    """Weights are summed up, and the loss is divided by that: it must mean something."""
+    wrong = values[~(np.isfinite(values) & (values >= 0))]
+    if wrong.size:
+        raise Unfit(f"has {wrong.flat[0]:g} in {name}, where a weight from 0 up was expected")
 
 
 def require_fields(

@@ -22,11 +22,11 @@ from overland.data.documents import Documents, Reading, Windows
 from overland.data.order import permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.ranges import groups
+from overland.data.shard import WEIGHTS
 from overland.data.sources.marks import digest_of
 
 Array = npt.NDArray[np.int64]
 OPEN_WINDOWS = 3
-WEIGHTS = "weights"  # the channel that says how much predicting a token counts
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from overland.data.arrays import Arrays
 from overland.data.errors import DataError, Unsettled
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
-from overland.data.sources.source import RULES, FileSource, Kind, Source
+from overland.data.sources.source import RULES, FileSource, Kind, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -46,6 +46,7 @@ SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which one core makes in about te
 SHARDS_PER_FOLDER = 1000
 DOCUMENT_BYTES = 4096  # a web page; where nothing says how many documents a file holds
 CHUNK_DOCUMENTS = 1000  # of a source that says nothing
+OWN_FIELDS = (shard.TOKENS, "labels", "positions", "documents")  # a batch has its own of these
 OPTIONAL = ("fields", "channels")  # in corpus.json only where a corpus has them
 
 Report = Callable[[str], None]
@@ -236,7 +237,7 @@ def _under(source: Source, rules: int) -> Iterator[None]:
 
 
 def _ask(name: str, source: Source, policy: dict[str, Any], shard_documents: int) -> _Asked:
-    chunks = list(source.chunks())
+    chunks = list_chunks(source)
     about = [FORMAT, shard.FORMAT, shard_documents, SHARD_BYTES, policy]
     described = [
         type(source).__name__, getattr(source, "format", None), getattr(source, "column", None),
@@ -370,8 +371,9 @@ def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
         return {}
     # A channel is one number per token: what a field of that name would hold.
     declared = Arrays.declared(name, {channel: (one, ()) for channel, one in channels.items()})
-    if shard.TOKENS in declared.fields:
-        raise DataError(f"{name}: a channel cannot be named {shard.TOKENS!r}")
+    for channel in declared.fields:
+        if channel in OWN_FIELDS:
+            raise DataError(f"{name}: a channel cannot be named {channel!r}")
     return {"channels": {channel: one.dtype for channel, one in declared.fields.items()}}
 
 

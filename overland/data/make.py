@@ -3,20 +3,20 @@ policy and number, whoever runs it: a background process, a build, or a reader i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.arrays import Unfit
+from overland.data.arrays import Unfit, as_array, require_weights
 from overland.data.claims import Claims
 from overland.data.errors import DataError
 from overland.data.layout import Layout
-from overland.data.shard import TOKENS, ShardInfo, write_shard
+from overland.data.shard import TOKENS, WEIGHTS, ShardInfo, write_shard
 from overland.data.sources.marks import FileMark, changed_files
-from overland.data.sources.source import FileSource, Source
+from overland.data.sources.source import FileSource, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 
 # Handed to the tokenizer at once: a third of a second for one core, and enough documents to spread
@@ -83,7 +83,7 @@ class Maker:
         how many there were, how many tokens they have (arrays: samples), and whether that is
         all."""
         tokens = documents = characters = 0
-        for batch in _batches(islice(self._records(self.source.chunks()), num_documents)):
+        for batch in _batches(islice(self._records(list_chunks(self.source)), num_documents)):
             prepared = self._prepare(batch)
             tokens += len(prepared) if self.layout.arrays else sum(map(len, prepared))
             documents += len(batch)
@@ -108,7 +108,7 @@ class Maker:
         announced = getattr(self.source, "num_documents", lambda chunk: None)
         for chunk in chunks:
             bad_before, found = getattr(self.source, "num_bad", 0), 0
-            for number, document in enumerate(self.source.read(chunk)):
+            for number, document in enumerate(_read(self.source, chunk)):
                 yield Record(chunk, number, document)
                 found += 1
             found += getattr(self.source, "num_bad", 0) - bad_before
@@ -168,37 +168,14 @@ class Maker:
     def _check(self, batch: list[Record]) -> list[Ids]:
         """Ids as they are stored, if they are ids, with their channels."""
         limit = self.layout.vocab_size or 1 << 32
-        channels = self.layout.channels
+        channels = self.layout.channels or {}
         documents = []
         for record in batch:
-            if channels and not self._has_channels(record, channels):
-                continue
-            ids = np.asarray(record.document[TOKENS] if channels else record.document)
-            if not ids.size:
-                self._bad(record, "holds no tokens")
-            elif ids.dtype.kind not in "iu" or ids.ndim != 1:
-                self._bad(record, f"is {ids.dtype} of shape {ids.shape}, where ids were expected")
-            elif ids.min() < 0 or ids.max() >= limit:
-                wrong = ids[(ids < 0) | (ids >= limit)][0]
-                self._bad(record, f"has the id {wrong:,}, outside a vocabulary of {limit:,}")
-            else:
-                documents.append(_joined(record.document, channels) if channels else ids)
+            try:
+                documents.append(_with_channels(record.document, channels, limit))
+            except Unfit as error:
+                self._bad(record, str(error))
         return documents
-
-    def _has_channels(self, record: Record, channels: Mapping[str, str]) -> bool:
-        """Whether a document has the channels that its source declares, as long as its tokens."""
-        document, expected = record.document, [TOKENS, *channels]
-        if not isinstance(document, Mapping) or set(document) != set(expected):
-            self._bad(record, f"is no dict of {', '.join(expected)}")
-            return False
-        shape = np.shape(document[TOKENS])
-        for name, dtype in channels.items():
-            values = np.asarray(document[name])
-            if values.shape != shape or values.dtype.kind not in "biuf":
-                found = f"{values.dtype} of shape {values.shape}"
-                self._bad(record, f"has {name} as {found}, where a {dtype} per token was expected")
-                return False
-        return True
 
     def _bad(self, record: Record, what: str) -> None:
         if not self.layout.skip_bad:
@@ -217,20 +194,70 @@ class Maker:
         return chunk if root is None else str(root / chunk)
 
 
-def _joined(document: Mapping[str, Any], channels: Mapping[str, str]) -> Ids:
-    """Tokens and channels as one array with a field for each."""
-    ids = np.asarray(document[TOKENS])
+def _with_channels(document: Any, channels: Mapping[str, str], limit: int) -> Ids:
+    """The ids of a document; where it has channels, an array with a field for each."""
+    if not channels:
+        return _ids(document, limit)
+    expected = [TOKENS, *channels]
+    if not isinstance(document, Mapping) or set(document) != set(expected):
+        raise Unfit(f"is no dict of {', '.join(expected)}")
+    ids = _ids(document[TOKENS], limit)
     joined = np.empty(len(ids), [(TOKENS, ids.dtype), *channels.items()])
-    for name in (TOKENS, *channels):
-        joined[name] = document[name]
+    joined[TOKENS] = ids
+    for name, dtype in channels.items():
+        joined[name] = _channel(document[name], name, np.dtype(dtype), len(ids))
     return joined
 
 
+def _ids(values: Any, limit: int) -> Ids:
+    ids = as_array(values, TOKENS)
+    if not ids.size:
+        raise Unfit("holds no tokens")
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise Unfit(f"is {ids.dtype} of shape {ids.shape}, where ids were expected")
+    if ids.min() < 0 or ids.max() >= limit:
+        wrong = ids[(ids < 0) | (ids >= limit)][0]
+        raise Unfit(f"has the id {wrong:,}, outside a vocabulary of {limit:,}")
+    return ids
+
+
+def _channel(given: Any, name: str, dtype: np.dtype[Any], num_tokens: int) -> Ids:
+    """The elements of a channel, in the type that was declared. Floats are rounded to it, but what
+    is no whole number, or too large a one, becomes no other number unnoticed."""
+    values = as_array(given, name)
+    if values.shape != (num_tokens,) or values.dtype.kind not in "biuf":
+        found = f"{values.dtype} of shape {values.shape}"
+        raise Unfit(f"has {name} as {found}, where a {dtype.name} per token was expected")
+    with np.errstate(invalid="ignore", over="ignore"):
+        stored = values.astype(dtype)
+    if dtype.kind != "f" and (stored != values).any():
+        wrong = values[stored != values][0]
+        raise Unfit(f"has {wrong:,} in {name}, where a {dtype.name} was expected")
+    if name == WEIGHTS:
+        require_weights(stored, name)
+    return stored
+
+
+def _read(source: Source, chunk: str) -> Iterator[Any]:
+    """Refuses what only a source of somebody's own can do wrong."""
+    documents = source.read(chunk)
+    if not isinstance(documents, Iterable):
+        raise DataError(
+            f"read({chunk!r}) of {type(source).__name__} returned "
+            f"{type(documents).__name__}, expected its documents, one after another"
+        )
+    return iter(documents)
+
+
 def _size(record: Record) -> int:
-    """Characters, tokens or bytes of a document."""
+    """Characters, tokens or bytes of a document, about."""
     if isinstance(record.document, Mapping):
-        return sum(np.asarray(values).nbytes for values in record.document.values())
-    return len(record.document) if isinstance(record.document, Sized) else 1
+        return sum(map(_length, record.document.values()))
+    return _length(record.document)
+
+
+def _length(values: Any) -> int:
+    return int(getattr(values, "nbytes", len(values) if isinstance(values, Sized) else 1))
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:

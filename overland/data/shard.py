@@ -45,6 +45,8 @@ FLUSH_TOKENS = 1 << 18  # written at once; documents of 100 tokens one by one wo
 Ids = npt.NDArray[np.generic]
 TOKENS = "tokens"
 """The ids of a document that has channels: it is a structured array, with a field for each."""
+WEIGHTS = "weights"
+"""The channel that says how much predicting a token counts."""
 
 
 class ShardInfo(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data import registry
-from overland.data.arrays import Arrays
+from overland.data.arrays import Arrays, Unfit
 from overland.data.batch import Batch
 from overland.data.build import build
 from overland.data.corpus import lay_out
@@ -203,6 +203,7 @@ def test_a_record_that_is_not_what_was_declared_is_a_bad_document(tmp_path: Path
         ({"pixels": ("float33", (3,))}, "expected fields ="),
         ({"pixels": ("object", (3,))}, "expected booleans, integers or floats"),
         ({"pixels": ("float32", (0, 3))}, "a shape without zeros"),
+        ({"pixels": ("longdouble", (3,))}, "floats of at most 64 bits"),
         ({"two words": ("float32", ())}, "cannot be named 'two words'"),
         ({"sample_B": ("int64", ())}, "cannot be named 'sample_B'"),
         ({"weight_B": ("int64", ())}, "weight_B is the weight of a row"),
@@ -211,6 +212,34 @@ def test_a_record_that_is_not_what_was_declared_is_a_bad_document(tmp_path: Path
 def test_fields_that_cannot_be_are_refused_in_a_sentence(fields: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         Arrays.declared("pictures", fields)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (
+            {"pixels": [[1.0], [2.0, 3.0]], "weight_B": 1},
+            "has pixels as lists of different lengths",
+        ),
+        ({"pixels": np.zeros(2, np.float32), "weight_B": np.float32(-1)}, "has -1 in weight_B"),
+        ({"pixels": np.zeros(2, np.float32), "weight_B": np.float32("nan")}, "has nan in weight_B"),
+    ],
+)
+def test_a_record_that_means_nothing_is_a_bad_document(document: Any, words: str) -> None:
+    arrays = Arrays.declared("a", {"pixels": ("float32", (2,)), "weight_B": ("float32", ())})
+    with pytest.raises(Unfit, match=words):
+        arrays.encode(document)
+
+
+def test_a_source_that_lists_no_names_or_reads_nothing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tmp_path)
+    monkeypatch.setattr(Pictures, "read", lambda self, chunk: None)
+    for words in (r"read\(.*\) of Pictures returned NoneType", r"chunks\(\) of Pictures lists 0"):
+        with pytest.raises(DataError, match=words):
+            samples(open_data(config), range(1))
+        monkeypatch.setattr(Pictures, "chunks", lambda self: [0])
 
 
 def test_sources_that_hold_different_things_are_not_mixed(tmp_path: Path) -> None:

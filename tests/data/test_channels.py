@@ -135,3 +135,35 @@ def test_documents_without_the_declared_channels_are_bad(
 ) -> None:
     with pytest.raises(DataError, match=words):
         make_corpus("chat", source, tmp_path).shard(0)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"tokens": [1, 2], "weights": [1, -0.5], "turn": [0, 1]}, "-0.5 in weights"),
+        ({"tokens": [1, 2], "weights": [1, np.nan], "turn": [0, 1]}, "nan in weights"),
+        ({"tokens": [1, 2], "weights": [1, 1], "turn": [0, 256]}, "256 in turn, .* uint8"),
+        ({"tokens": [1, 2], "weights": [1, 1], "turn": [0, 0.5]}, "0.5 in turn"),
+        ({"tokens": [1, [2]], "weights": [1, 1], "turn": [0, 1]}, "lists of different lengths"),
+    ],
+)
+def test_channels_that_would_become_other_numbers_are_bad(
+    tmp_path: Path, document: Any, words: str
+) -> None:
+    class Turns(Weighted):
+        channels = {"weights": "float32", "turn": "uint8"}
+
+        def read(self, chunk: str) -> Iterator[Any]:
+            yield document
+
+    with pytest.raises(DataError, match=f"document 0 has .*{words}"):
+        make_corpus("chat", Turns(1, 1), tmp_path).shard(0)
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels", "positions", "documents"])
+def test_a_channel_takes_no_field_of_the_batch(tmp_path: Path, name: str) -> None:
+    class Taken(Weighted):
+        channels = {name: "int64"}
+
+    with pytest.raises(DataError, match=f"a channel cannot be named '{name}'"):
+        make_corpus("chat", Taken(1, 4), tmp_path)

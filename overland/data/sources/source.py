@@ -136,6 +136,17 @@ class FileSource:
         self.num_bad += 1
 
 
+def list_chunks(source: Source) -> list[str]:
+    """The names of a source's chunks; one of somebody's own may list what is none."""
+    chunks = list(source.chunks())
+    for chunk in chunks:
+        if not isinstance(chunk, str):
+            raise DataError(
+                f"chunks() of {type(source).__name__} lists {chunk!r:.60}, expected names: str"
+            )
+    return chunks
+
+
 def check_dtype(dtype: str | None) -> str | None:
     if dtype is not None and dtype not in TOKEN_DTYPES:
         known = ", ".join(TOKEN_DTYPES)
