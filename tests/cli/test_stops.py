@@ -38,6 +38,16 @@ WORDS = [
     "training.dataset=random", "metrics.enable_tensorboard=false", "metrics.sample_prompt=",
 ]  # fmt: skip
 
+ENDLESS = """\
+import time
+from overland.training.callbacks import Callback, register_callback
+
+@register_callback
+class Endless(Callback):
+    def on_step(self, run):
+        time.sleep(600 * (run.progress.step > 1))
+"""
+
 
 def steps(count: int) -> list[str]:
     return [f"training.steps={count}", "lr_scheduler.total_steps=2000"]
@@ -167,7 +177,9 @@ def test_an_interrupt_of_the_launcher_alone_reaches_the_ranks(tmp_path: Path) ->
 
 @pytest.mark.parametrize("num_ranks", ["1", "2"])
 def test_a_second_ctrl_c_ends_at_once_with_one_sentence(tmp_path: Path, num_ranks: str) -> None:
-    words = [*WORDS, *steps(100_000), "training.global_batch_size=4096"]  # seconds per step
+    """The first one asks for a stop after the step, which here is not over for long."""
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    words = [*WORDS, *steps(100_000), "job.custom_import=endless"]
     process = start_overland(*words, cwd=tmp_path, NGPU=num_ranks)
     wait_for_step(tmp_path / RUN / "metrics.jsonl", 1)
     os.killpg(process.pid, signal.SIGINT)

@@ -33,15 +33,16 @@ cpus_per_task = 1
 [environment]
 OMP_NUM_THREADS = "1"
 """
-# Steps of a tenth of a second, so that a fault hits a run and not its end.
+# Steps of a tenth of a second or more, so that a fault hits a run and not its end.
 SLOW = """\
 import time
+from pathlib import Path
 from overland.training.callbacks import Callback, register_callback
 
 @register_callback
 class Slow(Callback):
     def on_step(self, run):
-        time.sleep({seconds})
+        time.sleep(float(Path(__file__).with_name("step_seconds").read_text()))
 """
 AGENT = "overland.cluster.agent"
 # A process of its own, ahead of all others where it may be. A turn ends when the rank has computed
@@ -92,7 +93,8 @@ class SubmittedRun:
         ]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "site.toml").write_text(SITE.format(ranks_per_node=ranks_per_node))
-        (folder / "slow.py").write_text(SLOW.format(seconds=step_seconds))
+        (folder / "slow.py").write_text(SLOW)
+        self.set_pace(step_seconds)
         self.nodes = nodes
         self.jobs: list[int] = []
         self.submit(*flags)
@@ -109,6 +111,10 @@ class SubmittedRun:
         )
         assert done.returncode == 0, done.stderr
         self.jobs += [int(job) for job in json.loads(done.stdout)["jobs"]]
+
+    def set_pace(self, step_seconds: float) -> None:
+        """From the next step on."""
+        set_pace(self.folder, step_seconds)
 
     # What it tells
 
@@ -240,6 +246,12 @@ class SubmittedRun:
         return found
 
 
+def set_pace(folder: Path, step_seconds: float) -> None:
+    beside = folder / "step_seconds.new"
+    beside.write_text(str(step_seconds))
+    beside.rename(folder / "step_seconds")
+
+
 def command_of(pid: int) -> list[str]:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     return words[:-1] if len(words) > 1 else words
@@ -261,7 +273,8 @@ def parent_of(pid: int) -> int:
 def train_unbroken(run: SubmittedRun, folder: Path) -> Path:
     """The same training by a plain `overland train` that nothing happens to; its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "slow.py").write_text(SLOW.format(seconds=0))
+    (folder / "slow.py").write_text(SLOW)
+    set_pace(folder, 0)
     overland("train", "quickstart", *run.settings, cwd=folder, NGPU=str(run.num_ranks))
     return folder / "runs" / "quickstart"
 

@@ -67,22 +67,37 @@ class Broken(Callback):
 """
 
 
-def submit_broken(
-    slurm: Slurm, folder: Path, act: str, *flags: str, tries: int = 8
-) -> SubmittedRun:
+def submit_broken(slurm: Slurm, folder: Path, act: str, tries: int = 8) -> SubmittedRun:
     folder.mkdir()
     (folder / "broken.py").write_text(BROKEN.format(act=act))
     return SubmittedRun(
-        slurm, folder, 50, 1, "--time", "00:10:00", "--no-preflight", *flags,
+        slurm, folder, 50, 1, "--time", "00:10:00", "--no-preflight", "--sessions", "2",
+        "--name", folder.name,  # jobs of one name wait for each other
         settings=["job.custom_import=broken", "checkpoint.interval=5",
                   f"health.max_failed_starts={tries}"],
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def mistaken_and_killed(
+    slurm: Slurm, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[SubmittedRun, SubmittedRun]:
+    """Two chains side by side. One has a mistake in its code. The other is killed at every seventh
+    step: its first job tries twice in vain, the second one once. Not before the other rank has
+    been seen to be that far: else a later attempt seems to get further."""
+    folder = tmp_path_factory.mktemp("broken")
+    kill = "__import__('time').sleep(3); os.kill(os.getpid(), 9)"
+    mistake = "raise KeyError('embedding')"
+    return (
+        submit_broken(slurm, folder / "mistaken", mistake),
+        submit_broken(slurm, folder / "killed", kill, tries=2),
+    )
+
+
 def test_a_mistake_in_the_code_is_tried_once_more_and_then_ends_the_chain(
-    slurm: Slurm, tmp_path: Path
+    slurm: Slurm, mistaken_and_killed: tuple[SubmittedRun, SubmittedRun]
 ) -> None:
-    run = submit_broken(slurm, tmp_path / "run", "raise KeyError('embedding')", "--sessions", "2")
+    run, _ = mistaken_and_killed
     states = [slurm.wait_for(job) for job in run.jobs]
     assert [state_of(shown) for shown in states] == ["FAILED", "FAILED"]
     assert len(run.events("attempt")) == 2
@@ -97,13 +112,9 @@ def test_a_mistake_in_the_code_is_tried_once_more_and_then_ends_the_chain(
 
 
 def test_a_job_that_gets_to_no_new_step_leaves_the_rest_to_the_next(
-    slurm: Slurm, tmp_path: Path
+    slurm: Slurm, mistaken_and_killed: tuple[SubmittedRun, SubmittedRun]
 ) -> None:
-    """Killed at every seventh step: the first job tries twice in vain, the second one once. Not
-    before the other rank has been seen to be that far: else a later attempt seems to get further.
-    """
-    act = "__import__('time').sleep(3); os.kill(os.getpid(), 9)"
-    run = submit_broken(slurm, tmp_path / "run", act, "--sessions", "2", tries=2)
+    _, run = mistaken_and_killed
     states = [slurm.wait_for(job) for job in run.jobs]
     assert [state_of(shown) for shown in states] == ["FAILED", "FAILED"]
     faults = run.events("fault")

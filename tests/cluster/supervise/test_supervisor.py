@@ -16,7 +16,7 @@ from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm
 from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
-STEPS = 240  # of a tenth of a second: agents are replaced, and a rank is slow, before the last
+STEPS = 150  # of a quarter of a second, until the last fault: all of them hit it before its end
 SLOW_RANK, RANKS_PER_NODE = 2, 2
 
 
@@ -37,8 +37,9 @@ def story(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> SubmittedRu
     """
     folder = tmp_path_factory.mktemp("story")
     run = SubmittedRun(
-        nodes, folder, STEPS, 2, "--spares", "2", "--time", "00:20:00", "--no-preflight"
-    )
+        nodes, folder, STEPS, 2, "--spares", "2", "--time", "00:20:00", "--no-preflight",
+        step_seconds=0.25,
+    )  # fmt: skip
     run.wait_for_step(5)
     killed, stopped = run.agents()
     os.kill(killed, signal.SIGKILL)
@@ -56,6 +57,7 @@ def story(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> SubmittedRu
     batch_host = "n1"
     others = [node for _, node in run.ranks().values() if node != batch_host]
     run.survives("node lost", lambda: run.kill_node(others[0]))
+    run.set_pace(0)
     run.wait()
     return run
 
