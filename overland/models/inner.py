@@ -23,10 +23,14 @@ recomputed counts once, and validation does not count at all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from overland.models.errors import ModelError
+from overland.models.logged import first_taken
 
 
 class Statistic(nn.Module):
@@ -43,8 +47,21 @@ class Statistic(nn.Module):
 
     def forward(self, x: Tensor, values: Tensor) -> Tensor:
         """Returns `x`; the values are added up when its gradient comes by."""
-        noted: Tensor = _Note.apply(x, values, None, self.total)
+        if values.shape != self.total.shape:
+            raise ModelError(
+                f"a Statistic of the shape {tuple(self.total.shape)} was given values of the shape "
+                f"{tuple(values.shape)}"
+            )
+        noted: Tensor = _Note.apply(_with_gradient(x), values, None, self.total)
         return noted
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Statistic:
+        """Sums and scales stay wide in a model of a narrow type."""
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            self._buffers[name] = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+        return self
 
 
 class InnerLoss(Statistic):
@@ -55,6 +72,10 @@ class InnerLoss(Statistic):
 
     def __init__(self, name: str, weight: float) -> None:
         super().__init__()
+        if first_taken([name]):
+            raise ModelError(
+                f"a loss inside a model cannot be logged as '{name}': name it otherwise"
+            )
         self.name, self.weight = name, weight
         self.register_buffer("scale", torch.empty(()), persistent=False)
 
@@ -64,8 +85,22 @@ class InnerLoss(Statistic):
 
     def forward(self, x: Tensor, loss_B: Tensor) -> Tensor:
         """Returns `x`; the gradient of the loss enters with the gradient of `x`."""
-        noted: Tensor = _Note.apply(x, loss_B.sum(), self.scale, self.total)
+        if loss_B.shape != x.shape[:1]:
+            raise ModelError(
+                f"the inner loss {self.name} has the shape {tuple(loss_B.shape)}, and must be one "
+                f"number for each of the {len(x)} rows: a mean over rows would depend on how they "
+                "are split"
+            )
+        noted: Tensor = _Note.apply(_with_gradient(x), loss_B.sum(), self.scale, self.total)
         return noted
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    """What stands behind frozen parameters alone has no gradient of its own in one process, and one
+    in a later stage of a pipeline: here it always has one, so that all is noted."""
+    if x.requires_grad or not torch.is_grad_enabled():
+        return x
+    return x.detach().requires_grad_()
 
 
 class _Note(torch.autograd.Function):

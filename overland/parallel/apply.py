@@ -23,7 +23,7 @@ from overland.models.errors import ModelError
 from overland.models.float8 import Float8
 from overland.models.flops import stage_costs
 from overland.models.init import require_rules
-from overland.models.inner import InnerLoss
+from overland.models.inner import InnerLoss, Statistic
 from overland.models.registry import build_model
 from overland.models.structure import blocks_of, check_structure, structure_of, ties_of
 from overland.models.transform import (
@@ -113,6 +113,11 @@ def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) ->
         raise ModelError(
             f"{name} has a loss inside it, which is computed row by row (models/inner.py), and "
             f"cp = {degrees.cp} splits rows: train it without context parallelism"
+        )
+    if degrees.tp > 1 and any(isinstance(one, Statistic) for one in model.modules()):
+        raise ModelError(
+            f"{name} has a loss or a statistic inside it (models/inner.py), and tp = {degrees.tp} "
+            "splits what it sees: train it without tensor parallelism"
         )
     if degrees.world_size > 1:
         require_blocks_apart(model)

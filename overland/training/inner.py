@@ -24,12 +24,12 @@ class InnerState:
         self._changing = [
             one for one in modules if callable(getattr(type(one), "after_step", None))
         ]
-        self._reduced = [
-            inside
+        self._reduced = {  # each once, though several modules around it may read it
+            inside: None
             for one in self._changing
             for inside in one.modules()
             if isinstance(inside, Statistic) and not isinstance(inside, InnerLoss)
-        ]
+        }
         self._names = self._names_of_all_stages()
 
     def begin_step(self, scale: Tensor) -> None:
