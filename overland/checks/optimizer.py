@@ -22,7 +22,8 @@ def check_optimizer(loaded: Loaded) -> Iterator[Problem]:
     try:
         rules = rules_of(settings)
     except OptimizerError as error:
-        key = "name" if settings.name not in optimizer_names() else "options"
+        known = settings.name in optimizer_names()
+        key = "options" if known and settings.options else "name"
         key, value = f"optimizer.{key}", getattr(settings, key)
         yield Problem(str(error), loaded.where(key), key, value)
         return

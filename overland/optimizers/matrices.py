@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from overland.optimizers.errors import OptimizerError
 from overland.optimizers.rule import WholeMatrix
-from overland.optimizers.shard import Shard, Step
+from overland.optimizers.shard import Shard, Step, pair, unchanged
 
 Box = tuple[slice, ...]
 
@@ -83,6 +84,7 @@ class Matrices:
         results: list[Tensor] = []
         if mine is not None:
             whole = self.rule.whole(together(received, mine))
+            require_shape(self.rule, "whole", whole, mine.shape)
             results = apart(whole.to(received[0].dtype), mine)
         directions = from_owners(results, inputs, group)
         for matrix, direction in zip(matrices, directions, strict=True):
@@ -90,9 +92,11 @@ class Matrices:
                 self._after(shards[matrix.name], direction, step)
 
     def _before(self, shard: Shard, step: Step) -> Tensor:
-        result, state = self.rule.before(
-            shard.wide_gradient(step), shard.wide_state(), shard.rates(step)
-        )
+        kept = shard.wide_state()
+        with unchanged(self.rule, "before", *kept.values()):
+            found = self.rule.before(shard.wide_gradient(step), kept, shard.rates(step))
+        result, state = pair(self.rule, "before", found)
+        require_shape(self.rule, "before", result, tuple(shard.gradient.shape))
         shard.write_state(state, step)
         shard.write_scalars(state, step)
         # A step that is skipped may hold anything, which not every factorisation takes.
@@ -101,11 +105,22 @@ class Matrices:
     def _after(self, shard: Shard, direction: Tensor, step: Step) -> None:
         parameter, given = shard.wide_parameter(), shard.wide_state()
         direction = direction.view(parameter.shape).to(parameter.dtype)
-        new, state = self.rule.after(parameter, direction, given, shard.rates(step))
+        with unchanged(self.rule, "after", parameter, *given.values()):
+            found = self.rule.after(parameter, direction, given, shard.rates(step))
+        new, state = pair(self.rule, "after", found)
         shard.write_parameter(new, step)
         if state is not given:  # most rules are done with their state before
             shard.write_state(state, step)
             shard.write_scalars(state, step)
+
+
+def require_shape(rule: WholeMatrix, method: str, result: Tensor, shape: tuple[int, ...]) -> None:
+    found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    if found != shape:
+        raise OptimizerError(
+            f"{type(rule).__name__}.{method}() was given {shape} and returned {found}, and not a "
+            "tensor of the same shape"
+        )
 
 
 def locate(name: str, parameter: Tensor) -> Matrix:

@@ -112,7 +112,7 @@ class Optimizer:
         self.num_updates += 1
         step = Step(learning_rate, self.num_updates, divisor, skip)
         with torch.no_grad():
-            for rule, update in zip(self.rules, self._prepared(), strict=True):
+            for rule, update in zip(self.rules, self.prepared(), strict=True):
                 update(self._shards(rule), step)
         self.num_updates -= skip
         for parameter in self._entries:
@@ -202,7 +202,7 @@ class Optimizer:
                 entry.state[state] = torch.zeros_like(like, dtype=dtype)
         return entry
 
-    def _prepared(self) -> list[Updater]:
+    def prepared(self) -> list[Updater]:
         """One for each rule. Made by the first step, while collectives may still take long."""
         if self._updaters is None:
             self._updaters = [

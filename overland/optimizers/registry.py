@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,7 +14,7 @@ from overland.optimizers.adamw import AdamW
 from overland.optimizers.errors import OptimizerError
 from overland.optimizers.lion import Lion
 from overland.optimizers.rule import Elementwise, Rule, WholeMatrix
-from overland.optimizers.state import Kinds, num_bytes, num_saved_bytes
+from overland.optimizers.state import Kinds, num_bytes, num_saved_bytes, wrong_kind
 
 _RULES: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "Lion": Lion}
 
@@ -80,14 +80,26 @@ def rules_of(settings: Optimizer) -> list[Rule]:
 
 def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
     """The first rule that takes this parameter."""
-    return next(rule for rule in rules if rule.takes(name, tuple(shape)))
+    for rule in rules:
+        if rule.takes(name, tuple(shape)):
+            return rule
+    raise OptimizerError(
+        f"{type(rules[-1]).__name__} does not take {name}, and no optimizer is left that would; to "
+        "leave a parameter as it is, use model.freeze"
+    )
 
 
 def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Kinds:
     """The state that is kept of this parameter."""
     rule = rule_for(rules, name, shape)
     kinds = rule.state(name, tuple(shape))
-    for state in kinds:
+    if not isinstance(kinds, Mapping):
+        raise OptimizerError(
+            f"{type(rule).__name__}.state() must return a dict, of names and kinds"
+        )
+    for state, kind in kinds.items():
+        if problem := wrong_kind(kind):
+            raise OptimizerError(f"{type(rule).__name__} cannot keep '{state}': {problem}")
         if not state.isidentifier() or state == "step":  # torch counts updates under that name
             raise OptimizerError(
                 f"{type(rule).__name__} cannot keep '{state}' in checkpoints: name it in letters, "
@@ -113,6 +125,10 @@ def same_state(one: str, other: str) -> bool:
     return one == other or (_RULES.get(one) is not None and _RULES.get(one) is _RULES.get(other))
 
 
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def _with_options(kind: type[Rule], name: str, options: Mapping[str, Any]) -> Rule:
     assert is_dataclass(kind)
     valid = {field.name: field for field in fields(kind) if field.init}
@@ -128,6 +144,11 @@ def _with_options(kind: type[Rule], name: str, options: Mapping[str, Any]) -> Ru
         except ValidationError as error:
             words = error.errors(include_url=False)[0]["msg"]
             raise OptimizerError(f"{name}'s option {key} = {show_value(value)}: {words}") from None
+        if value != value:
+            raise OptimizerError(f"{name}'s option {key} is not a number (nan)")
+    missing = [key for key, field in valid.items() if key not in options and _is_required(field)]
+    if missing:
+        raise OptimizerError(f"{name} needs optimizer.options.{missing[0]}, which has no default")
     try:
         return kind(**options)
     except ValueError as error:  # what the rule itself has to say about its options

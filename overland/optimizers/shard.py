@@ -9,8 +9,10 @@ waits to learn whether a step was good.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -19,11 +21,11 @@ from torch import Tensor
 from overland.kernels.rounding import noise, round_stochastically
 from overland.kernels.split import join, split
 from overland.optimizers.errors import OptimizerError
-from overland.optimizers.rule import Rates
-from overland.optimizers.state import Kinds, Packed, Scalar
+from overland.optimizers.rule import Rates, Rule
+from overland.optimizers.state import LARGEST_BLOCK, Kinds, Packed, Scalar
 
 # An update holds dozens of bytes per number on the way: of a whole embedding, tens of GB.
-PIECE = 2**23
+PIECE = LARGEST_BLOCK
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Shard:
         return found
 
     def write_parameter(self, new: Tensor, step: Step) -> None:
+        self._require_shape("parameter", new, self.parameter.shape)
         if self.remainder is None:
             _write(self.parameter, new, step)
             return
@@ -111,19 +114,31 @@ class Shard:
             if isinstance(self.kinds[name], Scalar):
                 continue
             value = new[name]
+            self._require_shape(name, value, one.shape)
             if one.dtype == torch.bfloat16 and value.dtype != torch.bfloat16:
                 seed = self.seed ^ crc32(name.encode()) >> 1
                 bits = noise(value.numel(), step.num_updates, seed, self.first)
                 value = round_stochastically(value.float(), bits & 0xFFFF)
             _write(one, value, step)
         for name, kept in self.packed.items():
+            self._require_shape(name, new[name], self.parameter.shape)
             for one, value in zip(kept, packed(self._packing(name), new[name]), strict=True):
                 _write(one, value, step)
 
     def write_scalars(self, new: Mapping[str, Tensor], step: Step) -> None:
         for name, one in self.state.items():
             if isinstance(self.kinds[name], Scalar):
+                self._require_shape(name, new[name], one.shape)
                 _write(one, new[name], step)
+
+    def _require_shape(self, what: str, new: Tensor, shape: torch.Size) -> None:
+        """Another one would be stretched to fit, or would not fit."""
+        found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
+        if found != tuple(shape):
+            raise OptimizerError(
+                f"the update of {self.name} returned as its new {what} {found}, and not a tensor "
+                f"of the shape {tuple(shape)}"
+            )
 
     @property
     def _wide(self) -> torch.dtype:
@@ -136,8 +151,31 @@ class Shard:
 
     def _blocks(self, name: str, here: slice) -> tuple[Tensor, ...]:
         block = self._packing(name).block
-        assert PIECE % block == 0, f"{name}: a block must divide {PIECE}"
+        assert PIECE % block == 0  # both are powers of two
         return tuple(kept[here.start // block : here.stop // block] for kept in self.packed[name])
+
+
+@contextmanager
+def unchanged(rule: Rule, method: str, *given: Tensor) -> Iterator[None]:
+    """Refuses a rule that writes into what it is given: some of that is the parameter and the state
+    themselves, which a step that is skipped must leave as they were."""
+    before = [tensor._version for tensor in given]
+    yield
+    if [tensor._version for tensor in given] != before:
+        raise OptimizerError(
+            f"{type(rule).__name__}.{method}() changes a tensor that it is given in place: compute "
+            "new tensors, and return those"
+        )
+
+
+def pair(rule: Rule, method: str, result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What a rule returned: a tensor, and state by name."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if is_pair and isinstance(result[0], Tensor) and isinstance(result[1], Mapping):
+        return result
+    raise OptimizerError(
+        f"{type(rule).__name__}.{method}() must return a tensor and the state, a dict"
+    )
 
 
 def packed(kind: Packed, numbers: Tensor) -> tuple[Tensor, ...]:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
+# An update works in pieces of this many numbers, which hold whole blocks.
+LARGEST_BLOCK = 2**23
+
 
 @dataclass(frozen=True)
 class Like:
@@ -51,6 +54,20 @@ class Packed:
 
 Kind = Like | Scalar | Packed
 Kinds = Mapping[str, Kind]
+
+
+def wrong_kind(kind: object) -> str:
+    """What is wrong with a description of state, if anything."""
+    if isinstance(kind, Packed):
+        is_power = isinstance(kind.block, int) and kind.block > 0 and kind.block.bit_count() == 1
+        if not is_power or kind.block > LARGEST_BLOCK:
+            return f"a block of {kind.block} numbers is not a power of two up to {LARGEST_BLOCK}"
+        return ""
+    if not isinstance(kind, Like | Scalar):
+        return f"{kind!r} is none of Like(), Scalar() and Packed()"
+    if kind.dtype not in SIZES and not (kind.dtype is None and isinstance(kind, Like)):
+        return f"the type {kind.dtype!r} is none of {', '.join(SIZES)}"
+    return ""
 
 
 def num_bytes(kinds: Kinds, shape: tuple[int, ...], dtype: str) -> float:

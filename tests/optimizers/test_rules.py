@@ -3,16 +3,19 @@ split master weights, groups, pieces."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from overland.config import schema
-from overland.optimizers import shard
+from overland.optimizers import Elementwise, Like, Packed, Rates, WholeMatrix, registry, shard
 from overland.optimizers.errors import OptimizerError
 from overland.optimizers.optimizer import Optimizer
 from overland.optimizers.registry import rules_of
-from tests.optimizers import own  # noqa: F401
+from tests.optimizers.own import pack, unpack
 
 NAMES = ["AdamW", "Adam", "Lion", "Muon", "EightBit"]
 ONE, ZERO = torch.ones(()), torch.zeros(())
@@ -168,9 +171,78 @@ def test_a_whole_matrix_rule_leaves_the_rest_to_adamw() -> None:
         ({"name": "Lion", "options": {"beta_2": 0.9}}, "no option 'beta_2'; did you mean 'beta2'?"),
         ({"name": "Lion", "options": {"beta2": "high"}}, 'Lion\'s option beta2 = "high": '),
         ({"name": "AdamW", "options": {"beta2": 0.9}}, "takes its options from [optimizer] itself"),
+        ({"name": "Lion", "options": {"beta2": float("nan")}}, "option beta2 is not a number"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(words: dict[str, object], says: str) -> None:
     with pytest.raises(OptimizerError) as error:
         rules_of(settings(**words))  # type: ignore[arg-type]
+    assert says in str(error.value)
+
+
+def momentum_in_place(self: object, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor],
+                      rates: Rates) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    state["momentum"].mul_(0.9).add_(gradient)
+    return parameter - rates.lr * state["momentum"], state
+
+
+def sgd(self: object, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor],
+        rates: Rates) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    return parameter - rates.lr * gradient, state
+
+
+def keep(kind: object) -> Callable[..., object]:
+    return lambda self, name, shape: {"momentum": kind}
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "says"),
+    [
+        (
+            Elementwise,
+            {"update": momentum_in_place, "state": keep(Like())},
+            "Own.update() changes a tensor that it is given in place",
+        ),
+        (
+            Elementwise,
+            {"update": lambda self, p, g, s, r: ((p - g).sum().view(1), s)},
+            "the update of 0.weight returned as its new parameter (1,)",
+        ),
+        (Elementwise, {"update": lambda self, p, g, s, r: p - g}, "must return a tensor and"),
+        (
+            Elementwise,
+            {
+                "update": lambda self, p, g, s, r: (p - g, {"momentum": g[:1]}),
+                "state": keep(Like()),
+            },
+            "returned as its new momentum (1,)",
+        ),
+        (
+            WholeMatrix,
+            {"whole": lambda self, m: m.T, "after": lambda self, p, d, s, r: (p - d, s)},
+            "Own.whole() was given (20, 12) and returned (12, 20)",
+        ),
+        (Elementwise, {"update": sgd, "state": keep(Like("bf16"))}, "the type 'bf16' is none of"),
+        (Elementwise, {"update": sgd, "state": keep(Like)}, "is none of Like(), Scalar()"),
+        (
+            Elementwise,
+            {"update": sgd, "state": keep(Packed(pack, unpack, 100, 1.0))},
+            "a block of 100 numbers is not a power of two",
+        ),
+        (
+            Elementwise,
+            {"update": sgd, "takes": lambda self, name, shape: len(shape) > 1},
+            "Own does not take 0.bias, and no optimizer is left that would",
+        ),
+    ],
+)
+def test_a_rule_that_cannot_work_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, base: type, members: dict[str, object], says: str
+) -> None:
+    """What is stretched to fit, or written in place, would go unnoticed until it is too late."""
+    rule = dataclass(frozen=True)(type("Own", (base,), members))
+    monkeypatch.setitem(registry._RULES, "Own", rule)
+    model = network()
+    with pytest.raises(OptimizerError) as error:
+        train(model, Optimizer([model], settings("Own")), steps=1)
     assert says in str(error.value)
