@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import mul
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
@@ -30,18 +31,31 @@ from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
+from overland.data import registry
+from overland.data.batch import Batch
+from overland.data.errors import DataError
+from overland.data.wanted import open_wanted, sources_of, training_table
 from overland.models.flops import stage_costs
 from overland.models.inputs import Inputs
 from overland.models.measure import sample_fields
 from overland.models.registry import model_config
 from overland.models.structure import Structure, find_module, structure_of, tie
 from overland.objectives import give_objective, objective_for
-from overland.objectives.objective import Objective
+from overland.objectives.objective import Objective, count_of
+from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.single import splits
+
+# Raised where a user's code reads numbers: nothing is known of it then, here.
+NOT_FOR_FAKES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,7 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
             if splits(mesh, config.training):
                 optimizer.split()
             each = []
+            count_of(objective, Batch(fields_of_pass(architecture, config, degrees)))
             for part in parts:
                 first, others = stage_inputs(part, architecture, config, degrees)
                 for field in objective.passes:
@@ -147,6 +162,12 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                     del second
                 if output.requires_grad:  # a first stage may be frozen
                     output.sum().backward()
+            if not all(isinstance(rule, AdamW) for rule in optimizer.rules):
+                with fake_tensor.unset_fake_temporarily():  # who has which matrix is read off
+                    optimizer.prepared()
+                one, none = torch.ones(()), torch.zeros(())
+                with suppress(*NOT_FOR_FAKES):  # what a user's rule returns must fit
+                    optimizer.update(0.1, one, 0.0, one, skip=none)
             with optimizer.whole():
                 parameters = [local(p.detach()) for part in parts for p in part.parameters()]
                 trained = [local(p.detach()) for p in optimizer.parameters]
@@ -179,23 +200,27 @@ def stage_inputs(
     part: nn.Module, architecture: Any, config: JobConfig, degrees: Degrees
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What a part begins with, and all else that it is given of one micro-batch."""
-    training = config.training
-    rows = training.local_batch_size
-    if degrees.pp > 1:
-        rows = config.parallelism.pipeline_parallel_microbatch_size
-    tokens = training.seq_len // degrees.cp
-    fields = made_up_fields(architecture, rows, tokens, config.data.document_mask)
+    fields = fields_of_pass(architecture, config, degrees)
     first, others = Inputs(part).of(fields)
     structure = structure_of(part)
     if structure is not None and structure.between is not None and not has_start(part, structure):
-        dtype = getattr(torch, training.mixed_precision_param)
-        shape = (rows, *structure.between(tokens // degrees.tp))
+        dtype = getattr(torch, config.training.mixed_precision_param)
+        tokens = config.training.seq_len // degrees.cp
+        shape = (len(first), *structure.between(tokens // degrees.tp))
         first = torch.zeros(shape, dtype=dtype, requires_grad=True)
     return first, others
 
 
+def fields_of_pass(architecture: Any, config: JobConfig, degrees: Degrees) -> dict[str, Tensor]:
+    """A rank's share of what one pass is given, without content."""
+    rows = config.training.local_batch_size
+    if degrees.pp > 1:
+        rows = config.parallelism.pipeline_parallel_microbatch_size
+    return made_up_fields(architecture, rows, config.training.seq_len // degrees.cp, config)
+
+
 def made_up_fields(
-    architecture: Any, rows: int, tokens: int, document_mask: bool
+    architecture: Any, rows: int, tokens: int, config: JobConfig
 ) -> dict[str, Tensor]:
     """A batch without content, in the shapes that the model is made for."""
     numbers = {name: torch.zeros(rows, dtype=torch.int64) for name in ("sample_B", "epoch_B")}
@@ -206,8 +231,26 @@ def made_up_fields(
             for name, (dtype, shape) in shapes.items()
         }
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    documents = {"documents_BS": ids} if document_mask else {}
-    return {"tokens_BS": ids, "labels_BS": ids, "positions_BS": ids, **documents, **numbers}
+    documents = {"documents_BS": ids} if config.data.document_mask else {}
+    channels = {
+        f"{name}_BS": torch.zeros(rows, tokens, dtype=getattr(torch, dtype))
+        for name, dtype in channels_of(config).items()
+    }
+    own = {"tokens_BS": ids, "labels_BS": ids, "positions_BS": ids}
+    return own | documents | channels | numbers
+
+
+def channels_of(config: JobConfig) -> dict[str, str]:
+    """What goes with the tokens of the training data, as far as its sources are there: an objective
+    may want it."""
+    found: dict[str, str] = {}
+    for name, wanted in sources_of(config).items():
+        if registry.is_random(name, wanted):
+            continue
+        with suppress(DataError, OSError):
+            source = open_wanted(config, training_table(config, name), name, wanted)
+            found |= getattr(source, "channels", None) or {}
+    return found
 
 
 def found_in_pass(

@@ -66,7 +66,10 @@ class Decoder(nn.Module):
             return hidden_BSD
         if labels_BS is None:
             return self.lm_head(hidden_BSD)
-        return self.lm_head(hidden_BSD, self.objective, {"labels_BS": labels_BS, **others})
+        fields = {"labels_BS": labels_BS, **others}
+        if documents_BS is not None:
+            fields["documents_BS"] = documents_BS
+        return self.lm_head(hidden_BSD, self.objective, fields)
 
     def structure(self) -> Structure:
         return self.config.structure()

@@ -12,24 +12,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from overland.data.batch import IGNORED, Batch
 from overland.models.loss import OutputMatrix
-from overland.objectives.objective import Objective
+from overland.objectives.objective import Objective, weights_of
 
 
 class NextToken(Objective):
     counts = "tokens"
 
     def __init__(self, z_loss: float = 0.0) -> None:
-        super().__init__()
         self.z_loss = z_loss
         self.metrics = ("cross_entropy", "z_loss") if z_loss else ()
-
-    def count(self, batch: Batch) -> Tensor:
-        weights_BS = weights_of(batch.fields)
-        if weights_BS is None:
-            return (batch["labels_BS"] != IGNORED).sum()
-        return ((batch["labels_BS"] != IGNORED) * weights_BS.double()).sum()
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         # Validation reports the cross-entropy alone.
@@ -40,12 +32,3 @@ class NextToken(Objective):
         if not self.metrics:
             return total
         return torch.stack([total, total.detach() - z_part, z_part])
-
-
-def weights_of(fields: Mapping[str, Tensor]) -> Tensor | None:
-    """How much each token counts; None where all count alike."""
-    weights_BS, weight_B = fields.get("weights_BS"), fields.get("weight_B")
-    if weight_B is None:
-        return weights_BS
-    rows_B1 = weight_B[:, None]
-    return rows_B1.expand_as(fields["labels_BS"]) if weights_BS is None else weights_BS * rows_B1

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from overland.data.batch import IGNORED, Batch
 from overland.models.loss import OutputMatrix
+from overland.objectives.errors import ObjectiveError
 from overland.parallel.comm import sum_with_own_gradient
 from overland.parallel.mesh import Mesh
 
@@ -39,26 +40,28 @@ class Objective:
     passes: tuple[str, ...] = ()
     """Names of the batch fields that forward passes without gradient make, [rows, terms] each."""
 
-    def __init__(self) -> None:
-        self._context: Mesh | None = None
-        self._field: str | None = None
-        self._found: list[Tensor] = []
+    # Of the class: an __init__ of a user's own need not know of them.
+    _context: Mesh | None = None
+    _field: str | None = None
+    _found: list[Tensor]
 
     def count(self, batch: Batch) -> Tensor:
         """This rank's share; what is not a whole number is a share of a row that ranks share."""
         if self.counts == "tokens":
-            valid_BS = batch["labels_BS"] != IGNORED
-            weight_B = batch.get("weight_B")
-            return valid_BS.sum() if weight_B is None else (valid_BS * weight_B[:, None]).sum()
+            valid_BS, weights_BS = batch["labels_BS"] != IGNORED, weights_of(batch.fields)
+            return valid_BS.sum() if weights_BS is None else (valid_BS * weights_BS.double()).sum()
         weight_B = batch.get("weight_B")
-        rows = torch.as_tensor(float(len(batch)), dtype=torch.float64, device=batch.device)
-        rows = rows if weight_B is None else weight_B.double().sum()
-        return rows / (self.rows_per_sample * self._num_sharing)
+        if weight_B is None:
+            weight_B = torch.ones(len(batch), device=batch.device)
+        return self._sample_weights(weight_B).double().sum() / self._num_sharing
 
     def terms(self, losses_BS: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """[rows, terms]: sums over the tokens of this rank's share of each row, from
-        -log p(label) of each token (0 where the label is -100)."""
-        return losses_BS.sum(dim=1, keepdim=True)
+        -log p(label) of each token (0 where the label is -100). A channel `weights` says how much
+        each counts."""
+        weights_BS = fields.get("weights_BS")
+        weighted_BS = losses_BS if weights_BS is None else losses_BS * weights_BS
+        return weighted_BS.sum(dim=1, keepdim=True)
 
     def loss(
         self, terms_Bk: Tensor, fields: Mapping[str, Tensor]
@@ -73,21 +76,67 @@ class Objective:
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """Called by a model's head: the summed loss, followed by the sums of the metrics."""
+        fields = Fields(fields)
+        fields.objective = type(self).__name__
         losses_BS = head.token_losses(hidden_BSD, fields["labels_BS"])
+        num_rows = len(losses_BS)
         terms_Bk = self.terms(losses_BS, fields)
+        if not (isinstance(terms_Bk, Tensor) and terms_Bk.ndim == 2 and len(terms_Bk) == num_rows):
+            raise self._wrong("terms()", terms_Bk, f"({num_rows}, number of terms)")
         if self._context is not None:
             terms_Bk = sum_with_own_gradient(terms_Bk, self._context.axis("cp").get_group())
         if self._field is not None:
             self._found.append(terms_Bk.detach())
             return terms_Bk.new_zeros(1 + len(self.metrics))
-        losses, others = self.loss(terms_Bk, fields)
+        losses, others = self._losses(terms_Bk, fields)
         weight_B = fields.get("weight_B")
-        weight = 1.0 if weight_B is None else weight_B[:: self.rows_per_sample]
+        weight = 1.0 if weight_B is None else self._sample_weights(weight_B)
         total = (losses * weight).sum()
         logged = [(others[name].detach() * weight).sum() for name in self.metrics]
         # Ranks that share rows have the same loss each, and their sums are added up.
         shared = total.detach() / self._num_sharing + (total - total.detach())
         return torch.stack([shared, *(one / self._num_sharing for one in logged)])
+
+    def _losses(
+        self, terms_Bk: Tensor, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """What `loss` returns, once it is known to be a number per sample: a mean, say, would make
+        the result depend on how the batch is split."""
+        returned = self.loss(terms_Bk, fields)
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise ObjectiveError(
+                f"{type(self).__name__}.loss() must return two things: a loss per sample, and a "
+                "dict of what else is logged"
+            )
+        losses, others = returned
+        found = {"loss()": losses}
+        for name in self.metrics:
+            if name not in others:
+                raise ObjectiveError(
+                    f"{type(self).__name__}.metrics names '{name}', which loss() does not return"
+                )
+            found[f"loss() as its metric {name}"] = others[name]
+        shape = (len(terms_Bk) // self.rows_per_sample,)
+        for what, one in found.items():
+            if not isinstance(one, Tensor) or tuple(one.shape) != shape:
+                raise self._wrong(what, one, f"{shape}, a number per sample")
+        if terms_Bk.requires_grad and not losses.requires_grad:
+            raise ObjectiveError(
+                f"{type(self).__name__}.loss() has no gradient: its losses do not depend on the "
+                "terms, or only by something that cannot be differentiated"
+            )
+        return losses, others
+
+    def _wrong(self, what: str, found: object, expected: str) -> ObjectiveError:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        return ObjectiveError(
+            f"{type(self).__name__} returned {shape} from {what}, and not a tensor of the shape "
+            f"{expected}"
+        )
+
+    def _sample_weights(self, weight_B: Tensor) -> Tensor:
+        """A sample counts as much as the least of its rows: half a pair is none."""
+        return weight_B.unflatten(0, (-1, self.rows_per_sample)).amin(dim=1)
 
     def bind(self, mesh: Mesh) -> None:
         """Tells the objective who shares rows with this rank."""
@@ -105,3 +154,42 @@ class Objective:
     @property
     def _num_sharing(self) -> int:
         return 1 if self._context is None else self._context.degrees.cp
+
+
+def count_of(objective: Objective, batch: Batch) -> Tensor:
+    """What the objective counts of this rank's share, if it is a number."""
+    name = type(objective).__name__
+    try:
+        count = objective.count(batch)
+    except KeyError as error:
+        raise ObjectiveError(
+            f"{name}.count() asks for the field {error.args[0]}, which the batch does not have: it "
+            f"has {', '.join(batch.fields)}"
+        ) from None
+    if not isinstance(count, Tensor) or count.ndim:
+        shape = tuple(count.shape) if isinstance(count, Tensor) else type(count).__name__
+        raise ObjectiveError(
+            f"{name}.count() returned {shape}, and not a tensor without dimensions"
+        )
+    return count
+
+
+class Fields(dict[str, Tensor]):
+    """The fields of a batch, for an objective that may ask for one that the data lacks."""
+
+    objective = ""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ObjectiveError(
+            f"{self.objective} asks for the field {name}, which the batch does not have: it has "
+            f"{', '.join(self)}"
+        )
+
+
+def weights_of(fields: Mapping[str, Tensor]) -> Tensor | None:
+    """How much each token counts; None where all count alike."""
+    weights_BS, weight_B = fields.get("weights_BS"), fields.get("weight_B")
+    if weight_B is None:
+        return weights_BS
+    rows_B1 = weight_B[:, None]
+    return rows_B1.expand_as(fields["labels_BS"]) if weights_BS is None else weights_BS * rows_B1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from overland.config.schema import Training
 from overland.models.errors import nearest
+from overland.models.logged import first_taken
 from overland.objectives.errors import ObjectiveError
 
 if TYPE_CHECKING:
@@ -44,20 +45,49 @@ def objective_for(training: Training, architecture: Any) -> Objective:
             f"training.z_loss is a part of {NEXT_TOKEN}, and the objective is {name}: leave it out"
         )
     try:
-        return _OBJECTIVES[name](**options)
-    except TypeError as error:
+        objective = _OBJECTIVES[name](**options)
+    except (TypeError, ValueError) as error:
         raise ObjectiveError(f"the objective '{name}' cannot be made: {error}") from None
+    if problem := _wrong(objective):
+        raise ObjectiveError(f"the objective '{name}' {problem}")
+    return objective
+
+
+def _wrong(objective: object) -> str:
+    """What is wrong with what an objective says of itself, if anything."""
+    from overland.objectives.objective import Objective
+
+    if not isinstance(objective, Objective):
+        return f"is made as a {type(objective).__name__}, and must extend Objective"
+    if objective.counts not in ("tokens", "samples"):
+        return f"counts {objective.counts!r}, and must count tokens or samples"
+    rows = objective.rows_per_sample
+    if not isinstance(rows, int) or rows < 1:
+        return f"has rows_per_sample = {rows!r}, and must have a whole number of at least 1"
+    for key in ("metrics", "passes"):
+        names = getattr(objective, key)
+        if isinstance(names, str) or len({*names}) < len(names):
+            return f"has {key} = {names!r}, and must have a tuple of different names"
+    if taken := first_taken(objective.metrics):
+        return f"cannot log a metric as '{taken}', which means something else: name it otherwise"
+    if given := [one for one in objective.passes if one.endswith(("_B", "_BS"))]:
+        return f"has a pass named {given[0]}, as fields of the data are: name it {given[0]}_Bk"
+    return ""
 
 
 def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
     """Puts the objective where the head finds it. A model without a place for it computes its loss
     by itself."""
+    from overland.models.inner import InnerLoss
     from overland.objectives.objective import Objective
 
     computes = any(
         getattr(type(objective), one) is not getattr(Objective, one) for one in ("terms", "loss")
     )
     for part in parts:
+        inner = {one.name for one in part.modules() if isinstance(one, InnerLoss)}
+        if both := inner & {*objective.metrics}:
+            raise ObjectiveError(f"the objective and the model both log {min(both)}: name one anew")
         if hasattr(part, "objective"):
             part.objective = objective  # type: ignore[assignment]
         elif computes or objective.metrics or objective.passes:

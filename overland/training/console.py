@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from overland.cluster.mpi import is_under_mpi
+from overland.models.logged import TAKEN
 from overland.training.callbacks import Callback, Record
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Console(Callback):
 def describe_shortly(record: Record) -> str:
     """What fits beside a bar on 80 columns."""
     mfu = f"{record['mfu']:.0%} MFU  " if record["mfu"] is not None else ""
-    return f"loss {record['loss']:.3f}  {speed(record)}  {mfu}{record['memory_gib']:.1f} GiB"
+    usual = f"loss {record['loss']:.3f}  {speed(record)}  {mfu}{record['memory_gib']:.1f} GiB"
+    return usual + others(record)
 
 
 def speed(record: Record) -> str:
@@ -102,4 +104,9 @@ def describe(record: Record) -> str:
     ]
     if record["data_wait"] > 0.01:
         parts.append(f"data wait {record['data_wait']:.0%}")
-    return "  ".join(parts)
+    return "  ".join(parts) + others(record)
+
+
+def others(record: Record) -> str:
+    """What the objective and losses inside the model log, by their names."""
+    return "".join(f"  {name} {record[name]:.4g}" for name in record if name not in TAKEN)

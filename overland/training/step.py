@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from overland.data.batch import Batch
+from overland.objectives.objective import count_of
 from overland.parallel.comm import from_first_rank, sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import Mesh
@@ -40,7 +41,7 @@ class StepResult:
 def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepResult:
     training, scaler, mesh = run.config.training, run.scaler, run.mesh
     share = share_of_rows(batch, mesh)
-    count = sum_over(run.objective.count(share), mesh.token_group)
+    count = sum_over(count_of(run.objective, share), mesh.token_group)
     share = with_passes(run, share)
     run.inner.begin_step(scaler.scale / run.global_batch_size)
     sums = run.model.loss_and_gradients(share, scaler.scale / count)

@@ -8,6 +8,7 @@ import torch
 
 from overland.data.loader import load
 from overland.data.prepare import Dataset
+from overland.objectives.objective import count_of
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.shard import reshard
@@ -35,7 +36,7 @@ def loss_on(run: Run, held_out: Dataset) -> float:
     for number in range(steps):
         batch = load(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
         share = share_of_rows(batch.to(run.device), mesh)
-        count += run.objective.count(share)
+        count += count_of(run.objective, share)
         sums += run.model.loss(with_passes(run, share))
     reshard(run.model.parts)
     return float(total_sums(sums, mesh)[0] / sum_over(count, mesh.token_group))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,9 +19,16 @@ from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
+from overland.data import registry as sources
 from overland.data.loader import load
 from overland.models.flops import count_parameters
 from overland.models.registry import model_config
+from overland.objectives import registry as objectives
+from overland.objectives.errors import ObjectiveError
+from overland.objectives.objective import Objective
+from overland.optimizers import WholeMatrix
+from overland.optimizers import registry as optimizers
+from overland.optimizers.errors import OptimizerError
 from overland.proofs.layout import proof_job
 from overland.proofs.layouts import parse
 from overland.training.run import build_run
@@ -128,3 +137,55 @@ def test_recompute_keeps_less_for_the_backward_pass() -> None:
     ]
     assert kept == sorted(kept)
     assert kept[0] < kept[2] / 2
+
+
+SMALL = [
+    "model.overrides={num_hidden_layers = 1, hidden_size = 32, num_attention_heads = 2}",
+    "training.seq_len=32",
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_rule_of_a_users_own_is_tried(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    @dataclass(frozen=True)
+    class Turned(WholeMatrix):
+        def whole(self, matrix: Tensor) -> Tensor:
+            return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+
+        def after(self, parameter, direction, state, rates):
+            return parameter - rates.lr * direction, state
+
+    monkeypatch.setitem(optimizers._RULES, "Turned", Turned)
+    with pytest.raises(OptimizerError, match=r"Turned.whole\(\) was given .* and returned"):
+        steps(world_size, "optimizer.name=Turned", *SMALL)
+    monkeypatch.setattr(Turned, "whole", lambda self, matrix: matrix)
+    steps(world_size, "optimizer.name=Turned", *SMALL)
+
+
+def test_an_objective_finds_the_channels_of_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scored:
+        kind = "tokens"
+        channels: ClassVar = {"score": "float32"}
+
+        def chunks(self) -> list[str]:
+            return ["all"]
+
+    class ByScore(Objective):
+        def terms(self, losses_BS, fields):
+            return (losses_BS * fields["score_BS"]).sum(1, keepdim=True)
+
+    monkeypatch.setitem(sources._sources, "scored", Scored)
+    monkeypatch.setitem(objectives._OBJECTIVES, "by_score", ByScore)
+    steps(1, "training.objective=by_score", "training.dataset=scored", *SMALL)
+    with pytest.raises(ObjectiveError, match="asks for the field score_BS"):
+        steps(1, "training.objective=by_score", "training.dataset=random", *SMALL)
+
+
+def test_a_count_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(Objective):
+        def count(self, batch):
+            return len(batch)
+
+    monkeypatch.setitem(objectives._OBJECTIVES, "rows", Rows)
+    with pytest.raises(ObjectiveError, match=r"Rows.count\(\) returned int"):
+        steps(1, "training.objective=rows", *SMALL)

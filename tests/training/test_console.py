@@ -12,7 +12,7 @@ import pytest
 
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
-from overland.training.console import Console
+from overland.training.console import Console, describe, describe_shortly
 from overland.training.folder import RunFolder
 
 PROFILED = """
@@ -40,6 +40,13 @@ def test_a_bar_is_drawn_on_a_terminal_of_ones_own(
         monkeypatch.setenv(launcher, "0")
     run = cast(Any, SimpleNamespace(world=World(), config=JobConfig()))
     assert (Console(run).bar is None) == bool(launcher)
+
+
+def test_what_an_objective_logs_is_shown_by_name() -> None:
+    record = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "accuracy": 0.75}
+    record |= {"mfu": None, "memory_gib": 1.0, "data_wait": 0.0, "tokens_per_second": 10.0}
+    assert describe(record).endswith("1.00 GiB  accuracy 0.75")
+    assert describe_shortly(record).endswith("1.0 GiB  accuracy 0.75")
 
 
 def test_the_profiler_says_nothing() -> None:
