@@ -78,9 +78,21 @@ def check_structure(model: nn.Module) -> None:
     if structure is None:
         return
     name = type(model).__name__
-    for path in (*structure.blocks, *structure.before, *structure.after, *structure.compiled):
+    for key in ("blocks", "before", "after", "compiled"):
+        if isinstance(paths := getattr(structure, key), str):
+            raise ModelError(
+                f"structure() of {name} has {key} = {paths!r}, expected a tuple: ({paths!r},)"
+            )
+    placed = (*structure.blocks, *structure.before, *structure.after)
+    for path in (*placed, *structure.compiled):
         if find_module(model, path) is None:
             raise ModelError(f"structure() of {name} names {path}, which it does not have")
+    for number, path in enumerate(placed):
+        if inside(path, (*placed[:number], *placed[number + 1 :])):
+            raise ModelError(
+                f"structure() of {name} names {path} twice, or inside of another: expected each "
+                "module in one of blocks, before and after"
+            )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for tied, owner in structure.ties.items():
         for path in (tied, owner):

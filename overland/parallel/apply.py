@@ -25,7 +25,14 @@ from overland.models.flops import stage_costs
 from overland.models.init import require_rules
 from overland.models.inner import InnerLoss, Statistic
 from overland.models.registry import build_model
-from overland.models.structure import blocks_of, check_structure, structure_of, ties_of
+from overland.models.structure import (
+    blocks_of,
+    check_structure,
+    find_module,
+    inside,
+    structure_of,
+    ties_of,
+)
 from overland.models.transform import (
     Transform,
     added_rule,
@@ -124,17 +131,31 @@ def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) ->
 
 
 def require_blocks_apart(model: nn.Module) -> None:
-    """A module that two blocks share would be cut twice, or be trained twice by two stages."""
+    """What two blocks share would be cut twice, or be trained twice by two stages."""
+    structure = structure_of(model)
+    if structure is None:
+        return
     block_of: dict[nn.Module, str] = {}
-    for block_name, block in blocks_of(model).items():
-        number = block_name.rpartition(".")[2]
-        for name, module in block.named_modules():
-            other = block_of.setdefault(module, number)
-            if other != number and any(True for _ in module.parameters()):
-                raise ModelError(
-                    f"blocks {other} and {number} share one module, {name or 'the whole block'}; "
-                    "a model with shared blocks trains on one device only"
-                )
+    for path in structure.blocks:
+        blocks = find_module(model, path)
+        assert blocks is not None
+        for number, block in blocks._modules.items():  # a block that is there twice, too
+            block_name = f"{path}.{number}"
+            for name, module in block.named_modules() if block is not None else ():
+                other = block_of.setdefault(module, block_name)
+                if other != block_name and any(True for _ in module.parameters()):
+                    raise ModelError(
+                        f"{other} and {block_name} share one module, {name or 'the whole block'}; "
+                        "a model with shared blocks trains on one device only"
+                    )
+    names = set(block_of.values())
+    for tied, owner in structure.ties.items():
+        homes = [next((one for one in names if inside(path, (one,))), "") for path in (tied, owner)]
+        if homes[0] != homes[1]:
+            raise ModelError(
+                f"{tied} and {owner} are one parameter of a block and of a module outside of it; "
+                "a model with such a tie trains on one device only"
+            )
 
 
 def require_no_hand_ties(model: nn.Module) -> None:
@@ -147,6 +168,11 @@ def require_no_hand_ties(model: nn.Module) -> None:
             owner, first = owner_of.setdefault(parameter, (module, name))
             if owner is module or ties.get(name) == first:
                 continue
+            if ties.get(first) == name:
+                raise ModelError(
+                    f"structure() of {type(model).__name__} ties {first} to {name}, expected the "
+                    f'one that the model has first as the owner: ties={{"{name}": "{first}"}}'
+                )
             raise ModelError(
                 f"{first} and {name} are one parameter, and would become two when the model gets "
                 "its memory: name it among the ties of structure() (a Decoder does so by "

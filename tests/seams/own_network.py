@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ class NetworkConfig:
     tied: bool = False
     describes: bool = True
     names: str = "right"
+    odd: str = ""
 
 
 class Block(nn.Module):
@@ -44,6 +46,10 @@ class Network(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
+        if config.odd == "one block twice":
+            self.blocks[3] = self.blocks[1]
+        if config.odd == "tied blocks":
+            self.blocks[2].norm.weight = self.blocks[0].norm.weight
 
     def forward(self, tokens_BS, labels_BS=None):
         x = tokens_BS if self.embed is None else self.embed(tokens_BS)
@@ -62,15 +68,25 @@ class Network(nn.Module):
         return Constant(0.0) if name.endswith("bias") else Normal(0.3, name)
 
 
+ODD: dict[str, dict[str, Any]] = {
+    "one block twice": {},
+    "tied blocks": {"ties": {"blocks.2.norm.weight": "blocks.0.norm.weight"}},
+    "tied the other way": {"ties": {"embed.weight": "head.weight"}},
+    "named twice": {"before": ("embed", "blocks.0")},
+    "no tuple": {"after": "head"},
+}
+
+
 class Described(Network):
     def structure(self) -> Structure:
-        return Structure(
+        said = Structure(
             blocks=("blocks" if self.config.names == "right" else "layers",),
             before=("embed",),
             after=("head",),
             ties={"head.weight": "embed.weight"} if self.config.tied else {},
             between=lambda tokens: (tokens, self.config.width),
         )
+        return replace(said, **ODD.get(self.config.odd, {}))
 
 
 class TokenByToken:
@@ -101,6 +117,7 @@ def register() -> None:
             "tied": NetworkConfig(tied=True),
             "silent": NetworkConfig(describes=False),
             "wrong": NetworkConfig(names="wrong"),
+            **{odd: NetworkConfig(odd=odd, tied="other way" in odd) for odd in ODD},
         }
         build = lambda config, attention: (Described if config.describes else Network)(config)
         register_model("network", flavors=flavors, config_class=NetworkConfig, build=build)

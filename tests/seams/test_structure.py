@@ -71,6 +71,15 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plain", "tp2", "Described has no plan for tp = 2"),
         ("silent", "pp2", "model of NetworkConfig does not say what passes between its blocks"),
         ("wrong", "shard2", "structure\\(\\) of Described names layers, which it does not have"),
+        ("one block twice", "pp2", r"blocks\.1 and blocks\.3 share one module, the whole block"),
+        (
+            "tied blocks",
+            "shard2",
+            r"blocks\.2\.norm\.weight and blocks\.0\.norm\.weight are one par",
+        ),
+        ("tied the other way", "shard1", r'owner: ties={"head\.weight": "embed\.weight"}'),
+        ("named twice", "pp2", r"names blocks\.0 twice, or inside of another"),
+        ("no tuple", "shard1", r"has after = 'head', expected a tuple: \('head',\)"),
     ],
 )
 def test_the_rest_is_refused_by_name(tmp_path: Path, flavor: str, layout: str, says: str) -> None:
