@@ -35,7 +35,7 @@ class Transform(ABC):
         """Changes the model in place. It is on the meta device: no tensor has values."""
 
     def init_rule(self, name: str) -> Rule | None:
-        """How a parameter starts that this transform adds; None for all others."""
+        """How a parameter starts that this transform adds: it is asked about no other."""
         return None
 
 
@@ -51,20 +51,33 @@ def make_transforms(wanted: Mapping[str, Mapping[str, Any]]) -> list[Transform]:
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[Transform]) -> None:
+    added: dict[str, Rule] = {}
     for transform in transforms:
+        before = {name for name, _ in model.named_parameters()}
         transform.apply(model)
-    model.transforms = tuple(transforms)  # type: ignore[assignment]
+        for name, _ in model.named_parameters():
+            if name in before:
+                continue
+            rule = transform.init_rule(name)
+            if rule is None:
+                raise ModelError(
+                    f"{type(transform).__name__} adds the parameter {name}, and its init_rule() "
+                    "does not say how that starts; a parameter that the model has already must "
+                    "keep its name"
+                )
+            added[name] = rule
+    model._transforms, model._added = tuple(transforms), added  # type: ignore[assignment]
 
 
 def transforms_of(model: nn.Module) -> tuple[Transform, ...]:
-    found: tuple[Transform, ...] = getattr(model, "transforms", ())
+    found: tuple[Transform, ...] = getattr(model, "_transforms", ())
     return found
 
 
 def added_rule(model: nn.Module, name: str) -> Rule | None:
     """How a parameter starts that a transform has added; None for those of the model itself."""
-    rules = (transform.init_rule(name) for transform in transforms_of(model))
-    return next((rule for rule in rules if rule is not None), None)
+    added: dict[str, Rule] = getattr(model, "_added", {})
+    return added.get(name)
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Transform:

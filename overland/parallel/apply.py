@@ -95,6 +95,10 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
     require_no_hand_ties(model)
     cast(model, getattr(torch, config.training.dtype))
     freeze(model, config.model.freeze)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            "nothing would be trained: model.freeze and model.transforms freeze every parameter"
+        )
     return model
 
 
