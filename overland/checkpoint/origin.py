@@ -53,12 +53,13 @@ class Origin:
                 f"what the index says of weights that it leaves out cannot be read: {error!r}"
             ) from None
 
-    def find(self, also: Iterable[Path] = ()) -> Path:
+    def find(self, also: Iterable[Path] = (), look_only: bool = False) -> Path:
         """The folder that still holds these very weights: where they were, or one of `also`, which
-        a run is told to start from when they have moved."""
+        a run is told to start from when they have moved. `look_only` reads no file: sizes must do.
+        """
         problems = []
         for folder in dict.fromkeys([self.folder, *also]):
-            problem = self._difference(folder)
+            problem = self._difference(folder, look_only)
             if not problem:
                 return folder
             problems.append(problem)
@@ -68,7 +69,7 @@ class Origin:
             "checkpoint.initial_load_path to where they are now"
         )
 
-    def _difference(self, folder: Path) -> str:
+    def _difference(self, folder: Path, look_only: bool) -> str:
         """Empty if the folder has these files."""
         for name, (size, _) in self.files.items():
             try:
@@ -77,6 +78,8 @@ class Origin:
                 return f"{folder / name} does not exist"
             if found != size:
                 return f"{folder / name} has {found:,} bytes, not {size:,}"
+        if look_only:
+            return ""
         marks = mark_files(folder, self.files)
         changed = [name for name in self.files if marks[name] != self.files[name]]
         return f"{folder / changed[0]} has other contents" if changed else ""

@@ -21,6 +21,7 @@ from overland.checkpoint.convert import open_source
 from overland.checkpoint.convert.source import MODEL
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
+from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
@@ -64,8 +65,9 @@ from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.measure import SampleFields, sample_fields
 from overland.models.registry import build_model, model_config
+from overland.models.transform import added_rule, apply_transforms
 from overland.optimizers.registry import state_bytes
-from overland.parallel.apply import freeze
+from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.parts import named_parameters
 from overland.reporting.readme import model_name
 from overland.training.folder import RunFolder
@@ -338,7 +340,13 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
     with open_checkpoint(path) as checkpoint:
         if checkpoint.index.kind != "local":  # a local one is of pieces, which its ranks know
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
-            compare(path, {MODEL + name: shape for name, shape in shapes_of(config).items()}, has)
+            needs = {MODEL + name: shape for name, shape in shapes_of(model_of(config)).items()}
+            if (origin := Origin.from_json(checkpoint.run)) is not None:
+                given = config.checkpoint.initial_load_path
+                origin.find([Path(given).expanduser()] if given is not None else [], look_only=True)
+                left_out = {MODEL + name for name in origin.names}
+                needs = {name: shape for name, shape in needs.items() if name not in left_out}
+            compare(path, needs, has)
         plan = (checkpoint.run.get("data") or {}).get("plan")
     if plan is not None:
         saved = Plan.from_json(plan)
@@ -362,16 +370,19 @@ def try_weights(path: Path, config: JobConfig) -> None:
         return
     describe = getattr(model_config(config.model), "to_hf", None)
     weights = open_source(path, describe() if describe else None).weights()
-    compare(path, shapes_of(config), {name: tuple(one.shape) for name, one in weights.items()})
+    own = {n: shape for n, shape in shapes_of(model).items() if added_rule(model, n) is None}
+    compare(path, own, {name: tuple(one.shape) for name, one in weights.items()})
 
 
 def model_of(config: JobConfig) -> nn.Module:
     with torch.device("meta"):
-        return build_model(model_config(config.model), config.model.attention)
+        model = build_model(model_config(config.model), config.model.attention)
+        apply_transforms(model, transforms_for(config))
+    return model
 
 
-def shapes_of(config: JobConfig) -> Shapes:
-    return {name: tuple(one.shape) for name, one in named_parameters([model_of(config)]).items()}
+def shapes_of(model: nn.Module) -> Shapes:
+    return {name: tuple(one.shape) for name, one in named_parameters([model]).items()}
 
 
 def compare(path: Path, needs: Shapes, has: Shapes) -> None:

@@ -20,10 +20,11 @@ from overland.checkpoint.verify import verify
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
-from overland.models import build_model, resolve_config
+from overland.models import build_model, resolve_config, transform
 from overland.models.init import init_weights
 from overland.proofs.layouts import parse
 from tests.jobs import TINY_MODEL, losses_and_norms, tiny_job
+from tests.training.test_rehearsal import rehearsed
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 FROZEN = ["model.embed_tokens.*", "model.layers.0.*"]
@@ -107,6 +108,24 @@ def test_an_export_is_whole_and_a_changed_origin_is_found(
     step = tmp_path / "run" / "checkpoint" / "step_2"
     with pytest.raises(CheckpointError, match="has other contents"):
         convert(step, tmp_path / "hf3", to="hf")
+
+
+def test_check_knows_what_a_checkpoint_leaves_out(
+    ranks: RankPool, tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(steps: int, rank: int) -> JobConfig:
+        return job(tmp_path / "run", base, steps, transforms={"low_rank": {"rank": rank}})
+
+    ranks.run(1, curve, config(2, 2), "low_rank")
+    monkeypatch.setattr(transform, "_TRANSFORMS", {})  # as before, after the test
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, "low_rank", raising=False)
+    importlib.import_module("low_rank")
+    del sys.modules["low_rank"]  # others import it anew
+    assert rehearsed(config(4, 2)) == ""
+    assert "and this model needs [3, 32]" in rehearsed(config(4, 3))
+    base.rename(tmp_path / "moved")
+    assert "frozen tensors, which were read from" in rehearsed(config(4, 2))
 
 
 def test_adapters_alone_are_saved(ranks: RankPool, tmp_path: Path, base: Path) -> None:
