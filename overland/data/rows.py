@@ -276,7 +276,12 @@ class PlannedRows:
         """What goes with tokens in a segment: the channels of all sources that it reads."""
         read = (self.corpora.get(name) for name, weight in segment.weights.items() if weight)
         corpora = (corpus for corpus in read if isinstance(corpus, Corpus))
-        return {name: dtype for corpus in corpora for name, dtype in corpus.channels.items()}
+        types: dict[str, list[str]] = {}
+        for corpus in corpora:
+            for name, dtype in corpus.channels.items():
+                types.setdefault(name, []).append(dtype)
+        # A type that holds the numbers of all: 0.5 is no weight of 8 bits.
+        return {name: np.result_type(*found).str for name, found in types.items()}
 
     def _weights(self, segment: Segment) -> list[float]:
         return [segment.weights.get(name, 0) for name in self.names]

@@ -167,3 +167,22 @@ def test_a_channel_takes_no_field_of_the_batch(tmp_path: Path, name: str) -> Non
 
     with pytest.raises(DataError, match=f"a channel cannot be named '{name}'"):
         make_corpus("chat", Taken(1, 4), tmp_path)
+
+
+class Marked(Weighted):
+    """Weights that are 0 or 1, in 8 bits."""
+
+    channels = {"weights": "uint8"}
+
+    def read(self, chunk: str) -> Iterator[Any]:
+        for document in super().read(chunk):
+            yield {**document, "weights": document["tokens"] % 2}
+
+
+def test_a_mixture_holds_the_weights_of_all_its_sources(tmp_path: Path) -> None:
+    sources = {"chat": Weighted(1, 40), "marked": Marked(20_000, 40)}
+    corpora = {name: make_corpus(name, one, tmp_path) for name, one in sources.items()}
+    batch = load(rows_of(one_segment(corpora, {"chat": 1.0, "marked": 1.0}), corpora), 0)
+    labels, weights = batch["labels_BS"], batch["weights_BS"]
+    expected = torch.where(labels >= 20_000, labels % 2, labels / 2)
+    assert torch.equal(weights[labels != IGNORED], expected[labels != IGNORED])
