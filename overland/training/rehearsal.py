@@ -66,12 +66,15 @@ from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.measure import SampleFields, sample_fields
 from overland.models.registry import build_model, model_config
 from overland.models.transform import added_rule, apply_transforms
-from overland.optimizers.registry import state_bytes
+from overland.optimizers.optimizer import PREFIX
+from overland.optimizers.registry import rules_of, state_bytes, state_of
+from overland.optimizers.state import Scalar
 from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.parts import named_parameters
 from overland.reporting.readme import model_name
 from overland.training.folder import RunFolder
 from overland.training.resume import policy_of_the_resumed
+from overland.training.state import check_same_optimizer
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -338,14 +341,19 @@ def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer 
 
 def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> None:
     with open_checkpoint(path) as checkpoint:
+        if not config.checkpoint.skip_optimizer:
+            check_same_optimizer(checkpoint, config.optimizer)
         if checkpoint.index.kind != "local":  # a local one is of pieces, which its ranks know
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
-            needs = {MODEL + name: shape for name, shape in shapes_of(model_of(config)).items()}
+            model = model_of(config)
+            needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
             if (origin := Origin.from_json(checkpoint.run)) is not None:
                 given = config.checkpoint.initial_load_path
                 origin.find([Path(given).expanduser()] if given is not None else [], look_only=True)
                 left_out = {MODEL + name for name in origin.names}
                 needs = {name: shape for name, shape in needs.items() if name not in left_out}
+            if not config.checkpoint.skip_optimizer:
+                needs |= state_shapes(model, config)
             compare(path, needs, has)
         plan = (checkpoint.run.get("data") or {}).get("plan")
     if plan is not None:
@@ -383,6 +391,18 @@ def model_of(config: JobConfig) -> nn.Module:
 
 def shapes_of(model: nn.Module) -> Shapes:
     return {name: tuple(one.shape) for name, one in named_parameters([model]).items()}
+
+
+def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
+    """What a checkpoint holds of the optimizer, for the parameters that are trained."""
+    freeze(model, config.model.freeze)
+    rules, found = rules_of(config.optimizer), {}
+    for name, parameter in named_parameters([model]).items():
+        if parameter.requires_grad:
+            shape = tuple(parameter.shape)
+            for state, kind in state_of(rules, name, shape).items():
+                found[f"{PREFIX}{name}.{state}"] = () if isinstance(kind, Scalar) else shape
+    return found
 
 
 def compare(path: Path, needs: Shapes, has: Shapes) -> None:

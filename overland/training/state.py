@@ -21,6 +21,7 @@ from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.plan import State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
+from overland.config.schema import Optimizer
 from overland.data.plan import Plan, differences
 from overland.data.renamed import former_names
 from overland.models.hf import load_hf
@@ -121,7 +122,7 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list
     know."""
     run.store.wait_on_device()  # what is being copied must not change yet
     if not skip_optimizer:
-        check_same_optimizer(run, checkpoint)
+        check_same_optimizer(checkpoint, run.config.optimizer)
     state = run_tensors(run, skip_optimizer)
     if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # a new one starts anew
         state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
@@ -181,10 +182,10 @@ def load_left_out(run: Run, origin: Origin) -> None:
     run.origin = replace(origin, folder=folder, names=kept) if kept else None
 
 
-def check_same_optimizer(run: Run, checkpoint: Checkpoint) -> None:
+def check_same_optimizer(checkpoint: Checkpoint, settings: Optimizer) -> None:
     """Refuses another optimizer's state, be it under the same names."""
     saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
-    before, after = saved.get("name"), run.config.optimizer.name
+    before, after = saved.get("name"), settings.name
     if before is not None and not same_state(before, after):
         raise CheckpointError(
             f"{checkpoint.path} was trained with {before}, and this run with {after}, which cannot "

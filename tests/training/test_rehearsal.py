@@ -234,6 +234,22 @@ def test_a_checkpoint_of_another_model_or_order_is_found(ranks: RankPool, tmp_pa
     assert rehearsed(again) == ""
 
 
+def test_state_that_an_optimizer_cannot_resume_is_found(ranks: RankPool, tmp_path: Path) -> None:
+    saves, more = {"checkpoint": {"enable": True}}, {**TRAIN, "steps": 2}
+    frozen = tiny_job(tmp_path / "run", training=TRAIN, **saves)
+    frozen.model.freeze = ["*.mlp.*"]
+    lion = tiny_job(tmp_path / "run", training=more, optimizer={"name": "Lion"}, **saves)
+    thawed = tiny_job(tmp_path / "run", training=more, **saves)
+    ((first, *trained),) = ranks.run(1, outcomes, [frozen, lion, thawed])
+    assert first == ""
+    assert all("can be read" in said for said in trained)
+    assert "was trained with AdamW, and this run with Lion" in rehearsed(lion)
+    assert "has no optimizer.model.layers.0.mlp.gate_proj.weight.exp_avg" in rehearsed(thawed)
+    for config in (lion, thawed):
+        config.checkpoint.skip_optimizer = True
+        assert rehearsed(config) == ""
+
+
 def test_another_tokenizer_is_refused_on_resume(ranks: RankPool, tmp_path: Path) -> None:
     """The tokens of before lie in data.folder; what is validated on would be of other tokens."""
     tokenizer_in(tmp_path / "words")
