@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from overland.config import foreign
 from overland.config.commands import command
 from overland.config.errors import Problem
 from overland.config.schema import JobConfig
@@ -35,7 +36,7 @@ def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]
             message = f"stands beside model.from = {config.model.from_}: take one of them out"
             return config, [Problem(message, where, key, given[key])]
     taken = {**parts, **{key: value for key, value in given.items() if value is not None}}
-    if "model.hf_assets_path" not in taken:
+    if "model.hf_assets_path" not in taken and takes_tokens(Path(parts["model.config"])):
         message = "holds no tokenizer: set model.hf_assets_path to one that fits the weights"
         return config, [Problem(message, where, "model.from", config.model.from_)]
     update: dict[str, dict[str, str | None]] = {"model": {"from_": None}, "checkpoint": {}}
@@ -70,6 +71,17 @@ def parts_of(folder: Path) -> tuple[dict[str, str], str]:
     if has_tokenizer(tokenizer):
         parts["model.hf_assets_path"] = str(tokenizer)
     return parts, ""
+
+
+def takes_tokens(architecture: Path) -> bool:
+    """Whether the model has a vocabulary; one of images has none. A file that cannot be read is
+    reported where the model is built."""
+    path = architecture / "config.json" if architecture.is_dir() else architecture
+    try:
+        keys = foreign.read_json(path)
+        return "vocab_size" in keys or "image_size" not in keys
+    except (OSError, ValueError, TypeError):
+        return True
 
 
 def has_weights(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from overland.models.init import Constant, Normal, Rule
 from overland.models.noise import uniform
 from overland.models.structure import Structure
-from overland.models.vit_mae_config import ViTMAEConfig
+from overland.models.vit_mae_config import NEW_NAMES, OLD_NAMES, ViTMAEConfig
 
 
 class ViTMAE(nn.Module):
@@ -80,7 +80,7 @@ class ViTMAE(nn.Module):
 
     def other_names(self, name: str) -> tuple[str, ...]:
         """What transformers 5 calls a parameter in the files that it writes."""
-        return (name.replace("decoder.decoder_layers.", "decoder.decoder_encoder.layer."),)
+        return (name.replace(OLD_NAMES, NEW_NAMES),)
 
     def init_rule(self, name: str) -> Rule:
         if name.endswith(".bias"):

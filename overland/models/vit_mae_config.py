@@ -12,6 +12,9 @@ from typing import Any
 
 from overland.models.errors import ModelError, nearest
 
+# How our names of parameters begin, which are those of transformers 4, and how those of 5 do.
+OLD_NAMES, NEW_NAMES = "decoder.decoder_layers.", "decoder.decoder_encoder.layer."
+
 # Keys of a config.json that say nothing about the model.
 ABOUT_FILES = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 
@@ -85,6 +88,10 @@ class ViTMAEConfig:
             raise ModelError(f"{where} has model_type {kind!r:.60}, expected 'vit_mae'")
         known = {key: value for key, value in contents.items() if key not in ABOUT_FILES}
         return cls().override(known)
+
+    def own_name(self, name: str) -> str:
+        """Our name of a parameter, by the one that a file of transformers has."""
+        return name.replace(NEW_NAMES, OLD_NAMES)
 
     def to_hf(self) -> dict[str, Any]:
         return {"architectures": ["ViTMAEForPreTraining"], **asdict(self)}

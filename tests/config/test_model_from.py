@@ -65,6 +65,12 @@ def test_a_folder_that_lacks_something_is_refused(model: Path, missing: str, say
         load("model.from=model")
 
 
+def test_a_model_of_images_needs_no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "config.json").write_text('{"model_type": "vit_mae", "image_size": 32}')
+    assert three_keys(load("model.from=model")) == ("model", None, "model")
+
+
 def test_a_checkpoint_of_a_run_is_told_apart_from_the_run(model: Path) -> None:
     (model / "COMMITTED").write_text("")
     with pytest.raises(ConfigError, match="is one checkpoint of a run: name the run's folder"):

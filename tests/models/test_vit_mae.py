@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import ViTMAEConfig as TheirConfig
 from transformers import ViTMAEForPreTraining
 
+from overland.checkpoint.convert import convert
 from overland.models import build_model, resolve_config
 from overland.models.buffers import init_buffers
 from overland.models.errors import ModelError
@@ -33,8 +35,6 @@ def built(**overrides: Any) -> Any:
 
 def theirs_with(model: Any, tmp_path: Path) -> ViTMAEForPreTraining:
     """Their model, read from a folder that has our names."""
-    from safetensors.torch import save_file
-
     config = TheirConfig(**model.config.to_hf())
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
     config.save_pretrained(tmp_path)
@@ -81,12 +81,19 @@ def test_weights_of_transformers_load_and_compute_the_same(tmp_path: Path) -> No
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.1)
-    theirs.save_pretrained(tmp_path)
-    assert ViTMAEConfig.from_hf(tmp_path) == config
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert ViTMAEConfig.from_hf(tmp_path / "theirs") == config
     ours = built()
-    load_hf(ours, tmp_path)
+    load_hf(ours, tmp_path / "theirs")
     pixels, noise = torch.randn(2, 3, 32, 32), torch.rand(2, 16)
     assert torch.isclose(ours(pixels, noise=noise) / 2, theirs(pixels, noise=noise).loss, rtol=1e-5)
+    # Version 5 writes other names than 4: converted, all are ours.
+    summary = convert(tmp_path / "theirs", tmp_path / "again", "hf", verify="logits")
+    assert summary.logits_difference == 0
+    assert (
+        load_file(tmp_path / "again" / "model.safetensors").keys()
+        >= dict(ours.named_parameters()).keys()
+    )
 
 
 def test_places_of_patches_are_those_of_transformers() -> None:

@@ -3,7 +3,7 @@ tokenizer and generation config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,28 @@ def detect_hf(path: Path) -> bool:
 
 
 def open_hf(path: Path, config: Config = None) -> Source:
-    weights = _weights(path)
+    config = config or config_near(path)
+    weights, own_name = _weights(path), _names(config)
     return Source(
         "hf",
         path,
-        {MODEL + name: lazy for name, lazy in weights.items() if not llama.is_computed(name)},
-        config=config or config_near(path),
+        {
+            MODEL + own_name(name): lazy
+            for name, lazy in weights.items()
+            if not llama.is_computed(name)
+        },
+        config=config,
         companions=companions_in(path),
     )
+
+
+def _names(config: Config) -> Callable[[str], str]:
+    """How a tensor of a file is called here: versions of transformers differ."""
+    try:
+        known = read_hf_config(config) if config is not None else None
+    except ModelError:
+        known = None
+    return getattr(known, "own_name", lambda name: name)
 
 
 def write_hf(source: Source, folder: Path, options: Options) -> None:
