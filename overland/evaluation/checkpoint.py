@@ -20,8 +20,9 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.prepare import tokenizer_of
 from overland.data.tokenizer import Tokenizer
-from overland.models.buffers import cast, persistent_buffers
+from overland.models.buffers import cast, init_buffers, persistent_buffers
 from overland.models.hf import load_hf
+from overland.models.measure import sample_fields
 from overland.models.registry import model_config
 from overland.parallel.apply import build_undivided
 
@@ -37,8 +38,12 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
         step = latest_checkpoint(run / config.checkpoint.folder)
     if step is None:
         raise CheckpointError(f"{run} holds no checkpoint yet")
+    architecture = model_config(config.model)
+    if sample_fields(architecture) is not None:
+        raise CheckpointError(f"{run} holds a model of arrays, not of text: it has no tokenizer")
     tokenizer = tokenizer_of(run, config.data)
-    model = build_undivided(model_config(config.model), config)
+    model = build_undivided(architecture, config)
+    init_buffers(model, torch.device("cpu"))  # those that checkpoints do not hold
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     with open_saved(step) as saved:
         origin = Origin.from_json(saved.run)

@@ -1,9 +1,11 @@
 """Opening a run: what is missing is told in a sentence."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import marker
@@ -14,6 +16,7 @@ from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.errors import DataError
 from overland.evaluation.checkpoint import find_run, open_checkpoint
+from overland.parallel.apply import build_undivided
 from tests.jobs import run_job, tiny_job
 
 
@@ -53,6 +56,39 @@ def test_a_run_opens_at_its_newest_checkpoint_and_at_any_other(run: Path) -> Non
         assert torch.equal(newest(tokens_BS), last(tokens_BS))
         assert not torch.equal(newest(tokens_BS), first(tokens_BS))
     assert not newest.training
+
+
+class Table(nn.Module):
+    """A buffer that checkpoints do not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.full((3,), torch.nan), persistent=False)
+
+    def init_buffers(self) -> None:
+        self.angles.fill_(2.0)
+
+
+def test_buffers_that_no_checkpoint_holds_have_their_values(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_table(*args: Any) -> nn.Module:
+        model = build_undivided(*args)
+        model.table = Table()
+        return model
+
+    monkeypatch.setattr("overland.evaluation.checkpoint.build_undivided", with_table)
+    assert open_checkpoint(run)[0].table.angles.tolist() == [2, 2, 2]  # type: ignore[union-attr]
+
+
+def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
+    model = {"name": "vit_mae", "flavor": "debug", "overrides": {}}
+    write_config(tiny_job(tmp_path, model=model), tmp_path / "config.toml")
+    step = tmp_path / "checkpoint" / "step_1"
+    step.mkdir(parents=True)
+    (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))
+    with pytest.raises(CheckpointError, match="holds a model of arrays, not of text"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_relative_path_inside_the_run_is_found(
