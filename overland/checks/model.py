@@ -174,15 +174,16 @@ def nearest_parameters(pattern: str, names: Sequence[str]) -> str:
     return any_of([f"'{name}'" for name in get_close_matches(pattern, kinds, 3, 0.0)], "or")
 
 
-def parameter_names(section: Model) -> list[str]:
+def parameter_names(section: Model, all_names: bool = True) -> list[str]:
     """Names of the parameters of a model and of what its transforms add, all names of a shared
-    one."""
+    one, or the first alone."""
     config = model_config(section)
     if section.transforms:
         model = _transformed(section, config)
-        return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        return [name for name, _ in model.named_parameters(remove_duplicate=not all_names)]
     structure, shapes = outline_of(config)
-    return list(dict.fromkeys([*shapes, *(structure.ties if structure is not None else ())]))
+    ties = structure.ties if structure is not None and all_names else ()
+    return list(dict.fromkeys([*shapes, *ties]))
 
 
 def check_start(loaded: Loaded) -> Iterator[Problem]:

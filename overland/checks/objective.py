@@ -22,7 +22,8 @@ def check_objective(loaded: Loaded) -> Iterator[Problem]:
         return
     if training.objective == "auto" and not training.z_loss and not training.objective_options:
         return  # it needs no torch to know that this is fine
-    key = "training.z_loss" if training.objective == "auto" else "training.objective"
+    key = "training.objective_options" if training.objective_options else "training.z_loss"
+    key = key if training.objective == "auto" else "training.objective"
     try:
         objective = objective_for(training, architecture)
     except ObjectiveError as error:

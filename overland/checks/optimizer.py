@@ -45,16 +45,25 @@ def check_moments(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_groups(loaded: Loaded) -> Iterator[Problem]:
-    """Every pattern matches a parameter."""
+    """Every pattern matches a parameter, and not only such that belong to an earlier group."""
     key, groups = "optimizer.groups", loaded.config.optimizer.groups
     if not groups:
         return
     try:
-        names = parameter_names(loaded.config.model)
+        names = parameter_names(loaded.config.model, all_names=False)
     except (ModelError, OSError):
         return
+    left = set(names)
     for group in groups:
-        if not any(fnmatchcase(name, group.pattern) for name in names):
+        matched = {name for name in names if fnmatchcase(name, group.pattern)}
+        if not matched:
             near = nearest_parameters(group.pattern, names)
             message = f"'{group.pattern}' matches no parameter; the nearest names are {near}"
             yield Problem(message, loaded.where(key), key)
+        elif not matched & left:
+            message = (
+                f"'{group.pattern}' matches only parameters of earlier groups, and the first match "
+                "counts: put the narrower pattern first"
+            )
+            yield Problem(message, loaded.where(key), key)
+        left -= matched

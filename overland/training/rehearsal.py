@@ -341,20 +341,19 @@ def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer 
 
 def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> None:
     with open_checkpoint(path) as checkpoint:
+        model = model_of(config)
+        kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
         if not config.checkpoint.skip_optimizer:
-            check_same_optimizer(checkpoint, config.optimizer)
+            check_same_optimizer(checkpoint, config.optimizer, kept)
         if checkpoint.index.kind != "local":  # a local one is of pieces, which its ranks know
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
-            model = model_of(config)
             needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
             if (origin := Origin.from_json(checkpoint.run)) is not None:
                 given = config.checkpoint.initial_load_path
                 origin.find([Path(given).expanduser()] if given is not None else [], look_only=True)
                 left_out = {MODEL + name for name in origin.names}
                 needs = {name: shape for name, shape in needs.items() if name not in left_out}
-            if not config.checkpoint.skip_optimizer:
-                needs |= state_shapes(model, config)
-            compare(path, needs, has)
+            compare(path, {**needs, **kept}, has)
         plan = (checkpoint.run.get("data") or {}).get("plan")
     if plan is not None:
         saved = Plan.from_json(plan)

@@ -7,6 +7,7 @@ into the tensors is loading the run.
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from overland.data.plan import Plan, differences
 from overland.data.renamed import former_names
 from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name
+from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
 from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
@@ -121,9 +123,9 @@ def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list
     """Reads weights, and unless told otherwise the optimizer's state; returns what the user should
     know."""
     run.store.wait_on_device()  # what is being copied must not change yet
-    if not skip_optimizer:
-        check_same_optimizer(checkpoint, run.config.optimizer)
     state = run_tensors(run, skip_optimizer)
+    if not skip_optimizer:
+        check_same_optimizer(checkpoint, run.config.optimizer, state)
     if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # a new one starts anew
         state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
     rank = run.world.rank
@@ -182,15 +184,36 @@ def load_left_out(run: Run, origin: Origin) -> None:
     run.origin = replace(origin, folder=folder, names=kept) if kept else None
 
 
-def check_same_optimizer(checkpoint: Checkpoint, settings: Optimizer) -> None:
+def check_same_optimizer(
+    checkpoint: Checkpoint, settings: Optimizer, wanted: Collection[str]
+) -> None:
     """Refuses another optimizer's state, be it under the same names."""
     saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
     before, after = saved.get("name"), settings.name
+    if before is None and (found := _of_another(checkpoint, wanted)) is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {found}, which {after} does not keep, so it was trained with "
+            f"another optimizer; set checkpoint.skip_optimizer = true to start {after} afresh"
+        )
     if before is not None and not same_state(before, after):
         raise CheckpointError(
             f"{checkpoint.path} was trained with {before}, and this run with {after}, which cannot "
             f"use its state; set checkpoint.skip_optimizer = true to start {after} afresh"
         )
+
+
+def _of_another(checkpoint: Checkpoint, wanted: Collection[str]) -> str | None:
+    """State of a parameter of which other state is wanted: a conversion does not say whose it is,
+    and Lion's average has the name of AdamW's."""
+    parameters = {name.rpartition(".")[0] for name in wanted if name.startswith(PREFIX)}
+    return next(
+        (
+            name
+            for name in checkpoint.tensors
+            if name.rpartition(".")[0] in parameters and name not in wanted
+        ),
+        None,
+    )
 
 
 def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:

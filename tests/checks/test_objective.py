@@ -39,6 +39,7 @@ def problems(
         ('[training]\nobjective = "next_tokn"', "did you mean 'next_token'"),
         ('[training]\nobjective = "per_sample"\nz_loss = 1e-4', "z_loss is a part of next_token"),
         ("[training]\nobjective_options = {beta = 1}", "next_token' cannot be made"),
+        ("[training]\nobjective_options = {beta = 1}", "training.objective_options: "),
         ("[model.transforms.low_rnk]\nrank = 4", "no transform is named 'low_rnk'"),
     ],
 )

@@ -37,6 +37,15 @@ def problems(text: str) -> list[str]:
             "optimizer.beta2 = 0.98: is an option of AdamW; Lion takes",
         ),
         ('[[optimizer.groups]]\npattern = "*.embed_tokns.*"', "'*.embed_tokns.*' matches no param"),
+        (
+            'groups = [{pattern = "*.mlp.*"}, {pattern = "*.mlp.up*"}]',
+            "'*.mlp.up*' matches only parameters of earlier groups",
+        ),
+        (  # by this name the optimizer does not know it
+            '[[optimizer.groups]]\npattern = "lm_head.*"\n[model]\n'
+            "overrides = {tie_word_embeddings = true}",
+            "'lm_head.*' matches no parameter; the nearest names are",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_with_a_way_out(text: str, says: str) -> None:

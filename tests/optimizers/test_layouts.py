@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from overland.checkpoint.convert import convert
 from overland.checkpoint.read import open_checkpoint
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
@@ -122,5 +123,12 @@ def test_state_of_another_optimizer_is_refused(ranks: RankPool, tmp_path: Path) 
     assert "was trained with AdamW, and this run with Lion" in said
     lion.checkpoint.skip_optimizer = True
     assert ranks.run(1, refusal, lion) == [""]
+    # A conversion does not say whose state it holds.
+    convert(path, tmp_path / "torch", "torch")
+    convert(tmp_path / "torch", tmp_path / "back", "overland")
+    lion.checkpoint.skip_optimizer = False
+    lion.checkpoint.resume = str(tmp_path / "back")
+    (said,) = ranks.run(1, refusal, lion)
+    assert "exp_avg_sq, which Lion does not keep" in said
     adam = job("Adam", "shard1", tmp_path, STEPS, save=True)
     assert ranks.run(1, refusal, adam) == [""]
