@@ -169,6 +169,21 @@ class SubmittedRun:
         act()
         self.wait_until(lambda: recovered() > before, f"it recovers from a {kind}")
 
+    def finish_chain(self, *flags: str, minutes: int) -> list[str]:
+        """Waits for its jobs, which take so long each, until the work is done and one more job was
+        there; returns what Slurm says of each. As long as work is left, more are submitted with
+        these flags, and longer ones: how many it takes depends on the machine, and on a slow one
+        a start alone may take two minutes."""
+        shown: list[str] = []
+        while len(shown) < len(self.jobs):
+            shown.append(self.slurm.wait_for(self.jobs[len(shown)], self.log))
+            is_done = (self.root / "done").exists()
+            is_surplus = is_done and len(self.events("end")) < len(shown)
+            if len(shown) == len(self.jobs) and not is_surplus:
+                minutes = min(2 * minutes, 32)
+                self.submit(*flags, "--time", f"00:{minutes:02}:00")
+        return shown
+
     def wait(self) -> str:
         """Until the last job has ended; what Slurm says of it."""
         return [self.slurm.wait_for(job, self.log) for job in self.jobs][-1]

@@ -16,23 +16,14 @@ from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 def test_a_chain_crosses_walltime_limits_with_the_bits_of_one_run(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """Jobs of two minutes that stop a minute before their end, with work for more than that. How
-    many it takes depends on the machine: as long as work is left, more are submitted, and longer
-    ones, since on a slow machine a start alone may take two minutes."""
-    flags = ["--sessions", "3", "--no-preflight", "--time"]
+    """Jobs of two minutes that stop a minute before their end, with work for more than that."""
+    flags = ["--sessions", "3", "--no-preflight"]
     run = SubmittedRun(
-        slurm, tmp_path / "chain", 130, 2, *flags, "00:02:00", step_seconds=0.5,
+        slurm, tmp_path / "chain", 130, 2, *flags, "--time", "00:02:00", step_seconds=0.5,
         settings=["checkpoint.walltime_margin_minutes=1", "health.hang_seconds=600"],
     )  # fmt: skip
-    waited_for, minutes = 0, 2
-    while waited_for < len(run.jobs):
-        shown = slurm.wait_for(run.jobs[waited_for], run.log)
+    for shown in run.finish_chain(*flags, minutes=2):
         assert state_of(shown) == "COMPLETED", run.events()
-        waited_for += 1
-        is_done = (run.root / "done").exists()
-        if waited_for == len(run.jobs) and (not is_done or len(run.events("end")) == waited_for):
-            minutes = min(2 * minutes, 32)
-            run.submit(*flags, f"00:{minutes:02}:00")
     ends = [event["how"] for event in run.events("end")]
     assert ends == ["stopped"] * (len(ends) - 1) + ["finished"]
     assert len(ends) >= 2
