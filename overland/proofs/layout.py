@@ -234,4 +234,4 @@ def _merge(job: Sections, change: Sections) -> None:
 
 def last_line(error: AssertionError) -> str:
     lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
-    return next((line for line in reversed(lines) if not line.startswith("rank ")), "failed")
+    return next((line for line in reversed(lines) if not line.startswith("rank ")), "no answer")
