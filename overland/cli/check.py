@@ -63,6 +63,8 @@ def report(
     )
     facts = describe(loaded.config, world_size) if has_model else {}
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
+    if step and has_model:
+        notes += order_notes(loaded.config, world_size)
     if step and has_model and world_size > LARGEST_FAKE_WORLD:
         notes.append(f"no fake step is taken for more than {LARGEST_FAKE_WORLD:,} devices")
     elif step and has_model:
@@ -87,15 +89,32 @@ def report(
     return 0
 
 
+def order_notes(config: Any, world_size: int) -> list[str]:
+    """Refuses a model of a user's own whose blocks are not as it says."""
+    from overland.config.degrees import resolve_degrees
+    from overland.models.registry import model_config
+
+    degrees = resolve_degrees(config.parallelism, world_size)
+    if degrees.pp == 1:  # without waiting for torch
+        return []
+    from overland.checks.order import require_order
+
+    note = require_order(model_config(config.model), config, degrees)
+    return [note] if note else []
+
+
 def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
     """Counted on rank 0; with a pipeline, on the worse of its two ends."""
     import warnings
 
-    from overland.checks.fake_step import fake_steps
+    from overland.checks.fake_step import NOT_FOR_FAKES, fake_steps
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's remarks on shapes without memory
-        steps = fake_steps(config, world_size)
+        try:
+            steps = fake_steps(config, world_size)
+        except NOT_FOR_FAKES as error:
+            return {"fake_step": f"none: the model reads values, which a fake step lacks ({error})"}
     worst = max(steps, key=lambda one: one.total_bytes)
     gib = {
         "parameters": worst.parameter_bytes,

@@ -119,7 +119,12 @@ def keep_stage(model: nn.Module, blocks: range, *, first: bool, last: bool) -> N
                 f"{name} is outside of the blocks, {' and '.join(parts)}, so no stage of a "
                 "pipeline would own it; put it into one of them, or set pp to 1"
             )
-    for number, name in enumerate(blocks_of(model)):
+    for number, (name, block) in enumerate(blocks_of(model).items()):
+        if not any(True for _ in block.parameters()):
+            raise ModelError(
+                f"{name} has no parameters, and stages are dealt blocks by their parameters, so no "
+                "stage of a pipeline would get it: put it into the block before, or set pp to 1"
+            )
         if number not in blocks:
             remove_module(model, name)
     for path in (() if first else structure.before) + (() if last else structure.after):

@@ -17,6 +17,7 @@ from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.folder import committed
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
+from overland.checks.order import require_order
 from overland.cluster.beat import Beat, Phase
 from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
@@ -129,6 +130,9 @@ def build_run(
     rows = global_batch_size(config, mesh)
     asked = config
     config, settled = settle(config, architecture, degrees, device)
+    unchecked = ""
+    if degrees.pp > 1:
+        unchecked = once_for_all(partial(require_order, architecture, config, degrees))
     parts = build_parts(architecture, mesh, config)
     give_weights(parts, config, device)
     objective = objective_for(config.training, architecture)
@@ -144,6 +148,8 @@ def build_run(
 
     if settled:
         report(settled)
+    if unchecked:
+        report(f"note: {unchecked}")
     if degrees.tp > world.local_size:
         report(
             f"note: tensor parallelism over {degrees.tp} devices leaves a node's "

@@ -27,14 +27,16 @@ class NetworkConfig:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, number: int) -> None:
+    def __init__(self, width: int, number: int, returns_two: bool) -> None:
         super().__init__()
+        self.returns_two = returns_two
         self.norm = nn.LayerNorm(width)
         self.inner = nn.Linear(width, width * (number + 1))  # every block is wider than the last
         self.outer = nn.Linear(width * (number + 1), width)
 
     def forward(self, x):
-        return x + self.outer(F.gelu(self.inner(self.norm(x))))
+        x = x + self.outer(F.gelu(self.inner(self.norm(x))))
+        return (x, None) if self.returns_two else x
 
 
 class Network(nn.Module):
@@ -42,7 +44,8 @@ class Network(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, i) for i in range(config.depth))
+        two = config.odd == "returns two"
+        self.blocks = nn.ModuleList(Block(config.width, i, two) for i in range(config.depth))
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
@@ -50,17 +53,35 @@ class Network(nn.Module):
             self.blocks[3] = self.blocks[1]
         if config.odd == "tied blocks":
             self.blocks[2].norm.weight = self.blocks[0].norm.weight
+        if config.odd == "lists in another order":
+            self.blocks, self.late = self.blocks[:3], self.blocks[3:]
+        if config.odd == "a block without parameters":
+            self.blocks[1] = nn.GELU()
 
     def forward(self, tokens_BS, labels_BS=None):
         x = tokens_BS if self.embed is None else self.embed(tokens_BS)
-        for block in self.blocks:
+        for block in self.in_order():
             x = block(x)
+            if self.config.odd == "returns two":
+                x = x[0]
+            if self.config.odd == "reads numbers" and x.mean().item() > 1e9:
+                return x
         if self.head is None:
             return x
         logits = self.head(x)
         if labels_BS is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+
+    def in_order(self):
+        blocks = list(self.blocks)
+        ways = {
+            "lists in another order": lambda: [*blocks, *self.late],
+            "backwards": lambda: blocks[::-1],
+            "leaves one out": lambda: blocks[:2] + blocks[3:],
+            "calls one again": lambda: [*blocks, blocks[0]],
+        }
+        return ways.get(self.config.odd, lambda: blocks)()
 
     def init_rule(self, name: str):
         if name.endswith("norm.weight"):
@@ -74,6 +95,14 @@ ODD: dict[str, dict[str, Any]] = {
     "tied the other way": {"ties": {"embed.weight": "head.weight"}},
     "named twice": {"before": ("embed", "blocks.0")},
     "no tuple": {"after": "head"},
+    "lists in another order": {"blocks": ("late", "blocks")},
+    "backwards": {},
+    "leaves one out": {},
+    "calls one again": {},
+    "returns two": {},
+    "reads numbers": {},
+    "another shape": {"between": lambda tokens: (tokens, 17)},
+    "a block without parameters": {},
 }
 
 

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 from overland.checks import check_config
 from overland.checks.fake_step import fake_steps
+from overland.checks.order import require_order
+from overland.cli.main import app
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
+from overland.config.degrees import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models import ModelError, registry
@@ -18,6 +23,7 @@ from overland.models.flops import count_parameters
 from overland.parallel import plans
 from overland.proofs.layout import difference
 from overland.proofs.layouts import parse
+from overland.training.run import FromFirstRank, build_run
 from tests.jobs import losses_and_norms, tiny_job
 from tests.seams import own_network
 
@@ -79,6 +85,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("tied the other way", "shard1", r'owner: ties={"head\.weight": "embed\.weight"}'),
         ("named twice", "pp2", r"names blocks\.0 twice, or inside of another"),
+        ("a block without parameters", "pp2", r"blocks\.1 has no parameters, and stages are dealt"),
         ("no tuple", "shard1", r"has after = 'head', expected a tuple: \('head',\)"),
     ],
 )
@@ -103,3 +110,78 @@ def test_counts_follow_from_what_it_says() -> None:
     assert len(counts.blocks) == 5
     assert counts.blocks[4] > counts.blocks[0]
     assert counts.total == sum(counts.blocks) + 96 * 16
+
+
+def check_order(folder: Path, flavor: str) -> str:
+    config = job(folder, "pp2", flavor)
+    degrees = resolve_degrees(config.parallelism, 2)
+    return require_order(registry.resolve_config("network", flavor), config, degrees)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("flavor", "says"),
+    [
+        (
+            "lists in another order",
+            r"in the order late\.0 to late\.1, blocks\.0 to blocks\.2, and its forward pass calls "
+            r"them in the order blocks\.0 to blocks\.2, late\.0 to late\.1, so a pipeline would",
+        ),
+        ("backwards", r"calls them in the order blocks\.4, blocks\.3, blocks\.2, blocks\.1, b"),
+        ("leaves one out", r"names blocks\.2 among the blocks, which its forward pass does not"),
+        ("calls one again", r"Described calls blocks\.0 2 times, and a stage of a pipeline calls"),
+        ("returns two", r"blocks\.0 of Described returns a tuple, and what passes from one stage"),
+        (
+            "another shape",
+            r"returns the shape \(1, 32, 16\), and between\(32\) of its structure\(\) says "
+            r"\(32, 17\), which makes \(1, 32, 17\) with",
+        ),
+    ],
+)
+def test_one_pass_shows_what_a_pipeline_would_change(
+    tmp_path: Path, flavor: str, says: str
+) -> None:
+    with pytest.raises(ModelError, match=says):
+        check_order(tmp_path, flavor)
+
+
+def refusal(world: World, config: JobConfig) -> str:
+    own_network.register()
+    try:
+        build_run(config, world, torch.device("cpu"), log_ranks=())
+    except (ModelError, FromFirstRank) as error:
+        return str(error)
+    return "none"
+
+
+def test_every_rank_of_a_run_is_told_before_a_pipeline_is_cut(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for said in ranks.run(2, refusal, job(tmp_path, "pp2", "another shape")):
+        assert said.startswith(
+            "blocks.0 of Described returns the shape (1, 32, 16), and between(32)"
+        )
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_pass_that_needs_numbers_is_no_error(tmp_path: Path) -> None:
+    assert check_order(tmp_path, "plain") == ""
+    note = check_order(tmp_path, "reads numbers")
+    assert note.startswith("it was not checked whether Described calls its blocks in the order")
+    assert "fails with RuntimeError: Tensor.item() cannot be called on meta tensors" in note
+
+
+@pytest.mark.usefixtures("registered")
+def test_check_takes_that_pass(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\nname = "network"\n[training]\ndataset = "random"\nseq_len = 32\n'
+        "[parallelism]\npipeline_parallel_degree = 2\n"
+    )
+    ask = lambda flavor: CliRunner().invoke(app, ["check", str(path), f"model.flavor={flavor}"])
+    refused, noted = ask("another shape"), ask("reads numbers")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("blocks.0 of Described returns the shape (1, 32, 16)")
+    assert noted.exit_code == 0
+    assert "note: it was not checked whether Described calls its blocks" in noted.stderr
+    assert "none: the model reads values, which a fake step lacks" in noted.stdout

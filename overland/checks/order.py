@@ -1,0 +1,140 @@
+"""Whether a user's model calls its blocks in the order in which `structure()` names them, and hands
+on between them what it says.
+
+A pipeline is cut by that description alone: other numbers would come out of a wrong order, and
+stages would wait for each other over a wrong shape. Both show in one forward pass of the undivided
+model on the meta device, which computes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overland.checks.fake_step import made_up_fields
+from overland.config.degrees import Degrees
+from overland.config.schema import JobConfig
+from overland.models.errors import ModelError
+from overland.models.inputs import Inputs
+from overland.models.registry import own_model_name
+from overland.models.structure import blocks_of, structure_of
+from overland.parallel.apply import build_undivided, require_splittable
+
+MOST_NAMED = 8  # of the blocks in a sentence
+
+
+def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str:
+    """Refuses a model of a user's own that a pipeline would change, or that would hang in one.
+    Returns a note if that cannot be known, as the model does not run without numbers."""
+    if degrees.pp == 1 or own_model_name(architecture) is None:
+        return ""
+    # Neither kernels of attention nor products in 8 bits change the order, and both want a GPU.
+    any_device = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"attention": "auto"}),
+            "training": config.training.model_copy(update={"float8": "off"}),
+        }
+    )
+    with torch.device("meta"):
+        model = build_undivided(architecture, any_device)
+        require_splittable(model, architecture, degrees)
+        structure = structure_of(model)
+        if structure is None or structure.between is None:
+            return ""  # which stage_costs() refuses
+        rows = config.parallelism.pipeline_parallel_microbatch_size
+        tokens = config.training.seq_len
+        first, others = Inputs(model).of(made_up_fields(architecture, rows, tokens, config))
+        seen = Seen(model)
+        failure = ""
+        try:
+            with torch.random.fork_rng(devices=[]):  # what the run draws does not depend on this
+                model(first, **others)
+        except Exception as error:  # the user's code may fail in any way at all
+            failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    seen.require_order(is_whole=not failure)
+    seen.require_shape(rows, tokens, structure.between(tokens))
+    if not failure or seen.has_all:  # what comes after the blocks does not matter here
+        return ""
+    return (
+        f"it was not checked whether {seen.model} calls its blocks in the order that structure() "
+        "names, and what passes between them: a forward pass on the meta device, where tensors "
+        f"have no values, fails with {failure}"
+    )
+
+
+class Seen:
+    """Notes what blocks are called, and what they return, while a model runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = type(model).__name__
+        self.named = list(blocks_of(model))
+        self.called: list[str] = []
+        self.returned: dict[str, object] = {}
+        for name, block in blocks_of(model).items():
+            self._watch(name, block)
+
+    def _watch(self, name: str, block: nn.Module) -> None:
+        block.register_forward_pre_hook(lambda module, args: self.called.append(name))
+        block.register_forward_hook(lambda module, args, out: self.returned.update({name: out}))
+
+    @property
+    def has_all(self) -> bool:
+        return len(self.returned) == len(self.named)
+
+    def require_order(self, is_whole: bool) -> None:
+        """`is_whole`: the pass came to its end, so that a block not called so far never is."""
+        for name in self.called:
+            if (times := self.called.count(name)) > 1:
+                raise ModelError(
+                    f"the forward pass of {self.model} calls {name} {times} times, and a stage of "
+                    "a pipeline calls each of its blocks once: train it with pp = 1"
+                )
+        missing = [name for name in self.named if name not in self.called]
+        if missing and is_whole:
+            raise ModelError(
+                f"structure() of {self.model} names {in_short(missing, self.named)} among the "
+                "blocks, which its forward pass does not call: name those alone that it calls, "
+                "or train it with pp = 1"
+            )
+        if self.called != self.named[: len(self.called)]:
+            raise ModelError(
+                f"structure() of {self.model} names its blocks in the order "
+                f"{in_short(self.named, self.named)}, and its forward pass calls them in the order "
+                f"{in_short(self.called, self.named)}, so a pipeline would train another model: "
+                "name them in the order of the forward pass"
+            )
+
+    def require_shape(self, rows: int, tokens: int, said: object) -> None:
+        """What each block returns to the next, which may be on another stage."""
+        expected = (rows, *said) if isinstance(said, tuple | list) else said
+        for name in self.named[:-1]:
+            found = self.returned.get(name)
+            if name in self.returned and not isinstance(found, Tensor):
+                raise ModelError(
+                    f"{name} of {self.model} returns a {type(found).__name__}, and what passes "
+                    "from one stage of a pipeline to the next is one tensor: let each block return "
+                    "the hidden state alone, or train it with pp = 1"
+                )
+            if isinstance(found, Tensor) and tuple(found.shape) != expected:
+                raise ModelError(
+                    f"{name} of {self.model} returns the shape {tuple(found.shape)}, and "
+                    f"between({tokens}) of its structure() says {said}, which makes {expected} "
+                    "with the rows of a micro-batch: let both be the same"
+                )
+
+
+def in_short(names: Sequence[str], order: Sequence[str]) -> str:
+    """Names of blocks; those of one list that follow each other as in `order` by their ends."""
+    place = {name: number for number, name in enumerate(order)}
+    runs: list[list[str]] = []
+    for name in names:
+        follows = bool(runs) and place[name] == place[runs[-1][-1]] + 1
+        if follows and name.rpartition(".")[0] == runs[-1][-1].rpartition(".")[0]:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    words = [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return ", ".join(words[:MOST_NAMED]) + (", …" if len(words) > MOST_NAMED else "")
