@@ -40,8 +40,8 @@ def seconds_of(*words: str, repeats: int = 5) -> float:
 
 
 def milliseconds_per_step() -> float:
-    nothing = torch.zeros(())
-    result = StepResult(nothing, nothing, torch.zeros((), dtype=torch.bool), 16, False)
+    nothing, no = torch.zeros(()), torch.zeros((), dtype=torch.bool)
+    result = StepResult(nothing, nothing, no, no, num_units=16, metrics=torch.zeros(0))
 
     def no_step(run: Run, *args: Any) -> StepResult:
         return result

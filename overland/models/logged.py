@@ -8,7 +8,7 @@ from collections.abc import Iterable
 TAKEN = frozenset({
     "step", "time", "loss", "grad_norm", "lr", "tokens", "samples", "tokens_per_second",
     "samples_per_second", "tflops", "mfu", "memory_gib", "data_wait", "skipped_steps",
-    "skipped_documents",
+    "skipped_documents", "empty_steps",
 })  # fmt: skip
 VALIDATION = "validation_loss"  # and what begins with it
 

@@ -110,9 +110,9 @@ def loss(seen: Snapshot) -> Text | None:
     for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
         if isinstance(seen.newest.get(name), int | float):
             words.append(f"{label} {seen.newest[name]:.3g}")
-    if seen.newest.get("skipped_steps"):
-        skipped = seen.newest["skipped_steps"]
-        words.append(f"{skipped} {'step' if skipped == 1 else 'steps'} skipped")
+    for name, label in (("skipped_steps", "skipped"), ("empty_steps", "with nothing to learn")):
+        if number := seen.newest.get(name):
+            words.append(f"{number} {'step' if number == 1 else 'steps'} {label}")
     return Text("   ".join(words))
 
 

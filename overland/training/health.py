@@ -13,7 +13,9 @@ from overland.training.errors import TrainingError
 
 
 class BadSteps:
-    """Counts steps that were skipped because the loss or a gradient was not finite.
+    """Counts steps that were skipped because the loss or a gradient was not finite, or because
+    nothing in the batch counts. The latter are no sign of trouble: a long prompt, which is not
+    learned, may fill many batches. They neither end a run nor interrupt a row of steps that do.
 
     The flags stay on the device until `check`, so that no step waits for them.
     """
@@ -21,25 +23,30 @@ class BadSteps:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._in_a_row = 0
-        self._flags: list[tuple[int, torch.Tensor]] = []
+        self._flags: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
-    def note(self, step: int, not_finite: torch.Tensor) -> None:
-        self._flags.append((step, not_finite))
+    def note(self, step: int, not_finite: torch.Tensor, is_empty: torch.Tensor) -> None:
+        self._flags.append((step, not_finite, is_empty))
 
     @property
     def is_due(self) -> bool:
         """Whether the limit could have been reached since the last check."""
         return len(self._flags) + self._in_a_row >= self.limit
 
-    def check(self) -> list[int]:
-        """Reads the flags; returns the steps skipped since the last check."""
+    def check(self) -> tuple[list[int], list[int]]:
+        """Reads the flags; returns the steps since the last check that were not finite, and those
+        in which nothing counts."""
         if not self._flags:
-            return []
-        flags = torch.stack([flag for _, flag in self._flags]).tolist()
-        skipped = []
-        for (step, _), flag in zip(self._flags, flags, strict=True):
-            self._in_a_row = self._in_a_row + 1 if flag else 0
-            if flag:
+            return [], []
+        steps = [step for step, *_ in self._flags]
+        flags = torch.stack([flag for _, *both in self._flags for flag in both]).tolist()
+        skipped, empty = [], []
+        for step, not_finite, is_empty in zip(steps, flags[::2], flags[1::2], strict=True):
+            if is_empty:
+                empty.append(step)
+                continue
+            self._in_a_row = self._in_a_row + 1 if not_finite else 0
+            if not_finite:
                 skipped.append(step)
             if self._in_a_row >= self.limit:
                 raise TrainingError(
@@ -48,7 +55,7 @@ class BadSteps:
                     f"lower optimizer.lr, or raise health.max_bad_steps"
                 )
         self._flags.clear()
-        return skipped
+        return skipped, empty
 
 
 class SpikeGuard:

@@ -64,7 +64,7 @@ def train(run: Run) -> bool:
                 progress.step += 1
                 progress.batch += 1
                 progress.tokens += result.num_units
-                bad_steps.note(progress.step, result.not_finite)
+                bad_steps.note(progress.step, result.not_finite, result.is_empty)
                 run.call("on_step")
 
                 is_logged = is_due(progress.step, config.metrics.log_freq, steps, first=True)
@@ -237,7 +237,7 @@ def is_due(step: int, every: int, last: int, first: bool = False) -> bool:
 
 def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None:
     loss = result.loss.item()  # waits for the device, so that the meter reads whole steps
-    skipped = bad_steps.check()
+    skipped, empty = bad_steps.check()
     record: Record = {
         "step": run.progress.step,
         "loss": loss,
@@ -248,11 +248,15 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         **run.inner.logged(run.global_batch_size),
         **meter.read(run),
         "skipped_steps": len(skipped),
+        "empty_steps": len(empty),
         "skipped_documents": run.dataset.num_skipped,
     }
     run.call("on_log", record)
     if skipped:
         run.call("on_message", f"not finite, so skipped: step {', '.join(map(str, skipped))}")
+    if empty:
+        what = "nothing to learn from (nothing in the batch has a weight), so skipped"
+        run.call("on_message", f"{what}: step {', '.join(map(str, empty))}")
 
 
 def answer_spike(run: Run, data: Data, result: StepResult, fed: FedRows) -> Data:

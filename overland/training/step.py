@@ -31,6 +31,8 @@ class StepResult:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     not_finite: torch.Tensor
+    is_empty: torch.Tensor
+    """Whether nothing in the global batch counts. The loss, a mean over nothing, is then NaN."""
     num_units: int
     """Tokens, or samples that are arrays."""
     metrics: torch.Tensor
@@ -42,23 +44,25 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     training, scaler, mesh = run.config.training, run.scaler, run.mesh
     share = share_of_rows(batch, mesh)
     count = sum_over(count_of(run.objective, share), mesh.token_group)
+    is_empty = count == 0
+    count = count.masked_fill(is_empty, 1)  # 0 / 1 and not 0 / 0: no gradient becomes NaN
     share = with_passes(run, share)
     run.inner.begin_step(scaler.scale / run.global_batch_size)
     sums = run.model.loss_and_gradients(share, scaler.scale / count)
-    sums = total_sums(sums, mesh) / scaler.scale
+    sums = (total_sums(sums, mesh) / scaler.scale).masked_fill(is_empty, torch.nan)
     loss = sums[0]
 
     norm = gradient_norm(run.optimizer, run.model, mesh).to(run.device) / scaler.scale
-    not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm))
+    not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm)) & ~is_empty
     spiked = guard is not None and from_first_rank(guard.is_spike(loss.item()))
     rate = learning_rate(run.progress.step, run.config)
     run.store.wait_on_device()  # a checkpoint may still be copying what is about to change
-    skip = not_finite | spiked
+    skip = not_finite | is_empty | spiked
     run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip)
     run.inner.after_step(skip)
     scaler.update(not_finite.float())
     num_units = run.global_batch_size * run.measure.per_row
-    return StepResult(loss, norm, not_finite, num_units, sums[1:], spiked)
+    return StepResult(loss, norm, not_finite, is_empty, num_units, sums[1:], spiked)
 
 
 def with_passes(run: Run, share: Batch) -> Batch:

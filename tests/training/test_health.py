@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
 from overland.parallel.parts import shard_of
 from overland.reporting.watch import read_checkpoints
+from overland.training import loop as loop_module
 from overland.training import step as step_module
 from overland.training.callbacks import Callback
 from overland.training.errors import TrainingError
@@ -96,6 +98,55 @@ def test_many_bad_steps_in_a_row_stop_the_run_with_a_message(
     assert error.startswith(
         "TrainingError: the loss or a gradient was not finite in 3 steps in a row, up to step 5"
     )
+
+
+class Weights(Callback):
+    """Adds up this rank's parameters after every step."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def on_step(self, run: Run) -> None:
+        self.sums.append(sum(shard_of(p).sum().item() for p in run.model.parts[0].parameters()))
+
+
+def run_with_empty_batches(
+    world: World, config: JobConfig, empty: set[int]
+) -> tuple[list[float], list[float], list[str]]:
+    """Trains with some global batches in which no label counts; returns losses, sums of the
+    parameters, messages."""
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder, weights = Recorder(run), Weights()
+    run.callbacks += [recorder, weights]
+    original = loop_module.next_batch
+
+    def emptied(*args: Any) -> Batch:
+        batch = original(*args)
+        return batch.padded_from(0) if run.progress.batch in empty else batch
+
+    loop_module.next_batch = emptied
+    try:
+        train(run)
+    finally:
+        loop_module.next_batch = original
+    assert [record["skipped_steps"] for record in recorder.records] == [0] * 6
+    assert [record["empty_steps"] for record in recorder.records] == [0, 0, 1, 1, 1, 0]
+    return recorder.losses, weights.sums, recorder.messages
+
+
+def test_a_batch_in_which_nothing_counts_changes_nothing_and_is_no_bad_step(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    inside = {"spike_guard": "skip", "max_bad_steps": 2}  # each an answer to other kinds of steps
+    alone = tiny_job(tmp_path / "alone", health=inside)
+    shared = tiny_job(tmp_path / "shared", health=inside, training={"local_batch_size": 4})
+    (expected, *_), *_ = ranks.run(1, run_with_empty_batches, alone, {2, 3, 4})
+    assert [loss == loss for loss in expected] == [True, True, False, False, False, True]
+    for seen, sums, messages in ranks.run(2, run_with_empty_batches, shared, {2, 3, 4}):
+        assert seen == pytest.approx(expected, rel=1e-9, nan_ok=True)
+        assert sums[1] == sums[2] == sums[3] == sums[4] != sums[5]
+        said = "nothing to learn from (nothing in the batch has a weight), so skipped: step"
+        assert messages == [f"{said} {step}" for step in (3, 4, 5)]
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind"])
