@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +22,11 @@ from typing import Any
 
 from overland.checkpoint.disk import Disk, reserve
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.format import COMMITTED, INDEX
+from overland.checkpoint.format import INDEX
 from overland.checkpoint.read import read_marker
 from overland.config.schema import Checkpoint as Settings
 from overland.config.sizes import size
-
-LATEST = "latest"
-NAME = re.compile(r"step_(\d+)(\.preempt)?")
+from overland.run_folder import CHECKPOINT, COMMITTED, LATEST
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,6 @@ class Found:
     def validation_loss(self) -> float:
         loss = self.about.get("validation_loss")
         return math.inf if loss is None else float(loss)
-
-
-def name_of(step: int, preempt: bool = False) -> str:
-    return f"step_{step}" + (".preempt" if preempt else "")
 
 
 def broken(path: Path) -> Path:
@@ -77,7 +70,7 @@ def uncommitted(folder: Path) -> list[Path]:
 
 
 def _named(folder: Path) -> list[Path]:
-    named = (path for path in folder.glob("step_*") if NAME.fullmatch(path.name))
+    named = (path for path in folder.glob("step_*") if CHECKPOINT.fullmatch(path.name))
     return sorted(named, key=lambda path: (step_of(path), path.name))
 
 
@@ -95,7 +88,7 @@ def newest_in(path: Path) -> Path:
 
 
 def step_of(path: Path) -> int:
-    named = NAME.fullmatch(path.name)
+    named = CHECKPOINT.fullmatch(path.name)
     assert named is not None, path
     return int(named[1])
 

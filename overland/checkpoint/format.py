@@ -27,7 +27,6 @@ from overland.checkpoint.checksum import BLOCK
 from overland.checkpoint.errors import CheckpointError
 
 INDEX = "index.json"
-COMMITTED = "COMMITTED"
 FORMAT = "overland checkpoint"
 VERSION = 1
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,6 @@ from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.disk import Moved, ignore
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import (
-    COMMITTED,
     INDEX,
     Entry,
     Index,
@@ -41,6 +39,7 @@ from overland.checkpoint.format import (
     parse_marker,
 )
 from overland.checkpoint.plan import broadcast, local_name, local_tensor
+from overland.run_folder import CHECKPOINT, COMMITTED
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
 PIECE = 4 * BLOCK  # what one thread reads at a time
@@ -213,7 +212,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _open(path: Path, about: dict[str, Any], data: bytes, moved: Moved) -> Checkpoint:
-    named = re.match(r"step_(\d+)", path.name)
+    named = CHECKPOINT.match(path.name)
     if named and int(named[1]) != about["step"]:
         raise CheckpointError(
             f"{path} holds step {about['step']}, whatever its name says; rename it, or take it away"

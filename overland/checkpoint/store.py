@@ -34,12 +34,10 @@ import torch.distributed as dist
 from overland.checkpoint.disk import Disk, Moved
 from overland.checkpoint.errors import CheckpointError, sentence
 from overland.checkpoint.folder import (
-    LATEST,
     broken,
     delete,
     lack_of_room,
     list_checkpoints,
-    name_of,
     set_aside,
     superfluous,
     tidy,
@@ -59,6 +57,7 @@ from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
 from overland.checkpoint.write import Written, build_index, commit, write_files
 from overland.cluster.beat import Beat, node_name
 from overland.config.schema import Checkpoint as Settings
+from overland.run_folder import LATEST, checkpoint_name
 
 # Ranks hear from each other every few seconds during a save, however long it takes. Only a rank
 # whose process is stopped is silent for longer, and the training itself notices that first.
@@ -192,7 +191,7 @@ class Store:
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
             "validation_loss": validation_loss,
         }
-        name = name_of(step, preempt)
+        name = checkpoint_name(step, preempt)
         arguments = (self._plan, name, dict(run), about, started)
         if self.is_async:
             waited = time.monotonic() - started
@@ -207,7 +206,7 @@ class Store:
     def give_up(self, step: int, error: str, preempt: bool = False) -> None:
         """Notes a save that cannot be begun."""
         self.wait()
-        self.last = Outcome(self.folder / name_of(step, preempt), 0.0, 0.0, 0, error)
+        self.last = Outcome(self.folder / checkpoint_name(step, preempt), 0.0, 0.0, 0, error)
         self._outcomes.put(self.last)
 
     def wait_on_device(self) -> None:

@@ -15,9 +15,7 @@ import torch
 
 from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.errors import CheckpointError
-from overland.checkpoint.folder import NAME
 from overland.checkpoint.format import (
-    COMMITTED,
     DTYPE_NAMES,
     INDEX,
     NOT_AN_INDEX,
@@ -25,6 +23,7 @@ from overland.checkpoint.format import (
     tile,
 )
 from overland.checkpoint.read import NUM_THREADS, PIECE, Checkpoint, open_checkpoint, part_bytes
+from overland.run_folder import CHECKPOINT, COMMITTED
 
 _WRITER = re.compile(r"rank_(\d{5})")
 _STREAM = re.compile(r"(?:rank_\d{5}/)?rng\.(\d+)\.")
@@ -117,7 +116,7 @@ def _pieces(checkpoint: Checkpoint) -> Iterator[Callable[[], int]]:
 
 
 def _by_step(path: Path) -> tuple[int, str]:
-    named = NAME.match(path.name)
+    named = CHECKPOINT.match(path.name)
     return int(named[1]) if named else 0, path.name
 
 

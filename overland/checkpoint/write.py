@@ -17,8 +17,9 @@ from torch import Tensor
 
 from overland.checkpoint.checksum import BLOCK, checksum, num_blocks
 from overland.checkpoint.disk import Disk, Moved, ignore
-from overland.checkpoint.format import COMMITTED, INDEX, Entry, FileInfo, Index, Part, marker
+from overland.checkpoint.format import INDEX, Entry, FileInfo, Index, Part, marker
 from overland.checkpoint.plan import Box, FilePlan, lay_out
+from overland.run_folder import COMMITTED
 
 NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 # What is written between two signs of progress: a block would take long on a slow disk that a

@@ -8,6 +8,7 @@ from pathlib import Path
 from overland.config.commands import WRITTEN_BY, command
 from overland.config.errors import ConfigError, Problem, any_of, nearest_name
 from overland.config.load import Loaded, load_config
+from overland.run_folder import CONFIG, METRICS, README
 
 CHOICES = ("column", "subset", "split")  # keys that say which part of a dataset is read
 # torchtitan's names for parts of one public corpus, and which files of it they mean.
@@ -71,8 +72,8 @@ def check_place(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _has_other_readme(folder: Path) -> bool:
-    readme = folder / "README.md"
-    if (folder / "metrics.jsonl").exists() or not readme.is_file():
+    readme = folder / README
+    if (folder / METRICS).exists() or not readme.is_file():
         return False
     return WRITTEN_BY not in readme.read_text(encoding="utf-8", errors="replace")
 
@@ -81,7 +82,7 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
     """A folder that the user did not name is not resumed for another model or other data: two
     configs may have one name, and one config is edited."""
     config, key = loaded.config, "job.dump_folder"
-    before = Path(config.job.dump_folder) / "config.toml"
+    before = Path(config.job.dump_folder) / CONFIG
     is_named = loaded.is_set(key) and not loaded.where(key).startswith("recipe ")
     if is_named or config.checkpoint.resume == "none" or not before.is_file():
         return

@@ -61,13 +61,13 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     from overland.data.ledger import read_ledger
     from overland.data.prepare import Place, planned_data, training_data
     from overland.models.registry import model_config
-    from overland.training.folder import RunFolder
+    from overland.run_folder import CONFIG, PLAN, RunFolder
 
     run = Path(config).expanduser()
-    if run.name == "config.toml" and not settings:
+    if run.name == CONFIG and not settings:
         run = run.parent
-    is_run = (run / "data" / "plan.json").is_file()
-    found = load_config(str(run / "config.toml") if is_run else config, settings)
+    is_run = (run / PLAN).is_file()
+    found = load_config(str(run / CONFIG) if is_run else config, settings)
     if problems := list(check_custom_import(found)):  # a source may be one of the user's own
         raise ConfigError(problems)
     loaded = found.config

@@ -202,8 +202,7 @@ def place_of(config: JobConfig) -> Place:
     from overland.cluster.errors import ClusterError
     from overland.cluster.job import Place
     from overland.cluster.setup import session_file
-    from overland.cluster.supervise.logbook import STOPPED
-    from overland.training.folder import RunFolder
+    from overland.run_folder import STOPPED, RunFolder
 
     folder, training = RunFolder.of(config), config.training
     steps, length = training.steps, f"{training.steps} steps"

@@ -16,6 +16,7 @@ import typer
 from overland.cli.errors import user_errors
 from overland.cli.settings import Settings, split_settings
 from overland.cluster.signals import STOPPED, end_at_signal
+from overland.run_folder import LOGS
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,7 @@ def train_here(source: str | None, arguments: list[str], world: World | None, be
                 file=sys.stderr,
             )
         if num_ranks > 1:
-            logs = Path(loaded.config.job.dump_folder).expanduser() / "logs"
+            logs = Path(loaded.config.job.dump_folder).expanduser() / LOGS
             words = ["train", *([source] if source else []), *arguments]
             free = available_memory()
             code = launch_local(words, num_ranks, printing, logs)
@@ -97,7 +98,7 @@ def train_here(source: str | None, arguments: list[str], world: World | None, be
 
 def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
     """The folder is chosen before ranks are started, and handed to them as a setting."""
-    from overland.training.folder import fresh_folder
+    from overland.run_folder import fresh_folder
 
     config = loaded.config
     if config.checkpoint.resume != "none":
@@ -121,7 +122,7 @@ def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> N
     from overland.cluster.devices import device_type
     from overland.cluster.last_words import Kind, say
     from overland.parallel.comm import from_first_rank, process_group
-    from overland.training.folder import RunFolder, fresh_folder
+    from overland.run_folder import RunFolder, fresh_folder
     from overland.training.owner import owned
 
     config = loaded.config

@@ -15,12 +15,13 @@ from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job
 from overland.cluster.slurm import ask
 from overland.config.commands import command
+from overland.run_folder import SUBMITTED
 
 
 def next_files(run: Path) -> tuple[Path, Path]:
     """(script, config) of a submission that is the run's next: those of links that still wait are
     never changed under them."""
-    folder = run / "submit"
+    folder = run / SUBMITTED
     used = [int(path.stem) for path in folder.glob("*.sh") if path.stem.isdecimal()]
     number = max(used, default=0) + 1
     return folder / f"{number}.sh", folder / f"{number}.toml"
@@ -61,7 +62,7 @@ def check_folder_is_free(job: Job) -> None:
 def names_before(run: Path) -> set[str]:
     """Of the jobs that were submitted for a run."""
     names = set()
-    for script in (run / "submit").glob("*.sh"):
+    for script in (run / SUBMITTED).glob("*.sh"):
         with contextlib.suppress(OSError):  # another user's
             found = re.search(r"^#SBATCH --job-name=(\S+)", script.read_text(), re.MULTILINE)
             names |= {found[1]} if found else set()

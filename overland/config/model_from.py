@@ -12,6 +12,7 @@ from overland.config import foreign
 from overland.config.commands import command
 from overland.config.errors import Problem
 from overland.config.schema import JobConfig
+from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model_state_dict.pt")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -54,9 +55,9 @@ def parts_of(folder: Path) -> tuple[dict[str, str], str]:
         what = "is a file" if folder.exists() else "no such folder"
         fetch = command("overland", "fetch", "model", "NAME")
         return {}, f"{what}; expected a folder, as `{fetch}` brings one"
-    if (folder / "model_config.json").is_file() and (folder / "config.toml").is_file():  # a run
-        architecture, tokenizer = folder / "model_config.json", folder / "tokenizer"
-    elif (folder / "COMMITTED").is_file():
+    if (folder / MODEL_CONFIG).is_file() and (folder / CONFIG).is_file():  # a run
+        architecture, tokenizer = folder / MODEL_CONFIG, folder / TOKENIZER
+    elif (folder / COMMITTED).is_file():
         message = (
             "is one checkpoint of a run: name the run's folder, whose newest checkpoint is taken"
         )

@@ -39,6 +39,7 @@ from overland.data.wanted import (
     training_table,
     validates_on_holdout,
 )
+from overland.run_folder import PLAN, TOKENIZER
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
 TOKENIZER_DOCUMENTS = 20_000
@@ -239,12 +240,12 @@ def training_data(
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
     """The training set of a run, from what its folder keeps: plan, corpora and tokenizer."""
     folders = corpora_of(run)
-    path = run / "data" / "plan.json"
+    path = run / PLAN
     try:
         plan = Plan.from_json(json.loads(path.read_text())["plan"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} holds no plan of a run's data: {error}") from None
-    tokenizer = tokenizer_of(run, config.data) if (run / "tokenizer").is_dir() else None
+    tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
     wanted = sources_of(config)
     corpora: dict[str, Data] = {}
     for name in plan.sources:
@@ -632,7 +633,7 @@ def _former_bos(
 
 def corpora_of(run: Path) -> dict[str, str]:
     """Where the corpora of a run lie, by the names of its sources; none before its first step."""
-    path = run / "data" / "plan.json"
+    path = run / PLAN
     try:
         kept = json.loads(path.read_text())
     except FileNotFoundError:
@@ -652,7 +653,7 @@ def kept_policy(run: Path) -> Policy:
     """What stands around the documents of a run, if there is such a run. Runs from before BOS was
     noted began without, unless their config said so."""
     try:
-        kept = json.loads((run / "data" / "plan.json").read_text())
+        kept = json.loads((run / PLAN).read_text())
     except (OSError, ValueError):
         return UNKNOWN
     if not isinstance(kept, dict):
@@ -666,7 +667,7 @@ def tokenizer_of(run: Path, data: Settings) -> Tokenizer:
     kept = kept_policy(run)
     add_bos = kept.add_bos if data.add_bos is None else data.add_bos
     add_eos = kept.add_eos if data.add_eos is None else data.add_eos
-    return Tokenizer(run / "tokenizer", add_bos=add_bos, add_eos=add_eos is not False)
+    return Tokenizer(run / TOKENIZER, add_bos=add_bos, add_eos=add_eos is not False)
 
 
 def trained_size(data: Settings, vocab_size: int | None) -> int:

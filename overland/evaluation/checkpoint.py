@@ -9,7 +9,6 @@ from torch import nn
 
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
-from overland.checkpoint.format import COMMITTED
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill
 from overland.checkpoint.read import open_checkpoint as open_saved
@@ -25,12 +24,13 @@ from overland.models.hf import load_hf
 from overland.models.measure import sample_fields
 from overland.models.registry import model_config
 from overland.parallel.apply import build_undivided
+from overland.run_folder import COMMITTED, CONFIG
 
 
 def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
     """The model with its weights, on this machine's device, with its tokenizer and config."""
     run, step = find_run(path)
-    loaded = load_config(str(run / "config.toml"), env={})
+    loaded = load_config(str(run / CONFIG), env={})
     if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
         raise ConfigError(problems)
     config = loaded.config
@@ -59,9 +59,9 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
 
 def find_run(path: Path) -> tuple[Path, Path | None]:
     """(run folder, checkpoint if one was named)."""
-    if (path / "config.toml").is_file():
+    if (path / CONFIG).is_file():
         return path, None
     for folder in path.absolute().parents[:3]:
-        if (folder / "config.toml").is_file() and (path / COMMITTED).is_file():
+        if (folder / CONFIG).is_file() and (path / COMMITTED).is_file():
             return folder, path
     raise CheckpointError(f"{path} is neither a run folder nor a checkpoint inside one")

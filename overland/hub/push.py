@@ -14,10 +14,11 @@ from overland.hub.errors import HubError, in_words
 from overland.hub.repo import SECONDS, Repo, connect, list_files, open_repo
 from overland.hub.secrets import refuse_secrets
 from overland.hub.snapshot import OWN, check_names
+from overland.run_folder import COMMITTED
 
 LEFT_OUT = {OWN, ".cache", ".git"}  # what fetch, the Hub's client and git keep beside the files
 # Names of files that only a trainer reads: our checkpoints' marker, and DCP's.
-CHECKPOINT_FILES = ("COMMITTED", ".metadata")
+CHECKPOINT_FILES = (COMMITTED, ".metadata")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from overland.data.loader import load
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, planned_data
 from overland.models.registry import model_config
-from overland.training.folder import RunFolder
+from overland.run_folder import CONFIG, RunFolder
 
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[np.int64]
@@ -116,9 +116,9 @@ def prove_data(
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
     """Replays the steps of a run, or some of them."""
-    if not (run / "config.toml").is_file():
+    if not (run / CONFIG).is_file():
         raise DataError(f"{run} is no run folder: it has no config.toml")
-    loaded = load_config(str(run / "config.toml"), env={})
+    loaded = load_config(str(run / CONFIG), env={})
     if problems := list(check_custom_import(loaded)):  # a source may be one of the user's own
         raise ConfigError(problems)
     config = loaded.config

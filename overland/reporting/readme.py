@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overland.cluster.devices import device_name
 from overland.cluster.world import World
@@ -11,9 +11,7 @@ from overland.config.degrees import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
 from overland.models.flops import count_parameters
 from overland.models.measure import measure_of
-
-if TYPE_CHECKING:
-    from overland.training.folder import RunFolder
+from overland.run_folder import RunFolder
 
 
 def write_readme(

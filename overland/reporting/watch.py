@@ -20,6 +20,20 @@ from overland.data.claims import host, is_running
 from overland.reporting.events import Event, Events
 from overland.reporting.history import History, Points, Record, thinned
 from overland.reporting.queue import Queue, QueuedJob
+from overland.run_folder import (
+    ATTEMPTS,
+    CHECKPOINT,
+    CHECKPOINTS,
+    COMMITTED,
+    CONFIG,
+    DONE,
+    LIVE,
+    METRICS,
+    OWNER,
+    PLAN,
+    STOPPED,
+    SUBMITTED,
+)
 
 STATES = {
     "training": "training",
@@ -32,7 +46,7 @@ STATES = {
     "failed": "failed",
     "silent": "no sign of life",
 }
-SIGNS = ("config.toml", "metrics.jsonl", "attempts.jsonl", "live.json", "owner.json", "submit")
+SIGNS = (CONFIG, METRICS, ATTEMPTS, LIVE, OWNER, SUBMITTED)
 AT_DISK = ("saving", "loading a checkpoint", "ending")  # phases in which ranks may wait for it
 LATE_STEP_SECONDS, LATE_STEPS = 10.0, 5
 QUIET_SECONDS = 10.0  # without a byte, from which on it is shown
@@ -40,9 +54,8 @@ SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
 OWNER_SECONDS = 120.0  # renewed every 15 s, and NFS may show it a minute late
 CURVE_POINTS = 2000
-CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
-NOT_FINITE = re.compile(r"step_(\d+)(\.preempt)?\.nonfinite")
-SAVING = re.compile(r"\.step_(\d+)(\.preempt)?\.tmp")
+NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
+SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
 
 
 class NoRun(Exception):
@@ -107,15 +120,15 @@ class Watch:
         if not any((run / name).exists() for name in SIGNS):
             raise NoRun(f"{run} is no folder of a run: none of {', '.join(SIGNS)} is in it")
         self.run = run
-        self.history = History(run / "metrics.jsonl")
-        self.events = Events(run / "attempts.jsonl")
+        self.history = History(run / METRICS)
+        self.events = Events(run / ATTEMPTS)
         self.queue = Queue()
 
     def look(self, patience: float = 0.0) -> Snapshot:
         """Waits for Slurm's answer no longer than `patience` seconds."""
         self.history.read_on()
         self.events.read_on()
-        live, owner = read_json(self.run / "live.json"), read_owner(self.run / "owner.json")
+        live, owner = read_json(self.run / LIVE), read_owner(self.run / OWNER)
         session, attempt = self.events.last("session"), self.events.last("attempt")
         job = live.get("job") or session.get("job") or owner.get("job") or None
         if which := jobs_to_ask_for(self.run, job):
@@ -125,7 +138,7 @@ class Watch:
         is_live_newer = number(live.get("time")) > number(newest.get("time"))
         # Epochs are counted in steps when training starts.
         steps = config.get("training", {}).get("steps")
-        steps = steps or read_json(self.run / "data" / "plan.json").get("steps")
+        steps = steps or read_json(self.run / PLAN).get("steps")
         seen = Snapshot(
             run=str(self.run),
             time=time.time(),
@@ -139,7 +152,7 @@ class Watch:
             losses=thinned(self.history.losses, CURVE_POINTS),
             held_out=dict(self.history.held_out),
             checkpoints=read_checkpoints(
-                self.run / config.get("checkpoint", {}).get("folder", "checkpoint")
+                self.run / config.get("checkpoint", {}).get("folder", CHECKPOINTS)
             ),
             job=job,
             session=len(self.events.of("session")) or None,
@@ -179,11 +192,11 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     if owner and not signalled and owner_lives(owner, seen.time):
         has_stepped = number(seen.newest.get("time")) >= number(owner.get("since"))
         return "training" if has_stepped else "starting", ""
-    done = read_text(run / "done")
+    done = read_text(run / DONE)
     if done.isdecimal() and int(done) >= (seen.steps or 0):
         return "finished", ""
     end = events.all[-1] if events.all and events.all[-1]["event"] in ("end", "signal") else {}
-    if reason := read_text(run / "stopped"):
+    if reason := read_text(run / STOPPED):
         return "failed" if end.get("how") == "failed" else "stopped", reason
     running = [job for job in seen.queue or [] if job.runs]
     waiting = [job for job in seen.queue or [] if not job.runs]
@@ -203,7 +216,7 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     if not owner and not live and not events.all and seen.newest:
         # A run gives its owner.json back when it ends. Older ones had neither that nor times.
         if "time" in seen.newest:
-            return "stopped", f"`{command('overland', 'train', run / 'config.toml')}` goes on"
+            return "stopped", f"`{command('overland', 'train', run / CONFIG)}` goes on"
         if age < limit:
             return "training", ""
     return "silent", ""
@@ -241,7 +254,7 @@ def last_sign(run: Path, live: Event, owner: Event, newest: Record, events: Even
     signs = [number(live.get("time")), number(owner.get("renewed")), number(newest.get("time"))]
     signs += [number(event.get("time")) for event in events.all[-1:]]
     if "time" not in newest:
-        signs.append(modified(run / "metrics.jsonl"))
+        signs.append(modified(run / METRICS))
     return max(signs) or None
 
 
@@ -276,7 +289,7 @@ def read_checkpoints(folder: Path) -> Checkpoints:
     except OSError:
         return Checkpoints()
     for path in children:
-        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := modified(path / "COMMITTED")):
+        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := modified(path / COMMITTED)):
             found.append((int(named[1]), path.name, saved))
         elif named := SAVING.fullmatch(path.name):
             saving.append((int(named[1]), path.name.removeprefix(".").removesuffix(".tmp")))
@@ -289,8 +302,8 @@ def read_checkpoints(folder: Path) -> Checkpoints:
 
 def read_config(run: Path) -> dict[str, Any]:
     """The newest of what the last session ran with and what was submitted since."""
-    submitted = [path for path in run.glob("submit/*.toml") if path.stem.isdecimal()]
-    for path in sorted([run / "config.toml", *submitted], key=modified, reverse=True):
+    submitted = [path for path in run.glob(f"{SUBMITTED}/*.toml") if path.stem.isdecimal()]
+    for path in sorted([run / CONFIG, *submitted], key=modified, reverse=True):
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):  # being written

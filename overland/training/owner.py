@@ -26,9 +26,9 @@ from typing import Any
 from overland.cluster.signals import leave
 from overland.data.claims import is_running, this_process
 from overland.parallel.comm import from_first_rank
+from overland.run_folder import OWNER
 from overland.training.errors import TakenError
 
-FILE = "owner.json"
 RENEW_SECONDS = 15.0
 STALE_SECONDS = 300.0  # for an owner that neither this machine nor Slurm knows about
 LEAVING_SECONDS = 60.0  # a job that Slurm is ending has missed four renewals: its rank 0 is gone
@@ -114,7 +114,7 @@ class Ownership:
 def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
     """The folder as ours, or a TakenError that says whose it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, mine = folder / FILE, describe(env)
+    path, mine = folder / OWNER, describe(env)
     deadline = time.monotonic() + PATIENCE_SECONDS
     with _written_beside(path, mine) as beside:
         while not _link(beside, path):
@@ -190,13 +190,13 @@ def refusal(folder: Path, held: Held, now: float) -> str:
     return (
         f"{folder} is in use by {_who(held.owner)}, whose last sign of life is "
         f"{max(0, round(now - held.renewed))} s old; stop it with {stops}, give this run another "
-        f"job.dump_folder, or, if it is certainly dead, remove {folder / FILE}"
+        f"job.dump_folder, or, if it is certainly dead, remove {folder / OWNER}"
     )
 
 
 def _who(owner: Owner) -> str:
     if "process" not in owner:
-        return f"a process that {FILE} does not name"
+        return f"a process that {OWNER} does not name"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner.get("since", 0))))
     job = f"job {owner['job']}, " if owner.get("job") else ""
     return f"{job}process {owner['process']} on {owner.get('machine')} (since {since})"

@@ -72,7 +72,7 @@ from overland.optimizers.state import Scalar
 from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.parts import named_parameters
 from overland.reporting.readme import model_name
-from overland.training.folder import RunFolder
+from overland.run_folder import RunFolder
 from overland.training.resume import policy_of_the_resumed
 from overland.training.state import check_same_optimizer
 

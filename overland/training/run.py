@@ -44,12 +44,12 @@ from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.parts import local_part
 from overland.parallel.single import splits
 from overland.reporting.readme import model_name, write_readme
+from overland.run_folder import MODEL_CONFIG, RunFolder
 from overland.training.auto import settle
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.compiled import CompileCache, KernelCache
 from overland.training.console import Console
 from overland.training.epochs import with_steps
-from overland.training.folder import RunFolder
 from overland.training.garbage import GarbageCollection
 from overland.training.health import SpikeGuard
 from overland.training.inner import InnerState
@@ -266,7 +266,7 @@ def describe_run(run: Run, asked: JobConfig) -> None:
     write_readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)
     if hasattr(run.model_config, "to_hf"):
         text = json.dumps(run.model_config.to_hf(), indent=2)
-        (run.folder.root / "model_config.json").write_text(text + "\n")
+        (run.folder.root / MODEL_CONFIG).write_text(text + "\n")
     if run.dataset.tokenizer is not None:
         run.folder.tokenizer.mkdir(exist_ok=True)
         # A model's chat template and generation config lie beside its tokenizer, and go where it
@@ -282,7 +282,7 @@ def write_plan(run: Run) -> None:
     steps, for `overland watch`."""
     folder = run.folder.data
     folder.mkdir(exist_ok=True)
-    path = folder / "plan.json"
+    path = run.folder.plan
     places = corpora_of(run.folder.root)
     for name, corpus in run.dataset.rows.corpora.items():
         if isinstance(corpus, Corpus):

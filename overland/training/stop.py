@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, leave, leave_terminal
 from overland.config.schema import Checkpoint as Settings
+from overland.run_folder import STOP
 
-STOP_FILE = "STOP"
 RETRY_FOR_SECONDS = 600.0  # at most, where no job ends before
 LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow to ask
 
@@ -47,7 +47,7 @@ class Wish(IntEnum):
     @property
     def reason(self) -> str:
         return {
-            Wish.STOP_FILE: f"a file {STOP_FILE} in the run folder",
+            Wish.STOP_FILE: f"a file {STOP} in the run folder",
             Wish.SESSION_OVER: "checkpoint.stop_after_minutes is over",
             Wish.WALLTIME: "the job is about to end",
             Wish.SIGNAL: "a signal",
@@ -59,7 +59,7 @@ class Clock:
     """Rank 0's: when the next save is due and when the session must end."""
 
     def __init__(self, settings: Settings, folder: Path, env: Mapping[str, str] = os.environ):
-        self.stop_file = folder / STOP_FILE
+        self.stop_file = folder / STOP
         self._interval = _seconds(settings.interval_minutes)
         self._session = _seconds(settings.stop_after_minutes)
         self._margin = settings.walltime_margin_minutes * 60

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.checkpoint.folder import LATEST, latest_checkpoint, list_checkpoints
+from overland.checkpoint.folder import latest_checkpoint, list_checkpoints
 from overland.checkpoint.read import load
 from overland.checkpoint.verify import verify
+from overland.run_folder import LATEST
 from tests.checkpoint.states import Killed, MortalDisk, copy, like, save, some_state
 
 SETTINGS = {

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from overland.run_folder import OWNER
 from overland.training.errors import TrainingError
-from overland.training.owner import FILE, describe, job_state, take
+from overland.training.owner import describe, job_state, take
 from tests.cluster.slurm import Slurm
 
 
@@ -18,7 +19,7 @@ def test_a_job_elsewhere_holds_its_folder_until_slurm_has_ended_it(
     monkeypatch.setenv("SLURM_CONF", str(slurm.config))
     job = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 60").strip()
     other = {**describe({"SLURM_JOB_ID": job}), "host": "elsewhere-1"}
-    (tmp_path / FILE).write_text(json.dumps(other))
+    (tmp_path / OWNER).write_text(json.dumps(other))
     while job_state(job) == "PENDING":
         pass
     with pytest.raises(TrainingError, match=f"in use by job {job}.*`scancel {job}`"):

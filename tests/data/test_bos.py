@@ -14,7 +14,7 @@ from overland.data.prepare import Place, asked_policy, one_tokenizer, open_token
 from overland.data.sources import open_source
 from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.data.wanted import sources_of
-from overland.training.folder import RunFolder
+from overland.run_folder import RunFolder
 from overland.training.resume import policy_of_the_resumed
 from tests.data.making import write_lines
 from tests.data.tokenizer_folders import write_bpe

@@ -15,7 +15,7 @@ from overland.reporting.readme import (
     schedule_in_words,
     strategy_in_words,
 )
-from overland.training.folder import RunFolder
+from overland.run_folder import RunFolder
 
 
 def job(**sections: dict[str, Any]) -> JobConfig:

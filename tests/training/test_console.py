@@ -12,8 +12,8 @@ import pytest
 
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
+from overland.run_folder import RunFolder
 from overland.training.console import Console, describe, describe_shortly
-from overland.training.folder import RunFolder
 
 PROFILED = """
 import torch

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from overland.cluster.pool import RankPool
-from overland.training.folder import RunFolder
+from overland.run_folder import RunFolder
 from tests.jobs import losses, run_job, tiny_job
 
 

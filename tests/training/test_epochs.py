@@ -16,8 +16,8 @@ from overland.data.errors import DataError
 from overland.data.ledger import read_ledger
 from overland.proofs.data import prove_data
 from overland.reporting.watch import Watch
+from overland.run_folder import RunFolder
 from overland.training.epochs import known_steps
-from overland.training.folder import RunFolder
 from tests.data.corpora import Numbered, make_corpus
 from tests.jobs import run_job, tiny_job
 

@@ -17,6 +17,7 @@ import pytest
 
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
+from overland.run_folder import OWNER
 from overland.training import owner
 from overland.training.errors import TrainingError
 from overland.training.owner import Ownership, describe, owned, read, take
@@ -29,7 +30,7 @@ def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def held_by(folder: Path, **facts: Any) -> Path:
     """An owner on another machine, alive as far as anyone can tell."""
-    path = folder / owner.FILE
+    path = folder / OWNER
     other = {**describe({}), "host": "elsewhere-1", "machine": "elsewhere", "process": 4711}
     path.write_text(json.dumps({**other, **facts}))
     return path
@@ -73,7 +74,7 @@ def test_what_was_killed_on_this_machine_is_followed_at_once(tmp_path: Path) -> 
         "take(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)])
-    assert (tmp_path / owner.FILE).exists()
+    assert (tmp_path / OWNER).exists()
     take(tmp_path).release()
     assert list(tmp_path.iterdir()) == []
 
@@ -158,7 +159,7 @@ def test_the_next_attempt_of_a_job_follows_the_one_before(
     if free:
         after = take(tmp_path, {"SLURM_JOB_ID": "7", **second})
         before.release()  # takes nothing away from the one that follows
-        held = read(tmp_path / owner.FILE)
+        held = read(tmp_path / OWNER)
         assert held is not None
         assert held.id == after.owner["id"]
         after.release()
@@ -211,11 +212,11 @@ def test_of_those_that_start_at_the_same_instant_one_wins(
             heir.write_text(json.dumps({**describe({}), "host": "elsewhere-2"}))
             age(heir, 1000)
         if before == "rubbish":
-            (folder / owner.FILE).write_text("{")
-            age(folder / owner.FILE, 1000)
+            (folder / OWNER).write_text("{")
+            age(folder / OWNER, 1000)
         won = race(folder, 6)
         assert len(won) == 1
-        held = read(folder / owner.FILE)
+        held = read(folder / OWNER)
         assert held is not None
         assert held.id == won[0].owner["id"]
         won[0].release()

@@ -28,19 +28,17 @@ from overland.checkpoint.convert.source import (
 )
 from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
-from overland.checkpoint.format import COMMITTED
 from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import Checkpoint, open_checkpoint
 from overland.checkpoint.write import write_whole
 from overland.config.groups import Group, group_of
 from overland.config.schema import Optimizer
-
-RUN_CONFIG, MODEL_CONFIG = "config.toml", "model_config.json"
+from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
 
 
 def detect_overland(path: Path) -> bool:
-    return (path / COMMITTED).is_file() or (path / RUN_CONFIG).is_file()
+    return (path / COMMITTED).is_file() or (path / CONFIG).is_file()
 
 
 def open_overland(path: Path, config: Config = None) -> Source:
@@ -56,8 +54,8 @@ def open_overland(path: Path, config: Config = None) -> Source:
     source.config = config or source.config
     source.companions = companions_in(step)
     for folder in (path, *step.absolute().parents):
-        if (folder / RUN_CONFIG).is_file():
-            source.companions += companions_in(folder / "tokenizer")
+        if (folder / CONFIG).is_file():
+            source.companions += companions_in(folder / TOKENIZER)
             if source.config is None and not source.own_model and (folder / MODEL_CONFIG).is_file():
                 source.config = read_json(folder / MODEL_CONFIG)
             break
@@ -141,8 +139,8 @@ class _Kept(Lazy):
 
 
 def _newest(run_folder: Path) -> Path:
-    settings = tomllib.loads((run_folder / RUN_CONFIG).read_text(encoding="utf-8"))
-    folder = run_folder / settings.get("checkpoint", {}).get("folder", "checkpoint")
+    settings = tomllib.loads((run_folder / CONFIG).read_text(encoding="utf-8"))
+    folder = run_folder / settings.get("checkpoint", {}).get("folder", CHECKPOINTS)
     newest = latest_checkpoint(folder)
     if newest is None:
         raise CheckpointError(f"{run_folder} holds no checkpoint yet")

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from overland.run_folder import ATTEMPTS, LIVE, STOPPED
+
 Event = dict[str, Any]
 
-ATTEMPTS, LIVE, STOPPED = "attempts.jsonl", "live.json", "stopped"
 LIVE_SECONDS = 10.0
 
 

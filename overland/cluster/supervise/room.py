@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from overland.run_folder import LATEST
+
 LEAST = 64 * 2**20
 TRIAL = 2**30  # written at most: it takes seconds on a disk that saves a checkpoint in minutes
 CHUNK = 2**20
@@ -16,7 +18,7 @@ def room_needed(checkpoints: Path) -> int:
     """Bytes: twice what the newest checkpoint takes."""
     sizes = [0]
     with contextlib.suppress(OSError):
-        files = (checkpoints / "latest").rglob("*")
+        files = (checkpoints / LATEST).rglob("*")
         sizes = [file.stat().st_size for file in files if file.is_file()]
     return max(2 * sum(sizes), LEAST)
 

@@ -55,6 +55,7 @@ from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
 from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.cluster.supervise.watched import HANG_UP_SECONDS, Watched
 from overland.cluster.wire import Switchboard
+from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, FAULTS, PREFLIGHT
 
 AWAY_SECONDS = 5.0
 ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
@@ -82,7 +83,7 @@ class Supervised:
     hang_seconds: float = 60.0
     max_failed_starts: int = MAX_FAILED_STARTS
     margin_seconds: float = 180.0
-    checkpoint_folder: str = "checkpoint"
+    checkpoint_folder: str = CHECKPOINTS
     preflight: bool = True
     requeue: bool = False
 
@@ -172,7 +173,7 @@ class Supervisor:
                 tell(f"preflight: {words}")
         tell(f"preflight: {len(self.roster.good)} good nodes, in {report.seconds:.0f} s")
         with contextlib.suppress(OSError):
-            report.save(self.job.run / "preflight.json")
+            report.save(self.job.run / PREFLIGHT)
 
     def attempt(self, nodes: list[str]) -> Fault | Literal["finished", "stopped"]:
         """Trains on these nodes; returns "finished", "stopped", or what went wrong."""
@@ -482,14 +483,14 @@ class Supervisor:
 
     def is_done(self) -> bool:
         try:
-            return int((self.job.run / "done").read_text()) >= self.job.steps
+            return int((self.job.run / DONE).read_text()) >= self.job.steps
         except (OSError, ValueError):
             return False
 
     def newest_checkpoint(self) -> int:
-        names = (path.name for path in (self.job.run / self.job.checkpoint_folder).glob("step_*"))
-        steps = [name.removesuffix(".preempt").removeprefix("step_") for name in names]
-        return max((int(step) for step in steps if step.isdecimal()), default=0)
+        paths = (self.job.run / self.job.checkpoint_folder).glob("step_*")
+        names = (CHECKPOINT.fullmatch(path.name) for path in paths)
+        return max((int(name[1]) for name in names if name), default=0)
 
     def is_late(self) -> bool:
         """Whether ranks would have to stop before they have begun."""
@@ -546,7 +547,7 @@ class Supervisor:
 
     def fault_folder(self) -> Path:
         job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
-        return self.job.run / "faults" / f"{job}-{self.number}"
+        return self.job.run / FAULTS / f"{job}-{self.number}"
 
 
 def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:

@@ -1,12 +1,52 @@
-"""The run folder and what lies where in it."""
+"""A run folder: every name in it, and what lies under it.
+
+config.toml            what the run was started with, all keys
+model_config.json      its architecture, as Hugging Face writes one
+README.md              what it is and how it goes on
+tokenizer/             the tokenizer's files
+data/plan.json         the plan of its data, and where the corpora lie
+data/ledger.bin        what the model was fed
+metrics.jsonl          a line per logged step
+loss.svg               the losses
+checkpoint/step_N/     checkpoints; those of a stop before the end are called step_N.preempt
+logs/                  what ranks and jobs printed
+faults/                stacks and flight records of what went wrong
+submit/                scripts and configs of the jobs
+attempts.jsonl         everything that happened to the jobs
+live.json              how things stand right now
+owner.json             who trains in it
+STOP                   made by a user: stop after this step
+stopped                why the chain of jobs ended before the run
+done                   the last step, once it is taken and saved
+hf/                    the weights for Hugging Face
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from overland.config.schema import JobConfig
+if TYPE_CHECKING:
+    from overland.config.schema import JobConfig
+
+CONFIG, MODEL_CONFIG, README = "config.toml", "model_config.json", "README.md"
+METRICS, PLOT, LOGS, TOKENIZER = "metrics.jsonl", "loss.svg", "logs", "tokenizer"
+DATA, PLAN, LEDGER = "data", "data/plan.json", "data/ledger.bin"
+ATTEMPTS, LIVE, OWNER = "attempts.jsonl", "live.json", "owner.json"
+STOP, STOPPED, DONE = "STOP", "stopped", "done"
+FAULTS, SUBMITTED, PREFLIGHT = "faults", "submit", "preflight.json"
+
+CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise
+LATEST = "latest"
+COMMITTED = "COMMITTED"  # in a checkpoint that is whole
+CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
+
+
+def checkpoint_name(step: int, preempt: bool = False) -> str:
+    return f"step_{step}" + (".preempt" if preempt else "")
 
 
 @dataclass(frozen=True)
@@ -35,7 +75,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
+        return self.root / METRICS
 
     @property
     def undone_metrics(self) -> Path:
@@ -44,28 +84,32 @@ class RunFolder:
 
     @property
     def plot(self) -> Path:
-        return self.root / "loss.svg"
+        return self.root / PLOT
 
     @property
     def config(self) -> Path:
-        return self.root / "config.toml"
+        return self.root / CONFIG
 
     @property
     def readme(self) -> Path:
-        return self.root / "README.md"
+        return self.root / README
 
     @property
     def logs(self) -> Path:
-        return self.root / "logs"
+        return self.root / LOGS
 
     @property
     def tokenizer(self) -> Path:
-        return self.root / "tokenizer"
+        return self.root / TOKENIZER
 
     @property
     def data(self) -> Path:
         """The plan of the data, counts of what its windows hold, and the ledger."""
-        return self.root / "data"
+        return self.root / DATA
+
+    @property
+    def plan(self) -> Path:
+        return self.root / PLAN
 
     @property
     def fallback_ledger(self) -> Path | None:
@@ -74,7 +118,7 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        return self.data / "ledger.bin"
+        return self.root / LEDGER
 
     @property
     def hf(self) -> Path:
@@ -83,7 +127,7 @@ class RunFolder:
     @property
     def done(self) -> Path:
         """There once the last step is taken and saved; holds its number. Job scripts read it."""
-        return self.root / "done"
+        return self.root / DONE
 
     def steps_done(self) -> int:
         try:
