@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from overland.checkpoint.disk import Disk, reserve
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import INDEX
 from overland.checkpoint.read import read_marker
 from overland.config.schema import Checkpoint as Settings
-from overland.config.sizes import size
+from overland.errors import CheckpointError
 from overland.run_folder import CHECKPOINT, COMMITTED, LATEST
+from overland.words import size
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overland.checkpoint.checksum import BLOCK
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 INDEX = "index.json"
 FORMAT = "overland checkpoint"

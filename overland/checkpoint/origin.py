@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 KEY = "left_out"  # of the run's facts in the index
 READ_BYTES = 1 << 24

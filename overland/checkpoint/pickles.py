@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 Names = Mapping[tuple[str, str], Any]
 Persistent = Callable[[Any], Any]

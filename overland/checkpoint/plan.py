@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import header_of, name_of_part
+from overland.errors import CheckpointError
 
 # One file is written by one thread at a time in most file systems, so a rank with much to write
 # spreads it over a few (measured: 1.6 GB/s into one file, 2.2 into four).

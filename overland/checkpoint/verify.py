@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from overland.checkpoint.checksum import BLOCK, checksum
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import (
     DTYPE_NAMES,
     INDEX,
@@ -23,6 +22,7 @@ from overland.checkpoint.format import (
     tile,
 )
 from overland.checkpoint.read import NUM_THREADS, PIECE, Checkpoint, open_checkpoint, part_bytes
+from overland.errors import CheckpointError
 from overland.run_folder import CHECKPOINT, COMMITTED
 
 _WRITER = re.compile(r"rank_(\d{5})")

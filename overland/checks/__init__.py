@@ -21,7 +21,7 @@ from overland.checks import (
     parallelism,
     schedule,
 )
-from overland.config.errors import ConfigError, Kind, Problem
+from overland.config.errors import ConfigError, Mending, Problem
 from overland.config.load import Loaded, in_order, load_config
 
 __all__ = ["check_config", "load_checked", "require"]
@@ -101,7 +101,9 @@ def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
     return in_order(problems)
 
 
-def require(loaded: Loaded, world_size: int | None, waive: Collection[Kind] = ()) -> list[Problem]:
+def require(
+    loaded: Loaded, world_size: int | None, waive: Collection[Mending] = ()
+) -> list[Problem]:
     """Raises `ConfigError` unless the config can run here; returns notes and what was waived.
 
     Args:
@@ -123,7 +125,7 @@ def load_checked(
     arguments: Sequence[str] = (),
     env: Mapping[str, str] = os.environ,
     world_size: int | None = None,
-    waive: Collection[Kind] = (),
+    waive: Collection[Mending] = (),
 ) -> tuple[Loaded, list[Problem]]:
     """`load_config` and `require` in one, so that the problems of both come at once."""
     try:
@@ -136,7 +138,7 @@ def load_checked(
     return loaded, require(loaded, world_size, waive)
 
 
-def _with_missing(problems: Sequence[Problem], waive: Collection[Kind]) -> list[Problem]:
+def _with_missing(problems: Sequence[Problem], waive: Collection[Mending]) -> list[Problem]:
     hidden = {*waive, "note"} - {"missing"}
     return [problem for problem in problems if problem.kind not in hidden]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.precision import settle_dtype
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 from overland.models.registry import model_config
 
 

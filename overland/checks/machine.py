@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from overland.config.errors import Problem, any_of
+from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schedules import SPLIT_BACKWARD
+from overland.words import any_of
 
 KEY = "comm.backend"
 

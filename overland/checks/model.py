@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overland.config.errors import Problem, any_of
+from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.model_from import has_weights
 from overland.config.schema import JobConfig, Model
+from overland.errors import ModelError
 from overland.models.config import RMSNORM
-from overland.models.errors import ModelError
 from overland.models.flops import outline_of
 from overland.models.measure import sample_fields
 from overland.models.registry import (
@@ -28,6 +28,7 @@ from overland.models.registry import (
     model_names,
 )
 from overland.models.transform import added_rule, apply_transforms, make_transforms
+from overland.words import any_of
 
 if TYPE_CHECKING:
     from torch import nn

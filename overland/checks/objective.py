@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from overland.config.errors import Problem
 from overland.config.load import Loaded
-from overland.models.errors import ModelError
+from overland.errors import ModelError, ObjectiveError
 from overland.models.registry import model_config
 from overland.models.transform import make_transforms
 from overland.objectives import objective_for
-from overland.objectives.errors import ObjectiveError
 
 
 def check_objective(loaded: Loaded) -> Iterator[Problem]:

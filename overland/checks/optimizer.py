@@ -9,9 +9,8 @@ from overland.checks.model import nearest_parameters, parameter_names
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import Optimizer
-from overland.models.errors import ModelError
+from overland.errors import ModelError, OptimizerError
 from overland.optimizers.adamw import AdamW
-from overland.optimizers.errors import OptimizerError
 from overland.optimizers.registry import optimizer_names, rules_of
 
 ADAMW_KEYS = ("beta1", "beta2", "eps", "bf16_moments")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm, prod
 
-from overland.config.errors import Problem, any_of
+from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.config.schema import JobConfig
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 from overland.models.flops import outline_of, stage_costs
 from overland.models.registry import model_config
 from overland.parallel.plans import plan_for
+from overland.words import any_of
 
 # Short names for the sentence, in the order of the mesh (slowest axis first).
 AXES = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from overland.config.errors import Problem, any_of
+from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import IN_PLACE_OF
 from overland.data.registry import is_random
 from overland.data.wanted import sources_of
+from overland.words import any_of
 
 WARMUP = "lr_scheduler.warmup_steps"
 EPOCHS = "training.epochs"

@@ -46,7 +46,7 @@ def convert(
     """Convert a checkpoint, tensor by tensor; the format of SOURCE is found out."""
     from overland.checkpoint.convert import Options
     from overland.checkpoint.convert import convert as convert_checkpoint
-    from overland.checkpoint.errors import CheckpointError
+    from overland.errors import CheckpointError
 
     if names not in ("hf", "torchtitan"):
         raise CheckpointError(f"--names {names} is not known; valid names: hf, torchtitan")
@@ -84,7 +84,7 @@ def convert(
 
 
 def size_in_bytes(text: str) -> int:
-    from overland.checkpoint.errors import CheckpointError
+    from overland.errors import CheckpointError
 
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)

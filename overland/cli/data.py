@@ -14,7 +14,7 @@ import typer
 from overland.cli.data_build import build, find_source, import_sources
 from overland.cli.errors import user_errors
 from overland.cli.preview import preview
-from overland.data.errors import bad_ones
+from overland.words import bad_ones
 
 if TYPE_CHECKING:
     from overland.data.sources.source import Document

@@ -118,7 +118,7 @@ def build(
 
 def check_apart(source: Path, out: Path) -> None:
     """A corpus inside the folder that it is made from would become part of that."""
-    from overland.data.errors import DataError
+    from overland.errors import DataError
 
     whole = source.resolve()
     if whole.is_dir() and out.resolve().is_relative_to(whole):
@@ -184,7 +184,7 @@ def find_source(
 
 def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> tuple[int, int]:
     """Counted from 0, and of how many; from `I/N`, or from Slurm."""
-    from overland.data.errors import DataError
+    from overland.errors import DataError
 
     if array:
         keys = ("ID", "MIN", "COUNT")

@@ -10,26 +10,11 @@ from typing import ParamSpec, TypeVar
 
 import typer
 
-from overland.config.text import visible
+from overland.errors import OverlandError
+from overland.words import visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-NOT_SAVED = 74  # exit code: "input/output error", as sysexits.h has it
-
-# By module and name, so that nothing heavy is imported to compare with.
-USER_ERRORS = {
-    "ConfigError",
-    "DegreeError",
-    "DataError",
-    "ModelError",
-    "ObjectiveError",
-    "OptimizerError",
-    "CheckpointError",
-    "ClusterError",
-    "HubError",
-    "TrainingError",
-}
 
 
 def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
@@ -44,22 +29,19 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
             if not is_user_error(error):
                 raise
             print(sentence(error), file=sys.stderr)
-            raise typer.Exit(NOT_SAVED if is_not_saved(error) else 2) from None
+            raise typer.Exit(exit_code(error)) from None
 
     return guarded
 
 
-def is_not_saved(error: Exception) -> bool:
-    return type(error).__name__ == "NotSavedError"
+def exit_code(error: Exception) -> int:
+    return error.exit_code if isinstance(error, OverlandError) else OverlandError.exit_code
 
 
 def is_user_error(error: Exception) -> bool:
     if isinstance(error, OSError):  # no permission, a file where a folder should be, a full disk
         return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return any(
-        kind.__name__ in USER_ERRORS and kind.__module__.startswith("overland.")
-        for kind in type(error).__mro__
-    )
+    return isinstance(error, OverlandError)
 
 
 def sentence(error: Exception) -> str:

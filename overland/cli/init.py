@@ -23,8 +23,9 @@ def init(
 ) -> None:
     """List the recipes, or copy one here as a commented TOML."""
     from overland.config.commands import command
-    from overland.config.errors import ConfigError, Problem, nearest_name
+    from overland.config.errors import ConfigError, Problem
     from overland.config.load import recipe_names, recipe_path
+    from overland.words import nearest_name
 
     if recipe is None:
         print(list_recipes())

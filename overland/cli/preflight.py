@@ -58,11 +58,11 @@ def preflight(
 def run(job: Job, only: str | None, env: Mapping[str, str] = os.environ) -> Report | None:
     """Where we are decides who starts the tasks."""
     from overland.cluster.devices import num_local_ranks
-    from overland.cluster.errors import ClusterError
     from overland.cluster.launchers import find_world
     from overland.cluster.preflight.allocation import nodes_of, srun_words, tasks_per_node
     from overland.cluster.preflight.conduct import preflight_here, preflight_with
     from overland.config.load import ngpu
+    from overland.errors import ClusterError
 
     world = find_world(env)
     if world is not None and world.size > 1:

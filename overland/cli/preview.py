@@ -36,7 +36,7 @@ def preview(
     """Show exactly what the model sees at a step: documents in colours, what has no loss dimmed."""
     from rich.console import Console
 
-    from overland.data.errors import DataError
+    from overland.errors import DataError
 
     loaded, batch = open_step(config, list(settings or []), step)
     size = loaded.plan.segment(batch).global_batch_size

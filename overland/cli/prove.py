@@ -36,11 +36,12 @@ def layout(
 ) -> None:
     """Train a tiny model under each layout on local CPU ranks and compare it with one process."""
     from overland.cluster.pool import RankPool
-    from overland.config.errors import ConfigError, Problem, any_of
+    from overland.config.errors import ConfigError, Problem
     from overland.proofs.evidence import Evidence
     from overland.proofs.layout import HEAD, NORM_TOLERANCES, TOLERANCES, prove_layouts
     from overland.proofs.layouts import FIVE_AXES, LAYOUTS, SHORT, parse_all
     from overland.proofs.settings import settings_of
+    from overland.words import any_of
 
     if dtype not in TOLERANCES:
         message = f"expected {any_of(list(TOLERANCES))}"

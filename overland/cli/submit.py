@@ -17,7 +17,7 @@ from overland.cli.settings import Settings, split_settings
 
 if TYPE_CHECKING:
     from overland.cluster.job import Place, Wanted
-    from overland.config.errors import Kind
+    from overland.config.errors import Mending
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
 
@@ -77,13 +77,13 @@ def submit(
     The config is checked first and frozen beside the script, in the run folder. Each job goes on
     where the one before stopped; a surplus one ends at once.
     """
-    from overland.cluster.errors import ClusterError
     from overland.cluster.job import Wanted, num_devices_per_node, plan_job
     from overland.cluster.script import refuse_secrets, render_job
     from overland.cluster.site import load_site, site_files
     from overland.cluster.submit import check_scheduler, how_to_follow, next_files, write_private
     from overland.cluster.submit import submit as hand_in
     from overland.config.write import to_toml
+    from overland.errors import ClusterError
 
     if sites or (site is None and not settings):
         print(list_sites())
@@ -153,11 +153,11 @@ def load(
     """The config, fit for a chain. Files that are missing only a dry run forgives."""
     from overland.checks import load_checked
     from overland.cli.train import settle_folder
-    from overland.cluster.errors import ClusterError
+    from overland.errors import ClusterError
     from overland.training.rehearsal import require_start
 
     source, arguments = split_settings(settings)
-    waive: set[Kind] = {"machine", "missing"} if waive_missing else {"machine"}
+    waive: set[Mending] = {"machine", "missing"} if waive_missing else {"machine"}
     loaded, problems = load_checked(source, arguments, world_size=world_size, waive=waive)
     problems += require_start(loaded)
     for note in [*loaded.notes, *(str(p) for p in problems if p.kind != "machine")]:
@@ -182,7 +182,7 @@ JOBS_OWN = {"HOME", "USER", "LOGNAME", "PATH", "PWD", "SHELL", "TMPDIR"}
 
 def variables_to_carry(loaded: Loaded) -> dict[str, str]:
     """The variables that paths of the config name, but for those that every job sets itself."""
-    from overland.cluster.errors import ClusterError
+    from overland.errors import ClusterError
 
     for name in loaded.variables:
         if name.startswith(("SLURM_", "SBATCH_")):
@@ -199,9 +199,9 @@ def can_be_repeated(config: JobConfig) -> bool:
 
 
 def place_of(config: JobConfig) -> Place:
-    from overland.cluster.errors import ClusterError
     from overland.cluster.job import Place
     from overland.cluster.setup import session_file
+    from overland.errors import ClusterError
     from overland.run_folder import STOPPED, RunFolder
 
     folder, training = RunFolder.of(config), config.training
@@ -233,7 +233,7 @@ def place_of(config: JobConfig) -> Place:
 
 def image(name: str | None) -> str | None:
     """A file as an absolute path; what is no file may be a name that the site's runtime knows."""
-    from overland.cluster.errors import ClusterError
+    from overland.errors import ClusterError
 
     if name is None or not name.endswith(".sif"):
         return name
@@ -244,8 +244,8 @@ def image(name: str | None) -> str | None:
 
 
 def archive(name: str | None) -> str | None:
-    from overland.cluster.errors import ClusterError
     from overland.config.commands import command
+    from overland.errors import ClusterError
 
     if name is None:
         return None

@@ -120,7 +120,8 @@ def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> N
     """What every rank does."""
     from overland.cluster.beat import Phase
     from overland.cluster.devices import device_type
-    from overland.cluster.last_words import Kind, say
+    from overland.cluster.last_words import say
+    from overland.errors import Kind
     from overland.parallel.comm import from_first_rank, process_group
     from overland.run_folder import RunFolder, fresh_folder
     from overland.training.owner import owned

@@ -37,7 +37,8 @@ def watch(
     """
     from rich.console import Console
 
-    from overland.reporting.watch import NoRun, Watch
+    from overland.errors import NoRun
+    from overland.reporting.watch import Watch
     from overland.reporting.watch_view import draw
 
     try:

@@ -28,10 +28,11 @@ from overland.cluster.beat import (
     read_signs,
     stacks_signal,
 )
-from overland.cluster.last_words import Kind, kind_of, place_of, say
+from overland.cluster.last_words import kind_of, place_of, say
 from overland.cluster.signals import SIGNALS
 from overland.cluster.wire import Wire
 from overland.cluster.world import World
+from overland.errors import Kind
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from overland.cluster.errors import ClusterError
+from overland.errors import ClusterError
 
 
 def expand_hosts(text: str) -> list[str]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from overland.cluster.devices import num_local_ranks
-from overland.cluster.errors import ClusterError
 from overland.cluster.site import NamedSite
 from overland.cluster.walltime import choose_walltime, parse_walltime
+from overland.errors import ClusterError
 
 LEAST_SIGNAL_SECONDS = 60  # Slurm's clock for signals ticks once a minute
 MOST_SIGNAL_SECONDS = 65535

@@ -8,36 +8,12 @@ import re
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 
 from overland.cluster.beat import node_name
+from overland.errors import Kind, OverlandError
 
 SAYS = "overland says: "
 ENDED = "overland ended: "  # by the shell around a rank, with the node, when its exit code was 0
-
-
-class Kind(StrEnum):
-    """In the order of blame: of several, the first is the cause."""
-
-    NODE = "node lost"
-    DEVICE = "device fault"
-    MEMORY = "out of memory"
-    DISK = "disk full"
-    CONFIG = "config error"
-    DATA = "data error"
-    TRAINING = "training error"
-    CODE = "code error"
-    KILLED = "rank killed"
-    TAKEN = "folder taken"
-    UNKNOWN = "unknown"
-    HANG = "hang"
-    NETWORK = "network"
-    STOPPED = "stopped"
-
-    @property
-    def is_of_the_program(self) -> bool:
-        """Whether the same would happen again on any node."""
-        return self in (Kind.CONFIG, Kind.DATA, Kind.TRAINING, Kind.CODE)
 
 
 @dataclass(frozen=True)
@@ -56,21 +32,10 @@ class Said:
 
 FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO,
                errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EROFS)  # fmt: skip
-# By the name of the class, so that nothing heavy is imported to compare with.
+# Errors of others, by the name of the class, so that nothing heavy is imported to compare with.
 KIND_OF_ERROR = {
-    "ConfigError": Kind.CONFIG,
-    "DegreeError": Kind.CONFIG,
-    "ModelError": Kind.CONFIG,
-    "ObjectiveError": Kind.CONFIG,
-    "OptimizerError": Kind.CONFIG,
-    "TakenError": Kind.TAKEN,
-    "FromFirstRank": Kind.NETWORK,  # rank 0 tells its own
-    "CheckpointError": Kind.TRAINING,
-    "TrainingError": Kind.TRAINING,
-    "DataError": Kind.DATA,
     "OutOfMemoryError": Kind.MEMORY,
     "MemoryError": Kind.MEMORY,
-    "ClusterError": Kind.NETWORK,
     "DistBackendError": Kind.NETWORK,
     "DistNetworkError": Kind.NETWORK,
     "DistStoreError": Kind.NETWORK,
@@ -111,17 +76,24 @@ def kind_of(error: BaseException) -> Kind:
         return Kind.DISK
     if _file_system_failed(error):
         return Kind.UNKNOWN
-    names = [kind.__name__ for kind in type(error).__mro__]
-    ours = next((KIND_OF_ERROR[name] for name in names if name in KIND_OF_ERROR), None)
+    stated = _stated_kind(error)
     for kind, pattern in SIGNATURES:
-        is_clear = ours is Kind.TAKEN or (ours is not None and ours.is_of_the_program)
+        is_clear = stated is Kind.TAKEN or (stated is not None and stated.is_of_the_program)
         if re.search(pattern, text) and (kind is Kind.DISK or not is_clear):
             return kind
-    if ours is not None:
-        return ours
+    if stated is not None:
+        return stated
     if isinstance(error, MISTAKES):
         return Kind.CODE
     return Kind.NETWORK if COLLECTIVES.search("".join(_frames(error)[-1:])) else Kind.UNKNOWN
+
+
+def _stated_kind(error: BaseException) -> Kind | None:
+    """What the error's class says of itself, or what is known of it by name."""
+    if isinstance(error, OverlandError):
+        return error.kind
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((KIND_OF_ERROR[name] for name in names if name in KIND_OF_ERROR), None)
 
 
 def place_of(error: BaseException) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.meeting import Meeting
 from overland.cluster.mpi import from_mpich, from_open_mpi
 from overland.cluster.srun import from_srun
 from overland.cluster.variables import number
 from overland.cluster.world import World
+from overland.errors import ClusterError
 
 
 def find_world(env: Mapping[str, str] = os.environ) -> World | None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.variables import number
+from overland.errors import ClusterError
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job, sbatch_words
 from overland.cluster.slurm import MOST_RESTARTS
-from overland.config.text import control_character
 from overland.config.variables import SECRET
+from overland.errors import ClusterError
+from overland.packages import need
+from overland.words import control_character
 
 GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell
 SHORTEST_SECRET = 6  # a shorter value is in any text by chance
@@ -40,15 +41,10 @@ def render_job(job: Job) -> str:
 
 @functools.cache
 def template(name: str) -> Any:
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError:
-        raise ClusterError(
-            "scripts are written with jinja2, which is not here: pip install 'overland[cluster]'"
-        ) from None
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
+    jinja2 = need("jinja2", "a job script", "cluster", ClusterError)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -13,7 +13,8 @@ import sys
 from types import FrameType
 
 from overland.cluster.beat import BEATS
-from overland.cluster.last_words import Kind, last_words
+from overland.cluster.last_words import last_words
+from overland.errors import Kind
 
 STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
 INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it

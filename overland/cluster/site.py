@@ -17,13 +17,13 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from overland.config.errors import ConfigError, Problem, nearest_name
+from overland.config.errors import ConfigError, Problem
 from overland.config.fields import in_words
 from overland.config.schema import PositiveInt, Section
 from overland.config.source import nest, read_toml
-from overland.config.text import control_character
 from overland.config.toml_lines import KeyPath, index_lines
 from overland.config.variables import SECRET
+from overland.words import control_character, nearest_name
 
 
 class Limit(Section):

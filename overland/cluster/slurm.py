@@ -8,8 +8,8 @@ import re
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.hosts import expand_hosts
+from overland.errors import ClusterError
 
 MOST_RESTARTS = 10  # preemptions count too
 

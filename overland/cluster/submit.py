@@ -11,10 +11,10 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.job import Job
 from overland.cluster.slurm import ask
 from overland.config.commands import command
+from overland.errors import ClusterError
 from overland.run_folder import SUBMITTED
 
 

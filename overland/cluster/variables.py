@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from overland.cluster.errors import ClusterError
+from overland.errors import ClusterError
 
 
 def number(env: Mapping[str, str], name: str, default: int | None = None, at_least: int = 0) -> int:

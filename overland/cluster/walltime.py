@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.site import Limit, NamedSite
+from overland.errors import ClusterError
 
 
 def choose_walltime(

@@ -20,8 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.meeting import LOOPBACK, reachable
+from overland.errors import ClusterError
 
 Message = dict[str, Any]
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from overland.config.dialects import todays_key
-from overland.config.errors import ConfigError, Problem, nearest_name
+from overland.config.errors import ConfigError, Problem
 from overland.config.fields import Key, find_key, nearest_key
 from overland.config.lessons import lesson
 from overland.config.source import Entries, Entry, KeyPath, flatten
+from overland.words import nearest_name
 
 COMMAND_LINE = "command line"
 CONFIG_FILE = ("job", "config_file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from overland.config.schema import Parallelism
+from overland.errors import Kind, OverlandError
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class Degrees:
         return self.pp * self.dp * self.cp * self.tp
 
 
-class DegreeError(ValueError):
-    """The degrees do not fit the world; the message is a sentence for the user."""
+class DegreeError(OverlandError, ValueError):
+    """The degrees do not fit the world."""
+
+    kind = Kind.CONFIG
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int, ranks_per_node: int = 1) -> Degrees:

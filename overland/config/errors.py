@@ -7,14 +7,15 @@ you mean training.seq_len?`
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from overland.errors import Kind, OverlandError
+
 NO_VALUE: Any = type("NoValue", (), {"__repr__": lambda self: "NO_VALUE"})()
 
-Kind = Literal["invalid", "missing", "machine", "note"]
+Mending = Literal["invalid", "missing", "machine", "note"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Problem:
     key: str = ""
     value: Any = NO_VALUE
     nearest: str | None = None
-    kind: Kind = "invalid"
+    kind: Mending = "invalid"
 
     def __str__(self) -> str:
         subject = self.key
@@ -41,8 +42,10 @@ class Problem:
         return " ".join(text.splitlines())  # one problem is one line, whatever the value holds
 
 
-class ConfigError(Exception):
+class ConfigError(OverlandError):
     """All problems of a config at once. `partial` is what could be read in spite of them."""
+
+    kind = Kind.CONFIG
 
     def __init__(self, problems: Iterable[Problem], partial: Any = None) -> None:
         self.problems = list(problems)
@@ -66,17 +69,3 @@ def show_value(value: Any, limit: int = 60) -> str:
     else:
         text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def nearest_name(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate that `name` most likely meant, regardless of case, if one is near."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else None
-
-
-def any_of(names: Sequence[str], word: str = "or") -> str:
-    """`a, b or c`."""
-    if len(names) < 2:
-        return "".join(names)
-    return ", ".join(names[:-1]) + f" {word} {names[-1]}"

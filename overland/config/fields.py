@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from overland.config.errors import any_of, nearest_name, show_value
+from overland.config.errors import show_value
 from overland.config.schema import HOLDS_A_PATH, JobConfig, Section
+from overland.words import any_of, nearest_name
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,13 @@ from overland.config.arguments import (
 )
 from overland.config.commands import command
 from overland.config.dialects import translate
-from overland.config.errors import ConfigError, Problem, nearest_name
+from overland.config.errors import ConfigError, Problem
 from overland.config.model_from import expand_from
 from overland.config.schema import Job, JobConfig
 from overland.config.source import SUFFIXES, KeyPath, overlay, read_file
 from overland.config.validate import validate
 from overland.config.variables import Resolved, resolve_paths
+from overland.words import nearest_name
 
 __all__ = [
     "Loaded",

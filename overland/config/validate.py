@@ -6,11 +6,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from overland.config.errors import Problem, nearest_name, show_value
+from overland.config.errors import Problem, show_value
 from overland.config.fields import find_key, nearest_key, sections
 from overland.config.lessons import lesson
 from overland.config.schema import JobConfig
 from overland.config.source import Entries, Entry, KeyPath, nest
+from overland.words import nearest_name
 
 
 def validate(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
+from overland.errors import DataError
 
 Values = npt.NDArray[Any]
 TYPES = "biuf"  # booleans, integers and floats: what both numpy and torch have

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from overland.data.cache import sweep
-from overland.data.errors import DataError, bad_ones
 from overland.data.layout import Layout, durable, read_layout
 from overland.data.make import Maker
 from overland.data.shard import read_counts, sync_folder
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
+from overland.errors import DataError
+from overland.words import bad_ones
 
 FEW_SHARDS = 2  # are made here, by the tokenizer's own threads, before a process has started
 HEADS_AT_ONCE = 16  # read in parallel: a shared file system takes a millisecond for each

@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from overland.data.cache import Cache
 from overland.data.claims import Claims
-from overland.data.errors import DataError, bad_ones
 from overland.data.layout import Layout, changes, lay_out, read_layout
 from overland.data.make import Maker
 from overland.data.shard import Shard, open_shard
 from overland.data.sources.source import Kind, Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
+from overland.errors import DataError
+from overland.words import bad_ones
 
 __all__ = ["Corpus", "changes", "lay_out", "open_corpus"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
+from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
 RECORD = np.dtype([("count", "<i8"), ("check", "<u4")])

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from overland.data.corpus import Corpus
 from overland.data.counts import Counts
-from overland.data.errors import DataError
 from overland.data.holdout import held_out
 from overland.data.order import permute
 from overland.data.ranges import spread
 from overland.data.schedule import Schedule
 from overland.data.shard import Shard
 from overland.data.sources.marks import digest_of
+from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
 FORMAT = 1  # part of every key; counts up when the same plan comes to mean another order

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from overland.config.schema import Data as Settings
 from overland.data.corpus import Corpus
-from overland.data.errors import DataError
 from overland.data.layout import Layout
 from overland.data.shard import Shard
 from overland.data.sources.source import FileSource
+from overland.errors import DataError
 
 KEY = b"overland: held out or not"
 FORMAT = 1

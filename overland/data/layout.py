@@ -34,11 +34,11 @@ import numpy.typing as npt
 
 from overland.data import shard
 from overland.data.arrays import Arrays
-from overland.data.errors import DataError, Unsettled
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import RULES, FileSource, Kind, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError, Unsettled
 
 FORMAT = 1
 SHARD_DOCUMENTS = 4096

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
+from overland.errors import DataError
 
 HEAD = struct.Struct("<4sIqqqq")  # magic, checksum of what follows, step, batch, steps, rows
 PLACE = struct.Struct("<qqqq")

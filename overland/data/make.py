@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from overland.data.arrays import Unfit, as_array, require_weights
 from overland.data.claims import Claims
-from overland.data.errors import DataError
 from overland.data.layout import Layout
 from overland.data.shard import TOKENS, WEIGHTS, ShardInfo, write_shard
 from overland.data.sources.marks import FileMark, changed_files
 from overland.data.sources.source import FileSource, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 
 # Handed to the tokenizer at once: a third of a second for one core, and enough documents to spread
 # over the library's threads where it uses any.

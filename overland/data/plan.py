@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from overland.data.errors import DataError
 from overland.data.pack import LastBlock, Packing
 from overland.data.sources.marks import digest_of
+from overland.errors import DataError
 
 Mixture = Literal["rows", "tokens"]
 FORMAT = 1

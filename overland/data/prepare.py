@@ -19,7 +19,6 @@ from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.corpus import Corpus, changes, lay_out, open_corpus
 from overland.data.documents import Reading
-from overland.data.errors import DataError, Unsettled
 from overland.data.holdout import share_of
 from overland.data.layout import Layout, find_laid_out, is_corpus, read_layout
 from overland.data.plan import ChangedSource, Plan, PlannedSource, Segment
@@ -39,6 +38,7 @@ from overland.data.wanted import (
     training_table,
     validates_on_holdout,
 )
+from overland.errors import DataError, Unsettled
 from overland.run_folder import PLAN, TOKENIZER
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from overland.config.commands import command
 from overland.config.schema import Data, DataSource
-from overland.data.errors import DataError
 from overland.data.sources import Source, StandardLibrary
 from overland.data.sources import open_source as open_path
+from overland.errors import DataError
 
 RANDOM = "random"  # tokens without text: see random_blocks.py
 PART = re.compile(r"stdlib:(\d+)/(\d+)")  # one of so many parts, from 0: stand-ins for a mixture

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from overland.data.errors import DataError
 from overland.data.layout import read_layout
 from overland.data.plan import Plan
+from overland.errors import DataError
 
 T = TypeVar("T")
 

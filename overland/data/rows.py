@@ -18,11 +18,11 @@ from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Origins, Rest, Room, Rows, Samples, Shape
 from overland.data.corpus import Corpus
 from overland.data.documents import MixedWindows, Reading, SourceWindows
-from overland.data.errors import DataError
 from overland.data.plan import Plan, Segment
 from overland.data.random_blocks import RandomBlocks
 from overland.data.ranges import groups
 from overland.data.schedule import Schedule
+from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
 

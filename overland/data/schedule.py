@@ -16,7 +16,7 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
+from overland.errors import DataError
 
 MAX_PERIOD = 100_000  # shares are exact if they have a common denominator up to this, else rounded
 

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
+from overland.errors import DataError
 
 MAGIC = b"OVLSHARD"
 FORMAT = 1

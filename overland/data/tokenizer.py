@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from overland.data.errors import DataError
 from overland.data.tokenizer_encoder import Encoder, Ids
 from overland.data.tokenizer_files import Beside, find_file, is_ranks, read_bytes
 from overland.data.tokenizer_train import train_tokenizer
+from overland.errors import DataError
 
 __all__ = ["UNKNOWN", "Policy", "Tokenizer", "train_tokenizer"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
+from overland.packages import need
 
 Ids = npt.NDArray[np.int32]
 
@@ -35,16 +34,9 @@ class Encoder(Protocol):
         """Of any ids below vocab_size."""
 
 
-def need(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise DataError(
-            f"text needs {package}: pip install 'overland[text]' (random tokens and token shards "
-            "do without)"
-        ) from None
+def need_for_text(package: str) -> Any:
+    """A tokenizer's library."""
+    return need(package, "text", "text", note=" (random tokens and token shards do without)")
 
 
 def num_threads() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.foreign import parse_json
-from overland.data.errors import DataError
+from overland.errors import DataError
 
 # Meta keeps its own format in a folder below the one with Hugging Face's.
 PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError
-from overland.data.tokenizer_encoder import Ids, need
+from overland.data.tokenizer_encoder import Ids, need_for_text
 from overland.data.tokenizer_files import Beside
+from overland.errors import DataError
 
 # By these names where no file beside it says which tokens they are.
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -22,7 +22,7 @@ KNOWN_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")
 
 class HuggingFace:
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
-        library = need("tokenizers")
+        library = need_for_text("tokenizers")
         try:
             self._tokenizer = library.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises nothing narrower

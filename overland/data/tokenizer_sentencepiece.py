@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from overland.data.errors import DataError
-from overland.data.tokenizer_encoder import Ids, need, num_threads
+from overland.data.tokenizer_encoder import Ids, need_for_text, num_threads
 from overland.data.tokenizer_files import Beside
+from overland.errors import DataError
 
 SPACE = "\u2581"  # what sentencepiece writes for a space
 BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -16,7 +16,7 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 class SentencePiece:
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
-        library = need("sentencepiece")
+        library = need_for_text("sentencepiece")
         self._model = library.SentencePieceProcessor()
         try:
             self._model.LoadFromSerializedProto(data)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from overland.data.errors import DataError
-from overland.data.tokenizer_encoder import Ids, need, num_threads
+from overland.data.tokenizer_encoder import Ids, need_for_text, num_threads
 from overland.data.tokenizer_files import Beside
+from overland.errors import DataError
 
 # Contractions; words with the sign before them; up to three digits; signs; line ends; spaces.
 SPLIT = (
@@ -51,7 +51,7 @@ LONG_BLANK = 250_000
 
 class Tiktoken:
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
-        library = need("tiktoken")
+        library = need_for_text("tiktoken")
         ranks = _read_ranks(path, data)
         if len(ranks) in OTHERS:
             raise DataError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from overland.data.tokenizer_encoder import need
+from overland.data.tokenizer_encoder import need_for_text
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end of a document
@@ -13,7 +13,7 @@ SMALLEST = 257  # every byte, and the end of a document
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Trains a byte-level BPE tokenizer on the texts and writes it as tokenizer.json."""
-    need("tokenizers")
+    need_for_text("tokenizers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

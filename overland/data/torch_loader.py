@@ -20,12 +20,12 @@ import torch
 from overland.config.commands import command
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
 from overland.data.blocks import Rows
-from overland.data.errors import DataError, Unsettled
 from overland.data.fields import Array, Fields, tokens_and_labels, with_borders
 from overland.data.loader import read_ahead
 from overland.data.pack import Packing
 from overland.data.prepare import Dataset, Place, training_data
 from overland.data.sources import open_source
+from overland.errors import DataError, Unsettled
 
 
 def build_train_loader(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from overland.config.errors import any_of
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data import registry
 from overland.data.arrays import Arrays, require_fields
-from overland.data.errors import DataError, Unsettled
 from overland.data.layout import is_corpus
 from overland.data.overlap import may_share, shared
 from overland.data.sources import FileSource, Source
+from overland.errors import DataError, Unsettled
+from overland.words import any_of
 
 CHOICES = ("column", "subset", "split")
 """Keys that say which part of a dataset is read; [training], [validation] and sources have them."""

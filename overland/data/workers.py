@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError
 from overland.data.layout import Layout, read_layout
 from overland.data.make import Maker
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "

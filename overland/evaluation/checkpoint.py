@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill
@@ -19,6 +18,7 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.prepare import tokenizer_of
 from overland.data.tokenizer import Tokenizer
+from overland.errors import CheckpointError
 from overland.models.buffers import cast, init_buffers, persistent_buffers
 from overland.models.hf import load_hf
 from overland.models.measure import sample_fields

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 

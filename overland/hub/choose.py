@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
-from overland.hub.errors import HubError
+from overland.errors import HubError
 
 # The same weights lie in many repositories two or three times. The first kind that is there is
 # taken: safetensors, since nothing runs when it is read.

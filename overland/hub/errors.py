@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from overland.errors import HubError
+
 if TYPE_CHECKING:
     from overland.hub.repo import Repo
-
-
-class HubError(Exception):
-    """Something could not be fetched or pushed; the message is a sentence for the user."""
 
 
 @contextmanager

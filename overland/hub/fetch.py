@@ -21,10 +21,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from overland.config.sizes import size
+from overland.errors import HubError
 from overland.hub.choose import choose_included, choose_model, choose_tokenizer
 from overland.hub.download import download
-from overland.hub.errors import HubError, in_words
+from overland.hub.errors import in_words
 from overland.hub.place import Kind
 from overland.hub.repo import Repo, commit_of, connect, list_files, open_repo
 from overland.hub.snapshot import (
@@ -38,6 +38,7 @@ from overland.hub.snapshot import (
     read_snapshot,
     write_snapshot,
 )
+from overland.words import size
 
 LARGEST_README = 2**24  # bytes; it is read before the disk is looked at
 Report = Callable[[str, int, int], None]  # what is being done, bytes so far, bytes in all
@@ -174,8 +175,8 @@ def choose(wanted: Wanted, repo: Repo, commit: str, files: dict[str, Entry]) -> 
 def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, Entry]) -> list[str]:
     """The subset's files, as the README or the folders tell. The README is read before anything is
     written, so a misspelt name leaves nothing behind."""
-    from overland.data.errors import DataError
     from overland.data.sources.huggingface import subset_files
+    from overland.errors import DataError
 
     with tempfile.TemporaryDirectory() as place:
         page = files.get("README.md")

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from overland.config.commands import command
 from overland.config.inside import leads_out
-from overland.hub.errors import HubError, in_words
+from overland.errors import HubError
+from overland.hub.errors import in_words
 from overland.hub.repo import SECONDS, Repo, connect, list_files, open_repo
 from overland.hub.secrets import refuse_secrets
 from overland.hub.snapshot import OWN, check_names

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from overland.hub.errors import HubError
+from overland.errors import HubError
 from overland.hub.snapshot import Entry, check_commit
+from overland.packages import need
 
 ENDPOINT = "https://huggingface.co"
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # the client obeys both
@@ -50,14 +51,9 @@ def connect(repo: Repo, env: Mapping[str, str] = os.environ) -> Any:
                 f"{switch} is set, so no connection may be opened: unset it where there is a "
                 "network, such as a login node"
             )
-    try:
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise HubError(
-            "Hubs are reached with huggingface_hub, which is not here: pip install 'overland[hub]'"
-        ) from None
+    client = need("huggingface_hub", "a connection to a Hub", "hub", HubError)
     # False, not None: None would look for a token in files.
-    return HfApi(endpoint=repo.endpoint, token=repo.token or False, library_name="overland")
+    return client.HfApi(endpoint=repo.endpoint, token=repo.token or False, library_name="overland")
 
 
 def commit_of(client: Any, repo: Repo, revision: str | None) -> str:

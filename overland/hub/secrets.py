@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from overland.cluster.script import SHORTEST_SECRET
 from overland.config.variables import SECRET
-from overland.hub.errors import HubError
+from overland.errors import HubError
 from overland.hub.snapshot import BLOCK
 
 FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker"}

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from overland.config.text import control_character
-from overland.hub.errors import HubError
+from overland.errors import HubError
+from overland.words import control_character
 
 OWN = ".overland"
 LIST = f"{OWN}/snapshot.json"

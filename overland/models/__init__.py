@@ -3,8 +3,8 @@
 Importing this package costs no torch; `build_model` and the modules below it bring it in.
 """
 
+from overland.errors import ModelError
 from overland.models.config import DecoderConfig, RopeConfig
-from overland.models.errors import ModelError
 from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
 from overland.models.registry import (
     build_model,

@@ -21,7 +21,8 @@ from functools import cache
 
 import torch
 
-from overland.models.errors import ModelError, nearest
+from overland.errors import ModelError
+from overland.words import did_you_mean
 
 BACKENDS = ("auto", "cudnn", "flash", "flex", "sdpa")
 HALF = (torch.float16, torch.bfloat16)
@@ -49,7 +50,7 @@ def varlen_parameters() -> frozenset[str]:
 def check_backend(attention: str) -> str:
     if attention not in BACKENDS:
         raise ModelError(
-            f"attention backend '{attention}' does not exist{nearest(attention, BACKENDS)}"
+            f"attention backend '{attention}' does not exist{did_you_mean(attention, BACKENDS)}"
         )
     return attention
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 from overland.models.init import plain_name
 
 

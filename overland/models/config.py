@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 
 if TYPE_CHECKING:
     from overland.models.activations import Activations, Pass

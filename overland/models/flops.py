@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 from overland.models.structure import Role, Structure, inside, structure_of
 
 Shapes = dict[str, tuple[int, ...]]

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from overland.config.foreign import read_json, what_is_wrong
+from overland.errors import ModelError
 from overland.models.buffers import persistent_buffers
-from overland.models.errors import ModelError
 from overland.models.flops import Shapes, describes_itself, outline_of
 from overland.models.init import LocalPart, plain_name, whole
 from overland.models.registry import build_model

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.foreign import LARGEST_CONFIG, read_json
+from overland.errors import ModelError
 from overland.models.config import FAMILIES, FULL, RMSNORM, SLIDING, DecoderConfig, RopeConfig
-from overland.models.errors import ModelError, nearest
 from overland.models.hf_keys import PLAIN, SIZES, keys_of, refuse_unknown
+from overland.words import did_you_mean
 
 
 def read_config(source: Mapping[str, Any] | str | Path) -> DecoderConfig:
@@ -80,7 +81,7 @@ def override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> Deco
     for name in overrides:
         if name not in valid:
             raise ModelError(
-                f"'{name}' is not a field of a {config.model_type} model{nearest(name, valid)}"
+                f"'{name}' is not a field of a {config.model_type} model{did_you_mean(name, valid)}"
             )
     hf = config_as_hf(config)
     del hf["rope_parameters"]  # the old form carries everything, and one form is easier to replace

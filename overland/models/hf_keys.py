@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from overland.errors import ModelError
 from overland.models.config import FAMILIES, FULL
-from overland.models.errors import ModelError
 
 
 def keys_of(model_type: str) -> set[str]:

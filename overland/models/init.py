@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from overland.errors import ModelError
 from overland.models.config import DecoderConfig
-from overland.models.errors import ModelError
 from overland.models.structure import ties_of
 from overland.models.transform import added_rule
 

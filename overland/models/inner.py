@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 from overland.models.logged import first_taken
 
 

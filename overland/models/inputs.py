@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 
 
 class Inputs:

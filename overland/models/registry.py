@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overland.config.schema import Model
+from overland.errors import ModelError
 from overland.models.config import DecoderConfig
-from overland.models.errors import ModelError, nearest
 from overland.models.flavors import FLAVORS
 from overland.models.vit_mae_config import FLAVORS as VIT_MAE_FLAVORS
 from overland.models.vit_mae_config import ViTMAEConfig
+from overland.words import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -183,7 +184,7 @@ def _build_of(config_class: type) -> Build | None:
 
 def _entry(name: str) -> ModelEntry:
     if name not in _MODELS:
-        raise ModelError(f"there is no model '{name}'{nearest(name, _MODELS)}")
+        raise ModelError(f"there is no model '{name}'{did_you_mean(name, _MODELS)}")
     return _MODELS[name]
 
 
@@ -195,7 +196,7 @@ def _config_of_flavor(entry: ModelEntry, flavor: str | None) -> Any:
         raise ModelError(f"model '{entry.name}' needs a flavor: {choices}")
     if flavor not in entry.flavors:
         raise ModelError(
-            f"model '{entry.name}' has no flavor '{flavor}'{nearest(flavor, entry.flavors)}"
+            f"model '{entry.name}' has no flavor '{flavor}'{did_you_mean(flavor, entry.flavors)}"
         )
     return entry.flavors[flavor]
 
@@ -224,7 +225,7 @@ def _with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
     for name in overrides:
         if name not in valid:
             raise ModelError(
-                f"'{name}' is not a field of {type(config).__name__}{nearest(name, valid)}"
+                f"'{name}' is not a field of {type(config).__name__}{did_you_mean(name, valid)}"
             )
     return replace(config, **overrides)
 

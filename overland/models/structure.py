@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import nn

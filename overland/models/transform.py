@@ -14,7 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from overland.models.errors import ModelError, nearest
+from overland.errors import ModelError
+from overland.words import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,7 +83,7 @@ def added_rule(model: nn.Module, name: str) -> Rule | None:
 
 def _make(name: str, options: Mapping[str, Any]) -> Transform:
     if name not in _TRANSFORMS:
-        raise ModelError(f"no transform is named '{name}'{nearest(name, _TRANSFORMS)}")
+        raise ModelError(f"no transform is named '{name}'{did_you_mean(name, _TRANSFORMS)}")
     try:
         made = _TRANSFORMS[name](**options)
     except TypeError as error:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from overland.models.errors import ModelError, nearest
+from overland.errors import ModelError
+from overland.words import did_you_mean
 
 # How our names of parameters begin, which are those of transformers 4, and how those of 5 do.
 OLD_NAMES, NEW_NAMES = "decoder.decoder_layers.", "decoder.decoder_encoder.layer."
@@ -100,7 +101,7 @@ class ViTMAEConfig:
         types = {item.name: type(item.default) for item in fields(self)}
         for name, value in overrides.items():
             if name not in types:
-                raise ModelError(f"'{name}' is not a key of vit_mae{nearest(name, types)}")
+                raise ModelError(f"'{name}' is not a key of vit_mae{did_you_mean(name, types)}")
             right = isinstance(value, types[name]) and isinstance(value, bool) == (
                 types[name] is bool
             )

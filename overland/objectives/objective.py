@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from overland.data.batch import IGNORED, Batch
+from overland.errors import ObjectiveError
 from overland.models.loss import OutputMatrix
-from overland.objectives.errors import ObjectiveError
 from overland.parallel.comm import sum_with_own_gradient
 from overland.parallel.mesh import Mesh
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from overland.config.schema import Training
-from overland.models.errors import nearest
+from overland.errors import ObjectiveError
 from overland.models.logged import first_taken
-from overland.objectives.errors import ObjectiveError
+from overland.words import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,7 @@ def objective_name(training: Training, architecture: Any) -> str:
 def objective_for(training: Training, architecture: Any) -> Objective:
     name, options = objective_name(training, architecture), dict(training.objective_options)
     if name not in _OBJECTIVES:
-        raise ObjectiveError(f"no objective is named '{name}'{nearest(name, _OBJECTIVES)}")
+        raise ObjectiveError(f"no objective is named '{name}'{did_you_mean(name, _OBJECTIVES)}")
     if name == NEXT_TOKEN:
         options["z_loss"] = training.z_loss
     elif training.z_loss:

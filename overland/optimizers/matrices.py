@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from overland.optimizers.errors import OptimizerError
+from overland.errors import OptimizerError
 from overland.optimizers.rule import WholeMatrix
 from overland.optimizers.shard import Shard, Step, pair, unchanged
 

@@ -8,13 +8,14 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from overland.config.errors import nearest_name, show_value
+from overland.config.errors import show_value
 from overland.config.schema import JobConfig, Optimizer
+from overland.errors import OptimizerError
 from overland.optimizers.adamw import AdamW
-from overland.optimizers.errors import OptimizerError
 from overland.optimizers.lion import Lion
 from overland.optimizers.rule import Elementwise, Rule, WholeMatrix
 from overland.optimizers.state import Kinds, num_bytes, num_saved_bytes, wrong_kind
+from overland.words import nearest_name
 
 _RULES: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "Lion": Lion}
 

@@ -18,9 +18,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from overland.errors import OptimizerError
 from overland.kernels.rounding import noise, round_stochastically
 from overland.kernels.split import join, split
-from overland.optimizers.errors import OptimizerError
 from overland.optimizers.rule import Rates, Rule
 from overland.optimizers.state import LARGEST_BLOCK, Kinds, Packed, Scalar
 

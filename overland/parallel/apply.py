@@ -18,8 +18,8 @@ from torch import nn
 
 from overland.config.degrees import Degrees
 from overland.config.schema import JobConfig
+from overland.errors import ModelError
 from overland.models.buffers import cast, require_starts
-from overland.models.errors import ModelError
 from overland.models.float8 import Float8
 from overland.models.flops import stage_costs
 from overland.models.init import require_rules

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 from overland.models.flops import StageCosts
 from overland.models.inputs import Inputs
 from overland.models.structure import (

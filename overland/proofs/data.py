@@ -23,11 +23,11 @@ from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus, changes
 from overland.data.digest import digests
 from overland.data.documents import MixedWindows
-from overland.data.errors import DataError
 from overland.data.ledger import Fed, History, read_ledger
 from overland.data.loader import load
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, planned_data
+from overland.errors import DataError
 from overland.models.registry import model_config
 from overland.run_folder import CONFIG, RunFolder
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from overland.config.commands import command
 from overland.data.claims import host, is_running
+from overland.errors import NoRun
 from overland.reporting.events import Event, Events
 from overland.reporting.history import History, Points, Record, thinned
 from overland.reporting.queue import Queue, QueuedJob
@@ -56,10 +57,6 @@ OWNER_SECONDS = 120.0  # renewed every 15 s, and NFS may show it a minute late
 CURVE_POINTS = 2000
 NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
 SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
-
-
-class NoRun(Exception):
-    """There is nothing to watch; the message is a sentence for the user."""
 
 
 @dataclass

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from overland.config.schema import JobConfig, Training
 from overland.data import registry
 from overland.data.blocks import BlockStream
-from overland.data.errors import DataError
 from overland.data.layout import is_corpus
 from overland.data.prepare import Dataset, Place, training_data
 from overland.data.wanted import sources_of
+from overland.errors import DataError
 
 ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from overland.data.batch import Batch
 from overland.data.digest import digests
 from overland.data.ledger import Ledger
+from overland.errors import TrainingError
 from overland.parallel.comm import from_first_rank
-from overland.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from overland.training.run import Run

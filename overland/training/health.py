@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from overland.config.schema import Health
-from overland.training.errors import TrainingError
+from overland.errors import TrainingError
 
 
 class BadSteps:

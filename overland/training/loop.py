@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from overland.checkpoint.errors import NotSavedError
 from overland.checkpoint.finite import in_words
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Outcome
@@ -13,9 +12,9 @@ from overland.cluster.beat import Phase
 from overland.data.batch import Batch
 from overland.data.documents import Exhausted
 from overland.data.loader import batches, read_ahead
+from overland.errors import NotSavedError, TrainingError
 from overland.parallel.comm import from_first_rank
 from overland.training.callbacks import Record
-from overland.training.errors import TrainingError
 from overland.training.export import export_hf
 from overland.training.fed import FedRows
 from overland.training.health import BadSteps

@@ -11,6 +11,7 @@ import torch
 from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
+from overland.errors import OutOfMemoryError
 from overland.planner.memory import (
     RECOMPUTE,
     StepMemory,
@@ -19,7 +20,6 @@ from overland.planner.memory import (
     step_memory,
 )
 from overland.training.auto import compiles
-from overland.training.errors import OutOfMemoryError
 
 GIB = 2**30
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overland.cluster.devices import device_name, memory_in_use
+from overland.errors import TrainingError
 from overland.planner.hardware import peak_flops
 from overland.reporting.plot import plot_losses
 from overland.training.callbacks import Callback, Record
-from overland.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from overland.training.run import Run

@@ -25,9 +25,9 @@ from typing import Any
 
 from overland.cluster.signals import leave
 from overland.data.claims import is_running, this_process
+from overland.errors import TakenError
 from overland.parallel.comm import from_first_rank
 from overland.run_folder import OWNER
-from overland.training.errors import TakenError
 
 RENEW_SECONDS = 15.0
 STALE_SECONDS = 300.0  # for an owner that neither this machine nor Slurm knows about

@@ -19,7 +19,6 @@ from torch import nn
 
 from overland.checkpoint.convert import open_source
 from overland.checkpoint.convert.source import MODEL
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint
@@ -29,7 +28,6 @@ from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpus import Corpus
-from overland.data.errors import DataError
 from overland.data.holdout import require_both_sides, share_of_documents
 from overland.data.layout import is_corpus, sketch
 from overland.data.make import Maker
@@ -61,7 +59,7 @@ from overland.data.wanted import (
     sources_of,
     training_table,
 )
-from overland.models.errors import ModelError
+from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.measure import SampleFields, sample_fields
 from overland.models.registry import build_model, model_config

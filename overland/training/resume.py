@@ -10,13 +10,12 @@ import torch
 
 from overland.checkpoint.convert import open_source
 from overland.checkpoint.convert.lazy import counting
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.schema import Checkpoint
 from overland.data.prepare import kept_policy
 from overland.data.tokenizer import UNKNOWN, Policy
-from overland.models.errors import ModelError
+from overland.errors import CheckpointError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
 from overland.models.transform import added_rule
 from overland.parallel.comm import all_of, first_problem, from_first_rank

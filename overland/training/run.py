@@ -25,10 +25,10 @@ from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.arrays import require_fields
 from overland.data.corpus import Corpus
-from overland.data.errors import DataError
 from overland.data.prepare import Dataset, Place, corpora_of, training_data, validation_data
 from overland.data.tokenizer import UNKNOWN
 from overland.data.wanted import check_samples
+from overland.errors import FromFirstRank
 from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
@@ -219,10 +219,6 @@ def build_run(
         describe_run(run, asked)
     run.callbacks = build_callbacks(run, log_ranks)
     return run
-
-
-class FromFirstRank(DataError):
-    """What rank 0 found wrong, on the others."""
 
 
 def once_for_all(make: Callable[[], T]) -> T:

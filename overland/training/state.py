@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import overland
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.finite import Largest, in_words
 from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.origin import Origin
@@ -25,6 +24,7 @@ from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
 from overland.config.schema import Optimizer
 from overland.data.plan import Plan, differences
 from overland.data.renamed import former_names
+from overland.errors import CheckpointError
 from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name
 from overland.optimizers.optimizer import PREFIX

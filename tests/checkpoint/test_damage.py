@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import marker, parse_marker, tile
 from overland.checkpoint.read import load
 from overland.checkpoint.verify import verify
+from overland.errors import CheckpointError
 from tests.checkpoint.states import copy, like, save, some_state
 
 FILE = "rank_00000.safetensors"

@@ -21,14 +21,13 @@ from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.data import registry as sources
 from overland.data.loader import load
+from overland.errors import ObjectiveError, OptimizerError
 from overland.models.flops import count_parameters
 from overland.models.registry import model_config
 from overland.objectives import registry as objectives
-from overland.objectives.errors import ObjectiveError
 from overland.objectives.objective import Objective
 from overland.optimizers import WholeMatrix
 from overland.optimizers import registry as optimizers
-from overland.optimizers.errors import OptimizerError
 from overland.proofs.layout import proof_job
 from overland.proofs.layouts import parse
 from overland.training.run import build_run

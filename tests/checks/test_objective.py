@@ -10,9 +10,9 @@ import pytest
 
 from overland.checks import check_config
 from overland.config.load import load_config
+from overland.errors import ObjectiveError
 from overland.models import transform
 from overland.objectives import registry
-from overland.objectives.errors import ObjectiveError
 
 OBJECTIVES, TRANSFORMS = dict(registry._OBJECTIVES), dict(transform._TRANSFORMS)
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

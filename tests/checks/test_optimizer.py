@@ -13,8 +13,8 @@ from overland.checks import check_config
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.write import to_toml
+from overland.errors import OptimizerError
 from overland.optimizers import Elementwise, WholeMatrix, register_optimizer
-from overland.optimizers.errors import OptimizerError
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import pytest
 
 from overland.cli.data_build import check_apart, find_part, framed
 from overland.data.corpus import lay_out, open_corpus
-from overland.data.errors import DataError
 from overland.data.layout import read_layout
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 from tests.cli.processes import TINY, interrupt, losses, overland, start_overland
 from tests.data.making import bytes_of, tokenizer_in, wait_until, write_lines
 from tests.data.tokenizer_folders import write_bpe

@@ -1,7 +1,7 @@
 import pytest
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.hosts import expand_counts, expand_hosts
+from overland.errors import ClusterError
 
 
 @pytest.mark.parametrize(

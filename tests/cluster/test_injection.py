@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from overland.cli.main import app
-from overland.cluster.errors import ClusterError
 from overland.cluster.job import Place, Wanted, plan_job
 from overland.cluster.script import render_job
 from overland.cluster.setup import render_setup
 from overland.cluster.site import read_site
 from overland.config.errors import ConfigError
+from overland.errors import ClusterError
 from tests.cluster.scripts import place
 
 # Each writes a file if a shell takes it for more than a text.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from overland.errors import TrainingError
 from overland.run_folder import OWNER
-from overland.training.errors import TrainingError
 from overland.training.owner import describe, job_state, take
 from tests.cluster.slurm import Slurm
 

@@ -19,7 +19,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from overland.cli.main import app
-from overland.cluster.errors import ClusterError
 from overland.cluster.job import Wanted, plan_job
 from overland.cluster.script import render_job
 from overland.cluster.site import load_site
@@ -27,6 +26,7 @@ from overland.cluster.submit import next_files, submit, without_slurms_own, writ
 from overland.cluster.supervise.faults import Findings
 from overland.config.load import load_config
 from overland.config.write import write_config
+from overland.errors import ClusterError
 from tests.cli.processes import ROOT
 from tests.cluster.scripts import LEFT_OPEN, assert_good_bash, make_job, place
 

@@ -20,7 +20,6 @@ from overland.data.batch import Batch
 from overland.data.build import build
 from overland.data.corpus import lay_out
 from overland.data.digest import digests
-from overland.data.errors import DataError
 from overland.data.ledger import Ledger
 from overland.data.loader import load
 from overland.data.prepare import Dataset, Place, training_data, validation_data
@@ -29,6 +28,7 @@ from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.sources.summary import summarise
 from overland.data.torch_loader import build_train_loader
+from overland.errors import DataError
 from overland.proofs.data import prove_data
 
 ROWS = 8

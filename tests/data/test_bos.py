@@ -9,11 +9,11 @@ import pytest
 
 from overland.config.schema import JobConfig
 from overland.data.corpus import lay_out, open_corpus
-from overland.data.errors import DataError
 from overland.data.prepare import Place, asked_policy, one_tokenizer, open_tokenizer
 from overland.data.sources import open_source
 from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.data.wanted import sources_of
+from overland.errors import DataError
 from overland.run_folder import RunFolder
 from overland.training.resume import policy_of_the_resumed
 from tests.data.making import write_lines

@@ -14,9 +14,9 @@ import pytest
 
 from overland.data.build import build
 from overland.data.corpus import lay_out, open_corpus
-from overland.data.errors import DataError
 from overland.data.layout import read_layout
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 from tests.cli.processes import ROOT, environment
 from tests.data.making import (
     FatalLines,

@@ -14,11 +14,11 @@ import torch
 from overland.data.batch import IGNORED
 from overland.data.corpus import Corpus
 from overland.data.digest import digests
-from overland.data.errors import DataError
 from overland.data.loader import load
 from overland.data.pack import Packing
 from overland.data.shard import open_shard, write_shard
 from overland.data.sources import open_source
+from overland.errors import DataError
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 
 

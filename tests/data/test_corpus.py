@@ -11,9 +11,9 @@ import pytest
 from overland.data import corpus as corpus_module
 from overland.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.errors import DataError
 from overland.data.sources import Document, RandomTokens, Source, open_source
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 from tests.data.making import (
     built,
     bytes_of,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from overland.data.counts import RECORD, Counts
-from overland.data.errors import DataError
+from overland.errors import DataError
 
 SIZES = [3, 0, 5, 1, 0, 0, 2] * 20
 

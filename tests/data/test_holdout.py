@@ -13,7 +13,6 @@ import pytest
 from overland.checks import load_checked
 from overland.config.schema import JobConfig
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.errors import DataError
 from overland.data.holdout import held_out
 from overland.data.plan import Plan
 from overland.data.prepare import Dataset, Place, training_data, validation_data
@@ -21,6 +20,7 @@ from overland.data.rows import PlannedRows
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
 from overland.data.wanted import foreign_validation
+from overland.errors import DataError
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 from tests.data.making import write_lines
 

@@ -10,11 +10,11 @@ import pytest
 
 from overland.data.build import build
 from overland.data.corpus import changes, lay_out
-from overland.data.errors import DataError
 from overland.data.layout import read_layout
 from overland.data.make import Maker
 from overland.data.sources import JsonLines, RandomTokens, TextFolder, open_source
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 from tests.data.making import lines_of, write_lines
 
 

@@ -8,8 +8,8 @@ import torch
 
 from overland.data.batch import Batch
 from overland.data.digest import digests
-from overland.data.errors import DataError
 from overland.data.ledger import Ledger, read_ledger
+from overland.errors import DataError
 
 FIELDS = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
 

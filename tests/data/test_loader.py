@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from overland.data.batch import Batch
-from overland.data.errors import DataError
 from overland.data.loader import batches, load, read_ahead
 from overland.data.random_blocks import RandomBlocks
 from overland.data.sources import StandardLibrary, TextFolder
+from overland.errors import DataError
 from tests.data.corpora import one_segment, rows_of
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from overland.config.schema import JobConfig
-from overland.data.errors import DataError
 from overland.data.prepare import Dataset, Place, training_data
+from overland.errors import DataError
 from tests.data.making import tokenizer_in, write_lines
 
 

@@ -13,10 +13,10 @@ import pytest
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
 from overland.data.documents import Reading
-from overland.data.errors import DataError
 from overland.data.plan import Plan
 from overland.data.random_blocks import RandomBlocks
 from overland.data.rows import PlannedRows
+from overland.errors import DataError
 from tests.data.corpora import Distinct, Numbered, make_corpus, one_segment, rows_of
 
 SOURCES = {"a": Numbered(1000, 97), "b": Numbered(5000, 31), "c": Numbered(9000, 5, 200)}

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.schedule import MAX_PERIOD, Schedule, shares_of
+from overland.errors import DataError
 
 ZYDA = [40, 44, 3, 2, 10, 1]
 

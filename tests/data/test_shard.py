@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.shard import Shard, open_shard, read_counts, write_shard
+from overland.errors import DataError
 
 DOCUMENTS = [np.arange(5), np.asarray([7]), np.arange(100, 400)]
 

@@ -10,9 +10,9 @@ import pytest
 
 from overland.data import corpus as corpus_module
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.errors import DataError
 from overland.data.layout import Layout
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 from tests.cli.processes import ROOT, environment
 from tests.data.making import (
     built,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 from tests.data.tokenizer_folders import CORPUS, KINDS, TEXTS, written_kinds
 
 

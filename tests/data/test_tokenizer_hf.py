@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from overland.data.errors import DataError
 from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
 from tests.data.tokenizer_folders import CORPUS, TEXTS, byte_level_bpe, write_hf, write_unigram
 
 

@@ -5,9 +5,9 @@ import pytest
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
-from overland.data.errors import DataError
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_tiktoken import LONG_BLANK, SPLIT, cut_long_blanks, llama3_specials
+from overland.errors import DataError
 from tests.data.tokenizer_folders import TEXTS, byte_level_bpe, write_ranks
 
 

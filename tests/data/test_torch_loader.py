@@ -14,8 +14,8 @@ from tokenizers.processors import TemplateProcessing
 
 from overland.data import build_train_loader
 from overland.data.batch import IGNORED
-from overland.data.errors import DataError
 from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.errors import DataError
 from tests.data.sources.samples import copied
 
 

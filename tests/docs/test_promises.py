@@ -10,9 +10,9 @@ from overland.cli.errors import is_user_error, sentence
 from overland.cli.train import settle_folder
 from overland.config.load import load_config
 from overland.data.corpus import lay_out
-from overland.data.errors import DataError
 from overland.data.sources import TextFolder
 from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.errors import DataError
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import marker
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.errors import ConfigError
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
-from overland.data.errors import DataError
+from overland.errors import CheckpointError, DataError
 from overland.evaluation.checkpoint import find_run, open_checkpoint
 from overland.parallel.apply import build_undivided
 from tests.jobs import run_job, tiny_job

@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
+from overland.errors import ModelError
 from overland.evaluation.generate import generate
-from overland.models.errors import ModelError
 
 VOCAB = 16
 

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from overland.checkpoint.convert.hf import require_known
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError, ModelError
 from overland.models import DecoderConfig, build_model
-from overland.models.errors import ModelError
 from overland.models.init import init_weights
 
 from .tiny import CASES, hf

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.degrees import Degrees
+from overland.errors import ModelError
 from overland.models.buffers import cast
-from overland.models.errors import ModelError
 from overland.models.inner import InnerLoss, Statistic
 from overland.parallel.apply import require_splittable
 from overland.parallel.mesh import build_mesh

@@ -13,9 +13,9 @@ from transformers import ViTMAEConfig as TheirConfig
 from transformers import ViTMAEForPreTraining
 
 from overland.checkpoint.convert import convert
+from overland.errors import ModelError
 from overland.models import build_model, resolve_config
 from overland.models.buffers import init_buffers
-from overland.models.errors import ModelError
 from overland.models.hf import load_hf
 from overland.models.init import init_weights
 from overland.models.noise import uniform

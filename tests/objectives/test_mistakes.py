@@ -11,9 +11,9 @@ from torch import Tensor
 
 from overland.config.schema import Training
 from overland.data.batch import Batch
+from overland.errors import ObjectiveError
 from overland.models.loss import OutputMatrix
 from overland.objectives import registry
-from overland.objectives.errors import ObjectiveError
 from overland.objectives.objective import Objective, count_of
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 4, 3, 5, 7

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from overland.checkpoint.convert import convert
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.read import open_checkpoint
 from overland.checks import check_config
 from overland.cli.main import app
@@ -24,9 +23,9 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.errors import CheckpointError, ModelError
 from overland.models import DecoderConfig, register_model, registry
 from overland.models.decoder import MLP, Decoder, Head
-from overland.models.errors import ModelError
 from overland.models.init import Normal
 from overland.proofs.layout import difference
 from overland.proofs.layouts import WAYS, parse

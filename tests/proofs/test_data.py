@@ -12,8 +12,8 @@ import torch
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
-from overland.data.errors import DataError
 from overland.data.plan import ChangedSource
+from overland.errors import DataError
 from overland.proofs.data import prove_data
 from overland.proofs.sessions import SHORT, prove_sessions
 from overland.training import loop

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from overland.config.commands import command
 from overland.data.claims import this_process
+from overland.errors import NoRun
 from overland.reporting import queue as slurm_queue
 from overland.reporting import watch as watching
 from overland.reporting.queue import Queue, QueuedJob
-from overland.reporting.watch import NoRun, Snapshot, Watch, duration
+from overland.reporting.watch import Snapshot, Watch, duration
 from overland.reporting.watch_view import closing_words, draw
 from tests.reporting.runs import (
     ATTEMPT,

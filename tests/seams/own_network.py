@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
+from overland.errors import ModelError
 from overland.models import register_model
-from overland.models.errors import ModelError
 from overland.models.init import Constant, Normal
 from overland.models.structure import Structure
 from overland.parallel.plans import register_plan

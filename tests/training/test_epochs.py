@@ -12,8 +12,8 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.data.errors import DataError
 from overland.data.ledger import read_ledger
+from overland.errors import DataError
 from overland.proofs.data import prove_data
 from overland.reporting.watch import Watch
 from overland.run_folder import RunFolder

@@ -13,12 +13,12 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
+from overland.errors import TrainingError
 from overland.parallel.parts import shard_of
 from overland.reporting.watch import read_checkpoints
 from overland.training import loop as loop_module
 from overland.training import step as step_module
 from overland.training.callbacks import Callback
-from overland.training.errors import TrainingError
 from overland.training.health import SpikeGuard
 from overland.training.loop import check_last_save, train
 from overland.training.resume import resume_newest

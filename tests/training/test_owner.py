@@ -17,9 +17,9 @@ import pytest
 
 from overland.cluster.pool import RankPool
 from overland.cluster.world import World
+from overland.errors import TrainingError
 from overland.run_folder import OWNER
 from overland.training import owner
-from overland.training.errors import TrainingError
 from overland.training.owner import Ownership, describe, owned, read, take
 
 

@@ -20,9 +20,9 @@ from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.data.build import build
 from overland.data.corpus import lay_out
-from overland.data.errors import DataError
 from overland.data.prepare import Place, training_data, validation_data
 from overland.data.tokenizer import Tokenizer, train_tokenizer
+from overland.errors import DataError
 from overland.training.rehearsal import require_start
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.tokenizer_folders import write_bpe

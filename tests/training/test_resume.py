@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from overland.checkpoint.disk import Disk
-from overland.checkpoint.errors import CheckpointError, NotSavedError
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.cluster.beat import Beat, Transfer, read_signs
@@ -23,10 +22,10 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.data.blocks import Room
-from overland.data.errors import DataError
 from overland.data.ledger import read_ledger
 from overland.data.loader import load
 from overland.data.random_blocks import RandomBlocks
+from overland.errors import CheckpointError, DataError, NotSavedError
 from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train

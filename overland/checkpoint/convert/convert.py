@@ -28,8 +28,8 @@ from overland.checkpoint.convert.source import (
     split_state,
 )
 from overland.checkpoint.convert.verify import verify_hashes, verify_logits
-from overland.checkpoint.errors import CheckpointError
-from overland.models.errors import nearest
+from overland.errors import CheckpointError
+from overland.words import did_you_mean
 
 DTYPES = {
     "float32": torch.float32,
@@ -79,9 +79,9 @@ def convert(
     """Writes the checkpoint at `source` to `target` in format `to`; see docs/convert.md."""
     for given, valid, option in ((to, TARGETS, "--to"), (verify, CHECKS, "--verify")):
         if given not in valid:
-            raise CheckpointError(f"{option} {given} is not known{nearest(given, valid)}")
+            raise CheckpointError(f"{option} {given} is not known{did_you_mean(given, valid)}")
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"--dtype {dtype} is not known{nearest(dtype, DTYPES)}")
+        raise CheckpointError(f"--dtype {dtype} is not known{did_you_mean(dtype, DTYPES)}")
     options, format_ = options or Options(), FORMATS[to]
     target = Path(target).expanduser()
     if format_.is_file and target.suffix != ".safetensors":
@@ -174,7 +174,7 @@ def _matches(name: str, pattern: str, tensors: dict[str, Lazy]) -> bool:
 
 
 def _near(pattern: str, names: list[str]) -> str:
-    hint = nearest(pattern, names)
+    hint = did_you_mean(pattern, names)
     return hint if hint.startswith("; did") else f"; the first is {names[0]}"
 
 

@@ -30,9 +30,9 @@ from overland.checkpoint.convert.source import (
     num_updates,
 )
 from overland.checkpoint.convert.torch_file import read_torch_file, scalar
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.format import tile as fills
 from overland.checkpoint.pickles import StandIn, load_pickle
+from overland.errors import CheckpointError
 
 METADATA = ".metadata"
 # Some 140 bytes for every part of a tensor: ten million parts.

@@ -29,8 +29,8 @@ from overland.checkpoint.convert.source import (
     num_updates,
 )
 from overland.checkpoint.convert.torch_file import read_torch_file, scalar, tensors_in
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.pickles import StandIn
+from overland.errors import CheckpointError
 
 
 def detect_deepspeed(path: Path) -> bool:

@@ -16,7 +16,7 @@ from overland.checkpoint.convert.overland import detect_overland, open_overland,
 from overland.checkpoint.convert.single import detect_single, open_single, write_single
 from overland.checkpoint.convert.source import Config, Source
 from overland.checkpoint.convert.torch_files import detect_torch, open_torch, write_torch
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from overland.checkpoint.convert.source import (
 )
 from overland.checkpoint.convert.special_tokens import name_special_tokens
 from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError, ModelError
 from overland.models.config import RMSNORM
-from overland.models.errors import ModelError
 from overland.models.hf import INDEX, SINGLE, shapes_in_files
 from overland.models.parameters import EMBEDDING, HEAD
 from overland.models.registry import read_hf_config

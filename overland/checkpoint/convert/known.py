@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from overland.checkpoint.convert.lazy import MAX_DIMS, Shape, Stored
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.pickles import Maker, Names, as_dict, as_keys, stand_in
+from overland.errors import CheckpointError
 
 
 @dataclass(frozen=True)

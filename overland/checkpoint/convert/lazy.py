@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.disk import Moved, ignore
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from overland.checkpoint.convert.lazy import Changed, Lazy
 from overland.checkpoint.convert.source import MODEL, OPTIMIZER, split_state
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 _OUTER = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

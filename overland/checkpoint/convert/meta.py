@@ -20,7 +20,7 @@ from overland.checkpoint.convert.source import (
 )
 from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
 from overland.checkpoint.convert.torch_writer import write_torch_file
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 PARAMS = "params.json"
 

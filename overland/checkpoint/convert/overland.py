@@ -26,7 +26,6 @@ from overland.checkpoint.convert.source import (
     read_json,
     split_state,
 )
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.origin import Origin
@@ -34,6 +33,7 @@ from overland.checkpoint.read import Checkpoint, open_checkpoint
 from overland.checkpoint.write import write_whole
 from overland.config.groups import Group, group_of
 from overland.config.schema import Optimizer
+from overland.errors import CheckpointError
 from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from overland.checkpoint.convert.lazy import MAX_DIMS, Lazy, Stored, counter, memory
-from overland.checkpoint.errors import CheckpointError
 from overland.config.foreign import what_is_wrong
+from overland.errors import CheckpointError
 
 # As the format's own library has it.
 MAX_HEADER_BYTES = 100_000_000

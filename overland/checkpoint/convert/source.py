@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.convert.lazy import Lazy, Slices, held
-from overland.checkpoint.errors import CheckpointError
 from overland.config import foreign
 from overland.config.inside import leads_out
+from overland.errors import CheckpointError
 
 Config = dict[str, Any] | None
 """The contents of a config.json, where there is one."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from overland.checkpoint.convert.shards import write_json
 from overland.checkpoint.convert.source import read_json
-from overland.data.errors import DataError
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import is_ranks
+from overland.errors import DataError
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")

@@ -14,8 +14,8 @@ from typing import Any
 
 from overland.checkpoint.convert.known import KNOWN, Storage, StorageType
 from overland.checkpoint.convert.lazy import Stored, counter
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.pickles import load_pickle
+from overland.errors import CheckpointError
 
 # A pickle describes tensors, a few hundred bytes each; so much of it is an attack or a mistake.
 MAX_PICKLE_BYTES = 2**28

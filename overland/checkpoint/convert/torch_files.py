@@ -33,7 +33,7 @@ from overland.checkpoint.convert.source import (
 )
 from overland.checkpoint.convert.torch_file import read_torch_file, scalar, tensors_in
 from overland.checkpoint.convert.torch_writer import write_torch_file
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 WEIGHTS, STATE = "model_state_dict.pt", "optim_state_dict.pt"
 RATES, PROGRESS = "lr_state_dict.pt", "iter_state_dict.pt"

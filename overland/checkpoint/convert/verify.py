@@ -10,7 +10,7 @@ from torch import nn
 
 from overland.checkpoint.convert.lazy import digest
 from overland.checkpoint.convert.source import MODEL, Source
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 from overland.models.buffers import init_buffers
 from overland.models.hf import shapes_in_files
 from overland.models.measure import sample_fields

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.preflight.judge import Place
 from overland.cluster.preflight.progress import Progress
 from overland.cluster.preflight.start import Started
 from overland.cluster.wire import Message, Switchboard, Wire
+from overland.errors import ClusterError
 
 LOOK_SECONDS = 0.1
 NUM_FILES = 256  # besides one connection per task

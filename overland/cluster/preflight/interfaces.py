@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.wire import INTERFACES, Message, address_of_interface
+from overland.errors import ClusterError
 
 
 def measure(env: Mapping[str, str] = os.environ) -> Message:

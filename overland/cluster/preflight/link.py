@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from overland.cluster.errors import ClusterError
 from overland.cluster.preflight import stopwatch
 from overland.cluster.preflight.child import Stage
 from overland.cluster.wire import ADDRESS, Message, own_address
+from overland.errors import ClusterError
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from overland.cluster.last_words import Kind
+from overland.errors import Kind
 
 MAX_FAILED_STARTS = 8
 """Of ten starts on 640 nodes of Frontier, five to six failed: with eight tries 1 job in 100 gives

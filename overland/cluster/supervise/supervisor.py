@@ -27,8 +27,6 @@ from typing import Literal
 
 from overland.cluster.agent import RECORDS
 from overland.cluster.beat import BEATS, beats_prefix, node_name
-from overland.cluster.errors import ClusterError
-from overland.cluster.last_words import Kind
 from overland.cluster.signals import SIGNALS
 from overland.cluster.slurm import (
     allocated_nodes,
@@ -55,6 +53,7 @@ from overland.cluster.supervise.stacks import keep_stacks, odd_ranks
 from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.cluster.supervise.watched import HANG_UP_SECONDS, Watched
 from overland.cluster.wire import Switchboard
+from overland.errors import ClusterError, Kind
 from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, FAULTS, PREFLIGHT
 
 AWAY_SECONDS = 5.0

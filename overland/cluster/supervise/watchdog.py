@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from overland.cluster.beat import Phase, Transfer
-from overland.cluster.last_words import Kind
 from overland.cluster.supervise.faults import Fault, name_ranks
+from overland.errors import Kind
 
 FACTOR = 10.0
 FIRST_TIME_SECONDS = 1800.0

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overland.data.errors import DataError
 from overland.data.sources.arrow_values import (
     check_column,
     columns_of,
@@ -21,8 +20,9 @@ from overland.data.sources.arrow_values import (
 )
 from overland.data.sources.columns import Column, choose_column
 from overland.data.sources.compression import reading
-from overland.data.sources.needs import need
 from overland.data.sources.source import Document, FileSource, part_of, split_part
+from overland.errors import DataError
+from overland.packages import need
 
 EXAMPLE_ROWS = 4
 FILE_MAGIC = b"ARROW1"

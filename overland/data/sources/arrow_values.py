@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
 from overland.data.sources.columns import Column, Place, Step, name_of, no_column
-from overland.data.sources.needs import need
 from overland.data.sources.records import values_at
 from overland.data.sources.source import Bad, Document, Kind, decode, token_ids
+from overland.errors import DataError
+from overland.packages import need
 
 
 def columns_of(schema: Any) -> dict[str, Column]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from overland.config.errors import any_of, nearest_name
-from overland.data.errors import DataError, Unsettled
 from overland.data.sources.source import Kind
+from overland.errors import DataError, Unsettled
+from overland.words import any_of, nearest_name
 
 # Where a corpus has several columns and none is asked for, the first of these that it has.
 USUAL_NAMES = ("text", "tokens", "input_ids", "content")

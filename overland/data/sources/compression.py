@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from overland.data.errors import DataError
-from overland.data.sources.needs import need
+from overland.errors import DataError
+from overland.packages import need
 
 SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20

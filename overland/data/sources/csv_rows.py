@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from overland.data.errors import DataError
 from overland.data.sources.columns import Column, choose_column, no_column
 from overland.data.sources.compression import bare_suffix, open_bytes, reading
 from overland.data.sources.lines import LONGEST_LINE
 from overland.data.sources.source import Bad, FileSource
+from overland.errors import DataError
 
 CSV_SUFFIXES = {".csv", ".tsv"}
 BOM = "\ufeff"

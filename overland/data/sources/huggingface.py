@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from overland.config.errors import nearest_name
 from overland.config.foreign import LARGEST_CONFIG, parse_yaml, read_json
-from overland.data.errors import DataError, Unsettled
 from overland.data.sources.source import inside
 from overland.data.sources.walk import SHOWN
+from overland.errors import DataError, Unsettled
+from overland.words import nearest_name
 
 MOST_STARS = 4  # of a README's pattern
 SPLITS = {

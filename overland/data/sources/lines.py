@@ -29,7 +29,7 @@ from overland.data.sources.compression import (
     open_bytes,
     reading,
 )
-from overland.data.sources.needs import need
+from overland.packages import need
 
 PART_BYTES = 4 << 20  # a second for one core; some form a shard
 LONGEST_LINE = 256 << 20  # four times as much is in memory while it is parsed

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError, Unsettled
 from overland.data.sources.columns import Column, choose_column
 from overland.data.sources.mds_columns import decode_value, kind_of
 from overland.data.sources.mds_index import INDEX, read_index, read_shard
 from overland.data.sources.records import Sample
 from overland.data.sources.source import Document, FileSource, Kind, check_dtype, token_ids
+from overland.errors import DataError, Unsettled
 
 LOOKED_AT = 100  # samples, to settle what a column of JSON holds
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.foreign import read_json, what_is_wrong
-from overland.data.errors import DataError
 from overland.data.sources.compression import decompress, most_unfolded, reading
 from overland.data.sources.source import inside
+from overland.errors import DataError
 
 INDEX = "index.json"
 LARGEST_SHARD = 2**32 - 1  # what a shard's own table of 32-bit offsets can reach

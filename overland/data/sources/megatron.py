@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
 from overland.data.sources.compression import reading
 from overland.data.sources.source import FileSource, Kind, Tokens, part_of, split_part, token_ids
+from overland.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEAD = struct.Struct("<9sQBQQ")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError, Unsettled
 from overland.data.sources.compression import reading
 from overland.data.sources.source import (
     TOKEN_DTYPES,
@@ -21,6 +20,7 @@ from overland.data.sources.source import (
     split_part,
     token_ids,
 )
+from overland.errors import DataError, Unsettled
 
 # An array in one row has no borders of documents. It is read in pieces of this many tokens, each
 # of them a document: long enough for any block, short enough for memory.

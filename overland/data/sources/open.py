@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from overland.data.errors import DataError
 from overland.data.sources.arrow import Arrow
 from overland.data.sources.compression import bare_suffix
 from overland.data.sources.csv_rows import CSV_SUFFIXES, CsvRows, header
@@ -19,6 +18,7 @@ from overland.data.sources.parquet import Parquet
 from overland.data.sources.source import FileSource
 from overland.data.sources.text import TEXT_SUFFIXES, TextFolder
 from overland.data.sources.walk import LeftOut, walk
+from overland.errors import DataError
 
 SUFFIXES = {
     "parquet": {".parquet"},

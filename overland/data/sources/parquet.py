@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overland.data.errors import DataError
 from overland.data.sources.arrow_values import (
     check_column,
     columns_of,
@@ -16,8 +15,9 @@ from overland.data.sources.arrow_values import (
     reading_arrow,
 )
 from overland.data.sources.columns import Column, Place, choose_column
-from overland.data.sources.needs import need
 from overland.data.sources.source import Document, FileSource, part_of, split_part
+from overland.errors import DataError
+from overland.packages import need
 
 # Decoded at once. By its dictionary, a file of a kilobyte can repeat a text of megabytes in every
 # row; more rows would save a microsecond for each.

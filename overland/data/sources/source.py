@@ -20,8 +20,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.errors import DataError
 from overland.data.sources.marks import FileMark, changed_files, digest_of, mark_files
+from overland.errors import DataError
 
 Kind = Literal["text", "tokens", "arrays"]
 Tokens: TypeAlias = npt.NDArray[np.int64]

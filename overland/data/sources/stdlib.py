@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from overland.data.errors import DataError
 from overland.data.sources.source import FileSource
+from overland.errors import DataError
 
 # Left out: third-party packages, generated tables and the test suite, whose long literals are half
 # of all text and teach little.

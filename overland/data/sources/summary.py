@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.errors import DataError, bad_ones
 from overland.data.shard import TOKENS
 from overland.data.sources.source import Document, FileSource, Source
+from overland.errors import DataError
+from overland.words import bad_ones
 
 
 @dataclass

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from overland.data.errors import DataError
 from overland.data.sources.compression import bare_suffix, read_whole, reading
 from overland.data.sources.csv_rows import read_rows
 from overland.data.sources.jsonl import JSON_SUFFIXES, read_lines
 from overland.data.sources.lines import line_chunks, num_bytes, split_lines
 from overland.data.sources.source import Bad, FileSource, decode
 from overland.data.sources.walk import LeftOut, walk
+from overland.errors import DataError
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex"}
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from overland.errors import ModelError
 from overland.models.config import DecoderConfig
-from overland.models.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -31,9 +31,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from overland.config.degrees import Degrees
+from overland.errors import ModelError
 from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder, Head
-from overland.models.errors import ModelError
 from overland.models.float8 import Float8Linear
 from overland.models.mask import Mask, Masks, build_mask, compute_dtype
 from overland.models.parameters import ROLES

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from overland.checkpoint.errors import CheckpointError
 from overland.cli.convert import size_in_bytes
 from overland.cli.main import app
+from overland.errors import CheckpointError
 
 from .samples import fixture, saved
 

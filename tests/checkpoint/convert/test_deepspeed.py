@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.convert import open_source
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 
 from .samples import assert_same, contents
 

@@ -23,7 +23,7 @@ from overland.checkpoint.convert.lazy import digest
 from overland.checkpoint.convert.safetensors_file import read_safetensors
 from overland.checkpoint.convert.torch_file import read_torch_file
 from overland.checkpoint.convert.verify import verify_hashes
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf
 

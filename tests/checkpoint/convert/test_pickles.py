@@ -9,8 +9,8 @@ from collections import OrderedDict, defaultdict
 import pytest
 
 from overland.checkpoint.convert.known import KNOWN
-from overland.checkpoint.errors import CheckpointError
 from overland.checkpoint.pickles import load_pickle
+from overland.errors import CheckpointError
 
 DATA = [
     None, True, False, 0, -1, 255, 65536, -(2**40), 2**70, -(2**2000), 1.5, float("inf"), "", "ü\n",

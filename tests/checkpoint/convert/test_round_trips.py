@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overland.checkpoint.convert import FORMATS, TARGETS, Options, convert, lazy, open_source
-from overland.checkpoint.errors import CheckpointError
+from overland.errors import CheckpointError
 from tests.models.tiny import LLAMA3_ROPE, hf
 
 from .samples import assert_same, contents, tiny_config, tiny_source

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from overland.cluster.last_words import Kind
 from overland.cluster.supervise.policy import Answer, Failure, decide, with_failure
+from overland.errors import Kind
 
 Policy = Callable[[Sequence[Failure]], Answer]
 

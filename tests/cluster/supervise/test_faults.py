@@ -10,13 +10,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from overland.checkpoint.errors import CheckpointError
-from overland.cluster.errors import ClusterError
-from overland.cluster.last_words import ENDED, SAYS, Kind, kind_of, place_of, say
+from overland.cluster.last_words import ENDED, SAYS, kind_of, place_of, say
 from overland.cluster.supervise.faults import Fault, Findings, expand_ranks
 from overland.config.errors import ConfigError
-from overland.data.errors import DataError
-from overland.training.errors import TakenError, TrainingError
+from overland.errors import (
+    CheckpointError,
+    ClusterError,
+    DataError,
+    Kind,
+    TakenError,
+    TrainingError,
+)
 
 
 def caused_by(cause: Exception, error: Exception) -> Exception:

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from overland.cluster.last_words import Kind
 from overland.cluster.supervise.logbook import Event
 from overland.cluster.supervise.policy import (
     LONGEST_PAUSE_SECONDS,
@@ -18,6 +17,7 @@ from overland.cluster.supervise.policy import (
     with_failure,
 )
 from overland.config.schema import Health
+from overland.errors import Kind
 from tests.cluster.supervise.prove_restarts import OLD, Rates, chains, first_of_two
 
 NETWORK = Failure(Kind.NETWORK)

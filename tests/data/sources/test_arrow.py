@@ -11,8 +11,8 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.sources import open_source
+from overland.errors import DataError
 from tests.data.sources.samples import read_all
 
 TEXTS = [f"document {i} ünï" * (i % 4) for i in range(25)]

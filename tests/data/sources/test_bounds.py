@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.sources.huggingface import subset_files
 from overland.data.sources.mds_index import is_mds, read_index, read_shard
 from overland.data.sources.megatron import HEAD, MAGIC
 from overland.data.sources.megatron import read_index as read_megatron
 from overland.data.tokenizer_files import Beside
+from overland.errors import DataError
 from tests.limited import limited
 
 RAW = {"basename": "a.mds", "bytes": 10, "hashes": {}}

@@ -8,9 +8,9 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.sources import open_source
 from overland.data.sources.huggingface import split_of
+from overland.errors import DataError
 from tests.data.sources.samples import read_all
 
 

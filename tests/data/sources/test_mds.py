@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.sources import MDS, open_source
+from overland.errors import DataError
 from tests.data.sources.samples import copied, read_all
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from overland.data.errors import DataError
 from overland.data.sources import JsonLines, TextFolder, open_source
 from overland.data.sources.lines import line_chunks
+from overland.errors import DataError
 from tests.data.sources.samples import read_all
 
 TEXTS = ["plain", "two\nlines", "naïve 日本 😀", "", "tab\there"]

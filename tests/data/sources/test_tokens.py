@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.sources import RandomTokens, open_source
+from overland.errors import DataError
 from tests.data.sources.samples import copied, read_all
 
 

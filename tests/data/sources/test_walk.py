@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.data.errors import DataError
 from overland.data.sources import open_source
+from overland.errors import DataError
 from tests.data.sources.samples import read_all
 
 

@@ -1,0 +1,62 @@
+"""How values read in a sentence, and what may be shown of text from others."""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+# Control characters, half characters, and what ends a line or a paragraph: in a name they are a
+# mistake or an attack.
+_REFUSED = ("Cc", "Cs", "Zl", "Zp")
+
+
+def control_character(text: str) -> str | None:
+    """The first one in `text`, as Python writes it; None if there is none."""
+    for letter in text:
+        if unicodedata.category(letter) in _REFUSED:
+            return repr(letter)
+    return None
+
+
+def visible(text: str) -> str:
+    """`text` as a terminal may show it: new lines and tabs stay, and nothing moves the cursor."""
+    return "".join(
+        letter if letter in "\n\t" or control_character(letter) is None else repr(letter)[1:-1]
+        for letter in text
+    )
+
+
+def size(num_bytes: float) -> str:
+    """In GB, or in MB or kB where that would be 0.0 GB."""
+    for unit, bytes_of_unit in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= bytes_of_unit / 10:
+            return f"{num_bytes / bytes_of_unit:,.1f} {unit}"
+    return f"{num_bytes / 1e3:,.1f} kB"
+
+
+def bad_ones(count: int) -> str:
+    """Documents that were skipped."""
+    return f"{count:,} bad {'one' if count == 1 else 'ones'}"
+
+
+def any_of(names: Sequence[str], word: str = "or") -> str:
+    """`a, b or c`."""
+    if len(names) < 2:
+        return "".join(names)
+    return ", ".join(names[:-1]) + f" {word} {names[-1]}"
+
+
+def nearest_name(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate that `name` most likely meant, regardless of case, if one is near."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for a misspelt name, or the list of valid names where none is near."""
+    names = sorted(valid)
+    if near := nearest_name(name, names):
+        return f"; did you mean '{near}'?"
+    return f"; valid names: {', '.join(names)}" if names else ""
