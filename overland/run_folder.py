@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overland.files import replace_file
+
 if TYPE_CHECKING:
     from overland.config.schema import JobConfig
 
@@ -144,9 +146,7 @@ class RunFolder:
             return 0.0
 
     def mark_done(self, steps: int) -> None:
-        beside = self.root / ".done"
-        beside.write_text(f"{steps}\n")
-        beside.rename(self.done)
+        replace_file(self.done, f"{steps}\n")
 
 
 def below(root: Path, folder: str) -> Path:

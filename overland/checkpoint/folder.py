@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.disk import Disk, reserve
 from overland.checkpoint.format import INDEX
 from overland.checkpoint.read import read_marker
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError
+from overland.files import Disk, reserve
 from overland.run_folder import CHECKPOINT, COMMITTED, LATEST
 from overland.words import size
 

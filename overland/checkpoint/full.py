@@ -14,10 +14,10 @@ from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.convert.lazy import Stored
 from overland.checkpoint.convert.overland import source_of
 from overland.checkpoint.convert.torch_files import open_torch, write_torch
-from overland.checkpoint.disk import Disk, Moved, ignore
 from overland.checkpoint.format import Entry, FileInfo, Index, Part
 from overland.checkpoint.read import Checkpoint
 from overland.checkpoint.write import commit, write_whole
+from overland.files import Disk, Moved, ignore
 
 
 def write_full(

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from overland.checkpoint.checksum import BLOCK, checksum
-from overland.checkpoint.disk import Moved, ignore
 from overland.checkpoint.format import (
     INDEX,
     Entry,
@@ -39,6 +38,7 @@ from overland.checkpoint.format import (
 )
 from overland.checkpoint.plan import broadcast, local_name, local_tensor
 from overland.errors import CheckpointError
+from overland.files import Moved, ignore
 from overland.run_folder import CHECKPOINT, COMMITTED
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))

@@ -31,7 +31,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from overland.checkpoint.disk import Disk, Moved
 from overland.checkpoint.folder import (
     broken,
     delete,
@@ -57,6 +56,7 @@ from overland.checkpoint.write import Written, build_index, commit, write_files
 from overland.cluster.beat import Beat, node_name
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError, sentence
+from overland.files import Disk, Moved
 from overland.run_folder import LATEST, checkpoint_name
 
 # Ranks hear from each other every few seconds during a save, however long it takes. Only a rank

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.checksum import BLOCK, checksum, num_blocks
-from overland.checkpoint.disk import Disk, Moved, ignore
 from overland.checkpoint.format import INDEX, Entry, FileInfo, Index, Part, marker
 from overland.checkpoint.plan import Box, FilePlan, lay_out
+from overland.files import Disk, Moved, ignore
 from overland.run_folder import COMMITTED
 
 NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))

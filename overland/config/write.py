@@ -12,6 +12,7 @@ from typing import Any
 from overland.config.fields import Key, all_keys, sections
 from overland.config.schema import IN_PLACE_OF, JobConfig, Section
 from overland.config.variables import with_literal_paths
+from overland.files import replace_file
 
 # Left out, this one would be named after the file that it is read back from.
 ALWAYS = ("job.dump_folder",)
@@ -22,7 +23,7 @@ def write_config(
 ) -> None:
     """Writes `to_toml(config)` to a file."""
     text = to_toml(config, full=full, heading=heading, resolved=resolved)
-    path.write_text(text, encoding="utf-8")
+    replace_file(path, text)
 
 
 def to_toml(

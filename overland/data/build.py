@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from overland.data.cache import sweep
-from overland.data.layout import Layout, durable, read_layout
+from overland.data.layout import Layout, read_layout
 from overland.data.make import Maker
-from overland.data.shard import read_counts, sync_folder
+from overland.data.shard import read_counts
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
 from overland.errors import DataError
+from overland.files import replace_file, replaced
 from overland.words import bad_ones
 
 FEW_SHARDS = 2  # are made here, by the tokenizer's own threads, before a process has started
@@ -126,10 +125,11 @@ def finish(layout: Layout) -> Totals | None:
         bad = f", {bad_ones(totals.num_bad)} skipped" if totals.num_bad else ""
         raise DataError(f"{layout.source} is empty: it holds no documents{bad}")
     about = {"documents": totals.num_documents, "tokens": totals.num_tokens, "bad": totals.num_bad}
-    _publish(layout.folder / "totals.json", lambda file: file.write(json.dumps(about).encode()))
+    replace_file(layout.folder / "totals.json", json.dumps(about), shared=True)
     # A sample of arrays counts once, whatever its bytes.
     sizes = counts[:, [0, 0]] if layout.kind == "arrays" else counts[:, :2]
-    _publish(layout.sizes_path, lambda file: np.save(file, sizes))
+    with replaced(layout.sizes_path, shared=True) as file:
+        np.save(file, sizes)
     sweep(layout)
     return totals
 
@@ -223,11 +223,3 @@ def _follow(workers: Workers, state: Progress, progress: Callable[[Progress], No
                 "--processes"
             )
         progress(state)
-
-
-def _publish(path: Path, write: Callable[[Any], Any]) -> None:
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with durable(beside) as file:
-        write(file)
-    beside.rename(path)
-    sync_folder(path.parent)

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from overland.files import replace_file
+
 STALE_SECONDS = 30.0
 TOUCH_SECONDS = 5.0  # a claim may miss five touches, as when a file system pauses
 
@@ -66,9 +68,7 @@ class Claims:
             if self.is_live(path):
                 return None
         _remove_part(path)
-        beside = path.with_name(f"{path.name}.{_name(owner)}")
-        beside.write_text(json.dumps(owner))
-        beside.replace(path)
+        replace_file(path, json.dumps(owner), shared=True, durable=False)
         return Claim(path, owner) if _read(path) == owner else None
 
     def is_live(self, path: Path) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from overland.data.layout import Layout
 from overland.data.shard import Shard
 from overland.data.sources.source import FileSource
 from overland.errors import DataError
+from overland.files import replaced
 
 KEY = b"overland: held out or not"
 FORMAT = 1
@@ -103,9 +103,8 @@ def _kept_marks(layout: Layout, shard: Shard, number: int) -> Marks:
     marks = marks_of(shard, layout)
     with contextlib.suppress(OSError):  # a corpus that may only be read
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.npy")
-        np.save(beside, marks)
-        beside.rename(path)
+        with replaced(path, shared=True, durable=False) as file:
+            np.save(file, marks)
     return marks
 
 

@@ -39,6 +39,7 @@ from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import RULES, FileSource, Kind, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError, Unsettled
+from overland.files import new_file, publish, sync
 
 FORMAT = 1
 SHARD_DOCUMENTS = 4096
@@ -468,25 +469,25 @@ def _write(layout: Layout, lines: Iterator[bytes], tokenizer: Sequence[Path]) ->
     beside.mkdir()
     try:
         for original in tokenizer:
-            with durable(_inside(beside / "tokenizer") / original.name) as file:
+            with new_file(_inside(beside / "tokenizer") / original.name) as file:
                 file.write(original.read_bytes())
         borders = [0]
-        with durable(beside / "chunks.jsonl") as file:
+        with new_file(beside / "chunks.jsonl") as file:
             for line in lines:
                 borders.append(borders[-1] + file.write(line))
-        with durable(beside / "lines.npy") as file:
+        with new_file(beside / "lines.npy") as file:
             np.save(file, np.asarray(borders, np.int64))
         about = {"format": FORMAT, **asdict(layout)}
         for key in ("folder", *(key for key in OPTIONAL if about[key] is None)):
             del about[key]
-        with durable(beside / "corpus.json") as file:
+        with new_file(beside / "corpus.json") as file:
             file.write((json.dumps(about, indent=1) + "\n").encode())
         try:
-            beside.rename(layout.folder)
+            publish(beside, layout.folder)
         except OSError:
             if not is_corpus(layout.folder):  # otherwise another process was first
                 raise
-        shard.sync_folder(root)
+        sync(root)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -494,15 +495,6 @@ def _write(layout: Layout, lines: Iterator[bytes], tokenizer: Sequence[Path]) ->
 def _inside(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     return folder
-
-
-@contextlib.contextmanager
-def durable(path: Path) -> Iterator[Any]:
-    """A file that is on the disk when this ends."""
-    with shard.naming(path), path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _fingerprint(name: str, source: Source) -> str:

@@ -15,7 +15,6 @@ full disk does not take is kept and written later; a checkpoint waits for it.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.errors import DataError
+from overland.files import new_file, sync
 
 HEAD = struct.Struct("<4sIqqqq")  # magic, checksum of what follows, step, batch, steps, rows
 PLACE = struct.Struct("<qqqq")
@@ -102,8 +102,7 @@ class Ledger:
         if problem := self._write():
             return problem
         try:
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(self.path)
         except OSError as error:
             self.num_written = 0  # any of it may be lost, so all of it is written again
             return self._words(error, self.path)
@@ -118,10 +117,8 @@ class Ledger:
         assert self.elsewhere is not None
         try:
             self.elsewhere.parent.mkdir(parents=True, exist_ok=True)
-            with self.elsewhere.open("wb") as file:
+            with new_file(self.elsewhere) as file:
                 file.write(b"".join(self.kept))
-                file.flush()
-                os.fsync(file.fileno())
         except OSError as error:
             return self._words(error, self.elsewhere)
         return ""

@@ -39,6 +39,7 @@ from overland.data.wanted import (
     validates_on_holdout,
 )
 from overland.errors import DataError, Unsettled
+from overland.files import publish
 from overland.run_folder import PLAN, TOKENIZER
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
@@ -708,7 +709,7 @@ def _trained(
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     train_tokenizer(_documents(texts), size, beside)
-    beside.rename(path)
+    publish(beside, path)
     return str(path)
 
 

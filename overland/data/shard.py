@@ -15,7 +15,6 @@ times and no names of machines, so that whoever makes it makes the same bytes.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import mmap
@@ -31,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.errors import DataError
+from overland.files import replaced
 
 MAGIC = b"OVLSHARD"
 FORMAT = 1
@@ -143,57 +143,26 @@ def write_shard(
     `tokens`. `num_bad` is asked at the end. `beside` is where the file grows before it is
     published. Raises FileNotFoundError where somebody removed it meanwhile.
     """
-    beside = beside or path.with_name(f"{path.name}.{os.getpid()}.part")
     width = np.dtype(dtype).itemsize
     assert dtype == DTYPES[width]
     channels = dict(channels or {})
     version = WITH_CHANNELS if channels or dtype == BYTES else FORMAT
-    try:
-        with naming(beside), beside.open("wb") as file:
-            file.write(bytes(HEAD.size))
-            digest = hashlib.blake2b(digest_size=8)
-            tee = _Tee(file, digest)
-            offsets, max_token = _write_tokens(tee, documents, dtype, channels)
-            tee.write(offsets.astype("<i8").tobytes())
-            about = chunks if version == FORMAT else {"chunks": chunks, "channels": channels}
-            note = json.dumps(about).encode()
-            tee.write(note)
-            info = ShardInfo(
-                len(offsets) - 1, int(offsets[-1]), num_bad(), max_token, dtype, chunks,
-                digest.hexdigest(), channels,
-            )  # fmt: skip
-            file.seek(0)
-            file.write(_head(info, version, width, len(note)))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with replaced(path, beside=beside, shared=True) as file:
+        file.write(bytes(HEAD.size))
+        digest = hashlib.blake2b(digest_size=8)
+        tee = _Tee(file, digest)
+        offsets, max_token = _write_tokens(tee, documents, dtype, channels)
+        tee.write(offsets.astype("<i8").tobytes())
+        about = chunks if version == FORMAT else {"chunks": chunks, "channels": channels}
+        note = json.dumps(about).encode()
+        tee.write(note)
+        info = ShardInfo(
+            len(offsets) - 1, int(offsets[-1]), num_bad(), max_token, dtype, chunks,
+            digest.hexdigest(), channels,
+        )  # fmt: skip
+        file.seek(0)
+        file.write(_head(info, version, width, len(note)))
     return info
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Puts the file's name into what the system says of writing to it, such as that the disk is
-    full."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """A new name is safe only once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Tee:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from threading import Lock
 from typing import Any
 
 from overland.errors import HubError
+from overland.files import publish, sync
 from overland.hub.choose import choose_included, choose_model, choose_tokenizer
 from overland.hub.download import download
 from overland.hub.errors import in_words
@@ -235,9 +235,8 @@ def bring_one(
         if entry.problem(part) is None:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            part.replace(target)
+            sync(part)
+            publish(part, target)
             return
         advance(-part.stat().st_size)
         part.unlink()

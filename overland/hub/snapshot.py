@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from overland.errors import HubError
+from overland.files import replace_file
 from overland.words import control_character
 
 OWN = ".overland"
@@ -119,12 +119,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
         "requests": snapshot.requests,
         "files": {name: [entry.size, entry.hash] for name, entry in sorted(snapshot.files.items())},
     }
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(tree, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    replace_file(path, json.dumps(tree, indent=1), shared=True)
 
 
 def find_problems(

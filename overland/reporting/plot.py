@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from overland.files import replace_file
 from overland.reporting.history import History
 
 WIDTH, HEIGHT = 760, 420
@@ -24,7 +25,7 @@ def plot_losses(metrics: Path, target: Path, title: str) -> None:
     history.read_on()
     lines = {"training": history.losses} if history.losses else {}
     lines |= {f"held out: {name}": points for name, points in history.held_out.items() if points}
-    target.write_text(line_chart(lines, title, "step", "loss"), encoding="utf-8")
+    replace_file(target, line_chart(lines, title, "step", "loss"), durable=False)
 
 
 def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:

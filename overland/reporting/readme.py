@@ -9,6 +9,7 @@ from overland.cluster.world import World
 from overland.config.commands import WRITTEN_BY, command
 from overland.config.degrees import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
+from overland.files import replace_file
 from overland.models.flops import count_parameters
 from overland.models.measure import measure_of
 from overland.run_folder import RunFolder
@@ -17,7 +18,7 @@ from overland.run_folder import RunFolder
 def write_readme(
     config: JobConfig, world: World, degrees: Degrees, model_config: Any, folder: RunFolder
 ) -> None:
-    folder.readme.write_text(readme(config, world, degrees, model_config, folder))
+    replace_file(folder.readme, readme(config, world, degrees, model_config, folder))
 
 
 def readme(

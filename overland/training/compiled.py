@@ -14,13 +14,13 @@ import os
 import tarfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from overland.checkpoint.plan import broadcast
+from overland.files import replace_file
 from overland.training.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -123,14 +123,10 @@ def read_for_all(run: Run, name: str) -> list[bytes]:
 
 def write_whole(run: Run, path: Path, data: bytes) -> None:
     """A full disk costs the next session some time, and must not end this one."""
-    part = path.with_name(f"{path.name}.part")
     try:
-        part.write_bytes(data)
-        os.replace(part, path)
+        replace_file(path, data, durable=False)
     except OSError as error:
         run.call("on_message", f"{path} was not written: {error.strerror}")
-        with suppress(OSError):
-            part.unlink()
 
 
 def triton_folder() -> Path:
@@ -166,9 +162,8 @@ def put(kernels: Mapping[str, bytes], folder: Path) -> None:
         path, data = folder / name, kernels[name]
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_name(f"{path.name}.{os.getpid()}")
-            beside.write_bytes(data.replace(PLACE, bytes(folder)) if GROUP in name else data)
-            beside.replace(path)
+            data = data.replace(PLACE, bytes(folder)) if GROUP in name else data
+            replace_file(path, data, shared=True, durable=False)
 
 
 def packed_as_tar(kernels: Mapping[str, bytes]) -> bytes:

@@ -17,7 +17,6 @@ from overland.checkpoint.convert.lazy import cast
 from overland.checkpoint.convert.options import Options
 from overland.checkpoint.convert.overland import source_of
 from overland.checkpoint.convert.source import companions_in
-from overland.checkpoint.disk import Disk, Moved
 from overland.checkpoint.finite import in_words
 from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.plan import broadcast, gather, plan_save
@@ -26,6 +25,7 @@ from overland.checkpoint.snapshot import Direct
 from overland.checkpoint.store import Stalled
 from overland.checkpoint.write import Written, build_index, write_files
 from overland.errors import CheckpointError, sentence
+from overland.files import Disk, Moved, publish
 from overland.training.state import learned_names, run_facts, saved_state
 
 if TYPE_CHECKING:
@@ -89,4 +89,4 @@ def _write(checkpoint: Checkpoint, run: Run) -> None:
     beside.mkdir()
     write_hf(source, beside, Options())
     shutil.rmtree(run.folder.hf, ignore_errors=True)  # an earlier step's weights
-    beside.rename(run.folder.hf)
+    publish(beside, run.folder.hf)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from overland.cluster.devices import device_name, memory_in_use
 from overland.errors import TrainingError
+from overland.files import replaced
 from overland.planner.hardware import peak_flops
 from overland.reporting.plot import plot_losses
 from overland.training.callbacks import Callback, Record
@@ -128,15 +129,13 @@ def drop_torn_line(path: Path) -> None:
 def undo_lines(path: Path, undone: Path, step: int) -> None:
     """Moves the lines of steps after `step` to the end of `undone`. The rest becomes a new file,
     so that whoever follows the old one notices."""
-    kept = path.with_name(f".{path.name}.kept")
     with path.open("rb") as lines:
         if all(_step_of(line) <= step for line in lines):
             return
         lines.seek(0)
-        with kept.open("wb") as valid, undone.open("ab") as void:
+        with replaced(path) as valid, undone.open("ab") as void:
             for line in lines:
                 (valid if _step_of(line) <= step else void).write(line)
-    kept.rename(path)
 
 
 def newest_records(path: Path) -> list[Record]:

@@ -26,6 +26,7 @@ from typing import Any
 from overland.cluster.signals import leave
 from overland.data.claims import is_running, this_process
 from overland.errors import TakenError
+from overland.files import publish
 from overland.parallel.comm import from_first_rank
 from overland.run_folder import OWNER
 
@@ -237,7 +238,7 @@ def _inherit(path: Path, dead: Held, beside: Path) -> bool:
         # Somebody followed and tidied up since we looked, so that nothing leads to us.
         heir.unlink(missing_ok=True)
         return False
-    beside.replace(path)
+    publish(beside, path, durable=False)
     for held in line[:-1]:
         _heir(path, held).unlink(missing_ok=True)
     return True

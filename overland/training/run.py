@@ -29,6 +29,7 @@ from overland.data.prepare import Dataset, Place, corpora_of, training_data, val
 from overland.data.tokenizer import UNKNOWN
 from overland.data.wanted import check_samples
 from overland.errors import FromFirstRank
+from overland.files import replace_file
 from overland.kernels.choice import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
@@ -262,7 +263,7 @@ def describe_run(run: Run, asked: JobConfig) -> None:
     write_readme(run.config, run.world, run.mesh.degrees, run.model_config, run.folder)
     if hasattr(run.model_config, "to_hf"):
         text = json.dumps(run.model_config.to_hf(), indent=2)
-        (run.folder.root / MODEL_CONFIG).write_text(text + "\n")
+        replace_file(run.folder.root / MODEL_CONFIG, text + "\n")
     if run.dataset.tokenizer is not None:
         run.folder.tokenizer.mkdir(exist_ok=True)
         # A model's chat template and generation config lie beside its tokenizer, and go where it
@@ -278,7 +279,6 @@ def write_plan(run: Run) -> None:
     steps, for `overland watch`."""
     folder = run.folder.data
     folder.mkdir(exist_ok=True)
-    path = run.folder.plan
     places = corpora_of(run.folder.root)
     for name, corpus in run.dataset.rows.corpora.items():
         if isinstance(corpus, Corpus):
@@ -290,9 +290,7 @@ def write_plan(run: Run) -> None:
         "steps": run.config.training.steps,
         **(tokenizer.policy if tokenizer is not None else UNKNOWN)._asdict(),
     }
-    beside = folder / ".plan.json"
-    beside.write_text(json.dumps({**plan, "corpora": places}, indent=1) + "\n")
-    beside.rename(path)
+    replace_file(run.folder.plan, json.dumps({**plan, "corpora": places}, indent=1) + "\n")
 
 
 def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.checkpoint.disk import Disk
 from overland.checkpoint.store import Outcome, Store
 from overland.config.schema import Checkpoint as Settings
+from overland.files import Disk
 
 
 def some_state(seed: int) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file
 
 from overland.checkpoint import write
-from overland.checkpoint.disk import Disk, reserve
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.format import marker
 from overland.checkpoint.plan import Packed
@@ -32,6 +31,7 @@ from overland.cluster.pool import RankPool
 from overland.cluster.world import World
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError
+from overland.files import Disk, reserve
 from overland.kernels.split import join, split
 from overland.run_folder import LATEST
 from tests.checkpoint.states import FullDisk, like, save, some_state

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from overland.checkpoint.disk import Disk
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.cluster.beat import Beat, Transfer, read_signs
@@ -26,6 +25,7 @@ from overland.data.ledger import read_ledger
 from overland.data.loader import load
 from overland.data.random_blocks import RandomBlocks
 from overland.errors import CheckpointError, DataError, NotSavedError
+from overland.files import Disk
 from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train

@@ -18,7 +18,6 @@ from overland.checkpoint.convert.formats import FORMATS, TARGETS, open_source
 from overland.checkpoint.convert.lazy import Lazy, cast, digest
 from overland.checkpoint.convert.memory import PeakMemory
 from overland.checkpoint.convert.options import Options
-from overland.checkpoint.convert.shards import sync
 from overland.checkpoint.convert.source import (
     MODEL,
     Config,
@@ -29,6 +28,7 @@ from overland.checkpoint.convert.source import (
 )
 from overland.checkpoint.convert.verify import verify_hashes, verify_logits
 from overland.errors import CheckpointError
+from overland.files import publish, sync
 from overland.words import did_you_mean
 
 DTYPES = {
@@ -260,8 +260,7 @@ def _new_target(target: Path, is_file: bool) -> Iterator[Path]:
         sync(beside)
         if target.is_dir():
             target.rmdir()
-        beside.rename(target)
-        sync(target.parent)
+        publish(beside, target)
     finally:
         _remove(beside)
 

@@ -15,9 +15,10 @@ from overland.checkpoint.convert import llama
 from overland.checkpoint.convert.dcp import METADATA
 from overland.checkpoint.convert.lazy import Lazy, held
 from overland.checkpoint.convert.options import Options
-from overland.checkpoint.convert.shards import describe, new_file, split
+from overland.checkpoint.convert.shards import describe, split
 from overland.checkpoint.convert.source import MODEL, NUM_UPDATES, Source, split_state
 from overland.checkpoint.convert.torch_writer import write_torch_file
+from overland.files import new_file
 
 Key = tuple[str, ...]
 """Where an entry stands in the nested state dict; its flat name is the same with dots."""

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from overland.checkpoint.disk import Moved, ignore
 from overland.errors import CheckpointError
+from overland.files import Moved, ignore
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]

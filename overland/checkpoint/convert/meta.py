@@ -10,7 +10,7 @@ from typing import Any
 from overland.checkpoint.convert import llama
 from overland.checkpoint.convert.lazy import Lazy, Shape, Stored, Tiled
 from overland.checkpoint.convert.options import Options
-from overland.checkpoint.convert.shards import copy_files, new_file, write_json
+from overland.checkpoint.convert.shards import copy_files, write_json
 from overland.checkpoint.convert.source import (
     MODEL,
     Config,
@@ -21,6 +21,7 @@ from overland.checkpoint.convert.source import (
 from overland.checkpoint.convert.torch_file import read_torch_file, tensors_in
 from overland.checkpoint.convert.torch_writer import write_torch_file
 from overland.errors import CheckpointError
+from overland.files import new_file
 
 PARAMS = "params.json"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from overland.checkpoint.convert.lazy import MAX_DIMS, Lazy, Stored, counter, memory
 from overland.config.foreign import what_is_wrong
 from overland.errors import CheckpointError
+from overland.files import new_file
 
 # As the format's own library has it.
 MAX_HEADER_BYTES = 100_000_000
@@ -85,12 +85,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> None:
         end += lazy.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             file.write(memory(tensors[name].load()))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _entry(path: Path, data: int, entry: Any) -> Stored:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from overland.checkpoint.convert.lazy import Lazy
+from overland.files import new_file, sync
 
 
 def split(tensors: Mapping[str, Lazy], max_bytes: int) -> list[dict[str, Lazy]]:
@@ -24,14 +23,6 @@ def split(tensors: Mapping[str, Lazy], max_bytes: int) -> list[dict[str, Lazy]]:
         shards[-1][name] = lazy
         size += lazy.nbytes
     return shards
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_json(path: Path, contents: Mapping[str, Any]) -> None:
@@ -52,11 +43,3 @@ def describe(config: dict[str, Any] | None, companions: Iterable[Path], folder: 
     if config is not None:
         write_json(folder / "config.json", config)
     copy_files(companions, folder)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

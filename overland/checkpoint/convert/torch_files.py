@@ -19,7 +19,7 @@ import torch
 from overland.checkpoint.convert import llama
 from overland.checkpoint.convert.lazy import Lazy, Stored, held
 from overland.checkpoint.convert.options import Options
-from overland.checkpoint.convert.shards import describe, new_file
+from overland.checkpoint.convert.shards import describe
 from overland.checkpoint.convert.source import (
     MODEL,
     MOMENTS,
@@ -34,6 +34,7 @@ from overland.checkpoint.convert.source import (
 from overland.checkpoint.convert.torch_file import read_torch_file, scalar, tensors_in
 from overland.checkpoint.convert.torch_writer import write_torch_file
 from overland.errors import CheckpointError
+from overland.files import new_file
 
 WEIGHTS, STATE = "model_state_dict.pt", "optim_state_dict.pt"
 RATES, PROGRESS = "lr_state_dict.pt", "iter_state_dict.pt"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.cluster.preflight.tournament import Match
+from overland.files import replace_file
 
 FULL_TABLE = 32  # nodes; of more, only the bad ones are shown
 PLAIN_WIDTH = 160
@@ -42,9 +43,7 @@ class Report:
     def save(self, path: Path | str) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.new")
-        beside.write_text(self.to_json() + "\n", encoding="utf-8")
-        beside.replace(path)
+        replace_file(path, self.to_json() + "\n")
 
     def table(self) -> str:
         """One row per node, and a summary."""

@@ -9,9 +9,11 @@ import errno
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from overland.files import replace_file
 from overland.run_folder import ATTEMPTS, LIVE, STOPPED
 
 Event = dict[str, Any]
@@ -48,12 +50,9 @@ class Logbook:
         if state == self._live_state and time.monotonic() - self._live_at < LIVE_SECONDS:
             return
         self._live_state, self._live_at = state, time.monotonic()
-        beside = self.run / f".{LIVE}"
-        try:
-            beside.write_text(json.dumps({"time": time.time(), "job": self.job, **facts}) + "\n")
-            beside.rename(self.run / LIVE)
-        except OSError:
-            pass
+        line = json.dumps({"time": time.time(), "job": self.job, **facts})
+        with suppress(OSError):
+            replace_file(self.run / LIVE, f"{line}\n", durable=False)
 
     def stop_chain(self, reason: str) -> None:
         """The links that still wait end at once, until the run is submitted anew."""

@@ -1,7 +1,8 @@
-"""File operations that survive a power cut, one class so that tests can end the world at each.
+"""Files that are whole or not there at all, whatever ends the process that writes them.
 
-A file's bytes are safe after `fsync` of the file, its name after `fsync` of its folder. Every
-operation of a save goes through here; `at` is called before each.
+A file's bytes survive a power cut after `fsync` of the file, its name after `fsync` of its folder.
+So a file is written beside its place, synced, and renamed; nobody does that by hand elsewhere. All
+operations go through `Disk`, so that tests can end the world at each.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 Moved = Callable[[int], None]
 """Called with the number of bytes read or written since the last call, from several threads; with 0
@@ -84,11 +88,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         self.at("sync folder", path)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
         self.at("rename", source)
@@ -113,3 +113,86 @@ class Disk:
         """Everything in it and itself; what is not there is no error."""
         self.at("remove folder", path)
         shutil.rmtree(path, ignore_errors=True)
+
+
+DISK = Disk()
+
+
+@contextmanager
+def replaced(
+    path: Path,
+    *,
+    beside: Path | None = None,
+    shared: bool = False,
+    durable: bool = True,
+    disk: Disk = DISK,
+) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` at the end, if nothing is raised until then: readers
+    see the old one or the new one. Say `shared` where several processes may write it at once, and
+    not `durable` where it can be made again."""
+    unique = f".{uuid.uuid4().hex[:12]}" if shared else ""
+    beside = beside or path.with_name(f".{path.name}{unique}.part")
+    try:
+        with new_file(beside, durable=durable, disk=disk) as file:
+            yield file
+        publish(beside, path, durable=durable, disk=disk)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def replace_file(
+    path: Path,
+    data: bytes | str,
+    *,
+    shared: bool = False,
+    durable: bool = True,
+    disk: Disk = DISK,
+) -> None:
+    """The same for contents that are at hand."""
+    with replaced(path, shared=shared, durable=durable, disk=disk) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def new_file(path: Path, *, durable: bool = True, disk: Disk = DISK) -> Iterator[BinaryIO]:
+    """A file whose bytes are on the disk when this ends. What the system says of writing to it,
+    such as that the disk is full, has its name."""
+    with naming(path):
+        disk.at("create", path)
+        with path.open("wb") as file:
+            yield file
+            disk.at("write", path)
+            file.flush()
+            if durable:
+                disk.at("sync", path)
+                os.fsync(file.fileno())
+
+
+def publish(beside: Path, path: Path, *, durable: bool = True, disk: Disk = DISK) -> None:
+    """Gives a file or folder that is complete its name, in one step."""
+    disk.at("rename", beside)
+    beside.replace(path)
+    if durable:
+        disk.sync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the file's name into what the system says of writing to it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
