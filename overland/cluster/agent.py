@@ -33,6 +33,7 @@ from overland.cluster.signals import SIGNALS
 from overland.cluster.wire import Wire
 from overland.cluster.world import World
 from overland.errors import Kind
+from overland.processes import state_of
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
@@ -200,15 +201,6 @@ def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:
             "t": f"process {sign.pid} is held by a debugger",
         }.get(state, text or f"process {sign.pid} did not answer (state {state})")
     return stacks
-
-
-def state_of(pid: int) -> str:
-    """R, S, D, T, … as the kernel has it; empty if there is no such process any more."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return "" if state in "ZX" else state
 
 
 def _poke(pipe: Path) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import re
 import socket
-import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from overland.cluster.variables import number
 from overland.errors import ClusterError
+from overland.slurm import ask
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -103,13 +103,7 @@ def reachable(host: str) -> str:
         return host
     except OSError:
         pass
-    try:
-        asked = subprocess.run(
-            ["scontrol", "show", "node", host], capture_output=True, text=True, timeout=60
-        )
-        found = re.search(r"\bNodeAddr=(\S+)", asked.stdout)
-    except (OSError, subprocess.TimeoutExpired):
-        found = None
+    found = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "show", "node", host))
     if found is None or found[1] == host:
         raise ClusterError(
             f"{host}: where the ranks are to meet, is a host that has no address here; set "

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from overland.cluster.hosts import expand_hosts
 from overland.cluster.meeting import LOOPBACK, Meeting, port_of_name
 from overland.cluster.variables import first_set, number
 from overland.cluster.world import World
 from overland.errors import ClusterError
+from overland.slurm import expand_hosts
 
 
 def is_under_mpi(env: Mapping[str, str] = os.environ) -> bool:

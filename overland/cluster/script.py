@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from overland.cluster.job import Job, sbatch_words
-from overland.cluster.slurm import MOST_RESTARTS
 from overland.config.variables import SECRET
 from overland.errors import ClusterError
 from overland.packages import need
+from overland.slurm import MOST_RESTARTS
 from overland.words import control_character
 
 GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from overland.cluster.hosts import expand_counts, expand_hosts
 from overland.cluster.meeting import LOOPBACK, Meeting, port_of_job
 from overland.cluster.variables import first_set, number
 from overland.cluster.world import World
 from overland.errors import ClusterError
+from overland.slurm import expand_counts, expand_hosts
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h counts batch, interactive and extern steps from the top
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from overland.cluster.job import Job
-from overland.cluster.slurm import ask
 from overland.config.commands import command
 from overland.errors import ClusterError
 from overland.run_folder import SUBMITTED
+from overland.slurm import ask
 
 
 def next_files(run: Path) -> tuple[Path, Path]:

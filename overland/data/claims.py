@@ -15,12 +15,12 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from overland.files import replace_file
+from overland.processes import host, is_running, this_process
 
 STALE_SECONDS = 30.0
 TOUCH_SECONDS = 5.0  # a claim may miss five touches, as when a file system pauses
@@ -126,41 +126,3 @@ def _part(path: Path, owner: dict[str, Any]) -> Path:
 def _name(owner: dict[str, Any]) -> str:
     host = str(owner.get("host")).replace("/", "-")
     return f"{host}.{owner.get('process')}.{owner.get('number')}"
-
-
-def this_process() -> dict[str, Any]:
-    process = os.getpid()
-    return {"host": host(), "process": process, "start": _start_of(process)}
-
-
-def host() -> str:
-    """Where process numbers mean the same: containers on one machine number their own."""
-    try:
-        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    except OSError:
-        space = ""
-    return f"{socket.gethostname()}-{space}"
-
-
-def is_running(owner: dict[str, Any]) -> bool:
-    process = owner.get("process")
-    if not isinstance(process, int):
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return _start_of(process) == owner.get("start")
-
-
-def _start_of(process: int) -> str | None:
-    """When it began, which tells it from a later one of the same number; "" if it has ended and
-    its parent has not noticed yet; None where the system does not say."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
-        return "" if Path("/proc/self/stat").exists() else None
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from overland.data.wanted import (
 )
 from overland.errors import DataError, Unsettled
 from overland.files import publish
+from overland.processes import allow_open_files
 from overland.run_folder import PLAN, TOKENIZER
 
 # Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
@@ -192,7 +192,7 @@ def training_data(
     writes: bool = False,
 ) -> Dataset:
     """The training set. `memory` is where counts are kept, by the one process that `writes`."""
-    _allow_open_files()
+    allow_open_files()
     training, data, seed = config.training, config.data, config.debug.seed
     wanted = sources_of(config)
     tokenizer = tokenizer_for(config, wanted, vocab_size, place)
@@ -726,13 +726,6 @@ def _documents(sources: list[Source]) -> Iterator[str]:
     for source in sources:
         texts = (str(text) for chunk in source.chunks() for text in source.read(chunk))
         yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
-
-
-def _allow_open_files() -> None:
-    """As many as this user may: a window maps up to 128 shards, and a mixture has many windows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _pad_id(corpora: Mapping[str, Data]) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import threading
 import time
 from dataclasses import dataclass
+
+from overland.slurm import squeue
 
 ASK_EVERY_SECONDS = 20.0  # controllers of large clusters are busy
 ANSWER_SECONDS = 15.0
@@ -47,19 +47,13 @@ class Queue:
             self._thread.join(patience)
 
     def _ask(self, which: str) -> None:
-        self.jobs = squeue(which)
+        self.jobs = queued(which)
 
 
-def squeue(which: str) -> list[QueuedJob] | None:
-    if shutil.which("squeue") is None:
+def queued(which: str) -> list[QueuedJob] | None:
+    lines = squeue(which, form="%i|%T|%L|%r|%S", timeout=ANSWER_SECONDS)
+    if lines is None:
         return None
-    command = ["squeue", "--noheader", which, "--format=%i|%T|%L|%r|%S"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if asked.returncode:  # a job that ended a while ago is unknown to it
-        return [] if "Invalid job id" in asked.stderr else None
-    rows = [line.strip().split("|") for line in asked.stdout.splitlines()]
+    rows = [line.split("|") for line in lines]
     jobs = [QueuedJob(*row) for row in rows if len(row) == 5]
     return sorted(jobs, key=lambda job: (not job.runs, len(job.id), job.id))

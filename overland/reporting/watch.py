@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.commands import command
-from overland.data.claims import host, is_running
 from overland.errors import NoRun
+from overland.processes import host, is_running
 from overland.reporting.events import Event, Events
 from overland.reporting.history import History, Points, Record, thinned
 from overland.reporting.queue import Queue, QueuedJob

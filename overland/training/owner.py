@@ -12,9 +12,7 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import socket
-import subprocess
 import threading
 import time
 import uuid
@@ -24,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from overland.cluster.signals import leave
-from overland.data.claims import is_running, this_process
 from overland.errors import TakenError
 from overland.files import publish
 from overland.parallel.comm import from_first_rank
+from overland.processes import is_running, this_process
 from overland.run_folder import OWNER
+from overland.slurm import squeue
 
 RENEW_SECONDS = 15.0
 STALE_SECONDS = 300.0  # for an owner that neither this machine nor Slurm knows about
@@ -173,16 +172,8 @@ def verdict(held: Held, mine: Owner, now: float) -> str:
 
 def job_state(job: str) -> str | None:
     """Slurm's word for a job; empty if it is gone; None if Slurm cannot be asked."""
-    if shutil.which("squeue") is None:
-        return None
-    command = ["squeue", "--jobs", job, "--noheader", "--format=%T"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if asked.returncode:  # jobs that ended a while ago are unknown to it
-        return "" if "Invalid job id" in asked.stderr else None
-    return asked.stdout.strip()
+    found = squeue("--jobs", job, form="%T", timeout=SQUEUE_SECONDS)
+    return "\n".join(found) if found is not None else None
 
 
 def refusal(folder: Path, held: Held, now: float) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.agent import PIPES, dump, kept_agent, state_of, under_watch
+from overland.cluster.agent import PIPES, dump, kept_agent, under_watch
 from overland.cluster.beat import (
     BEATS,
     Beat,
@@ -28,6 +28,7 @@ from overland.cluster.supervise.watchdog import Watchdog
 from overland.cluster.supervise.watched import Watched
 from overland.cluster.wire import Switchboard
 from overland.cluster.world import World
+from overland.processes import state_of
 
 WRITER = """
 import sys

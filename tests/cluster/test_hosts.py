@@ -1,7 +1,7 @@
 import pytest
 
-from overland.cluster.hosts import expand_counts, expand_hosts
 from overland.errors import ClusterError
+from overland.slurm import expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from overland.config.commands import command
-from overland.data.claims import this_process
 from overland.errors import NoRun
+from overland.processes import this_process
 from overland.reporting import queue as slurm_queue
 from overland.reporting import watch as watching
 from overland.reporting.queue import Queue, QueuedJob

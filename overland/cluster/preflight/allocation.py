@@ -6,8 +6,8 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from overland.cluster.hosts import expand_counts, expand_hosts
 from overland.errors import ClusterError
+from overland.slurm import expand_counts, expand_hosts
 
 
 def nodes_of(env: Mapping[str, str], only: str | None = None) -> list[str]:

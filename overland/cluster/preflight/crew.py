@@ -14,6 +14,7 @@ from overland.cluster.preflight.progress import Progress
 from overland.cluster.preflight.start import Started
 from overland.cluster.wire import Message, Switchboard, Wire
 from overland.errors import ClusterError
+from overland.processes import allow_open_files
 
 LOOK_SECONDS = 0.1
 NUM_FILES = 256  # besides one connection per task
@@ -197,13 +198,12 @@ class _Clock:
 
 
 def _allow_connections(num_tasks: int) -> None:
-    """One connection per task; shells often start with a limit of 1,024 files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """One connection per task."""
+    allow_open_files()
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_tasks + NUM_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise ClusterError(
-                f"{num_tasks} tasks need {needed} open files, and {hard} are allowed here "
-                "(ulimit -Hn); test fewer nodes at a time with --nodes"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if resource.RLIM_INFINITY != allowed < needed:
+        raise ClusterError(
+            f"{num_tasks} tasks need {needed} open files, and {allowed} are allowed here "
+            "(ulimit -Hn); test fewer nodes at a time with --nodes"
+        )

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from overland.cluster.beat import node_name
-from overland.cluster.hosts import expand_hosts
 from overland.cluster.meeting import open_store, reachable
 from overland.cluster.preflight.conduct import Job, conduct
 from overland.cluster.preflight.report import Report
@@ -16,6 +15,7 @@ from overland.cluster.preflight.start import first_task
 from overland.cluster.preflight.task import run_task
 from overland.cluster.wire import Switchboard
 from overland.cluster.world import World
+from overland.slurm import expand_hosts
 
 if TYPE_CHECKING:
     from torch.distributed import Store

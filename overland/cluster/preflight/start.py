@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from overland.cluster.hosts import expand_hosts
 from overland.cluster.launch import free_port
-from overland.cluster.slurm import signal_step
 from overland.errors import ClusterError
+from overland.slurm import expand_hosts, signal_step
 
 TASK = ("preflight", "--task")
 GRACE_SECONDS = 5.0

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from overland.cluster.slurm import ask, signal_step
 from overland.cluster.supervise.faults import Findings
+from overland.slurm import ask, signal_step
 
 END_SECONDS = 20.0
 

@@ -14,9 +14,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from overland.cluster.hosts import expand_hosts
 from overland.cluster.last_words import ENDED, SAYS, Said
 from overland.errors import ClusterError, Kind
+from overland.slurm import expand_hosts
 
 KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import signal
 import statistics
 import time
@@ -28,14 +27,6 @@ from typing import Literal
 from overland.cluster.agent import RECORDS
 from overland.cluster.beat import BEATS, beats_prefix, node_name
 from overland.cluster.signals import SIGNALS
-from overland.cluster.slurm import (
-    allocated_nodes,
-    job_state,
-    may_requeue,
-    requeue,
-    shun,
-    was_requeued,
-)
 from overland.cluster.supervise.attempt import Attempt, srun_on
 from overland.cluster.supervise.faults import HARDWARE, Fault
 from overland.cluster.supervise.logbook import Logbook, bad_nodes, furthest_step, of_submission
@@ -54,7 +45,16 @@ from overland.cluster.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.cluster.supervise.watched import HANG_UP_SECONDS, Watched
 from overland.cluster.wire import Switchboard
 from overland.errors import ClusterError, Kind
+from overland.processes import allow_open_files
 from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, FAULTS, PREFLIGHT
+from overland.slurm import (
+    allocated_nodes,
+    job_state,
+    may_requeue,
+    requeue,
+    shun,
+    was_requeued,
+)
 
 AWAY_SECONDS = 5.0
 ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
@@ -564,7 +564,7 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     supervisor.session = sessions + 1
     supervisor.avoid_bad_nodes()
     supervisor.shun_bad_nodes()  # what is too old is forgotten
-    allow_many_files()
+    allow_open_files()  # a connection per node
     ends = env.get("SLURM_JOB_END_TIME", "")
     logbook.write(
         "session",
@@ -581,12 +581,6 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     for number in SIGNALS:
         signal.signal(number, remember)
     return supervisor.run()
-
-
-def allow_many_files() -> None:
-    """A connection per node."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def tell(words: str) -> None:

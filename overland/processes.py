@@ -1,0 +1,64 @@
+"""Processes: which one this is, whether another one still runs, and how many files one may open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+
+def this_process() -> dict[str, Any]:
+    process = os.getpid()
+    return {"host": host(), "process": process, "start": _start_of(process)}
+
+
+def host() -> str:
+    """Where process numbers mean the same: containers on one machine number their own."""
+    try:
+        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()}-{space}"
+
+
+def is_running(owner: dict[str, Any]) -> bool:
+    process = owner.get("process")
+    if not isinstance(process, int):
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _start_of(process) == owner.get("start")
+
+
+def _start_of(process: int) -> str | None:
+    """When it began, which tells it from a later one of the same number; "" if it has ended and
+    its parent has not noticed yet; None where the system does not say."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() else None
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def state_of(pid: int) -> str:
+    """R, S, D, T, … as the kernel has it; empty if there is no such process any more."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return "" if state in "ZX" else state
+
+
+def allow_open_files() -> None:
+    """As many as this user may: shells often start with a limit of 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
