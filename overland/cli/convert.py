@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from overland.cli.errors import user_errors
+from overland.progress import progress_bar
 
 
 @user_errors
@@ -51,7 +49,7 @@ def convert(
     if names not in ("hf", "torchtitan"):
         raise CheckpointError(f"--names {names} is not known; valid names: hf, torchtitan")
     options = Options(size_in_bytes(max_shard_size), names, key_prefix)
-    with progress_bar() as advance:
+    with progress_bar("reading", "bytes") as bar:
         summary = convert_checkpoint(
             source,
             target,
@@ -62,7 +60,7 @@ def convert(
             config=config,
             options=options,
             verify=verify,
-            advance=advance,
+            advance=lambda what, done, total: bar(done, total, what),
         )
     if as_json:
         print(json.dumps(summary.to_json(), indent=2))
@@ -96,22 +94,3 @@ def size_in_bytes(text: str) -> int:
     if number < 1:
         raise CheckpointError(f"--max-shard-size {text} is no size; write 500MB or 5GB")
     return int(number)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """On stderr, and only if someone is looking."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns: list[Any] = [
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    ]  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total
-        )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from overland.cli.data_build import build, find_source, import_sources
 from overland.cli.errors import user_errors
 from overland.cli.preview import preview
+from overland.progress import progress_bar
 from overland.words import bad_ones
 
 if TYPE_CHECKING:
@@ -77,8 +77,9 @@ def inspect(
 
         count = TokenCount(Tokenizer(tokenizer.expanduser()).encode_documents)
         each = both(each, lambda document: count.add(str(document)))
-    with chunks_bar(visible=not hashes or as_json or not sys.stdout.isatty()) as progress:
-        summary = summarise(source, samples, each, progress)
+    visible = not hashes or as_json or not sys.stdout.isatty()
+    with progress_bar("chunks", visible=visible) as bar:
+        summary = summarise(source, samples, each, bar)
     if count is not None:
         summary.num_tokens = count.finish()
     if as_json:
@@ -151,19 +152,3 @@ def sample(document: Document) -> str:
     rest = len(document) - SAMPLE_TOKENS
     ids = " ".join(map(str, document[:SAMPLE_TOKENS].tolist()))
     return ids + (f" and {rest:,} more" if rest > 0 else "")
-
-
-@contextmanager
-def chunks_bar(visible: bool) -> Iterator[Callable[[int, int], None]]:
-    """On stderr, and only if someone is looking."""
-    if not visible or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns: list[Any] = [TextColumn("chunks"), BarColumn(), MofNCompleteColumn(), Remaining()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("chunks", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

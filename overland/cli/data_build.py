@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overland.cli.errors import user_errors
+from overland.progress import progress_bar
 
 if TYPE_CHECKING:
-    from overland.data.build import Built, Progress
+    from overland.data.build import BuildState, Built
     from overland.data.sources import Source
     from overland.data.tokenizer import Tokenizer
 
@@ -257,11 +258,11 @@ def page(built: Built, seconds: float) -> Iterator[str]:
 
 
 @contextmanager
-def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
+def progress_on_stderr() -> Iterator[Callable[[BuildState], None]]:
     """A bar if someone is looking, a line from time to time if not."""
     started = last = time.monotonic()
 
-    def line(state: Progress) -> None:
+    def line(state: BuildState) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= LINE_SECONDS:
@@ -271,22 +272,11 @@ def progress_on_stderr() -> Iterator[Callable[[Progress], None]]:
     if not sys.stderr.isatty():
         yield line
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-    from rich.progress import Progress as Bars
-
-    columns: list[Any] = [BarColumn(), TaskProgressColumn(), TextColumn("{task.description}")]
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def draw(state: Progress) -> None:
-            text = about(state, time.monotonic() - started)
-            bar.update(task, completed=state.share, description=text)
-
-        yield draw
+    with progress_bar("", "share", 1.0) as bar:
+        yield lambda state: bar(state.share, what=about(state, time.monotonic() - started))
 
 
-def about(state: Progress, seconds: float) -> str:
+def about(state: BuildState, seconds: float) -> str:
     text = (
         f"{state.num_documents:,} documents, {state.num_tokens / 1e6:,.1f} M tokens, "
         f"{state.num_tokens / max(seconds, 1e-3) / 1e6:,.2f} M tokens/s"

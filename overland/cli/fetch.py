@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from overland.cli.errors import user_errors
+from overland.progress import progress_bar
 
 if TYPE_CHECKING:
     from overland.hub.fetch import Fetched, Wanted
@@ -109,10 +110,8 @@ def tell(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar if someone is looking; else a line for every tenth. Both on stderr."""
     if sys.stderr.isatty():
-        from overland.cli.convert import progress_bar
-
-        with progress_bar() as advance:
-            yield advance
+        with progress_bar("fetching", "bytes") as bar:
+            yield lambda what, done, total: bar(done, total, what)
         return
     told: dict[str, int] = {}
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from overland.cli.errors import user_errors
+from overland.progress import progress_bar
 
 HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."
 
@@ -148,8 +147,8 @@ def checkpoint(
     damaged = 0
     for one in find_checkpoints(path.expanduser()):
         size = total_bytes(one)
-        with bytes_bar(one.name, size) as advance:
-            problems = verify(one, advance)
+        with progress_bar(one.name, "bytes", size) as bar:
+            problems = verify(one, bar.advance)
         damaged += bool(problems)
         if as_json:
             print(json.dumps({"checkpoint": str(one), "bytes": size, "problems": problems}))
@@ -172,7 +171,7 @@ def data(
     """Replay the plan of a run's data and compare it with what the model was really fed."""
     from overland.proofs.data import prove_data
 
-    with steps_bar() as progress:
+    with progress_bar("steps") as progress:
         verdict = prove_data(run.expanduser(), first, last, progress)
     if as_json:
         print(json.dumps(verdict.to_json()))
@@ -217,29 +216,3 @@ def sessions(
         print("  ".join(f"{cell:<9}" for cell in verdict.cells()), flush=True)
     if wrong:
         raise typer.Exit(1)
-
-
-@contextmanager
-def steps_bar() -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), Remaining())
-    screen = Console(stderr=True)
-    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task("steps", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def bytes_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal; nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    screen = Console(stderr=True)
-    with Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)

@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.25
 
 
 @dataclass
-class Progress:
+class BuildState:
     """How far a build is; what was made before it began does not count."""
 
     num_shards: int
@@ -59,7 +59,7 @@ class Totals:
 @dataclass(frozen=True)
 class Built:
     layout: Layout
-    made: Progress
+    made: BuildState
     """In this session."""
     totals: Totals | None
     """None while other parts are missing."""
@@ -84,18 +84,18 @@ def build(
     *,
     processes: int,
     part: tuple[int, int] = (0, 1),
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Callable[[BuildState], None] = lambda progress: None,
 ) -> Built:
     """Makes the shards of one part (number, of how many) that are missing."""
     layout = read_layout(folder)
     totals = _read_totals(layout)
     if totals is not None:
-        return Built(layout, Progress(0, layout.documents_per_shard), totals)
+        return Built(layout, BuildState(0, layout.documents_per_shard), totals)
     layout.keep_path.touch()
     number, count = part
     mine = range(layout.num_shards * number // count, layout.num_shards * (number + 1) // count)
     missing = _missing(layout, mine)
-    state = Progress(len(missing), layout.documents_per_shard)
+    state = BuildState(len(missing), layout.documents_per_shard)
     progress(state)
     while missing:
         before = len(missing)
@@ -151,8 +151,8 @@ def _make_here(
     source: Source,
     tokenizer: Tokenizer | None,
     numbers: Sequence[int],
-    state: Progress,
-    progress: Callable[[Progress], None],
+    state: BuildState,
+    progress: Callable[[BuildState], None],
 ) -> None:
     maker = Maker(layout, source, tokenizer)
 
@@ -178,8 +178,8 @@ def _make_in_processes(
     tokenizer: Tokenizer | None,
     numbers: Sequence[int],
     processes: int,
-    state: Progress,
-    progress: Callable[[Progress], None],
+    state: BuildState,
+    progress: Callable[[BuildState], None],
 ) -> None:
     count = min(processes, len(numbers))
     try:
@@ -195,7 +195,7 @@ def _make_in_processes(
         workers.close()
 
 
-def _follow(workers: Workers, state: Progress, progress: Callable[[Progress], None]) -> None:
+def _follow(workers: Workers, state: BuildState, progress: Callable[[BuildState], None]) -> None:
     """Until every process has come to the end of its list."""
     idle: set[int] = set()
     while not workers.pids or not idle.issuperset(workers.pids):

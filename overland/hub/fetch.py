@@ -79,7 +79,7 @@ def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fet
     snapshot = had if had is not None and answered else ask(wanted, repo, folder, had)
     with only_one(folder):
         snapshot = merge(folder, snapshot, repo)
-        problems = find_problems(folder, snapshot.files, Progress(report, "checking", snapshot).add)
+        problems = find_problems(folder, snapshot.files, Bytes(report, "checking", snapshot).add)
         if problems:
             check_space(folder, snapshot, problems)
         if not answered:
@@ -102,7 +102,7 @@ def verify(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> di
     check_same(had, repo, folder)
     if wanted.revision not in (None, had.revision, had.commit):
         raise HubError(f"{folder} holds {had.revision}, commit {had.commit}, of {had.name}")
-    return find_problems(folder, had.files, Progress(report, "checking", had).add)
+    return find_problems(folder, had.files, Bytes(report, "checking", had).add)
 
 
 def check_same(had: Snapshot, repo: Repo, folder: Path) -> None:
@@ -207,7 +207,7 @@ def check_space(folder: Path, snapshot: Snapshot, problems: dict[str, str]) -> N
 
 def bring(repo: Repo, snapshot: Snapshot, folder: Path, names: list[str], report: Report) -> None:
     entries = {name: snapshot.files[name] for name in names}
-    progress = Progress(report, "fetching", replace(snapshot, files=entries))
+    progress = Bytes(report, "fetching", replace(snapshot, files=entries))
     with ThreadPoolExecutor(THREADS) as pool:
         jobs = [
             pool.submit(bring_one, repo, snapshot.commit, name, entry, folder, progress.add)
@@ -261,7 +261,7 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
-class Progress:
+class Bytes:
     """Bytes, counted by several threads."""
 
     def __init__(self, report: Report, what: str, snapshot: Snapshot) -> None:

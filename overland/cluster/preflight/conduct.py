@@ -13,7 +13,7 @@ from pathlib import Path
 from overland.cluster.preflight import judge, limits, start, transport, versions
 from overland.cluster.preflight.crew import Crew, Task
 from overland.cluster.preflight.judge import Bounds, Finding, Place
-from overland.cluster.preflight.progress import Progress
+from overland.cluster.preflight.progress import Phases
 from overland.cluster.preflight.report import Report
 from overland.cluster.preflight.rounds import Rounds
 from overland.cluster.preflight.start import Started
@@ -102,7 +102,7 @@ def conduct(
 ) -> Report:
     """Tests with tasks that are on their way; `nodes` may be their number, where nobody knows
     their names. Ends what was started, in any case."""
-    progress = Progress()
+    progress = Phases()
     crew = Crew(board, started, nodes, tasks_per_node, progress)
     try:
         return _Conductor(crew, job).conduct()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from overland.cluster.preflight.judge import Place
-from overland.cluster.preflight.progress import Progress
+from overland.cluster.preflight.progress import Phases
 from overland.cluster.preflight.start import Started
 from overland.cluster.wire import Message, Switchboard, Wire
 from overland.errors import ClusterError
@@ -42,7 +42,7 @@ class Crew:
         started: Started,
         nodes: Sequence[str] | int,
         tasks_per_node: int,
-        progress: Progress,
+        progress: Phases,
     ) -> None:
         self.board, self.started, self.progress = board, started, progress
         self.nodes = [] if isinstance(nodes, int) else list(nodes)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 
-class Progress:
+class Phases:
     def __init__(self) -> None:
         self._status: Any = None
         self._what, self._total = "", 0

@@ -1,0 +1,47 @@
+"""The progress bar of long work: on stderr, where somebody is looking."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+Unit = Literal["things", "bytes", "share"]
+
+
+class Bar:
+    """Draws nothing without one of rich's. Any thread may move it."""
+
+    def __init__(self, drawn: Any = None, task: Any = None) -> None:
+        self._drawn, self._task = drawn, task
+
+    def __call__(self, done: float, total: float | None = None, what: str | None = None) -> None:
+        """So much is done, of how much, and this is being done now."""
+        if self._drawn is not None:
+            self._drawn.update(self._task, completed=done, total=total, description=what)
+
+    def advance(self, more: float) -> None:
+        if self._drawn is not None:
+            self._drawn.advance(self._task, more)
+
+
+@contextmanager
+def progress_bar(
+    what: str, unit: Unit = "things", total: float | None = None, visible: bool = True
+) -> Iterator[Bar]:
+    """A bar with counts in that unit, the time left, and what is being done."""
+    if not visible or not sys.stderr.isatty():
+        yield Bar()
+        return
+    from rich import progress
+    from rich.console import Console
+
+    counts: dict[Unit, list[Any]] = {
+        "things": [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()],
+        "bytes": [progress.DownloadColumn(), progress.TimeRemainingColumn()],
+        "share": [progress.TaskProgressColumn()],
+    }
+    columns = (progress.BarColumn(), *counts[unit], progress.TextColumn("{task.description}"))
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
+        yield Bar(drawn, drawn.add_task(what, total=total))
