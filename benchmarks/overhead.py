@@ -20,11 +20,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import overland.training.loop as loop
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.parallel.comm import process_group
 from overland.training.run import Run, build_run
 from overland.training.step import StepResult
+from overland.world.world import World
 
 STEPS = 2000
 

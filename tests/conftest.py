@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.pool import RankPool
+from overland.world.pool import RankPool
 
 
 def pytest_configure() -> None:

@@ -33,7 +33,6 @@ from overland.checkpoint.folder import delete, latest_checkpoint, list_checkpoin
 from overland.checkpoint.read import open_checkpoint
 from overland.checkpoint.snapshot import Snapshot
 from overland.checkpoint.store import Outcome, Store
-from overland.cluster.world import World
 from overland.config.schema import Checkpoint as Settings
 from overland.config.schema import Comm, JobConfig
 from overland.data.batch import Batch
@@ -42,6 +41,7 @@ from overland.training.loop import open_data
 from overland.training.run import Run, build_run
 from overland.training.state import load_tensors, run_facts, run_tensors, saved_state
 from overland.training.step import train_step
+from overland.world.world import World
 
 GB = 1e9
 

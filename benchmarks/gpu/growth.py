@@ -21,15 +21,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from overland.cluster.devices import device_type
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.models.flops import causal_flops_per_token, count_parameters
 from overland.parallel.comm import process_group
-from overland.reporting.plot import line_chart
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
+from overland.training.plot import line_chart
 from overland.training.run import Run, build_run
+from overland.world.devices import device_type
+from overland.world.world import World
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536, 131072]
 DEPTHS = [4, 8, 16, 32]

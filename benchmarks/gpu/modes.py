@@ -19,12 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from overland.cluster.world import World
 from overland.config.schema import Comm, JobConfig
 from overland.parallel.comm import process_group
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
 from overland.training.run import Run, build_run
+from overland.world.world import World
 
 STEPS, LOG_EVERY = 9, 3
 COMPILED = {"compile": {"enable": True}}

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from kinds import device_time
 from shapes import SHAPES, STEPS, Shape
 
-from overland.cluster.devices import device_type
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.parallel.comm import process_group
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
 from overland.training.run import Run, build_run
+from overland.world.devices import device_type
+from overland.world.world import World
 
 TRACED_STEPS = 3
 

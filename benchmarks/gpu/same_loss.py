@@ -30,16 +30,16 @@ import overland.kernels.choice
 import overland.models.decoder
 import overland.models.float8
 import overland.parallel.single
-from overland.cluster.devices import device_type
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.kernels.float8 import E4M3
 from overland.models.loss import plain_cross_entropy
 from overland.parallel.comm import process_group
-from overland.reporting.plot import line_chart
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
+from overland.training.plot import line_chart
 from overland.training.run import Run, build_run
+from overland.world.devices import device_type
+from overland.world.world import World
 
 WIDTHS = {
     "hidden_size": 1024,

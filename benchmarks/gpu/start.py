@@ -52,13 +52,13 @@ def main() -> None:
 def once(name: str, folder: str, changes: list[str]) -> None:
     from ours import job, process_seconds
 
-    from overland.cluster.devices import device_type
-    from overland.cluster.world import World
     from overland.config.schema import JobConfig
     from overland.parallel.comm import process_group
     from overland.training.callbacks import Callback, Record
     from overland.training.loop import train
     from overland.training.run import Run, build_run
+    from overland.world.devices import device_type
+    from overland.world.world import World
 
     class FirstStep(Callback):
         def on_log(self, run: Run, record: Record) -> None:

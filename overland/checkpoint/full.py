@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from overland.checkpoint.checksum import BLOCK, checksum
-from overland.checkpoint.convert.lazy import Stored
-from overland.checkpoint.convert.overland import source_of
-from overland.checkpoint.convert.torch_files import open_torch, write_torch
 from overland.checkpoint.format import Entry, FileInfo, Index, Part
+from overland.checkpoint.formats.lazy import Stored
+from overland.checkpoint.formats.overland import source_of
+from overland.checkpoint.formats.torch_files import open_torch, write_torch
 from overland.checkpoint.read import Checkpoint
 from overland.checkpoint.write import commit, write_whole
 from overland.files import Disk, Moved, ignore

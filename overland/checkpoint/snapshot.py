@@ -24,7 +24,7 @@ from torch import Tensor
 
 from overland.checkpoint.finite import Largest
 from overland.checkpoint.plan import Box, Packed, Plan, State, local_tensor
-from overland.cluster.devices import available_memory
+from overland.world.devices import available_memory
 
 ALIGNMENT = 64
 SPARE_SHARE = 0.1  # of the memory that is free, left for everything else

@@ -53,11 +53,11 @@ from overland.checkpoint.plan import (
 )
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
 from overland.checkpoint.write import Written, build_index, commit, write_files
-from overland.cluster.beat import Beat, node_name
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError, sentence
 from overland.files import Disk, Moved
 from overland.run_folder import LATEST, checkpoint_name
+from overland.world.heartbeat import Beat, node_name
 
 # Ranks hear from each other every few seconds during a save, however long it takes. Only a rank
 # whose process is stopped is silent for longer, and the training itself notices that first.

@@ -26,7 +26,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overland.cluster.pool import forget_meshes
 from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schedules import STAGES_PER_RANK
@@ -48,6 +47,7 @@ from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.single import splits
+from overland.world.pool import forget_meshes
 
 # Raised where a user's code reads numbers: nothing is known of it then, here.
 NOT_FOR_FAKES = (

@@ -136,8 +136,8 @@ def describe(config: Any, world_size: int) -> dict[str, Any]:
     from overland.models.flops import causal_flops_per_token, count_parameters
     from overland.models.measure import measure_of
     from overland.models.registry import model_config
-    from overland.reporting.readme import model_name, strategy_in_words
     from overland.training.epochs import known_steps
+    from overland.training.readme import model_name, strategy_in_words
 
     training = config.training
     degrees = resolve_degrees(config.parallelism, world_size)

@@ -42,9 +42,9 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
     """Convert a checkpoint, tensor by tensor; the format of SOURCE is found out."""
-    from overland.checkpoint.convert import Options
-    from overland.checkpoint.convert import convert as convert_checkpoint
+    from overland.checkpoint.formats import Options
     from overland.errors import CheckpointError
+    from overland.tools.convert import convert as convert_checkpoint
 
     if names not in ("hf", "torchtitan"):
         raise CheckpointError(f"--names {names} is not known; valid names: hf, torchtitan")

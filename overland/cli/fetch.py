@@ -16,7 +16,7 @@ from overland.cli.errors import user_errors
 from overland.progress import progress_bar
 
 if TYPE_CHECKING:
-    from overland.hub.fetch import Fetched, Wanted
+    from overland.tools.hub.fetch import Fetched, Wanted
 
 
 class Kind(StrEnum):
@@ -46,9 +46,9 @@ def fetch(
 ) -> None:
     """Fetch a model, tokenizer or dataset: resumable, every byte verified. HF_ENDPOINT and HF_TOKEN
     are respected."""
-    from overland.hub.fetch import Wanted
-    from overland.hub.fetch import fetch as fetch_files
-    from overland.hub.place import default_folder
+    from overland.tools.hub.fetch import Wanted
+    from overland.tools.hub.fetch import fetch as fetch_files
+    from overland.tools.hub.place import default_folder
 
     folder = to.expanduser() if to is not None else default_folder(kind.value, name)
     wanted = Wanted(kind.value, name, revision, subset, tuple(include or ()))
@@ -63,7 +63,7 @@ def fetch(
 def check(
     wanted: Wanted, folder: Path, report: Callable[[str, int, int], None], as_json: bool
 ) -> None:
-    from overland.hub.fetch import verify
+    from overland.tools.hub.fetch import verify
 
     problems = verify(wanted, folder, report)
     if as_json:
@@ -78,7 +78,7 @@ def check(
 
 
 def tell(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
-    from overland.hub.place import config_lines
+    from overland.tools.hub.place import config_lines
 
     snapshot = done.snapshot
     lines = config_lines(wanted.kind, wanted.name, folder, wanted.subset)

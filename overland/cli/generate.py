@@ -19,8 +19,8 @@ def generate(
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
 ) -> None:
     """Let a checkpoint continue a text."""
-    from overland.evaluation.checkpoint import open_checkpoint
-    from overland.evaluation.generate import generate as generate_ids
+    from overland.tools.evaluation.checkpoint import open_checkpoint
+    from overland.tools.evaluation.generate import generate as generate_ids
 
     model, tokenizer, config = open_checkpoint(path)
     ids = generate_ids(

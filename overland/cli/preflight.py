@@ -12,8 +12,8 @@ import typer
 from overland.cli.errors import user_errors
 
 if TYPE_CHECKING:
-    from overland.cluster.preflight.conduct import Job
-    from overland.cluster.preflight.report import Report
+    from overland.tools.preflight.conduct import Job
+    from overland.tools.preflight.report import Report
 
 BAD = 1
 
@@ -38,12 +38,12 @@ def preflight(
     Exit code: 0, all are good; 1, some are not, and are named; 2, it could not be done.
     """
     if task:
-        from overland.cluster.preflight.task import run_task
+        from overland.tools.preflight.task import run_task
 
         return run_task()
-    from overland.cluster.preflight.conduct import Job
     from overland.config.arguments import Arguments
     from overland.config.load import find_source
+    from overland.tools.preflight.conduct import Job
 
     path = find_source(config, Arguments(), os.environ)[0] if config else None
     report = run(Job.of(path, os.environ, quick), nodes)
@@ -57,16 +57,16 @@ def preflight(
 
 def run(job: Job, only: str | None, env: Mapping[str, str] = os.environ) -> Report | None:
     """Where we are decides who starts the tasks."""
-    from overland.cluster.devices import num_local_ranks
-    from overland.cluster.launchers import find_world
-    from overland.cluster.preflight.allocation import nodes_of, srun_words, tasks_per_node
-    from overland.cluster.preflight.conduct import preflight_here, preflight_with
     from overland.config.load import ngpu
     from overland.errors import ClusterError
+    from overland.tools.preflight.allocation import nodes_of, srun_words, tasks_per_node
+    from overland.tools.preflight.conduct import preflight_here, preflight_with
+    from overland.world.devices import num_local_ranks
+    from overland.world.launchers import find_world
 
     world = find_world(env)
     if world is not None and world.size > 1:
-        from overland.cluster.preflight.join import join
+        from overland.tools.preflight.join import join
 
         if only is not None:
             raise ClusterError(f"--nodes {only}: the launcher has chosen the nodes already")

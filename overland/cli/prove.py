@@ -34,13 +34,13 @@ def layout(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per layout.")] = False,
 ) -> None:
     """Train a tiny model under each layout on local CPU ranks and compare it with one process."""
-    from overland.cluster.pool import RankPool
     from overland.config.errors import ConfigError, Problem
-    from overland.proofs.evidence import Evidence
-    from overland.proofs.layout import HEAD, NORM_TOLERANCES, TOLERANCES, prove_layouts
-    from overland.proofs.layouts import FIVE_AXES, LAYOUTS, SHORT, parse_all
-    from overland.proofs.settings import settings_of
+    from overland.tools.proofs.evidence import Evidence
+    from overland.tools.proofs.layout import HEAD, NORM_TOLERANCES, TOLERANCES, prove_layouts
+    from overland.tools.proofs.layouts import FIVE_AXES, LAYOUTS, SHORT, parse_all
+    from overland.tools.proofs.settings import settings_of
     from overland.words import any_of
+    from overland.world.pool import RankPool
 
     if dtype not in TOLERANCES:
         message = f"expected {any_of(list(TOLERANCES))}"
@@ -93,11 +93,11 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
 ) -> None:
     """Save a tiny run under each layout, resume it under each, and compare with an unbroken one."""
-    from overland.cluster.pool import RankPool
     from overland.config.errors import ConfigError, Problem
-    from overland.proofs.evidence import Evidence
-    from overland.proofs.layouts import parse_all
-    from overland.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
+    from overland.tools.proofs.evidence import Evidence
+    from overland.tools.proofs.layouts import parse_all
+    from overland.tools.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
+    from overland.world.pool import RankPool
 
     try:
         chosen = DOZEN if layouts == "dozen" else parse_all(layouts)
@@ -169,7 +169,7 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Replay the plan of a run's data and compare it with what the model was really fed."""
-    from overland.proofs.data import prove_data
+    from overland.tools.proofs.data import prove_data
 
     with progress_bar("steps") as progress:
         verdict = prove_data(run.expanduser(), first, last, progress)
@@ -196,8 +196,8 @@ def sessions(
     import tempfile
 
     from overland.config.errors import ConfigError, Problem
-    from overland.proofs.evidence import Evidence
-    from overland.proofs.sessions import HEAD, SHORT, STORIES, prove_sessions
+    from overland.tools.proofs.evidence import Evidence
+    from overland.tools.proofs.sessions import HEAD, SHORT, STORIES, prove_sessions
 
     words = set(stories.split())
     chosen = STORIES if stories == "all" else SHORT if stories == "short" else []

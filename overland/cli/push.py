@@ -34,7 +34,7 @@ def push(
 ) -> None:
     """Upload a folder, such as the weights in RUN/hf, and compare what arrived. HF_ENDPOINT and
     HF_TOKEN are respected."""
-    from overland.hub.push import push as push_files
+    from overland.tools.hub.push import push as push_files
 
     done = push_files(
         folder.expanduser(),

@@ -16,10 +16,10 @@ from overland.cli.errors import user_errors
 from overland.cli.settings import Settings, split_settings
 
 if TYPE_CHECKING:
-    from overland.cluster.job import Place, Wanted
     from overland.config.errors import Mending
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
+    from overland.tools.jobs.job import Place, Wanted
 
 
 class Submit(TyperCommand):
@@ -77,13 +77,13 @@ def submit(
     The config is checked first and frozen beside the script, in the run folder. Each job goes on
     where the one before stopped; a surplus one ends at once.
     """
-    from overland.cluster.job import Wanted, num_devices_per_node, plan_job
-    from overland.cluster.script import refuse_secrets, render_job
-    from overland.cluster.site import load_site, site_files
-    from overland.cluster.submit import check_scheduler, how_to_follow, next_files, write_private
-    from overland.cluster.submit import submit as hand_in
     from overland.config.write import to_toml
     from overland.errors import ClusterError
+    from overland.tools.jobs.job import Wanted, num_devices_per_node, plan_job
+    from overland.tools.jobs.script import refuse_secrets, render_job
+    from overland.tools.jobs.site import load_site, site_files
+    from overland.tools.jobs.submit import check_scheduler, how_to_follow, next_files, write_private
+    from overland.tools.jobs.submit import submit as hand_in
 
     if sites or (site is None and not settings):
         print(list_sites())
@@ -134,8 +134,8 @@ def submit(
 
 
 def list_sites() -> str:
-    from overland.cluster.site import load_site, site_files
     from overland.config.commands import command
+    from overland.tools.jobs.site import load_site, site_files
 
     files = site_files()
     width = max(map(len, files))
@@ -199,10 +199,10 @@ def can_be_repeated(config: JobConfig) -> bool:
 
 
 def place_of(config: JobConfig) -> Place:
-    from overland.cluster.job import Place
-    from overland.cluster.setup import session_file
     from overland.errors import ClusterError
     from overland.run_folder import STOPPED, RunFolder
+    from overland.tools.jobs.job import Place
+    from overland.tools.jobs.setup import session_file
 
     folder, training = RunFolder.of(config), config.training
     steps, length = training.steps, f"{training.steps} steps"

@@ -23,8 +23,8 @@ def supervise(
     ] = False,
 ) -> None:
     """Start, watch and restart the ranks of a job: used by the scripts of `overland submit`."""
-    from overland.cluster.supervise.policy import MAX_FAILED_STARTS
-    from overland.cluster.supervise.supervisor import Supervised, supervise
+    from overland.tools.jobs.supervise.policy import MAX_FAILED_STARTS
+    from overland.tools.jobs.supervise.supervisor import Supervised, supervise
 
     with config.open("rb") as file:
         settings = tomllib.load(file)

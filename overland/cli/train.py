@@ -15,17 +15,17 @@ import typer
 
 from overland.cli.errors import user_errors
 from overland.cli.settings import Settings, split_settings
-from overland.cluster.signals import STOPPED, end_at_signal
 from overland.run_folder import LOGS
+from overland.world.signals import STOPPED, end_at_signal
 
 if TYPE_CHECKING:
     import torch
 
-    from overland.cluster.beat import Beat
-    from overland.cluster.world import World
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
     from overland.training.run import Run
+    from overland.world.heartbeat import Beat
+    from overland.world.world import World
 
 
 @user_errors
@@ -45,10 +45,10 @@ def train(
     """
     end_at_signal("stopped before the first step; nothing to save")
     from overland.cli.check import report
-    from overland.cluster.agent import under_watch
-    from overland.cluster.launchers import find_world, tell
-    from overland.cluster.world import World
     from overland.config.load import dry_run, ngpu
+    from overland.tools.jobs.agent import under_watch
+    from overland.world.launchers import find_world, tell
+    from overland.world.world import World
 
     source, arguments = split_settings(settings)
     arguments += [f"checkpoint.resume={resume}"] if resume is not None else []
@@ -65,10 +65,10 @@ def train(
 def train_here(source: str | None, arguments: list[str], world: World | None, beat: Beat) -> None:
     """As one rank of a world, or as the one that starts all ranks."""
     from overland.checks import load_checked
-    from overland.cluster.devices import available_memory, num_local_ranks
-    from overland.cluster.launch import NOTES_TOLD, launch_local
-    from overland.cluster.world import World
     from overland.config.load import log_ranks, ngpu
+    from overland.world.devices import available_memory, num_local_ranks
+    from overland.world.launch import NOTES_TOLD, launch_local
+    from overland.world.world import World
 
     num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
     loaded, notes = load_checked(source, arguments, world_size=num_ranks)
@@ -118,13 +118,13 @@ def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
 
 def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> None:
     """What every rank does."""
-    from overland.cluster.beat import Phase
-    from overland.cluster.devices import device_type
-    from overland.cluster.last_words import say
     from overland.errors import Kind
     from overland.parallel.comm import from_first_rank, process_group
     from overland.run_folder import RunFolder, fresh_folder
     from overland.training.owner import owned
+    from overland.world.devices import device_type
+    from overland.world.heartbeat import Phase
+    from overland.world.last_words import say
 
     config = loaded.config
     beat.enter(Phase.JOINING)
@@ -144,9 +144,9 @@ def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> N
 def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
     import torch
 
-    from overland.cluster.devices import device_type
     from overland.models.registry import model_config
     from overland.training.memory_words import rank_killed
+    from overland.world.devices import device_type
 
     device = torch.device(device_type())
     return rank_killed(config, model_config(config.model), num_ranks, device, free)
@@ -172,10 +172,10 @@ def train_and_tell(
     config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Beat
 ) -> bool:
     """Whether it got to the last step."""
-    from overland.cluster.beat import Phase
     from overland.training.loop import check_last_save, conclude
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
+    from overland.world.heartbeat import Phase
 
     beat.enter(Phase.BUILDING)
     run = build_run(config, world, device, printing, beat)
@@ -200,7 +200,7 @@ def sample_text(run: Run) -> str:
     stages or works on parts of rows is left for `overland generate`."""
     import torch
 
-    from overland.evaluation.generate import generate
+    from overland.tools.evaluation.generate import generate
 
     prompt, tokenizer = run.config.metrics.sample_prompt, run.dataset.tokenizer
     degrees = run.mesh.degrees

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from overland.reporting.watch import Watch
+    from overland.tools.watch.watch import Watch
 
 EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
 SLURM_PATIENCE = 5.0  # of a single look
@@ -38,8 +38,8 @@ def watch(
     from rich.console import Console
 
     from overland.errors import NoRun
-    from overland.reporting.watch import Watch
-    from overland.reporting.watch_view import draw
+    from overland.tools.watch.watch import Watch
+    from overland.tools.watch.watch_view import draw
 
     try:
         watched = Watch(run)
@@ -62,7 +62,7 @@ def follow(watched: Watch, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from overland.reporting.watch_view import closing_words, draw
+    from overland.tools.watch.watch_view import closing_words, draw
 
     console = Console()
     seen = watched.look()

@@ -1,7 +1,7 @@
 """Weights from Hugging Face's layout: safetensors files, and an index if there are several.
 
 Only the slice that lives here is taken from a file, one tensor at a time. They are written by
-`overland.checkpoint.convert`.
+`overland.checkpoint.formats`.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from overland.cluster.meeting import open_store
-from overland.cluster.world import World
 from overland.config.schema import Comm
 from overland.parallel.mesh import Mesh
+from overland.world.rendezvous import open_store
+from overland.world.world import World
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.kernels.choice import has_triton
 from overland.parallel.comm import from_first_rank
-from overland.planner.memory import can_estimate, least_recompute
+from overland.training.memory import can_estimate, least_recompute
 
 WORDS = {
     "none": "nothing is recomputed",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from overland.cluster.mpi import is_under_mpi
 from overland.models.logged import TAKEN
 from overland.training.callbacks import Callback, Record
+from overland.world.mpi import is_under_mpi
 
 if TYPE_CHECKING:
     from overland.checkpoint.store import Outcome

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.checkpoint.convert.hf import write_hf
-from overland.checkpoint.convert.lazy import cast
-from overland.checkpoint.convert.options import Options
-from overland.checkpoint.convert.overland import source_of
-from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.finite import in_words
+from overland.checkpoint.formats.hf import write_hf
+from overland.checkpoint.formats.lazy import cast
+from overland.checkpoint.formats.options import Options
+from overland.checkpoint.formats.overland import source_of
+from overland.checkpoint.formats.source import companions_in
 from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import Checkpoint

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from overland.checkpoint.finite import in_words
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Outcome
-from overland.cluster.beat import Phase
 from overland.data.batch import Batch
 from overland.data.documents import Exhausted
 from overland.data.loader import batches, read_ahead
@@ -25,6 +24,7 @@ from overland.training.schedule import learning_rate
 from overland.training.step import StepResult, train_step
 from overland.training.stop import Clock, StopRequest, Wish
 from overland.training.validate import validate
+from overland.world.heartbeat import Phase
 
 RETRY_SECONDS = 20.0  # between two tries of the last save
 

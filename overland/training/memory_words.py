@@ -12,14 +12,14 @@ from overland.config.degrees import Degrees, resolve_degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.errors import OutOfMemoryError
-from overland.planner.memory import (
+from overland.training.auto import compiles
+from overland.training.memory import (
     RECOMPUTE,
     StepMemory,
     can_estimate,
     least_recompute,
     step_memory,
 )
-from overland.training.auto import compiles
 
 GIB = 2**30
 

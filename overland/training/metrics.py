@@ -10,12 +10,12 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overland.cluster.devices import device_name, memory_in_use
 from overland.errors import TrainingError
 from overland.files import replaced
-from overland.planner.hardware import peak_flops
-from overland.reporting.plot import plot_losses
 from overland.training.callbacks import Callback, Record
+from overland.training.plot import plot_losses
+from overland.world.devices import device_name, memory_in_use
+from overland.world.hardware import peak_flops
 
 if TYPE_CHECKING:
     from overland.training.run import Run

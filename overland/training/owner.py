@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.cluster.signals import leave
 from overland.errors import TakenError
 from overland.files import publish
 from overland.parallel.comm import from_first_rank
 from overland.processes import is_running, this_process
 from overland.run_folder import OWNER
 from overland.slurm import squeue
+from overland.world.signals import leave
 
 RENEW_SECONDS = 15.0
 STALE_SECONDS = 300.0  # for an owner that neither this machine nor Slurm knows about

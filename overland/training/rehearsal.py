@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from overland.checkpoint.convert import open_source
-from overland.checkpoint.convert.source import MODEL
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
+from overland.checkpoint.formats import open_source
+from overland.checkpoint.formats.source import MODEL
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint
 from overland.config.errors import ConfigError, Problem
@@ -69,8 +69,8 @@ from overland.optimizers.registry import rules_of, state_bytes, state_of
 from overland.optimizers.state import Scalar
 from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.parts import named_parameters
-from overland.reporting.readme import model_name
 from overland.run_folder import RunFolder
+from overland.training.readme import model_name
 from overland.training.resume import policy_of_the_resumed
 from overland.training.state import check_same_optimizer
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.checkpoint.convert import open_source
-from overland.checkpoint.convert.lazy import counting
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
+from overland.checkpoint.formats import open_source
+from overland.checkpoint.formats.lazy import counting
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.schema import Checkpoint
 from overland.data.prepare import kept_policy

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from overland.checkpoint.convert.source import companions_in
 from overland.checkpoint.folder import committed
+from overland.checkpoint.formats.source import companions_in
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
 from overland.checks.order import require_order
-from overland.cluster.beat import Beat, Phase
-from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
@@ -44,7 +42,6 @@ from overland.parallel.comm import from_first_rank, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.parts import local_part
 from overland.parallel.single import splits
-from overland.reporting.readme import model_name, write_readme
 from overland.run_folder import MODEL_CONFIG, RunFolder
 from overland.training.auto import settle
 from overland.training.callbacks import Callback, user_callbacks
@@ -59,10 +56,13 @@ from overland.training.pace import Pace
 from overland.training.precision import LossScaler
 from overland.training.profile import Profiler
 from overland.training.progress import Progress
+from overland.training.readme import model_name, write_readme
 from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.seeds import set_seeds
 from overland.training.state import learned_names, run_facts, saved_state
 from overland.training.timeouts import Timeouts
+from overland.world.heartbeat import Beat, Phase
+from overland.world.world import World
 
 T = TypeVar("T")
 

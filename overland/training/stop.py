@@ -21,9 +21,9 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from overland.cluster.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, leave, leave_terminal
 from overland.config.schema import Checkpoint as Settings
 from overland.run_folder import STOP
+from overland.world.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, leave, leave_terminal
 
 RETRY_FOR_SECONDS = 600.0  # at most, where no job ends before
 LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow to ask

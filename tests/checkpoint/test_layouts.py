@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.parallel.parts import named_parameters, shard_of
-from overland.proofs.layout import curve, difference, proof_job
-from overland.proofs.layouts import parse
+from overland.tools.proofs.layout import curve, difference, proof_job
+from overland.tools.proofs.layouts import parse
 from overland.training.loop import train
 from overland.training.run import build_run
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 
 def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:

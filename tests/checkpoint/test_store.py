@@ -26,14 +26,14 @@ from overland.checkpoint.plan import Packed
 from overland.checkpoint.read import fill, load, open_checkpoint
 from overland.checkpoint.store import Store
 from overland.checkpoint.verify import verify
-from overland.cluster.beat import Beat, Transfer, read_signs
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError
 from overland.files import Disk, reserve
 from overland.kernels.split import join, split
 from overland.run_folder import LATEST
+from overland.world.heartbeat import Beat, Transfer, read_signs
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.checkpoint.states import FullDisk, like, save, some_state
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from overland.checks.fake_step import fake_steps, local
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
@@ -28,10 +26,12 @@ from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.optimizers import WholeMatrix
 from overland.optimizers import registry as optimizers
-from overland.proofs.layout import proof_job
-from overland.proofs.layouts import parse
+from overland.tools.proofs.layout import proof_job
+from overland.tools.proofs.layouts import parse
 from overland.training.run import build_run
 from overland.training.step import train_step
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 
 def steps(world_size: int, *settings: str):

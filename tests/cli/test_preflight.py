@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.preflight import limits
-from overland.cluster.preflight.conduct import Job, preflight_here
+from overland.tools.preflight import limits
+from overland.tools.preflight.conduct import Job, preflight_here
 from tests.cli.processes import LIMIT_SECONDS, environment, overland
 
 

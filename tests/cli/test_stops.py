@@ -123,7 +123,7 @@ def test_a_terminal_that_is_closed_saves_and_stops(tmp_path: Path) -> None:
 
 
 def test_nohup_keeps_a_run_from_stopping_when_the_terminal_is_closed() -> None:
-    program = "import signal, overland.cluster.signals as s; print(signal.SIGHUP in s.SIGNALS)"
+    program = "import signal, overland.world.signals as s; print(signal.SIGHUP in s.SIGNALS)"
     for words, answers in ([], "True"), (["nohup"], "False"):
         done = subprocess.run(
             [*words, sys.executable, "-c", program],

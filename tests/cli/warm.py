@@ -231,7 +231,7 @@ def _fork(
 
 def _main(words: Sequence[str]) -> int:
     from overland.cli.main import main
-    from overland.cluster import launch
+    from overland.world import launch
 
     launch.subprocess = _Forking  # type: ignore[assignment, attr-defined]
     sys.argv = [str(Path(sys.executable).with_name("overland")), *words]

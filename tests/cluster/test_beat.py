@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.agent import PIPES, dump, kept_agent, under_watch
-from overland.cluster.beat import (
+from overland.processes import state_of
+from overland.tools.jobs.agent import PIPES, dump, kept_agent, under_watch
+from overland.tools.jobs.supervise.faults import Findings
+from overland.tools.jobs.supervise.watchdog import Watchdog
+from overland.tools.jobs.supervise.watched import Watched
+from overland.world.heartbeat import (
     BEATS,
     Beat,
     Phase,
@@ -23,17 +27,13 @@ from overland.cluster.beat import (
     beats_prefix,
     read_signs,
 )
-from overland.cluster.supervise.faults import Findings
-from overland.cluster.supervise.watchdog import Watchdog
-from overland.cluster.supervise.watched import Watched
-from overland.cluster.wire import Switchboard
-from overland.cluster.world import World
-from overland.processes import state_of
+from overland.world.wire import Switchboard
+from overland.world.world import World
 
 WRITER = """
 import sys
 from pathlib import Path
-from overland.cluster.beat import Beat, Phase
+from overland.world.heartbeat import Beat, Phase
 beat = Beat(3, Path(sys.argv[1]))
 print("ready", flush=True)
 while True:
@@ -42,7 +42,7 @@ while True:
 """
 STUCK = """
 import sys, time
-from overland.cluster.beat import beating
+from overland.world.heartbeat import beating
 with beating(0):
     print("ready", flush=True)
     time.sleep(1000)
@@ -152,7 +152,7 @@ def agents_of(folder: Path) -> list[int]:
             environ = (entry / "environ").read_bytes()
         except OSError:
             continue
-        if command.endswith(b"-m\0overland.cluster.agent\0") and str(folder).encode() in environ:
+        if command.endswith(b"-m\0overland.tools.jobs.agent\0") and str(folder).encode() in environ:
             found.append(int(entry.name))
     return found
 

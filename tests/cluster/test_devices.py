@@ -1,6 +1,6 @@
 import pytest
 
-from overland.cluster import devices
+from overland.world import devices
 
 
 def test_without_accelerators_there_are_two_ranks_or_one_per_core(

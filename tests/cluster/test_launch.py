@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from overland.cluster.launch import free_port
+from overland.world.launch import free_port
 from tests.cli.processes import environment
 
 LAUNCHER = """
 import subprocess, time
-from overland.cluster.launch import _end_with_launcher
+from overland.world.launch import _end_with_launcher
 
 rank = subprocess.Popen(["sleep", "60"], preexec_fn=_end_with_launcher())
 print(rank.pid, flush=True)

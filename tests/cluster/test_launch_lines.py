@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.launch import free_port
+from overland.world.launch import free_port
 from tests.cli.processes import (
     LIMIT_SECONDS,
     TINY,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from overland.cluster.launch import free_port
-from overland.cluster.meeting import Meeting, open_store, port_of_job, port_of_name, reachable
-from overland.cluster.world import World
 from overland.errors import ClusterError
+from overland.world.launch import free_port
+from overland.world.rendezvous import Meeting, open_store, port_of_job, port_of_name, reachable
+from overland.world.world import World
 
 
 def test_jobs_and_steps_near_each_other_have_ports_of_their_own() -> None:

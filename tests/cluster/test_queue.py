@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.reporting.watch import Snapshot, Watch
+from overland.tools.watch.watch import Snapshot, Watch
 from tests.cluster.slurm import Slurm
 
 

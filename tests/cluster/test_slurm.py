@@ -16,9 +16,7 @@ from tests.cli.processes import environment
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm, end_abandoned, processes_of, wait_until
 
-ASK = (
-    f"{sys.executable} -c 'from overland.cluster.launchers import find_world; print(find_world())'"
-)
+ASK = f"{sys.executable} -c 'from overland.world.launchers import find_world; print(find_world())'"
 
 
 def test_only_a_task_of_srun_finds_a_world_in_a_batch_script(slurm: Slurm) -> None:

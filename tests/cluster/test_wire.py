@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from overland.cluster.wire import ADDRESS, KEY, Switchboard, Wire, own_address
 from overland.errors import ClusterError
+from overland.world.wire import ADDRESS, KEY, Switchboard, Wire, own_address
 
 
 @pytest.fixture

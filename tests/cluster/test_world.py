@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.launchers import find_world, tell
-from overland.cluster.meeting import Meeting, port_of_job, port_of_name
-from overland.cluster.world import World
 from overland.errors import ClusterError
+from overland.world.launchers import find_world, tell
+from overland.world.rendezvous import Meeting, port_of_job, port_of_name
+from overland.world.world import World
 
 HERE = Path(__file__).parent / "environments"
 GIVEN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -29,7 +29,7 @@ from overland.data.sources import open_source
 from overland.data.sources.summary import summarise
 from overland.data.torch_loader import build_train_loader
 from overland.errors import DataError
-from overland.proofs.data import prove_data
+from overland.tools.proofs.data import prove_data
 
 ROWS = 8
 

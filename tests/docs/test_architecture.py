@@ -90,9 +90,8 @@ def test_every_dependency_is_given_a_reason() -> None:
         assert re.search(rf"\b{name}\b", section), name
 
 
-# A trial of a disk writes and syncs what it then removes; Triton's, torch's and a hub's own partial
-# files are not ours to rename.
-TRIALS = {"cluster/supervise/room.py", "cluster/preflight/disk.py"}
+# They try a disk: what they write and sync is removed again.
+TRIALS = {"tools/jobs/supervise/room.py", "tools/preflight/disk.py"}
 
 
 def test_files_become_durable_in_one_place() -> None:

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from overland.checkpoint.format import marker
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.errors import ConfigError
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.errors import CheckpointError, DataError
-from overland.evaluation.checkpoint import find_run, open_checkpoint
 from overland.parallel.apply import build_undivided
+from overland.tools.evaluation.checkpoint import find_run, open_checkpoint
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import run_job, tiny_job
 
 
@@ -76,7 +76,7 @@ def test_buffers_that_no_checkpoint_holds_have_their_values(
         model.table = Table()
         return model
 
-    monkeypatch.setattr("overland.evaluation.checkpoint.build_undivided", with_table)
+    monkeypatch.setattr("overland.tools.evaluation.checkpoint.build_undivided", with_table)
     assert open_checkpoint(run)[0].table.angles.tolist() == [2, 2, 2]  # type: ignore[union-attr]
 
 

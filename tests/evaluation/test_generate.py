@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from overland.errors import ModelError
-from overland.evaluation.generate import generate
+from overland.tools.evaluation.generate import generate
 
 VOCAB = 16
 

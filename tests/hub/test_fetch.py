@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 from overland.cli.main import app
 from overland.config.load import load_config
 from overland.data.sources.open import open_source
-from overland.hub import download as downloading
-from overland.hub import fetch as fetching
-from overland.hub.snapshot import Entry
+from overland.tools.hub import download as downloading
+from overland.tools.hub import fetch as fetching
+from overland.tools.hub.snapshot import Entry
 from tests.cli.processes import LIMIT_SECONDS, overland, start_overland
 from tests.hub.server import TOKEN, Hub
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from overland.cli.main import app
-from overland.hub import secrets
+from overland.tools.hub import secrets
 from tests.hub.server import TOKEN, Hub
 
 FILES = {

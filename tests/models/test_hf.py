@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from overland.checkpoint.convert import Options, Source
-from overland.checkpoint.convert.hf import write_hf
-from overland.checkpoint.convert.lazy import cast, held
+from overland.checkpoint.formats import Options, Source
+from overland.checkpoint.formats.hf import write_hf
+from overland.checkpoint.formats.lazy import cast, held
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf
 from overland.models.init import Part, init_weights

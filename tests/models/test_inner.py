@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.degrees import Degrees
 from overland.errors import ModelError
 from overland.models.buffers import cast
@@ -15,6 +13,8 @@ from overland.models.inner import InnerLoss, Statistic
 from overland.parallel.apply import require_splittable
 from overland.parallel.mesh import build_mesh
 from overland.training.inner import InnerState
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 
 def degrees(shard: int = 1, tp: int = 1) -> Degrees:

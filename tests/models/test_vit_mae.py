@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import ViTMAEConfig as TheirConfig
 from transformers import ViTMAEForPreTraining
 
-from overland.checkpoint.convert import convert
 from overland.errors import ModelError
 from overland.models import build_model, resolve_config
 from overland.models.buffers import init_buffers
@@ -20,6 +19,7 @@ from overland.models.hf import load_hf
 from overland.models.init import init_weights
 from overland.models.noise import uniform
 from overland.models.vit_mae_config import ViTMAEConfig
+from overland.tools.convert import convert
 
 CPU = torch.device("cpu")
 

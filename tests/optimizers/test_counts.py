@@ -17,7 +17,7 @@ from overland.models.registry import model_config
 from overland.optimizers.matrices import Matrix, rounds
 from overland.optimizers.optimizer import Optimizer
 from overland.optimizers.registry import state_bytes
-from overland.planner.memory import step_memory
+from overland.training.memory import step_memory
 from tests.optimizers import own
 
 # Bytes of state per number of a matrix inside of a block, and of any other parameter.

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.checkpoint.convert import convert
 from overland.checkpoint.read import open_checkpoint
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
-from overland.proofs.layout import TOLERANCES, Curve, curve, difference, proof_job
-from overland.proofs.layouts import parse
+from overland.tools.convert import convert
+from overland.tools.proofs.layout import TOLERANCES, Curve, curve, difference, proof_job
+from overland.tools.proofs.layouts import parse
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 SAVED_AT, STEPS = 2, 4
 Curves = dict[tuple[str, tuple[str, ...]], Curve]

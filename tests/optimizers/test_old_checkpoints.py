@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from overland.checkpoint.read import open_checkpoint
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.training.run import build_run
 from overland.training.state import run_tensors, saved_state
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.cli.processes import ROOT
 from tests.jobs import losses
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import overland.models.float8 as float8
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
-from overland.proofs.layout import Curve, curve, difference, proof_job
-from overland.proofs.layouts import parse
+from overland.tools.proofs.layout import Curve, curve, difference, proof_job
+from overland.tools.proofs.layouts import parse
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 NARROW = {"training": {"float8": "tensorwise"}}
 

@@ -1,18 +1,18 @@
 """Every layout computes what one process computes: losses, gradient norms and validation losses
 agree in float64.
 
-The list is `overland.proofs.layouts.SHORT`: every axis, stage and schedule; `make prove-all` runs
-all of them and writes docs/evidence/layouts.md.
+The list is `overland.tools.proofs.layouts.SHORT`: every axis, stage and schedule; `make prove-all`
+runs all of them and writes docs/evidence/layouts.md.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from overland.cluster.pool import RankPool
-from overland.proofs.layout import TOLERANCES, Verdict, curve, proof_job, prove_layouts
-from overland.proofs.layouts import LAYOUTS, SHORT, Layout, parse
-from overland.proofs.resume import prove_resumes
+from overland.tools.proofs.layout import TOLERANCES, Verdict, curve, proof_job, prove_layouts
+from overland.tools.proofs.layouts import LAYOUTS, SHORT, Layout, parse
+from overland.tools.proofs.resume import prove_resumes
+from overland.world.pool import RankPool
 
 
 @pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)

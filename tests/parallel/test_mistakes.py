@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.data.batch import IGNORED, Batch
 from overland.data.loader import load
 from overland.data.prepare import Dataset, Place, validation_data
 from overland.parallel.comm import sum_over
 from overland.parallel.pipeline import Pipeline
 from overland.parallel.whole import Whole
-from overland.proofs.layout import ROWS, TINY, held_out, proof_job, prove_layouts
-from overland.proofs.layouts import SHORT, parse
+from overland.tools.proofs.layout import ROWS, TINY, held_out, proof_job, prove_layouts
+from overland.tools.proofs.layouts import SHORT, parse
 from overland.training import loop, step, validate
 from overland.training.run import Run
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 Patch = AbstractContextManager[object]
 

@@ -15,20 +15,20 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from overland.checkpoint.convert import convert
 from overland.checkpoint.read import open_checkpoint
 from overland.checks import check_config
 from overland.cli.main import app
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.errors import CheckpointError, ModelError
 from overland.models import DecoderConfig, register_model, registry
 from overland.models.decoder import MLP, Decoder, Head
 from overland.models.init import Normal
-from overland.proofs.layout import difference
-from overland.proofs.layouts import WAYS, parse
+from overland.tools.convert import convert
+from overland.tools.proofs.layout import difference
+from overland.tools.proofs.layouts import WAYS, parse
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import losses_and_norms, run_job, tiny_job
 
 SIZES: dict[str, Any] = {

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config import schema
 from overland.config.schema import JobConfig
 from overland.optimizers.masters import Masters
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel import single
-from overland.proofs.layout import Curve, curve, difference, proof_job
+from overland.tools.proofs.layout import Curve, curve, difference, proof_job
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 
 def model() -> nn.Module:

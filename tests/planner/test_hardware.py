@@ -1,6 +1,6 @@
 import pytest
 
-from overland.planner.hardware import peak_flops
+from overland.world.hardware import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.registry import model_config
-from overland.planner.memory import RECOMPUTE, StepMemory, least_recompute, step_memory
+from overland.training.memory import RECOMPUTE, StepMemory, least_recompute, step_memory
 
 GIB = 2**30
 H200 = int(139.8 * GIB)

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.data import registry as sources
 from overland.data.ledger import read_ledger
@@ -21,7 +19,9 @@ from overland.models.init import Normal
 from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.objectives.registry import register_objective
-from overland.proofs.data import prove_data
+from overland.tools.proofs.data import prove_data
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.data import test_arrays
 from tests.data.test_arrays import Pictures
 from tests.jobs import run_job, tiny_job

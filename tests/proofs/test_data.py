@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.data.plan import ChangedSource
 from overland.errors import DataError
-from overland.proofs.data import prove_data
-from overland.proofs.sessions import SHORT, prove_sessions
+from overland.tools.proofs.data import prove_data
+from overland.tools.proofs.sessions import SHORT, prove_sessions
 from overland.training import loop
 from overland.training.loop import train
 from overland.training.run import build_run
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import tiny_job
 
 WEIGHTS = {"code": 3.0, "news": 1.0}

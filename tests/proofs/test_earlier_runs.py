@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.build import build
@@ -18,7 +16,9 @@ from overland.data.corpus import lay_out
 from overland.data.ledger import read_ledger
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
-from overland.proofs.data import prove_data
+from overland.tools.proofs.data import prove_data
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import run_job
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "token_run"

@@ -1,4 +1,4 @@
-from overland.reporting.curve import MARK, curve
+from overland.tools.watch.curve import MARK, curve
 
 BLANK = "\u2800"
 

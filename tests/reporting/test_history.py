@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from overland.reporting import history, tail
-from overland.reporting.history import History
+from overland.training import history, tail
+from overland.training.history import History
 from tests.reporting.runs import line
 
 

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from overland.cluster.world import World
 from overland.config.commands import command
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig
 from overland.models.registry import model_config
-from overland.reporting.readme import (
+from overland.run_folder import RunFolder
+from overland.training.readme import (
     readme,
     recompute_in_words,
     schedule_in_words,
     strategy_in_words,
 )
-from overland.run_folder import RunFolder
+from overland.world.world import World
 
 
 def job(**sections: dict[str, Any]) -> JobConfig:

@@ -15,11 +15,11 @@ from rich.console import Console
 from overland.config.commands import command
 from overland.errors import NoRun
 from overland.processes import this_process
-from overland.reporting import queue as slurm_queue
-from overland.reporting import watch as watching
-from overland.reporting.queue import Queue, QueuedJob
-from overland.reporting.watch import Snapshot, Watch, duration
-from overland.reporting.watch_view import closing_words, draw
+from overland.tools.watch import queue as slurm_queue
+from overland.tools.watch import watch as watching
+from overland.tools.watch.queue import Queue, QueuedJob
+from overland.tools.watch.watch import Snapshot, Watch, duration
+from overland.tools.watch.watch_view import closing_words, draw
 from tests.reporting.runs import (
     ATTEMPT,
     FAULT,
@@ -401,6 +401,6 @@ def test_durations_in_words() -> None:
 
 
 def test_every_state_has_a_word_and_a_colour() -> None:
-    from overland.reporting.watch_view import COLOURS
+    from overland.tools.watch.watch_view import COLOURS
 
     assert set(COLOURS) == set(watching.STATES)

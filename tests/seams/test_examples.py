@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
-from overland.proofs.layouts import parse
+from overland.tools.proofs.layouts import parse
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import run_job, tiny_job
 
 ROOT = Path(__file__).parents[2]

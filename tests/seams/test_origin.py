@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from overland.checkpoint.convert import convert
 from overland.checkpoint.read import open_checkpoint
 from overland.checkpoint.verify import verify
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.errors import CheckpointError
 from overland.models import build_model, resolve_config, transform
 from overland.models.init import init_weights
-from overland.proofs.layouts import parse
+from overland.tools.convert import convert
+from overland.tools.proofs.layouts import parse
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import TINY_MODEL, losses_and_norms, tiny_job
 from tests.training.test_rehearsal import rehearsed
 

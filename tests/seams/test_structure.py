@@ -13,17 +13,17 @@ from overland.checks import check_config
 from overland.checks.fake_step import fake_steps
 from overland.checks.order import require_order
 from overland.cli.main import app
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models import ModelError, registry
 from overland.models.flops import count_parameters
 from overland.parallel import plans
-from overland.proofs.layout import difference
-from overland.proofs.layouts import parse
+from overland.tools.proofs.layout import difference
+from overland.tools.proofs.layouts import parse
 from overland.training.run import FromFirstRank, build_run
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import losses_and_norms, tiny_job
 from tests.seams import own_network
 

@@ -16,19 +16,19 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from overland.checkpoint.convert import convert
 from overland.checkpoint.folder import newest_in
 from overland.checkpoint.read import open_checkpoint
 from overland.checks.parallelism import check_splits
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.data import registry
 from overland.models import build_model, resolve_config
 from overland.models.measure import measure_of
-from overland.proofs.layouts import WAYS, parse
+from overland.tools.convert import convert
+from overland.tools.proofs.layouts import WAYS, parse
 from overland.training import callbacks
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.cli.processes import overland, read_metrics, start_overland
 from tests.jobs import losses_and_norms, tiny_job
 from tests.training.test_rehearsal import outcomes, rehearsed

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.degrees import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config
 from overland.training import auto
 from overland.training.auto import settle
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import run_job, tiny_job
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

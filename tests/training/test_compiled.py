@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from overland.cluster.world import World
 from overland.training.compiled import (
     COMPILED,
     KERNELS,
@@ -22,6 +21,7 @@ from overland.training.compiled import (
     put,
     unpacked,
 )
+from overland.world.world import World
 
 
 def run_in(folder: Path, rank: int = 0, pp: int = 1, size: int = 4) -> Any:

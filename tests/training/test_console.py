@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
 from overland.training.console import Console, describe, describe_shortly
+from overland.world.world import World
 
 PROFILED = """
 import torch

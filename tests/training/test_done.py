@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from overland.cluster.pool import RankPool
 from overland.run_folder import RunFolder
+from overland.world.pool import RankPool
 from tests.jobs import losses, run_job, tiny_job
 
 

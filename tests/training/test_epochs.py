@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from overland.checks import check_config
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.ledger import read_ledger
 from overland.errors import DataError
-from overland.proofs.data import prove_data
-from overland.reporting.watch import Watch
 from overland.run_folder import RunFolder
+from overland.tools.proofs.data import prove_data
+from overland.tools.watch.watch import Watch
 from overland.training.epochs import known_steps
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.data.corpora import Numbered, make_corpus
 from tests.jobs import run_job, tiny_job
 

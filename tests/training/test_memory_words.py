@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.cluster.last_words import kind_of
 from overland.config.degrees import resolve_degrees
 from overland.errors import Kind
 from overland.models.registry import model_config
 from overland.training.memory_words import is_out_of_memory, out_of_memory, rank_killed
+from overland.world.last_words import kind_of
 from tests.jobs import tiny_job
 
 

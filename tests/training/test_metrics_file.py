@@ -13,11 +13,9 @@ import pytest
 import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
-from overland.reporting.history import History
 from overland.training.callbacks import Callback
+from overland.training.history import History
 from overland.training.loop import train
 from overland.training.metrics import (
     JsonLines,
@@ -27,6 +25,8 @@ from overland.training.metrics import (
     newest_records,
 )
 from overland.training.run import Run, build_run
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import tiny_job
 
 WHOLE = b'{"step": 1}\n{"step": 2}\n'

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.errors import TrainingError
 from overland.run_folder import OWNER
 from overland.training import owner
 from overland.training.owner import Ownership, describe, owned, read, take
+from overland.world.pool import RankPool
+from overland.world.world import World
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,6 @@ import pytest
 
 from overland.checks import check_config
 from overland.cli.errors import is_user_error
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
@@ -24,6 +22,8 @@ from overland.data.prepare import Place, training_data, validation_data
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import DataError
 from overland.training.rehearsal import require_start
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.tokenizer_folders import write_bpe
 from tests.jobs import run_job, tiny_job

@@ -16,9 +16,6 @@ import torch
 
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
-from overland.cluster.beat import Beat, Transfer, read_signs
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.data.blocks import Room
 from overland.data.ledger import read_ledger
@@ -30,6 +27,9 @@ from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run
+from overland.world.heartbeat import Beat, Transfer, read_signs
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job
 
 STEPS = 8
@@ -444,7 +444,7 @@ def validation_losses(world: World, config: JobConfig) -> dict[int, float]:
 def test_a_run_starts_from_weights_in_any_format(
     ranks: RankPool, tmp_path: Path, data_folder: Path, form: str
 ) -> None:
-    from overland.checkpoint.convert import convert
+    from overland.tools.convert import convert
 
     float32 = {"dtype": "float32", "mixed_precision_param": "float32",
                "mixed_precision_reduce": "float32"}  # fmt: skip

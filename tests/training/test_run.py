@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from overland.checkpoint.read import open_checkpoint
-from overland.cluster.pool import RankPool
-from overland.cluster.world import World
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.training.export import export_hf
 from overland.training.loop import train
 from overland.training.run import build_run
+from overland.world.pool import RankPool
+from overland.world.world import World
 from tests.jobs import TINY_MODEL, losses, run_job, tiny_job
 
 FLOAT32 = {

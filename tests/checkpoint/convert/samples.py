@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from overland.checkpoint.convert import Source
-from overland.checkpoint.convert.lazy import Lazy, held
+from overland.checkpoint.formats import Source
+from overland.checkpoint.formats.lazy import Lazy, held
 from overland.models import DecoderConfig
 from tests.cli.processes import ROOT
 from tests.models.tiny import hf

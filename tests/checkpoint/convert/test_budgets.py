@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from overland.checkpoint.convert import open_source
-from overland.checkpoint.convert.known import KNOWN
-from overland.checkpoint.convert.torch_file import read_torch_file
+from overland.checkpoint.formats import open_source
+from overland.checkpoint.formats.known import KNOWN
+from overland.checkpoint.formats.torch_file import read_torch_file
 from overland.checkpoint.pickles import load_pickle
 from tests.limited import limited
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from overland.checkpoint.convert import convert, open_source
-from overland.checkpoint.convert.dcp import read_dcp
-from overland.checkpoint.convert.lazy import digest
-from overland.checkpoint.convert.torch_file import scalar
-from overland.checkpoint.convert.verify import model_of
+from overland.checkpoint.formats import open_source
+from overland.checkpoint.formats.dcp import read_dcp
+from overland.checkpoint.formats.lazy import digest
+from overland.checkpoint.formats.torch_file import scalar
 from overland.models import DecoderConfig
+from overland.tools.convert import convert
+from overland.tools.convert.verify import model_of
 
 from .samples import DCP, DEEPSPEED, META, fixture, saved
 
@@ -131,7 +132,7 @@ def test_hf_to_meta_gives_the_original(name: str, tmp_path: Path) -> None:
 
 
 def assert_same_model(ours: Path, theirs: Path) -> None:
-    from overland.checkpoint.convert.meta import feed_forward_size
+    from overland.checkpoint.formats.meta import feed_forward_size
 
     def sizes(path: Path) -> dict[str, Any]:
         params = json.loads(path.read_text())

@@ -18,14 +18,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from overland.checkpoint.convert import FORMATS, Options, convert, open_source
-from overland.checkpoint.convert.lazy import digest
-from overland.checkpoint.convert.safetensors_file import read_safetensors
-from overland.checkpoint.convert.torch_file import read_torch_file
-from overland.checkpoint.convert.verify import verify_hashes
+from overland.checkpoint.formats import FORMATS, Options, open_source
+from overland.checkpoint.formats.lazy import digest
+from overland.checkpoint.formats.safetensors_file import read_safetensors
+from overland.checkpoint.formats.torch_file import read_torch_file
 from overland.errors import CheckpointError
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf
+from overland.tools.convert import convert
+from overland.tools.convert.verify import verify_hashes
 
 from .samples import fixture, saved, tiny_config, tiny_source
 

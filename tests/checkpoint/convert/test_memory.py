@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.checkpoint.convert import FORMATS, Options, Source
-from overland.checkpoint.convert.lazy import Lazy
+from overland.checkpoint.formats import FORMATS, Options, Source
+from overland.checkpoint.formats.lazy import Lazy
 from overland.models import DecoderConfig
 from tests.models.tiny import hf
 
@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed.checkpoint.filesystem
-from overland.checkpoint.convert import Options, convert
+from overland.checkpoint.formats import Options, convert
 
 def mark():
     line = next(l for l in open("/proc/self/status") if l.startswith("VmHWM"))

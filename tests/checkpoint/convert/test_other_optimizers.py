@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.checkpoint.convert import FORMATS, Options, Source, convert, open_source
-from overland.checkpoint.convert.lazy import held
+from overland.checkpoint.formats import FORMATS, Options, Source, open_source
+from overland.checkpoint.formats.lazy import held
 from overland.models import DecoderConfig
+from overland.tools.convert import convert
 
 from .samples import assert_same, contents, tiny_config, tiny_source
 

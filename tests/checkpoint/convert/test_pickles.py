@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict
 
 import pytest
 
-from overland.checkpoint.convert.known import KNOWN
+from overland.checkpoint.formats.known import KNOWN
 from overland.checkpoint.pickles import load_pickle
 from overland.errors import CheckpointError
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.checkpoint.convert import FORMATS, TARGETS, Options, convert, lazy, open_source
+from overland.checkpoint.formats import FORMATS, TARGETS, Options, lazy, open_source
 from overland.errors import CheckpointError
+from overland.tools.convert import convert
 from tests.models.tiny import LLAMA3_ROPE, hf
 
 from .samples import assert_same, contents, tiny_config, tiny_source
@@ -127,7 +128,7 @@ def test_torchtitan_names_and_back(tmp_path: Path) -> None:
         folder = tmp_path / f"titan{prefix}"
         options = Options(names="torchtitan", key_prefix=prefix)
         convert(tmp_path / "ours", folder, "dcp", options=options)
-        from overland.checkpoint.convert.dcp import read_dcp
+        from overland.checkpoint.formats.dcp import read_dcp
 
         tensors, _ = read_dcp(folder)
         stem = prefix or ""

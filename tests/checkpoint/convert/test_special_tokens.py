@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from overland.checkpoint.convert import Options, Source
-from overland.checkpoint.convert.hf import write_hf
-from overland.checkpoint.convert.lazy import held
-from overland.checkpoint.convert.source import companions_in
+from overland.checkpoint.formats import Options, Source
+from overland.checkpoint.formats.hf import write_hf
+from overland.checkpoint.formats.lazy import held
+from overland.checkpoint.formats.source import companions_in
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.models import DecoderConfig, build_model
 from overland.models.init import init_weights

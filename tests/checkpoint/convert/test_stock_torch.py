@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from overland.checkpoint.convert import FORMATS, Options, open_source
-from overland.checkpoint.convert.lazy import held, memory
-from overland.checkpoint.convert.torch_file import read_torch_file
-from overland.checkpoint.convert.torch_writer import write_torch_file
+from overland.checkpoint.formats import FORMATS, Options, open_source
+from overland.checkpoint.formats.lazy import held, memory
+from overland.checkpoint.formats.torch_file import read_torch_file
+from overland.checkpoint.formats.torch_writer import write_torch_file
 
 from .samples import contents, tiny_config, tiny_source
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from overland.cluster.preflight import device, disk, interfaces, processor, product, versions
-from overland.cluster.preflight.allocation import tasks_per_node
-from overland.cluster.preflight.child import in_child
-from overland.cluster.preflight.link import backend_for
-from overland.cluster.wire import Wire
+from overland.tools.preflight import device, disk, interfaces, processor, product, versions
+from overland.tools.preflight.allocation import tasks_per_node
+from overland.tools.preflight.child import in_child
+from overland.tools.preflight.link import backend_for
+from overland.world.wire import Wire
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import threading
 from collections import Counter
 from typing import Any
 
-from overland.cluster.preflight.conduct import Job, conduct
-from overland.cluster.preflight.start import Started
-from overland.cluster.wire import ADDRESS, KEY, Switchboard
+from overland.tools.preflight.conduct import Job, conduct
+from overland.tools.preflight.start import Started
+from overland.world.wire import ADDRESS, KEY, Switchboard
 
 NODES = [f"n{i:03}" for i in range(640)]
 SLOW = {"n017", "n333"}

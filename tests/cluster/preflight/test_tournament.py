@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from overland.cluster.preflight.rounds import conclude
-from overland.cluster.preflight.tournament import (
+from overland.tools.preflight.rounds import conclude
+from overland.tools.preflight.tournament import (
     Match,
     faultless,
     judge,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.cluster.preflight import conduct, reduce, transport
-from overland.cluster.preflight.report import Report
-from overland.cluster.site import load_site
+from overland.tools.jobs.site import load_site
+from overland.tools.preflight import conduct, reduce, transport
+from overland.tools.preflight.report import Report
 
 # Lines as NCCL and RCCL print them, of several versions.
 TCP = """\

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.supervise import supervisor as supervisors
-from overland.cluster.supervise.faults import Fault
-from overland.cluster.supervise.logbook import Logbook
-from overland.cluster.supervise.room import LEAST, has_room
-from overland.cluster.supervise.roster import Roster
-from overland.cluster.supervise.supervisor import Supervised, Supervisor
 from overland.errors import Kind
+from overland.tools.jobs.supervise import supervisor as supervisors
+from overland.tools.jobs.supervise.faults import Fault
+from overland.tools.jobs.supervise.logbook import Logbook
+from overland.tools.jobs.supervise.room import LEAST, has_room
+from overland.tools.jobs.supervise.roster import Roster
+from overland.tools.jobs.supervise.supervisor import Supervised, Supervisor
 from tests.cluster.supervise.disk import small_disk
 
 FULL = Fault(Kind.DISK, "rank 2 on n2: OSError: [Errno 28] No space left on device", (2,), ("n2",))

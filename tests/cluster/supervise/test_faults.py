@@ -10,8 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from overland.cluster.last_words import ENDED, SAYS, kind_of, place_of, say
-from overland.cluster.supervise.faults import Fault, Findings, expand_ranks
 from overland.config.errors import ConfigError
 from overland.errors import (
     CheckpointError,
@@ -21,6 +19,8 @@ from overland.errors import (
     TakenError,
     TrainingError,
 )
+from overland.tools.jobs.supervise.faults import Fault, Findings, expand_ranks
+from overland.world.last_words import ENDED, SAYS, kind_of, place_of, say
 
 
 def caused_by(cause: Exception, error: Exception) -> Exception:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from overland.cluster.supervise.faults import Fault
-from overland.cluster.supervise.logbook import Logbook, read_events
-from overland.cluster.supervise.roster import Roster
-from overland.cluster.supervise.supervisor import Supervised, Supervisor
 from overland.errors import Kind
+from overland.tools.jobs.supervise.faults import Fault
+from overland.tools.jobs.supervise.logbook import Logbook, read_events
+from overland.tools.jobs.supervise.roster import Roster
+from overland.tools.jobs.supervise.supervisor import Supervised, Supervisor
 
 
 @pytest.mark.parametrize(("restarts", "action"), [(0, "stop"), (1, "next session")])

@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
-from overland.cluster.supervise.logbook import Event
-from overland.cluster.supervise.policy import (
+from overland.config.schema import Health
+from overland.errors import Kind
+from overland.tools.jobs.supervise.logbook import Event
+from overland.tools.jobs.supervise.policy import (
     LONGEST_PAUSE_SECONDS,
     MAX_FAILED_STARTS,
     Answer,
@@ -16,8 +18,6 @@ from overland.cluster.supervise.policy import (
     read_streak,
     with_failure,
 )
-from overland.config.schema import Health
-from overland.errors import Kind
 from tests.cluster.supervise.prove_restarts import OLD, Rates, chains, first_of_two
 
 NETWORK = Failure(Kind.NETWORK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from overland.cluster.supervise.logbook import (
+from overland.tools.jobs.supervise.logbook import (
     Event,
     Logbook,
     bad_nodes,
@@ -12,7 +12,7 @@ from overland.cluster.supervise.logbook import (
     of_submission,
     read_events,
 )
-from overland.cluster.supervise.roster import Roster
+from overland.tools.jobs.supervise.roster import Roster
 
 
 def test_the_batch_host_is_taken_last() -> None:

@@ -1,0 +1,270 @@
+"""Plain torch.distributed.checkpoint folders, read.
+
+`.metadata` is a pickle that says which boxes each tensor consists of and where they lie; each box
+is a small torch.save file somewhere inside a `.distcp` file. The metadata is taken as inert data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overland.checkpoint.format import tile as fills
+from overland.checkpoint.formats import llama
+from overland.checkpoint.formats.known import KNOWN
+from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Shape, Stored, Tiled
+from overland.checkpoint.formats.source import (
+    MODEL,
+    MOMENTS,
+    OPTIMIZER,
+    Config,
+    Source,
+    companions_in,
+    config_near,
+    file_inside,
+    num_updates,
+)
+from overland.checkpoint.formats.torch_file import read_torch_file, scalar
+from overland.checkpoint.pickles import StandIn, load_pickle
+from overland.errors import CheckpointError
+
+METADATA = ".metadata"
+# Some 140 bytes for every part of a tensor: ten million parts.
+MAX_METADATA_BYTES = 2**30
+
+
+def detect_dcp(path: Path) -> bool:
+    return (path / METADATA).is_file()
+
+
+def open_dcp(path: Path, config: Config = None) -> Source:
+    """The config is needed for torchtitan's names: it says how rotary rows lie."""
+    tensors, objects = read_dcp(path)
+    config = config or config_near(path, path.parent)
+    names = set(tensors) | set(objects)
+    prefix = _model_prefix(names)
+    weights = {
+        name.removeprefix(prefix): lazy
+        for name, lazy in tensors.items()
+        if name.startswith(prefix) and not _is_other(name.removeprefix(prefix), prefix)
+    }
+    rest = {
+        name: lazy for name, lazy in tensors.items() if name.removeprefix(prefix) not in weights
+    }
+    states, steps, rest = _states(rest, objects, weights)
+    if llama.is_meta(weights):
+        weights, states = _from_torchtitan(path, weights, states, config)
+    canonical = {MODEL + name: lazy for name, lazy in weights.items()}
+    canonical |= {f"{OPTIMIZER}{name}.{kind}": lazy for (name, kind), lazy in states.items()}
+    return Source(
+        "dcp",
+        path,
+        canonical | num_updates(steps) | rest,
+        extras=_extras(tensors, objects),
+        config=config,
+        companions=companions_in(path),
+    )
+
+
+def read_dcp(path: Path) -> tuple[dict[str, Lazy], dict[str, Any]]:
+    """Tensors and other objects by their own keys."""
+    metadata = _read_metadata(path)
+    places = {
+        (index.get("fqn"), _shape(index.get("offset"))): info
+        for index, info in metadata.get("storage_data").items()
+    }
+    tensors: dict[str, Lazy] = {}
+    objects: dict[str, Any] = {}
+    for name, entry in metadata.get("state_dict_metadata").items():
+        if entry.kind.endswith(".BytesStorageMetadata"):
+            objects[name] = _Box.at(path, places[name, None]).content()
+        else:
+            tensors[name] = _tensor(path, name, entry, places)
+    return tensors, objects
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Where an item lies."""
+
+    path: Path
+    offset: int
+    length: int
+
+    @classmethod
+    def at(cls, folder: Path, info: Any) -> _Box:
+        if info.get("transform_descriptors"):
+            raise CheckpointError(f"{folder} was saved through an extension (compression?)")
+        path = file_inside(folder, info.get("relative_path"), folder / METADATA)
+        offset, length = info.get("offset"), info.get("length")
+        if type(offset) is not int or type(length) is not int:
+            raise CheckpointError(f"{folder / METADATA} has no place for an item of {path.name}")
+        return cls(path, offset, length)
+
+    def content(self) -> Any:
+        return read_torch_file(self.path, self.offset, self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class _BoxTensor(Lazy):
+    """A box that is opened when it is read: there may be hundreds of thousands."""
+
+    box: _Box
+
+    def load(self) -> Tensor:
+        stored = self.box.content()
+        if not isinstance(stored, Stored) or stored.shape != self.shape:
+            raise CheckpointError(
+                f"{self.box.path}: byte {self.box.offset} should hold a tensor of shape "
+                f"{list(self.shape)}, but holds {_short(stored)}"
+            )
+        if stored.dtype != self.dtype:
+            raise CheckpointError(
+                f"{self.box.path} has {stored.dtype} where its metadata says {self.dtype}"
+            )
+        return stored.load()
+
+
+def _short(stored: Any) -> str:
+    return f"shape {list(stored.shape)}" if isinstance(stored, Stored) else type(stored).__name__
+
+
+def _read_metadata(path: Path) -> StandIn:
+    file = path / METADATA
+    if file.stat().st_size > MAX_METADATA_BYTES:
+        raise CheckpointError(f"{file} is larger than any metadata")
+    metadata = load_pickle(file.read_bytes(), str(file), KNOWN)
+    if not isinstance(metadata, StandIn) or not metadata.kind.endswith(".Metadata"):
+        raise CheckpointError(f"{file} is not the metadata of a DCP checkpoint")
+    return metadata
+
+
+def _tensor(path: Path, name: str, entry: StandIn, places: dict[Any, Any]) -> Lazy:
+    shape = _shape(entry.get("size"))
+    dtype = entry.get("properties").state[0]
+    if shape is None or not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{path / METADATA}: {name} has no shape or type")
+    tiles: list[tuple[Shape, Lazy]] = []
+    for chunk in entry.get("chunks"):
+        corner, size = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
+        if corner is None or size is None or not _fits(corner, size, shape):
+            raise CheckpointError(f"{path / METADATA}: a part of {name} lies outside of it")
+        info = places.get((name, corner))
+        if 0 in size:  # ranks beyond the last row hold nothing, and write it down
+            continue
+        if info is None:
+            raise CheckpointError(f"{path / METADATA} does not say where {name} {corner} lies")
+        tile = _BoxTensor(size, dtype, _Box.at(path, info))
+        if tile.nbytes > tile.box.length:
+            raise CheckpointError(f"{path / METADATA}: {name} claims more than is stored of it")
+        tiles.append((corner, tile))
+    whole = Tiled(shape, dtype, tiles)
+    if not fills(shape, [(corner, part.shape) for corner, part in tiles]):
+        raise CheckpointError(f"{path / METADATA}: parts of {name} are missing or overlap")
+    return whole
+
+
+def _fits(corner: Shape, size: Shape, shape: Shape) -> bool:
+    return len(corner) == len(size) == len(shape) and all(
+        0 <= start <= start + count <= whole
+        for start, count, whole in zip(corner, size, shape, strict=True)
+    )
+
+
+def _shape(value: Any) -> Shape | None:
+    if (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMS
+        and all(type(one) is int and 0 <= one < 2**63 for one in value)
+    ):
+        return value
+    return None
+
+
+def _model_prefix(names: set[str]) -> str:
+    """What stands before a model's own names: `model.` of {"model": …}, or nothing."""
+    inner = ("model.embed_tokens.weight", "lm_head.weight", "tok_embeddings.weight")
+    if any(name in names for name in inner):
+        return ""
+    return MODEL
+
+
+def _is_other(name: str, prefix: str) -> bool:
+    """Without a prefix, the model's names lie among those of optimizer, scheduler and so on."""
+    outer = ("optimizer.", "optim.", "lr_scheduler", "train_state", "dataloader", "rng", "scaler.")
+    return not prefix and name.startswith(outer)
+
+
+_STATE = re.compile(r"(?:optimizer|optim)\.(?:state\.)?(.+)\.(\w+)")
+
+
+def _states(
+    tensors: dict[str, Lazy], objects: dict[str, Any], weights: Container[str]
+) -> tuple[dict[tuple[str, str], Lazy], list[float], dict[str, Lazy]]:
+    """What an optimizer has kept of its parameters, its counts of steps, and what is neither."""
+    states: dict[tuple[str, str], Lazy] = {}
+    steps: list[float] = []
+    rest: dict[str, Lazy] = {}
+    for name, lazy in tensors.items():
+        match = _STATE.fullmatch(name)
+        if name == "optimizer.num_updates" or (match and match[2] == "step" and lazy.numel == 1):
+            steps.append(float(lazy.load().item()))
+        elif match and (match[2] in MOMENTS or match[1] in weights):
+            states[match[1], match[2]] = lazy
+        else:
+            rest[name] = lazy
+    for name, value in objects.items():
+        if (match := _STATE.fullmatch(name)) and match[2] == "step":
+            steps.append(float(scalar(value)))
+    return states, steps, rest
+
+
+def _from_torchtitan(
+    path: Path,
+    weights: dict[str, Lazy],
+    states: dict[tuple[str, str], Lazy],
+    config: Config,
+) -> tuple[dict[str, Lazy], dict[tuple[str, str], Lazy]]:
+    head_dim = llama.head_dim_of(config, f"{path} has torchtitan's names and")
+    renamed: dict[tuple[str, str], Lazy] = {}
+    for (name, kind), lazy in states.items():
+        ((hf_name, rows),) = llama.in_hf_words({name: lazy}, head_dim).items()
+        renamed[hf_name, kind] = rows
+    return llama.in_hf_words(weights, head_dim), renamed
+
+
+def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]:
+    extras: dict[str, Any] = {"objects": objects}
+    if groups := list(_param_groups(objects)):
+        extras["param_groups"] = groups
+    for key in ("train_state.step", "step"):
+        value = objects.get(key, tensors.get(key))
+        if isinstance(value, Lazy):
+            value = value.load().item() if value.numel == 1 else None
+        if isinstance(value, (int, float)):
+            extras["step"] = int(value)
+            break
+    return extras
+
+
+def _param_groups(objects: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """From either form: `param_groups.0.lr` with `.params`, or flattened, one lr per parameter."""
+    settings: dict[str, dict[str, Any]] = {}
+    for name, value in objects.items():
+        match = re.fullmatch(r"(?:optimizer|optim)\.param_groups\.(.+)\.(\w+)", name)
+        if match:
+            settings.setdefault(match[1], {})[match[2]] = scalar(value)
+    together: dict[str, dict[str, Any]] = {}
+    for owner, values in settings.items():
+        names = values.pop("params", [owner])
+        names = [str(one) for one in names] if isinstance(names, list) else [owner]
+        # Parameters of one group have the same settings; that is all there is to tell by.
+        key = owner if owner.isdigit() else repr(sorted(values.items(), key=str))
+        together.setdefault(key, {**values, "names": []})["names"] += names
+    yield from together.values()

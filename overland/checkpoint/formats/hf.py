@@ -1,0 +1,167 @@
+"""Hugging Face folders: weights in safetensors (or, read only, `pytorch_model.bin`), config.json,
+tokenizer and generation config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from overland.checkpoint.formats import llama
+from overland.checkpoint.formats.lazy import Lazy, digest
+from overland.checkpoint.formats.options import Options
+from overland.checkpoint.formats.safetensors_file import read_safetensors, write_safetensors
+from overland.checkpoint.formats.shards import copy_files, split, write_json
+from overland.checkpoint.formats.source import (
+    MODEL,
+    Config,
+    Source,
+    companions_in,
+    config_near,
+    file_inside,
+    read_json,
+)
+from overland.checkpoint.formats.special_tokens import name_special_tokens
+from overland.checkpoint.formats.torch_file import read_torch_file, tensors_in
+from overland.errors import CheckpointError, ModelError
+from overland.models.config import RMSNORM
+from overland.models.hf import INDEX, SINGLE, shapes_in_files
+from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.registry import read_hf_config
+
+OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+
+
+def detect_hf(path: Path) -> bool:
+    return any((path / name).is_file() for name in (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE))
+
+
+def open_hf(path: Path, config: Config = None) -> Source:
+    config = config or config_near(path)
+    weights, own_name = _weights(path), _names(config)
+    return Source(
+        "hf",
+        path,
+        {
+            MODEL + own_name(name): lazy
+            for name, lazy in weights.items()
+            if not llama.is_computed(name)
+        },
+        config=config,
+        companions=companions_in(path),
+    )
+
+
+def _names(config: Config) -> Callable[[str], str]:
+    """How a tensor of a file is called here: versions of transformers differ."""
+    try:
+        known = read_hf_config(config) if config is not None else None
+    except ModelError:
+        known = None
+    return getattr(known, "own_name", lambda name: name)
+
+
+def write_hf(source: Source, folder: Path, options: Options) -> None:
+    if source.config is None and source.own_model:
+        raise CheckpointError(
+            f"{source.own_model}, the config of this model, has no to_hf() of its own, and Hugging "
+            "Face would read the weights as another model: write one (docs/extending.md), or name "
+            "a config.json that describes it with --config"
+        )
+    if source.config is None:
+        raise CheckpointError(
+            f"{source.folder} does not say what model it holds; name its config.json, or a folder "
+            "with config and tokenizer, with --config"
+        )
+    require_known(source.config)
+    weights = source.weights()
+    if source.config.get("tie_word_embeddings"):
+        weights = _without_head(weights)
+    if not options.partial and not source.own_model:  # which may have more than the family has
+        _check_complete(source.config, weights, source.folder)
+    shards = split(weights, options.max_shard_bytes)
+    count = len(shards)
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = [SINGLE] if count == 1 else files
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(folder / file, shard)
+    if count > 1:
+        total = sum(lazy.nbytes for lazy in weights.values())
+        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
+    config = {key: value for key, value in source.config.items() if key != "dtype"}
+    dtypes = {lazy.dtype for lazy in weights.values()}
+    if len(dtypes) == 1:  # transformers 4 and 5 both read this key
+        config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    copy_files(source.companions, folder)
+    if "vocab_size" in config:  # images have none
+        config = name_special_tokens(folder, config, trained_here=source.format == "overland")
+    write_json(folder / "config.json", config)
+
+
+def require_known(config: Mapping[str, Any]) -> None:
+    """Refuses a config that transformers would read, without a word, as another model."""
+    norm = config.get("norm_type", RMSNORM)
+    if norm != RMSNORM:
+        raise CheckpointError(
+            f"a model with norm_type = '{norm}' cannot be exported to Hugging Face, whose "
+            f"{config.get('model_type')} has RMSNorm and would compute something else with these "
+            "weights"
+        )
+
+
+def _weights(path: Path) -> dict[str, Lazy]:
+    for name in (INDEX, OLD_INDEX):
+        index = path / name
+        if index.is_file():
+            file_of = read_json(index).get("weight_map")
+            if not isinstance(file_of, dict):
+                raise CheckpointError(f"{index} has no weight_map")
+            opened = {file: _open(file_inside(path, file, index)) for file in set(file_of.values())}
+            missing = [tensor for tensor, file in file_of.items() if tensor not in opened[file]]
+            if missing:
+                raise CheckpointError(f"{path}: {missing[0]} is not in the file its index names")
+            return {tensor: opened[file][tensor] for tensor, file in file_of.items()}
+    return _open(path / SINGLE if (path / SINGLE).is_file() else path / OLD_SINGLE)
+
+
+def _open(file: Path) -> dict[str, Lazy]:
+    if file.suffix == ".safetensors":
+        return dict(read_safetensors(file))
+    return dict(tensors_in(read_torch_file(file), file))
+
+
+def _without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
+    """A tied head is not stored; it must be the embedding, though, or something would be lost."""
+    if HEAD in weights and EMBEDDING in weights:
+        head, embedding = weights[HEAD], weights[EMBEDDING]
+        if head is not embedding and digest(head.load()) != digest(embedding.load()):
+            raise CheckpointError(
+                f"the config says that {HEAD} is {EMBEDDING} (tie_word_embeddings), but they "
+                "differ; set it to false in the config given with --config"
+            )
+        return {name: lazy for name, lazy in weights.items() if name != HEAD}
+    return weights
+
+
+def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Path) -> None:
+    """Every parameter, each in its shape, where the family is one that Overland knows."""
+    try:
+        parameters, buffers = shapes_in_files(read_hf_config(config))
+    except ModelError:
+        return
+    shapes = parameters | {name: shape for name, shape in buffers.items() if name in weights}
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise CheckpointError(f"{where} lacks {name}, which its config.json asks for")
+        if weights[name].shape != tuple(shape):
+            raise CheckpointError(
+                f"{where} has {name} in shape {list(weights[name].shape)}, but its config.json "
+                f"asks for {list(shape)}"
+            )
+    unexpected = [name for name in weights if name not in shapes]
+    if unexpected:
+        raise CheckpointError(
+            f"{where} has {unexpected[0]}, which its config.json does not ask for; leave it out "
+            f"with --exclude {unexpected[0]}"
+        )

@@ -1,0 +1,190 @@
+"""Meta's Llama folders: `consolidated.NN.pth` and `params.json`, both ways."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from overland.checkpoint.formats import llama
+from overland.checkpoint.formats.lazy import Lazy, Shape, Stored, Tiled
+from overland.checkpoint.formats.options import Options
+from overland.checkpoint.formats.shards import copy_files, write_json
+from overland.checkpoint.formats.source import (
+    MODEL,
+    Config,
+    Source,
+    companions_in,
+    read_json,
+)
+from overland.checkpoint.formats.torch_file import read_torch_file, tensors_in
+from overland.checkpoint.formats.torch_writer import write_torch_file
+from overland.errors import CheckpointError
+from overland.files import new_file
+
+PARAMS = "params.json"
+
+
+def detect_meta(path: Path) -> bool:
+    return (path / PARAMS).is_file() and any(path.glob("consolidated.*.pth"))
+
+
+def open_meta(path: Path, config: Config = None) -> Source:
+    params = read_json(path / PARAMS)
+    shards = [
+        tensors_in(read_torch_file(file), file) for file in sorted(path.glob("consolidated.*.pth"))
+    ]
+    whole = {
+        name: _merged(name, [shard[name] for shard in shards], params, path)
+        for name in shards[0]
+        if not llama.is_computed(name)
+    }
+    try:
+        config = config or _config(params, whole)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path / PARAMS} does not describe a Llama: {error!r}") from None
+    weights = llama.in_hf_words(whole, llama.head_dim_of(config, str(path)))
+    tensors = {MODEL + name: lazy for name, lazy in weights.items()}
+    return Source("meta", path, tensors, config=config, companions=companions_in(path))
+
+
+def write_meta(source: Source, folder: Path, options: Options) -> None:
+    head_dim = llama.head_dim_of(source.config, "writing Meta's format")
+    config = source.config or {}
+    llama.check_is_plain_llama(config, "Meta's format")
+    weights = {name: lazy for name, lazy in source.tensors.items() if name.startswith(MODEL)}
+    embedding, head = f"{MODEL}model.embed_tokens.weight", f"{MODEL}lm_head.weight"
+    if config.get("tie_word_embeddings") and embedding in weights:
+        weights[head] = weights[embedding]  # Meta's model has an output matrix always
+    named = {
+        name.removeprefix(MODEL): lazy
+        for name, lazy in llama.in_meta_words(weights, head_dim).items()
+    }
+    with new_file(folder / "consolidated.00.pth") as file:
+        write_torch_file(file, named, root="consolidated.00")
+    write_json(folder / PARAMS, _params(config))
+    copy_files((file for file in source.companions if "tokenizer" in file.name), folder)
+
+
+_COLUMNS = re.compile(r"\.(wq|wk|wv|w1|w3)\.weight$|^output\.weight$")
+_ROWS = re.compile(r"\.(wo|w2)\.weight$")
+
+
+def _merged(name: str, shards: list[Stored], params: dict[str, Any], path: Path) -> Lazy:
+    """One tensor from its shards: side by side, one below the other, or the same everywhere."""
+    first = shards[0]
+    if _COLUMNS.search(name):
+        dim = 0
+    elif _ROWS.search(name):
+        dim = 1
+    elif name == "tok_embeddings.weight":
+        # Llama 2 splits the width, Llama 3 the vocabulary.
+        dim = 0 if first.shape[1] == params.get("dim") else 1
+    else:
+        return first
+    if len(shards) == 1:
+        return first
+    size = sum(shard.shape[dim] for shard in shards)
+    shape = tuple(size if axis == dim else n for axis, n in enumerate(first.shape))
+    tiles: list[tuple[Shape, Lazy]] = []
+    place = 0
+    for shard in shards:
+        if shard.dtype != first.dtype or shard.shape[1 - dim] != shape[1 - dim]:
+            raise CheckpointError(f"{path}: the shards of {name} do not fit together")
+        tiles.append(((place, 0) if dim == 0 else (0, place), shard))
+        place += shard.shape[dim]
+    return Tiled(shape, first.dtype, tiles)
+
+
+def _config(params: dict[str, Any], tensors: dict[str, Lazy]) -> dict[str, Any]:
+    """config.json of the same model. Sizes come from the tensors: Llama 2 says vocab_size -1."""
+    width, heads = int(params["dim"]), int(params["n_heads"])
+    kv_heads = int(params.get("n_kv_heads") or heads)
+    vocab_size = tensors["tok_embeddings.weight"].shape[0]
+    theta = float(params.get("rope_theta", 10000.0))
+    rows = tensors["layers.0.attention.wk.weight"].shape[0]
+    if rows != kv_heads * (width // heads):
+        raise CheckpointError(
+            f"wk has {rows} rows in all, but {kv_heads} heads of {width // heads} are expected"
+        )
+    is_third = theta >= 500000 or vocab_size >= 128000
+    scaled = bool(params.get("use_scaled_rope"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_hidden_layers": int(params["n_layers"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": width // heads,
+        "intermediate_size": tensors["layers.0.feed_forward.w1.weight"].shape[0],
+        "vocab_size": vocab_size,
+        "rms_norm_eps": float(params.get("norm_eps", 1e-5)),
+        "hidden_act": "silu",
+        "rope_theta": theta,
+        "rope_scaling": _scaling(params, width) if scaled else None,
+        # Not in params.json; what the models of each generation were trained for.
+        "max_position_embeddings": 131072 if scaled else 8192 if is_third else 4096,
+        "bos_token_id": 128000 if vocab_size >= 128002 else 1,
+        "eos_token_id": 128001 if vocab_size >= 128002 else 2,
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    return config
+
+
+def _scaling(params: dict[str, Any], width: int) -> dict[str, Any]:
+    """Llama 3.1's numbers, which are in Meta's code and not in params.json. Hugging Face has
+    factor 32 for the 3.2 models, which are the ones with a width of 2048 or 3072."""
+    return {
+        "rope_type": "llama3",
+        "factor": float(params.get("rope_scaling_factor") or (32 if width in (2048, 3072) else 8)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": float(params.get("rope_high_freq_factor") or 4.0),
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _params(config: dict[str, Any]) -> dict[str, Any]:
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    multiplier, multiple = _feed_forward(width, config["intermediate_size"])
+    params = {
+        "dim": width,
+        "n_layers": config["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": config.get("num_key_value_heads") or heads,
+        "vocab_size": config["vocab_size"],
+        "multiple_of": multiple,
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(theta),
+    }
+    if multiplier is not None:
+        params["ffn_dim_multiplier"] = multiplier
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        params["use_scaled_rope"] = True
+        if rope["factor"] != _scaling({}, width)["factor"]:
+            params["rope_scaling_factor"] = rope["factor"]
+    return params
+
+
+def feed_forward_size(width: int, multiplier: float | None, multiple: int) -> int:
+    """As Meta's model computes it."""
+    size = int(2 * 4 * width / 3)
+    if multiplier is not None:
+        size = int(multiplier * size)
+    return multiple * ((size + multiple - 1) // multiple)
+
+
+def _feed_forward(width: int, wanted: int) -> tuple[float | None, int]:
+    """A multiplier and a multiple that give the wanted size; those of known models first."""
+    known = [None, 1.3, 1.5, 1.4, 1.2, 1.1]
+    for multiple in (256, 1024, 4096, 512, 128, 64, 32, 16):
+        for multiplier in known:
+            if feed_forward_size(width, multiplier, multiple) == wanted:
+                return multiplier, multiple
+    multiple = math.gcd(wanted, 256)
+    multiplier = (wanted - multiple / 2) / int(2 * 4 * width / 3)
+    assert feed_forward_size(width, multiplier, multiple) == wanted
+    return multiplier, multiple

@@ -1,0 +1,112 @@
+"""safetensors files: the header checked before a byte is believed, and written as a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Stored, counter, memory
+from overland.config.foreign import what_is_wrong
+from overland.errors import CheckpointError
+from overland.files import new_file
+
+# As the format's own library has it.
+MAX_HEADER_BYTES = 100_000_000
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def read_safetensors(path: Path) -> dict[str, Stored]:
+    """The tensors of a file. Offsets must tile it: no gap, no overlap, nothing beyond its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{path} is not a safetensors file: its header would be {length} bytes long"
+            )
+        text = file.read(length)
+    counter()(8 + length)
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not a safetensors file: its header is wrong ({what_is_wrong(error)})"
+        ) from None
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            raise CheckpointError(f"{path}: {name} does not begin where the tensor before it ends")
+        end += tensor.nbytes
+    if end != size:
+        raise CheckpointError(f"{path} has {size} bytes, but its header describes {end}")
+    return tensors
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> None:
+    """Header first, since shapes and types are known; then one tensor after the other."""
+    # Wide types first keeps every tensor aligned to its own width.
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        lazy = tensors[name]
+        if lazy.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is of type {lazy.dtype}, which safetensors cannot hold")
+        header[name] = {
+            "dtype": _NAMES[lazy.dtype],
+            "shape": list(lazy.shape),
+            "data_offsets": [end, end + lazy.nbytes],
+        }
+        end += lazy.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(memory(tensors[name].load()))
+
+
+def _entry(path: Path, data: int, entry: Any) -> Stored:
+    start, end = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+    numbers = (start, end, *shape)
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise ValueError("sizes and offsets are natural numbers")
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor with {len(shape)} dims")
+    tensor = Stored(shape, dtype, path, data + start)
+    if end - start != tensor.nbytes:
+        raise ValueError(f"{end - start} bytes for shape {list(shape)} of {dtype}")
+    return tensor
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    contents = dict(pairs)
+    if len(contents) != len(pairs):
+        raise ValueError("a name comes twice")
+    return contents

@@ -1,0 +1,149 @@
+"""A checkpoint of any format: its tensors by Overland's names, read one by one.
+
+Names are those of a run's own state: `model.<Hugging Face name>`, `optimizer.<name>.<state>` (of
+AdamW: exp_avg and exp_avg_sq), `optimizer.num_updates`. Whatever else a file holds keeps the name
+it has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overland.checkpoint.formats.lazy import Lazy, Slices, held
+from overland.config import foreign
+from overland.config.inside import leads_out
+from overland.errors import CheckpointError
+
+Config = dict[str, Any] | None
+"""The contents of a config.json, where there is one."""
+
+MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
+
+# What lies beside weights and belongs to them.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+@dataclass
+class Source:
+    """`extras`: step, batch, tokens, best_validation_loss, learning rates and `param_groups`
+    (torch's, with parameter names) where the format has them. `config`: a config.json's contents.
+    `companions`: tokenizer and generation config."""
+
+    format: str
+    folder: Path
+    tensors: dict[str, Lazy]
+    extras: dict[str, Any] = field(default_factory=dict)
+    config: Config = None
+    companions: list[Path] = field(default_factory=list)
+
+    @property
+    def own_model(self) -> str | None:
+        """The config class of a run's model, if it is one that a user registered."""
+        name: str | None = (self.extras.get("run") or {}).get("own_model")
+        return name
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        return self.tensors[name].load()
+
+    def read_slice(self, name: str, slices: Slices) -> Tensor:
+        return self.tensors[name].load_slice(slices)
+
+    def weights(self) -> dict[str, Lazy]:
+        """The model's tensors by their Hugging Face names."""
+        return {
+            name.removeprefix(MODEL): lazy
+            for name, lazy in self.tensors.items()
+            if name.startswith(MODEL)
+        }
+
+    def states(self) -> Iterator[tuple[str, str, Lazy]]:
+        """What an optimizer has kept: (parameter, name of the state, tensor)."""
+        for name, lazy in self.tensors.items():
+            if (split := split_state(name, self.tensors)) is not None:
+                yield *split, lazy
+
+    def with_tensors(self, tensors: dict[str, Lazy]) -> Source:
+        return replace(self, tensors=tensors)
+
+
+def split_state(name: str, tensors: Container[str]) -> tuple[str, str] | None:
+    """`optimizer.<parameter>.<state>` taken apart, if the parameter is one of the model's."""
+    parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
+    is_state = name.startswith(OPTIMIZER) and (MODEL + parameter in tensors or kind in MOMENTS)
+    return (parameter, kind) if is_state else None
+
+
+def num_updates(steps: list[float]) -> dict[str, Lazy]:
+    """The optimizer's count of updates as an entry; Overland has one, other formats one per
+    parameter, which differ only for those that were frozen for a time."""
+    if not steps:
+        return {}
+    return {NUM_UPDATES: held(torch.tensor(float(max(steps)), dtype=torch.float32))}
+
+
+def companions_in(folder: Path) -> list[Path]:
+    found = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    for path in found:
+        refuse_link_out(path)
+    return found
+
+
+def refuse_link_out(path: Path) -> None:
+    """What is copied beside weights must be a file of their folder: a folder that came from others
+    could name any file of this machine by a link."""
+    if leads_out(path, path.parent):
+        raise CheckpointError(
+            f"{path} is a link out of its folder, to {path.resolve()}: put a copy in its place if "
+            "it belongs there, or remove it"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        contents = foreign.read_json(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path} holds a {type(contents).__name__}, expected an object")
+    return contents
+
+
+def config_near(*folders: Path) -> Config:
+    """config.json of the first folder that has one."""
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            refuse_link_out(folder / "config.json")
+            return read_json(folder / "config.json")
+    return None
+
+
+def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
+    """A file that another one names: in the same folder, and nowhere else."""
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        raise CheckpointError(
+            f"{named_by} names the file {name!r}, which is not a plain file name; files outside "
+            f"{folder} are not opened"
+        )
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(f"{folder} lacks {name}, which {named_by.name} names")
+    return path

@@ -1,0 +1,5 @@
+"""A checkpoint from one format to another, tensor by tensor. See docs/convert.md."""
+
+from overland.tools.convert.convert import Summary, convert
+
+__all__ = ["Summary", "convert"]

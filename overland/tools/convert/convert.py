@@ -1,0 +1,269 @@
+"""Any checkpoint to any format: one tensor in memory, an output that is whole or not there."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overland.checkpoint.formats.formats import FORMATS, TARGETS, open_source
+from overland.checkpoint.formats.lazy import Lazy, cast, digest
+from overland.checkpoint.formats.options import Options
+from overland.checkpoint.formats.source import (
+    MODEL,
+    Config,
+    Source,
+    companions_in,
+    read_json,
+    split_state,
+)
+from overland.errors import CheckpointError
+from overland.files import publish, sync
+from overland.tools.convert.memory import PeakMemory
+from overland.tools.convert.verify import verify_hashes, verify_logits
+from overland.words import did_you_mean
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CHECKS = ("hash", "logits", "none")
+ALLOWANCE = 256 * 2**20
+
+Advance = Callable[[str, int, int], None]
+"""Told what is being done, how many bytes of it, and of how many."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a conversion did. Sizes are in bytes."""
+
+    source: str
+    source_format: str
+    target: str
+    target_format: str
+    num_tensors: int
+    num_bytes: int
+    verified: int
+    logits_difference: float | None
+    own_model: str | None
+    peak_memory: int
+    allowed_memory: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    *,
+    dtype: str | None = None,
+    exclude: Sequence[str] = (),
+    weights_only: bool = False,
+    config: str | Path | None = None,
+    options: Options | None = None,
+    verify: str = "hash",
+    advance: Advance = lambda what, done, total: None,
+) -> Summary:
+    """Writes the checkpoint at `source` to `target` in format `to`; see docs/convert.md."""
+    for given, valid, option in ((to, TARGETS, "--to"), (verify, CHECKS, "--verify")):
+        if given not in valid:
+            raise CheckpointError(f"{option} {given} is not known{did_you_mean(given, valid)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f"--dtype {dtype} is not known{did_you_mean(dtype, DTYPES)}")
+    options, format_ = options or Options(), FORMATS[to]
+    target = Path(target).expanduser()
+    if format_.is_file and target.suffix != ".safetensors":
+        raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
+    _check_apart(Path(source).expanduser(), target)
+    memory = PeakMemory()
+    given_config, companions = _given_config(config)
+    opened = open_source(source, given_config)
+    if companions:
+        opened.companions = companions
+    kept = _without(_selected(opened, weights_only or format_.weights_only), exclude)
+    wanted = DTYPES[dtype] if dtype else torch.float32 if to == "safetensors" else None
+    chosen = opened.with_tensors(_with_dtype(kept, wanted))
+    if exclude:
+        options = Options(**{**asdict(options), "partial": True})
+
+    total = sum(lazy.nbytes for lazy in chosen.tensors.values())
+    largest = max((_largest(lazy) for lazy in chosen.tensors.values()), default=0)
+    count = _Counter(advance, total)
+    sent: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
+
+    def seen(name: str, tensor: Tensor) -> None:
+        hashed = digest(tensor) if verify != "none" else ""
+        sent[name] = tuple(tensor.shape), tensor.dtype, hashed
+        count("writing", tensor.nbytes)
+
+    watched = chosen.with_tensors(_watched(chosen.tensors, seen))
+    verified, difference = 0, None
+    with _new_target(target, format_.is_file) as beside:
+        assert format_.write is not None
+        format_.write(watched, beside, options)
+        if verify != "none":
+            count.start()
+            written = format_.open(beside, chosen.config)
+            verify_hashes(written, sent, lambda size: count("verifying", size))
+            verified = len(sent)
+        if verify == "logits":
+            difference = verify_logits(chosen, written)
+    num_bytes = sum(chosen.tensors[name].nbytes for name in sent)
+    return Summary(
+        str(source), opened.format, str(target), to, len(sent), num_bytes, verified,
+        difference, opened.own_model, memory.growth(), 2 * largest + ALLOWANCE,
+    )  # fmt: skip
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """A target inside its source would become part of it: of a checkpoint, whose files are all
+    listed, or of a run."""
+    whole, new = source.resolve(), target.resolve()
+    if new == whole or new in whole.parents:
+        raise CheckpointError(f"{target} is {source} or holds it: choose a target outside of it")
+    if whole in new.parents:
+        raise CheckpointError(
+            f"{target} lies inside {source}, which must stay as it is: choose a target outside of "
+            "it"
+        )
+
+
+def _selected(source: Source, weights_only: bool) -> dict[str, Lazy]:
+    """Weights, and the optimizer where it is wanted; a source's other tensors mean nothing to
+    others, unless both ends are Overland's."""
+    if not any(name.startswith(MODEL) for name in source.tensors):
+        raise CheckpointError(f"{source.folder} holds no weights of a model")
+    return {
+        name: lazy
+        for name, lazy in source.tensors.items()
+        if name.startswith(MODEL) or not weights_only
+    }
+
+
+def _without(tensors: dict[str, Lazy], patterns: Sequence[str]) -> dict[str, Lazy]:
+    """Drops parameters, with their state, and other entries that a pattern matches."""
+    kept = dict(tensors)
+    for pattern in patterns:
+        matched = [name for name in tensors if _matches(name, pattern, tensors)]
+        if not matched:
+            plain = [name.removeprefix(MODEL) for name in tensors]
+            raise CheckpointError(f"--exclude {pattern} matches no tensor{_near(pattern, plain)}")
+        for name in matched:
+            kept.pop(name, None)
+    if not any(name.startswith(MODEL) for name in kept):
+        raise CheckpointError("--exclude leaves no weights to convert")
+    return kept
+
+
+def _matches(name: str, pattern: str, tensors: dict[str, Lazy]) -> bool:
+    state = split_state(name, tensors)
+    names = (name, name.removeprefix(MODEL), *(state[:1] if state else ()))
+    return any(fnmatch.fnmatchcase(one, pattern) for one in names)
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    hint = did_you_mean(pattern, names)
+    return hint if hint.startswith("; did") else f"; the first is {names[0]}"
+
+
+def _with_dtype(tensors: dict[str, Lazy], dtype: torch.dtype | None) -> dict[str, Lazy]:
+    """Weights that are floating-point change type; optimizer state stays as they are. Names of
+    one tensor stay names of one tensor."""
+    if dtype is None:
+        return tensors
+    changed: dict[int, Lazy] = {}
+    return {
+        name: changed.setdefault(id(lazy), cast(lazy, dtype))
+        if name.startswith(MODEL) and lazy.dtype.is_floating_point
+        else lazy
+        for name, lazy in tensors.items()
+    }
+
+
+def _largest(lazy: Lazy) -> int:
+    """A cast tensor counts in its wider type."""
+    before = getattr(lazy, "before", lazy)
+    return max(lazy.nbytes, before.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Watched(Lazy):
+    before: Lazy
+    names: tuple[str, ...]
+    seen: Callable[[str, Tensor], None]
+
+    def load(self) -> Tensor:
+        tensor = self.before.load()
+        for name in self.names:
+            self.seen(name, tensor)
+        return tensor
+
+
+def _watched(tensors: dict[str, Lazy], seen: Callable[[str, Tensor], None]) -> dict[str, Lazy]:
+    names: dict[int, list[str]] = {}
+    for name, lazy in tensors.items():
+        names.setdefault(id(lazy), []).append(name)
+    made: dict[int, Lazy] = {}
+    for lazy in tensors.values():
+        watched = _Watched(lazy.shape, lazy.dtype, lazy, tuple(names[id(lazy)]), seen)
+        made.setdefault(id(lazy), watched)
+    return {name: made[id(lazy)] for name, lazy in tensors.items()}
+
+
+class _Counter:
+    def __init__(self, advance: Advance, total: int) -> None:
+        self.advance, self.total, self.done = advance, total, 0
+
+    def start(self) -> None:
+        self.done = 0
+
+    def __call__(self, what: str, size: int) -> None:
+        self.done = min(self.total, self.done + size)
+        self.advance(what, self.done, self.total)
+
+
+def _given_config(path: str | Path | None) -> tuple[Config, list[Path]]:
+    if path is None:
+        return None, []
+    path = Path(path).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"--config {path}: there is no {file}")
+    return read_json(file), companions_in(path) if path.is_dir() else []
+
+
+@contextmanager
+def _new_target(target: Path, is_file: bool) -> Iterator[Path]:
+    """A place beside the target, which gets the target's name when all is written."""
+    is_empty_folder = not is_file and target.is_dir() and not any(target.iterdir())
+    if (target.is_symlink() or target.exists()) and not is_empty_folder:
+        raise CheckpointError(f"{target} already exists; choose a new name or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    _remove(beside)
+    if not is_file:
+        beside.mkdir()
+    try:
+        yield beside
+        sync(beside)
+        if target.is_dir():
+            target.rmdir()
+        publish(beside, target)
+    finally:
+        _remove(beside)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,0 +1,26 @@
+"""Everything around a run that can be looked at from here: `overland doctor`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from overland.tools.doctor.finding import Finding
+from overland.tools.jobs.site import NamedSite
+
+__all__ = ["Finding", "examine"]
+
+
+def examine(
+    config: str | None, site: NamedSite | None, env: Mapping[str, str] = os.environ
+) -> Iterator[Finding]:
+    """What is quick first; each as soon as it is known."""
+    from overland.tools.doctor.places import check_places
+    from overland.tools.doctor.session import check_session
+    from overland.tools.doctor.software import check_software
+    from overland.tools.doctor.start import check_start
+
+    yield from check_session(site, env)
+    yield from check_places(site, env)
+    yield from check_software(site)
+    yield from check_start(config, env)

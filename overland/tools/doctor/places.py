@@ -1,0 +1,90 @@
+"""Scratch and caches: writable, with room, and not in a small home."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from overland.tools.doctor.finding import Finding, ok, warning, wrong
+from overland.tools.jobs.site import NamedSite
+
+LITTLE = 5e9  # bytes free: less than one shard of weights, or a build of torch
+
+
+@dataclass(frozen=True)
+class Cache:
+    variable: str
+    default: str
+    what: str
+    accelerator: str | None = None
+    """The only one it matters for."""
+
+
+CACHES = (
+    Cache("XDG_CACHE_HOME", "~/.cache", "all that has no variable of its own"),
+    Cache("HF_HOME", "$XDG_CACHE_HOME/huggingface", "Hugging Face's files"),
+    Cache("TRITON_CACHE_DIR", "~/.triton/cache", "compiled kernels"),
+    Cache("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_$USER", "compiled models"),
+    Cache("MIOPEN_USER_DB_PATH", "~/.config/miopen", "MIOpen's choices", "amd"),
+    Cache("MIOPEN_CUSTOM_CACHE_DIR", "$XDG_CACHE_HOME/miopen", "MIOpen's kernels", "amd"),
+)
+
+
+def check_places(site: NamedSite | None, env: Mapping[str, str]) -> Iterator[Finding]:
+    yield check_scratch(site, env)
+    accelerator = site.facts.accelerator if site else None
+    for cache in CACHES:
+        if cache.accelerator in (None, accelerator):
+            yield check_cache(cache, site, env)
+
+
+def check_scratch(site: NamedSite | None, env: Mapping[str, str]) -> Finding:
+    root = env.get("SCRATCH_ROOT")
+    if not root:
+        advice = site.facts.disk.scratch if site else None
+        if site and site.facts.scheduler == "slurm":
+            way = f"export SCRATCH_ROOT={advice or 'a folder of yours on the scratch file system'}"
+            return warning("SCRATCH_ROOT", "not set: `overland fetch` writes below here", way)
+        return ok("SCRATCH_ROOT", "not set: `overland fetch` writes into ./assets and ./data")
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        return wrong("SCRATCH_ROOT", f"{folder} is no folder", "make it, or set another")
+    return check_folder("SCRATCH_ROOT", folder, "another folder")
+
+
+def check_cache(cache: Cache, site: NamedSite | None, env: Mapping[str, str]) -> Finding:
+    if cache.variable not in env and site and cache.variable in site.facts.environment:
+        return ok(cache.variable, f"set in every job of {site.name}")
+    path = cache_path(cache, env)
+    finding = check_folder(cache.variable, path, f"export {cache.variable}=… elsewhere")
+    if finding.status != "ok":
+        return finding
+    home, scratch = Path(env.get("HOME", "~")).expanduser(), env.get("SCRATCH_ROOT")
+    on_scratch = scratch and not Path(scratch).expanduser().is_relative_to(home)
+    if on_scratch and path.is_relative_to(home):
+        name = cache.variable.removesuffix("_DIR").removesuffix("_HOME").lower()
+        way = f"export {cache.variable}=$SCRATCH_ROOT/{name}"
+        return warning(cache.variable, f"{path}: {cache.what}, in a home beside a scratch", way)
+    return finding
+
+
+def cache_path(cache: Cache, env: Mapping[str, str]) -> Path:
+    home = env.get("HOME", str(Path("~").expanduser()))
+    said = env.get(cache.variable) or cache.default
+    general = env.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    user = env.get("USER") or str(os.getuid())
+    said = said.replace("$XDG_CACHE_HOME", general).replace("$USER", user)
+    return Path(home + said[1:] if said.startswith("~") else said)
+
+
+def check_folder(what: str, path: Path, way_out: str) -> Finding:
+    """A folder that is not there yet is judged by the one it would be made in."""
+    there = next((one for one in (path, *path.parents) if one.exists()), Path("/"))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return wrong(what, f"{path} cannot be written", way_out)
+    free = shutil.disk_usage(there).free
+    shown = f"{path}, {free / 1e9:,.0f} GB free"
+    return warning(what, shown, f"make room, or {way_out}") if free < LITTLE else ok(what, shown)

@@ -1,0 +1,55 @@
+"""A start without a network: `overland check` of the config, while every connection is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from overland.config.commands import command
+from overland.tools.doctor.finding import Finding, ok, wrong
+
+DEFAULT = "quickstart"
+SECONDS = 600
+
+
+def check_start(config: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
+    words = ["check", config or DEFAULT, "--json"]
+    with tempfile.TemporaryDirectory() as place:
+        record = Path(place) / "tried"
+        program = [sys.executable, "-m", "overland.tools.doctor.no_network", str(record), *words]
+        try:
+            done = subprocess.run(
+                program, env=dict(env), capture_output=True, text=True, timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            yield wrong("start", f"did not end in {SECONDS} s", command("overland", *words))
+            return
+        tried = record.read_text().split("\n")[:-1] if record.is_file() else []
+    yield from judge_start(config, done, list(dict.fromkeys(tried)))
+
+
+def judge_start(
+    config: str | None, done: subprocess.CompletedProcess[str], tried: list[str]
+) -> Iterator[Finding]:
+    what = "start without network"
+    shown = f"`{command('overland', 'check', config or DEFAULT)}`"
+    if tried:
+        way = "find out who asks: a module of yours, a callback, or a package that calls home"
+        yield wrong(what, f"{shown} tried to reach {', '.join(tried)}", way)
+    elif done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        # Our own errors are sentences, all of them of use; of a trace, its last line is.
+        told = "; ".join(lines) if done.returncode == 2 else lines[-1]
+        yield wrong(what, f"{shown} fails: {told}", f"{shown} says more")
+    else:
+        yield ok(what, f"{shown} passed, and no connection was tried")
+    if config is not None and done.returncode == 0:
+        missing = json.loads(done.stdout)["to_fetch"]
+        if missing:
+            yield wrong("files of the config", "; ".join(missing), "`overland fetch` brings them")
+        else:
+            yield ok("files of the config", "all are here")

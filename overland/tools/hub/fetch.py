@@ -1,0 +1,276 @@
+"""From a Hub into a folder: what is meant, what is missing, and every byte checked.
+
+1. The folder's list, if it has one, says which commit it holds; else the Hub says which is meant.
+2. The Hub lists the commit's files; the kind, `--subset` and `--include` choose among them.
+3. The folder's list is written, then each file that is missing or damaged comes by ranges into
+   `.overland/partial`, is compared with the Hub's hash, and moved to its place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from overland.errors import HubError
+from overland.files import publish, sync
+from overland.tools.hub.choose import choose_included, choose_model, choose_tokenizer
+from overland.tools.hub.download import download
+from overland.tools.hub.errors import in_words
+from overland.tools.hub.place import Kind
+from overland.tools.hub.repo import Repo, commit_of, connect, list_files, open_repo
+from overland.tools.hub.snapshot import (
+    OWN,
+    THREADS,
+    Entry,
+    Snapshot,
+    check_name,
+    check_names,
+    find_problems,
+    read_snapshot,
+    write_snapshot,
+)
+from overland.words import size
+
+LARGEST_README = 2**24  # bytes; it is read before the disk is looked at
+Report = Callable[[str, int, int], None]  # what is being done, bytes so far, bytes in all
+
+
+@dataclass(frozen=True)
+class Wanted:
+    kind: Kind
+    name: str
+    revision: str | None = None
+    subset: str | None = None
+    include: tuple[str, ...] = ()
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What a folder's list remembers of it."""
+        return {"kind": self.kind, "subset": self.subset, "include": sorted(self.include)}
+
+
+@dataclass(frozen=True)
+class Fetched:
+    snapshot: Snapshot
+    fetched: list[str]
+    """Files that came from the Hub this time."""
+    mended: list[str]
+    """Those of them that were here before, and damaged."""
+
+
+def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fetched:
+    """Afterwards every file that is wanted lies in `folder`, as the Hub has it."""
+    if wanted.subset is not None and wanted.kind != "dataset":
+        raise HubError(f"--subset is for datasets; a {wanted.kind} has --include")
+    repo = open_repo(wanted.name, "dataset" if wanted.kind == "dataset" else "model")
+    had = read_snapshot(folder)
+    if had is not None:
+        check_same(had, repo, folder)
+    answered = had is not None and is_answered(had, wanted)
+    snapshot = had if had is not None and answered else ask(wanted, repo, folder, had)
+    with only_one(folder):
+        snapshot = merge(folder, snapshot, repo)
+        problems = find_problems(folder, snapshot.files, Bytes(report, "checking", snapshot).add)
+        if problems:
+            check_space(folder, snapshot, problems)
+        if not answered:
+            write_snapshot(folder, snapshot)
+        if problems:
+            connect(repo)
+            with in_words(repo):
+                bring(repo, snapshot, folder, list(problems), report)
+        shutil.rmtree(folder / OWN / "partial", ignore_errors=True)
+    damaged = [name for name, problem in problems.items() if problem == "damaged"]
+    return Fetched(snapshot, list(problems), damaged)
+
+
+def verify(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> dict[str, str]:
+    """Without a network: name -> `missing` or `damaged`."""
+    had = read_snapshot(folder)
+    if had is None:
+        raise HubError(f"{folder} holds no snapshot that `overland fetch` made: nothing to verify")
+    repo = open_repo(wanted.name, "dataset" if wanted.kind == "dataset" else "model")
+    check_same(had, repo, folder)
+    if wanted.revision not in (None, had.revision, had.commit):
+        raise HubError(f"{folder} holds {had.revision}, commit {had.commit}, of {had.name}")
+    return find_problems(folder, had.files, Bytes(report, "checking", had).add)
+
+
+def check_same(had: Snapshot, repo: Repo, folder: Path) -> None:
+    if (had.type, had.name) != (repo.type, repo.name):
+        raise HubError(
+            f"{folder} holds the {had.type} {had.name}: choose another folder with --to, so that "
+            f"files of {repo.name} do not come among its"
+        )
+
+
+def is_answered(had: Snapshot, wanted: Wanted) -> bool:
+    """Whether the list knows all files that are wanted, so that the Hub need not be asked."""
+    known = wanted.revision in (None, had.revision, had.commit)
+    return known and wanted.request in had.requests
+
+
+def ask(wanted: Wanted, repo: Repo, folder: Path, had: Snapshot | None) -> Snapshot:
+    """What the Hub says about the files that are wanted."""
+    client = connect(repo)
+    with in_words(repo):
+        if had is not None and wanted.revision in (None, had.revision):
+            commit = had.commit
+        else:
+            commit = commit_of(client, repo, wanted.revision)
+        if had is not None and commit != had.commit:
+            raise HubError(
+                f"{folder} holds commit {had.commit[:12]} of {had.name} and {wanted.revision} is "
+                f"{commit[:12]}: a run may be using it, so choose another folder with --to, or "
+                "remove this one"
+            )
+        files = list_files(client, repo, commit)
+        chosen = choose(wanted, repo, commit, files)
+    check_names(chosen)
+    entries = {name: files[name] for name in chosen}
+    revision = had.revision if had is not None else wanted.revision or "main"
+    return Snapshot(repo.type, repo.name, revision, commit, entries, [wanted.request])
+
+
+def merge(folder: Path, new: Snapshot, repo: Repo) -> Snapshot:
+    """With what the folder's list holds by now; it is locked."""
+    had = read_snapshot(folder)
+    if had is None:
+        return new
+    check_same(had, repo, folder)
+    if had.commit != new.commit:
+        raise HubError(f"another fetch has just put commit {had.commit[:12]} into {folder}")
+    requests = had.requests + [one for one in new.requests if one not in had.requests]
+    return replace(had, files=had.files | new.files, requests=requests)
+
+
+def choose(wanted: Wanted, repo: Repo, commit: str, files: dict[str, Entry]) -> list[str]:
+    names = list(files)
+    where = f"{wanted.name} at {commit[:12]}"
+    if wanted.subset is not None:
+        names = subset_of(wanted.subset, repo, commit, files)
+        where += f", subset {wanted.subset}"
+    if wanted.include:
+        names = choose_included(names, wanted.include, where)
+    elif wanted.kind == "model":
+        names = choose_model(names)
+    elif wanted.kind == "tokenizer":
+        names = choose_tokenizer(names)
+    if not names:
+        raise HubError(f"{where} holds no file of a {wanted.kind}; see {repo.page}/tree/{commit}")
+    if wanted.subset is not None and "README.md" in files:
+        names = list(dict.fromkeys(["README.md", *names]))  # it says which file is what
+    return names
+
+
+def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, Entry]) -> list[str]:
+    """The subset's files, as the README or the folders tell. The README is read before anything is
+    written, so a misspelt name leaves nothing behind."""
+    from overland.data.sources.huggingface import subset_files
+    from overland.errors import DataError
+
+    with tempfile.TemporaryDirectory() as place:
+        page = files.get("README.md")
+        if page and page.size > LARGEST_README:
+            raise HubError(
+                f"the README.md of {repo.name} has {page.size:,} bytes, and says too much"
+            )
+        if page:
+            bring_one(repo, commit, "README.md", page, Path(place), lambda size: None)
+        try:
+            return subset_files(Path(place), list(files), subset, repo.name)
+        except DataError as error:
+            raise HubError(str(error)) from None
+
+
+def check_space(folder: Path, snapshot: Snapshot, problems: dict[str, str]) -> None:
+    """Before hours of download, not after."""
+    free = shutil.disk_usage(folder).free
+    partial = folder / OWN / "partial"
+    here = sum(path.stat().st_size for path in partial.iterdir()) if partial.is_dir() else 0
+    needed = sum(snapshot.files[name].size for name in problems) - here
+    if needed > free:
+        raise HubError(
+            f"{size(needed)} are to come and {folder} has {size(free)} free: make room, choose "
+            "another folder with --to, or fewer files with --include or --subset"
+        )
+
+
+def bring(repo: Repo, snapshot: Snapshot, folder: Path, names: list[str], report: Report) -> None:
+    entries = {name: snapshot.files[name] for name in names}
+    progress = Bytes(report, "fetching", replace(snapshot, files=entries))
+    with ThreadPoolExecutor(THREADS) as pool:
+        jobs = [
+            pool.submit(bring_one, repo, snapshot.commit, name, entry, folder, progress.add)
+            for name, entry in entries.items()
+        ]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        except BaseException:
+            progress.stopped = True  # the others end with the bytes they have
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def bring_one(
+    repo: Repo, commit: str, name: str, entry: Entry, folder: Path, advance: Callable[[int], None]
+) -> None:
+    check_name(name)
+    # By content, so that what is left of another commit is never taken for a part of this one; and
+    # by name, since two files may be the same.
+    of_name = hashlib.sha256(name.encode()).hexdigest()[:8]
+    part = folder / OWN / "partial" / f"{entry.hash.replace(':', '-')}-{of_name}"
+    for _ in range(2):  # what came in pieces over days may be damaged once
+        download(repo, commit, name, entry, part, advance)
+        if entry.problem(part) is None:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            sync(part)
+            publish(part, target)
+            return
+        advance(-part.stat().st_size)
+        part.unlink()
+    raise HubError(
+        f"{name} came twice and was not what {repo.endpoint} says it is: try again later, or "
+        "another Hub with HF_ENDPOINT"
+    )
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Two fetches into one folder would write into the same partial files."""
+    lock = folder / OWN / "lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HubError(f"another fetch is at work in {folder}: wait until it ends") from None
+        except OSError:
+            pass  # Lustre may be mounted without locks; hashes find what two have mixed up
+        yield
+
+
+class Bytes:
+    """Bytes, counted by several threads."""
+
+    def __init__(self, report: Report, what: str, snapshot: Snapshot) -> None:
+        self.report, self.what, self.total = report, what, snapshot.num_bytes
+        self.done, self.lock, self.stopped = 0, Lock(), False
+
+    def add(self, size: int) -> None:
+        if self.stopped:
+            raise HubError("stopped, since another file failed")
+        with self.lock:
+            self.done += size
+            self.report(self.what, self.done, self.total)

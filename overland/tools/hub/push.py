@@ -1,0 +1,164 @@
+"""From a folder to a Hub, in one commit, compared afterwards with what the Hub says it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from overland.config.commands import command
+from overland.config.inside import leads_out
+from overland.errors import HubError
+from overland.run_folder import COMMITTED
+from overland.tools.hub.errors import in_words
+from overland.tools.hub.repo import SECONDS, Repo, connect, list_files, open_repo
+from overland.tools.hub.secrets import refuse_secrets
+from overland.tools.hub.snapshot import OWN, check_names
+
+LEFT_OUT = {OWN, ".cache", ".git"}  # what fetch, the Hub's client and git keep beside the files
+# Names of files that only a trainer reads: our checkpoints' marker, and DCP's.
+CHECKPOINT_FILES = (COMMITTED, ".metadata")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    commit: str
+    url: str
+    files: dict[str, int]
+    """Name -> bytes."""
+
+
+def push(
+    folder: Path,
+    name: str,
+    *,
+    repo_type: Literal["model", "dataset"] = "model",
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    bars: bool = False,
+    env: Mapping[str, str] = os.environ,
+) -> Pushed:
+    """Adds the folder's files to the repository, which is made if it is not there; files that the
+    repository holds beside them stay."""
+    repo = open_repo(name, repo_type, env)
+    files = find_files(folder)
+    refuse_checkpoints(folder, files)
+    refuse_secrets(folder, files, env)
+    client = connect(repo, env)
+    if not repo.token:
+        raise HubError("to push, set HF_TOKEN to a token that may write")
+    show_bars(bars)
+    with in_words(repo):
+        client.create_repo(name, repo_type=repo_type, private=private or None, exist_ok=True)
+        info = client.repo_info(name, repo_type=repo_type, timeout=SECONDS)
+        if private and not info.private:
+            raise HubError(
+                f"{name} is there already and open to everyone: make it private at "
+                f"{repo.page}/settings, choose another name, or leave out --private"
+            )
+        if revision is not None:
+            client.create_branch(name, repo_type=repo_type, branch=revision, exist_ok=True)
+        commit = upload(client, repo, folder, files, revision, message)
+        there = list_files(client, repo, commit)
+    wrong = [one for one in files if one not in there or there[one].problem(folder / one)]
+    if wrong:
+        raise HubError(
+            f"{repo.page} does not hold what was sent: {', '.join(wrong)}; push again, and look "
+            "for a .gitignore there that leaves files out"
+        )
+    sizes = {one: there[one].size for one in files}
+    return Pushed(commit, f"{repo.page}/tree/{revision or 'main'}", sizes)
+
+
+def upload(
+    client: Any,
+    repo: Repo,
+    folder: Path,
+    files: list[str],
+    revision: str | None,
+    message: str | None,
+) -> str:
+    from huggingface_hub import CommitOperationAdd, constants
+
+    # With hf_xet installed the client sends large files by Xet without asking whether the Hub
+    # speaks it; one that does not gets them by plain LFS.
+    if not constants.HF_HUB_DISABLE_XET and not speaks_xet(repo, revision or "main"):
+        constants.HF_HUB_DISABLE_XET = True
+    additions = [
+        CommitOperationAdd(path_in_repo=one, path_or_fileobj=folder / one) for one in files
+    ]
+    done = client.create_commit(
+        repo.name,
+        additions,
+        commit_message=message or f"Add {len(files)} files",
+        repo_type=repo.type,
+        revision=revision,
+    )
+    return str(done.oid)
+
+
+def show_bars(wanted: bool) -> None:
+    """The client draws them itself."""
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    enable_progress_bars() if wanted else disable_progress_bars()
+
+
+def speaks_xet(repo: Repo, revision: str) -> bool:
+    from urllib.parse import quote
+
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers
+
+    answer = get_session().get(
+        f"{repo.endpoint}/api/{repo.type}s/{repo.name}/xet-write-token/{quote(revision, safe='')}",
+        headers=build_hf_headers(token=repo.token or False, library_name="overland"),
+        timeout=SECONDS,
+    )
+    return bool(answer.is_success)
+
+
+def find_files(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise HubError(f"{folder} is no folder; `overland push` takes one, such as RUN/hf")
+    paths = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if not LEFT_OUT & set(path.relative_to(folder).parts)
+    ]
+    for path in paths:
+        if path.is_symlink():
+            refuse_link(path, folder)
+    found = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+    if not found:
+        raise HubError(f"{folder} holds no files")
+    check_names(found)
+    return found
+
+
+def refuse_link(path: Path, folder: Path) -> None:
+    """A link may lead to anything on this machine; one that is followed or left out silently would
+    be a surprise either way."""
+    if not path.exists():
+        raise HubError(f"{path} is a link that leads nowhere: remove it before pushing")
+    if path.is_dir():
+        raise HubError(f"{path} is a linked folder: put a copy in its place, or remove it")
+    if leads_out(path, folder):
+        raise HubError(
+            f"{path} is a link out of the folder, to {path.resolve()}: put a copy in its place if "
+            "it is meant to be pushed, or remove it"
+        )
+
+
+def refuse_checkpoints(folder: Path, files: list[str]) -> None:
+    for file in files:
+        path = Path(file)
+        if path.name in CHECKPOINT_FILES or path.suffix == ".distcp":
+            convert = command("overland", "convert", folder, f"{folder}-hf", "--to", "hf")
+            raise HubError(
+                f"{folder} holds a checkpoint that only a trainer reads ({file}): push instead "
+                f"what `{convert}` makes of it"
+            )

@@ -1,0 +1,1 @@
+"""Jobs on a cluster: sites, scripts, chains of jobs, and the supervisor that keeps one going."""

@@ -1,0 +1,220 @@
+"""A job, worked out: what a user asked for and what the site says, fitted to each other."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from overland.errors import ClusterError
+from overland.tools.jobs.site import NamedSite
+from overland.tools.jobs.walltime import choose_walltime, parse_walltime
+from overland.world.devices import num_local_ranks
+
+LEAST_SIGNAL_SECONDS = 60  # Slurm's clock for signals ticks once a minute
+MOST_SIGNAL_SECONDS = 65535
+# Flags of sbatch that a script cannot be given behind its back.
+OURS = {
+    **dict.fromkeys(("--nodes", "-N"), "give --nodes, and --spares"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "give --devices-per-node"),
+    **dict.fromkeys(("--job-name", "-J"), "give --name"),
+    **dict.fromkeys(("--time", "-t"), "give --time"),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks for; None: as the site has it."""
+
+    nodes: int = 1
+    spares: int = 0
+    sessions: int = 1
+    time: str | None = None
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    name: str | None = None
+    devices_per_node: int | None = None
+    container: str | None = None
+    packed_env: str | None = None
+    env_names: tuple[str, ...] = ()
+    sbatch: str = ""
+    preflight: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run lives, and how far it goes."""
+
+    run: Path
+    workdir: Path
+    config: Path
+    done: Path
+    stopped: Path
+    logs: Path
+    python: str
+    steps: int
+    margin_minutes: float
+    repeatable: bool = True
+    """Whether the same job, run again, goes on from the newest checkpoint."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the config's paths name, as they are where it was submitted."""
+    setup: Path | None = None
+    """What `overland env` wrote for its sessions, if Python comes from there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the script says."""
+
+    site: NamedSite
+    wanted: Wanted
+    place: Place
+    name: str
+    devices_per_node: int
+    cpus_per_task: int | None
+    time: str | None
+    chained: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return self.wanted.nodes * self.devices_per_node
+
+    @property
+    def signal_seconds(self) -> int:
+        wanted = math.ceil(self.place.margin_minutes * 60)
+        return min(max(wanted, LEAST_SIGNAL_SECONDS), MOST_SIGNAL_SECONDS)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "site": self.site.name,
+            "name": self.name,
+            "nodes": self.wanted.nodes,
+            "spares": self.wanted.spares,
+            "devices_per_node": self.devices_per_node,
+            "ranks": self.num_ranks,
+            "sessions": self.wanted.sessions,
+            "time": self.time,
+            "run": str(self.place.run),
+            "config": str(self.place.config),
+            "logs": str(self.place.logs),
+        }
+
+
+def num_devices_per_node(site: NamedSite, wanted: Wanted) -> int:
+    """Known before the config is read: it must fit them."""
+    slurm = site.facts.slurm
+    partition = slurm.partitions.get(wanted.partition or "")
+    known = (partition and partition.devices_per_node) or slurm.devices_per_node
+    devices = wanted.devices_per_node or known
+    if devices is None and site.facts.scheduler == "none":  # this machine is the one
+        return num_local_ranks()
+    if devices is None and slurm.partitions:
+        names = ", ".join(sorted(slurm.partitions))
+        raise ClusterError(
+            f"{site.name}: how many devices a node has depends on the partition; give --partition "
+            f"({names}), or --devices-per-node"
+        )
+    if devices is None:
+        raise ClusterError(
+            f"{site.name}: how many devices a node has is not known here; give --devices-per-node"
+        )
+    return devices
+
+
+def plan_job(site: NamedSite, wanted: Wanted, place: Place) -> Job:
+    """The job, or a sentence on what does not fit."""
+    slurm = site.facts.slurm
+    _check_words(wanted)
+    devices = num_devices_per_node(site, wanted)
+    if site.facts.scheduler == "none":
+        if wanted.nodes + wanted.spares > 1:
+            raise ClusterError(f"--nodes: {site.name} is one machine, without a scheduler")
+        chain, time, cpus = False, None, None
+    else:
+        _check_needs(site, wanted)
+        time = choose_walltime(site, wanted.nodes + wanted.spares, wanted.time, wanted.partition)
+        partition = slurm.partitions.get(wanted.partition or "")
+        cpus = (partition and partition.cpus_per_task) or slurm.cpus_per_task
+        chain = _may_chain(site, wanted)
+        if parse_walltime(time) <= place.margin_minutes * 60:
+            raise ClusterError(
+                f"--time {time}: ranks stop {place.margin_minutes:g} minutes before the end "
+                "(checkpoint.walltime_margin_minutes), so nothing is left to train in"
+            )
+    if wanted.packed_env and not site.facts.disk.node_local:
+        raise ClusterError(f"--packed-env: {site.name} has no disk of each node's own in its file")
+    if wanted.packed_env and wanted.container:
+        raise ClusterError("--packed-env and --container both bring Python; give one of them")
+    name = wanted.name or job_name(place.run)
+    return Job(site, wanted, place, name, devices, cpus, time, chain)
+
+
+def job_name(run: Path) -> str:
+    """Of the folder's path, so that only jobs of one run wait for each other."""
+    mark = hashlib.sha256(str(run).encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)}-{mark}"
+
+
+def sbatch_words(text: str) -> list[str]:
+    """`--mail-user=me -x node1` as one flag each, its value with it."""
+    flags: list[str] = []
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise ClusterError(f"--sbatch {text}: a quotation mark is not closed") from None
+    for word in words:
+        if word.startswith("-"):
+            flag, equals, value = word.partition("=")
+            flags.append(f"{flag}={shlex.quote(value)}" if equals else word)
+        elif flags:
+            flags[-1] += f" {shlex.quote(word)}"
+        else:
+            raise ClusterError(f"--sbatch {text}: expected flags, such as --mail-type=END")
+    return flags
+
+
+def _check_needs(site: NamedSite, wanted: Wanted) -> None:
+    for need in site.facts.slurm.needs:
+        if getattr(wanted, need) is None:
+            raise ClusterError(
+                f"{site.name} takes no job without its {need}; give --{need} or set "
+                f"SBATCH_{need.upper()}"
+            )
+
+
+def _may_chain(site: NamedSite, wanted: Wanted) -> bool:
+    for place in (wanted.partition, wanted.qos):
+        if place in site.facts.slurm.no_chain_in:
+            if wanted.sessions > 1:
+                raise ClusterError(f"--sessions: {site.name} allows no chains in {place}")
+            return False
+    return True
+
+
+def _check_words(wanted: Wanted) -> None:
+    for flag in ("account", "partition", "qos", "name"):
+        value = getattr(wanted, flag)
+        letters = r"[\w.:@+-]+" if flag == "name" else r"[\w.:@+,-]+"
+        if value is not None and not re.fullmatch(letters, value):
+            raise ClusterError(f"--{flag} {value!r}: expected one word")
+    for name in wanted.env_names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            shown = f"{name.partition('=')[0]}=…"  # what follows may be the secret itself
+            raise ClusterError(
+                f"--env {shown}: expected the name of a variable; its value is taken from the "
+                "environment, and never written down"
+            )
+    if re.search(r"--export[= ]\S*=", wanted.sbatch):
+        raise ClusterError(
+            "--sbatch: a value in --export would lie in the script for all to read; `--env NAME` "
+            "passes a variable on by its name"
+        )
+    for word in sbatch_words(wanted.sbatch):
+        flag = re.split(r"[= ]", word)[0] if word.startswith("--") else word[:2]
+        if flag in OURS:
+            raise ClusterError(f"--sbatch {word}: the rest of the script must know; {OURS[flag]}")

@@ -1,0 +1,152 @@
+"""The batch script of a job, as text."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overland.config.variables import SECRET
+from overland.errors import ClusterError
+from overland.packages import need
+from overland.slurm import MOST_RESTARTS
+from overland.tools.jobs.job import Job, sbatch_words
+from overland.words import control_character
+
+GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell
+SHORTEST_SECRET = 6  # a shorter value is in any text by chance
+
+
+def render_job(job: Job) -> str:
+    """A script that bash and sbatch both read."""
+    facts = job.site.facts
+    return template("job.sh.j2").render(
+        job=job,
+        site=job.site,
+        facts=facts,
+        wanted=job.wanted,
+        place=job.place,
+        headers=headers(job),
+        more_headers=sbatch_words(job.wanted.sbatch),
+        srun=srun_flags(job),
+        most_restarts=MOST_RESTARTS,
+        num_guards=min(GUARDS, job.wanted.nodes + job.wanted.spares - 1),
+        command=command(job),
+        supervisor=f"{python(job)} -m overland",
+    )
+
+
+@functools.cache
+def template(name: str) -> Any:
+    jinja2 = need("jinja2", "a job script", "cluster", ClusterError)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # bash is no HTML; `sh` and `words` quote
+        finalize=_one_line,
+    )
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    environment.filters["words"] = lambda texts: " ".join(map(quoted_words, texts))
+    return environment.get_template(name)
+
+
+def _one_line(value: Any) -> Any:
+    """Everything that a template puts into a script comes through here. Quotes do not help where a
+    text stands in a comment or in an #SBATCH line: what follows a line break is a command."""
+    if isinstance(value, str) and (letter := control_character(value)) is not None:
+        raise ClusterError(
+            f"{value!r:.200} cannot stand in a script, because it holds {letter}: take that out of "
+            "the config, the flags or the site's file"
+        )
+    return value
+
+
+def quoted_words(text: str) -> str:
+    """One or more words of a site's file, which the shell takes as words and nothing else."""
+    try:
+        return shlex.join(shlex.split(text))
+    except ValueError:
+        raise ClusterError(f"{text!r}: a quotation mark is not closed") from None
+
+
+def headers(job: Job) -> list[str]:
+    """What is asked of Slurm, that needs no word of explanation in the script."""
+    wanted, slurm = job.wanted, job.site.facts.slurm
+    flags = {
+        "account": wanted.account,
+        "partition": wanted.partition,
+        "qos": wanted.qos,
+        "constraint": slurm.constraint and shlex.quote(slurm.constraint),
+        "nodes": wanted.nodes + wanted.spares,
+        "ntasks-per-node": job.devices_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "gpus-per-node": job.devices_per_node if slurm.gpus == "per-node" else None,
+        "time": job.time,
+        "output": shlex.quote(f"{str(job.place.logs).replace('%', '%%')}/job-%j.log"),
+    }
+    lines = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    lines += ["--exclusive", "--mem=0"] if slurm.exclusive else []
+    return [*lines, *slurm.sbatch]
+
+
+def srun_flags(job: Job) -> list[str]:
+    slurm = job.site.facts.slurm
+    flags = [
+        f"--ntasks-per-node={job.devices_per_node}",
+        f"--cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else '--cpus-per-task="$cpus"',
+    ]
+    if slurm.gpus == "per-task":
+        flags.append("--gpus-per-task=1")
+    if slurm.gpus == "per-node":
+        flags.append(f"--gpus-per-node={job.devices_per_node}")
+    flags += [f"--gpu-bind={shlex.quote(slurm.gpu_bind)}"] if slurm.gpu_bind else []
+    return [*flags, *map(quoted_words, slurm.srun)]
+
+
+def command(job: Job) -> str:
+    """What each rank runs; the verb comes after it."""
+    if job.site.facts.scheduler == "none":
+        return f"{_inside(job)} -m overland train {shlex.quote(str(job.place.config))}"
+    return f"{_inside(job)} -m overland"
+
+
+def _inside(job: Job) -> str:
+    return f"{container_command(job)} python" if job.wanted.container else python(job)
+
+
+def python(job: Job) -> str:
+    """On the node itself; a container has its own."""
+    packed = job.wanted.packed_env
+    return '"$node_env/bin/python"' if packed else shlex.quote(job.place.python)
+
+
+def container_command(job: Job) -> str:
+    settings, place = job.site.facts.container, job.place
+    image = shlex.quote(str(job.wanted.container))
+    if settings.command is not None:
+        return settings.command.replace("{image}", image)
+    devices = {"nvidia": "--nv ", "amd": "--rocm ", "none": ""}[job.site.facts.accelerator]
+    folders = dict.fromkeys([*settings.binds, str(place.workdir), str(place.run)])
+    inside = [
+        folder
+        for folder in folders
+        if not any(other != folder and Path(folder).is_relative_to(other) for other in folders)
+    ]
+    binds = " ".join(f"--bind {shlex.quote(folder)}" for folder in inside)
+    return f"apptainer exec {devices}{binds} {image}"
+
+
+def refuse_secrets(text: str, env: Mapping[str, str] = os.environ) -> None:
+    """A token that found its way into a text that is about to be written or shown."""
+    for name, value in env.items():
+        if SECRET.search(name) and len(value) >= SHORTEST_SECRET and value in text:
+            raise ClusterError(
+                f"the script would hold the value of {name}; take it out of the config, the flags "
+                "or the site, and pass it on with --env"
+            )

@@ -1,0 +1,245 @@
+"""What ended an attempt: told by the ranks that failed, by srun, and by who fell silent.
+
+When a rank is lost all others fail too, a moment later, in whatever they shared with it: those are
+no causes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from overland.errors import ClusterError, Kind
+from overland.slurm import expand_hosts
+from overland.world.last_words import ENDED, SAYS, Said
+
+KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
+HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"
+NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
+NOTHING = "it said nothing"
+LINES_KEPT = 40  # of each rank
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Kind
+    what: str
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    place: str = ""
+    """Where in the program, so that the same error can be told from another one of its kind."""
+
+
+@dataclass(frozen=True)
+class TaskEnd:
+    """What srun says of tasks that did not end well."""
+
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    how: str
+
+
+@dataclass
+class Findings:
+    """All that is known of an attempt that ended."""
+
+    num_nodes: int = 0
+    said: list[Said] = field(default_factory=list)
+    ends: list[TaskEnd] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Nodes that fell silent, or that Slurm calls failed."""
+    hang: Fault | None = None
+    ended: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Ranks whose exit code was 0, with their node and when that was heard."""
+    gone: dict[int, str] = field(default_factory=dict)
+    """Ranks that ended in the middle of training before anyone said a word, with their node."""
+    first_word: float | None = None
+    """When the first rank said that it failed, or srun did of one."""
+    is_closed: bool = False
+    """The supervisor ends the ranks: what becomes of them from now on is its own doing."""
+    last_line: str = ""
+    _lines: dict[int, deque[str]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=LINES_KEPT))
+    )
+    _timed_out: bool = False
+
+    def read(self, line: str) -> bool:
+        """Takes a line of srun's output in; returns whether it is for our eyes only."""
+        told = line.find(SAYS)
+        if told >= 0:
+            try:
+                words = json.loads(line[told + len(SAYS) :])
+                said = Said(**{**words, "kind": Kind(words["kind"])})
+            except (ValueError, TypeError):
+                return False
+            self.said.append(said)
+            if said.kind is not Kind.STOPPED:
+                self._note_word()
+            return True
+        if found := re.match(rf"\s*(\d+): {ENDED}(\S+)$", line.rstrip()):
+            self.ended.setdefault(int(found[1]), (found[2], time.monotonic()))
+            return True
+        self._timed_out |= NCCL_TIMEOUT in line
+        if found := re.match(
+            r"srun: error: (?:Node failure on (\S+)|Task launch for \S+ failed on node ([^\s:]+):)",
+            line,
+        ):
+            self.lost.extend(hosts(found[1] or found[2]))
+        elif found := re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)", line):
+            how = _signal_of_shell(found[3].strip())
+            self._note_end(TaskEnd(hosts(found[1]), expand_ranks(found[2]), how))
+        elif found := re.match(r"\s*(\d+): (.*\S)", line):
+            self._lines[int(found[1])].append(found[2])
+        elif line.strip():
+            self.last_line = line.strip()
+        return False
+
+    def _note_word(self) -> None:
+        if self.first_word is None:
+            self.first_word = time.monotonic()
+
+    def _note_end(self, end: TaskEnd) -> None:
+        """Of ranks that the supervisor ends nothing is to be learned but of those that were gone
+        before: srun may be late to tell."""
+        if self.is_closed:
+            nodes = tuple(dict.fromkeys(self.gone[r] for r in end.ranks if r in self.gone))
+            end = TaskEnd(nodes, tuple(r for r in end.ranks if r in self.gone), end.how)
+        else:
+            self._note_word()
+        if end.ranks:
+            self.ends.append(end)
+
+    @property
+    def step(self) -> int:
+        """The last one that a rank says it has done. Signs of life come once a second: this is
+        nearer to the end."""
+        return max((said.step for said in self.said), default=0)
+
+    def stopped(self) -> bool:
+        """Asked to, and saved. srun's exit code does not tell: it is 0 after a lost node too. Nor
+        do ranks that left before their first step: srun's SIGTERM, when another was killed, is a
+        wish to stop for them."""
+        all_did = bool(self.said) and all(said.kind is Kind.STOPPED for said in self.said)
+        return all_did and not self.lost and not self._seen_causes()
+
+    def fault(self) -> Fault:
+        """The cause: what a rank said, and what srun says of one, come before what was only
+        concluded from silence."""
+        said = self._said_causes()
+        told = {node for cause in said for node in cause.nodes}
+        nodes = tuple(node for node in dict.fromkeys(self.lost) if node not in told)
+        if nodes:
+            if len(nodes) > 1 and 2 * len(nodes) > self.num_nodes:
+                return Fault(Kind.NETWORK, f"{len(nodes)} of {self.num_nodes} nodes fell silent")
+            return Fault(Kind.NODE, f"{', '.join(nodes)} fell silent", nodes=nodes)
+        hang = [self.hang] if self.hang else []
+        causes = [*said, *self._seen_causes(), *self._gone_causes(), *hang]
+        order = list(Kind)
+        return min(causes, key=lambda fault: order.index(fault.kind), default=self._unexplained())
+
+    def _said_causes(self) -> list[Fault]:
+        """Of each kind, who said so first. What several nodes say is not the fault of one."""
+        by_kind: dict[Kind, list[Said]] = {}
+        for said in sorted(self.said, key=lambda said: said.time):
+            by_kind.setdefault(said.kind, []).append(said)
+        faults = []
+        for kind, all_said in by_kind.items():
+            first = all_said[0]
+            what = f"rank {first.rank} on {first.node}: {first.what}"
+            alike = {said.node for said in all_said if said.place == first.place}
+            nodes = tuple(alike) if len(alike) == 1 else ()
+            if kind in (Kind.NETWORK, Kind.TAKEN):  # who notices it may be the most innocent
+                faults.append(Fault(kind, what))
+            elif kind is not Kind.STOPPED:
+                place = first.place if kind is not Kind.DISK else ""  # whatever writes next fails
+                if kind in (Kind.DEVICE, Kind.MEMORY) and nodes:
+                    place = f"rank {first.rank}: {place}"  # of any other, it is another device's
+                faults.append(Fault(kind, what, (first.rank,), nodes, place))
+        return faults
+
+    def _seen_causes(self) -> list[Fault]:
+        """The first task that ended badly without a word. Once one has ended that said why, srun
+        ends the others, by SIGTERM and then by SIGKILL."""
+        spoke = {said.rank for said in self.said if said.kind is not Kind.STOPPED}
+        for end in self.ends:
+            who = f"{name_ranks(end.ranks)} on {', '.join(end.nodes)}"
+            nodes = end.nodes if len(end.nodes) == 1 else ()
+            if "Out Of Memory" in end.how:
+                return [Fault(Kind.MEMORY, f"{who}: the node's memory", end.ranks, nodes)]
+            if spoke & set(end.ranks):
+                return []
+            if "Terminated" in end.how:
+                continue
+            if self._timed_out and "Aborted" in end.how:  # NCCL's watchdog ends whoever waits
+                return [Fault(Kind.HANG, f"a collective timed out; {who}: {end.how}")]
+            if re.search(KILLED, end.how):
+                # SIGKILL comes from outside of the program, other signals from what it did
+                place = "" if "Killed" in end.how else f"{name_ranks(end.ranks)}: {end.how}"
+                return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, nodes, place)]
+            if "exit code" in end.how:
+                words = self._last_words(end.ranks)
+                kind = Kind.CODE if self._has_trace(end.ranks) else Kind.UNKNOWN
+                if re.search(r"exit code 2\b", end.how):  # a sentence, before the ranks met
+                    kind = Kind.CONFIG
+                place = words if words != NOTHING else ""
+                return [Fault(kind, f"{who}: {words}", end.ranks, nodes, place)]
+        return []
+
+    def _gone_causes(self) -> list[Fault]:
+        """Ranks that are not there any more, of which nobody has said why."""
+        if not self.gone:
+            return []
+        ranks, nodes = tuple(sorted(self.gone)), tuple(dict.fromkeys(self.gone.values()))
+        how = "ended with exit code 0" if ranks[0] in self.ended else "is gone"
+        what = f"{name_ranks(ranks)} on {', '.join(nodes)} {how}, without a word"
+        return [Fault(Kind.UNKNOWN, what, ranks, nodes, f"{name_ranks(ranks)} {how}")]
+
+    def _lines_of(self, ranks: Sequence[int]) -> list[str]:
+        return [line for rank in ranks if rank in self._lines for line in self._lines[rank]]
+
+    def _has_trace(self, ranks: Sequence[int]) -> bool:
+        return any("Traceback" in line for line in self._lines_of(ranks))
+
+    def _last_words(self, ranks: Sequence[int]) -> str:
+        return (self._lines_of(ranks) or [NOTHING])[-1]
+
+    def _unexplained(self) -> Fault:
+        words = self.last_line or "srun said nothing"
+        return Fault(Kind.UNKNOWN, f"the ranks ended, and none said why: {words}")
+
+
+def hosts(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(expand_hosts(text))
+    except ClusterError:
+        return (text,)
+
+
+def _signal_of_shell(how: str) -> str:
+    """A shell around a rank tells its end by a signal as 128 more than that."""
+    found = re.search(r"exit code (\d+)", how)
+    number = int(found[1]) - 128 if found else 0
+    if number not in {s.value for s in signal.Signals}:
+        return how
+    return signal.strsignal(number) or how
+
+
+def expand_ranks(text: str) -> tuple[int, ...]:
+    """`0-2,7` as numbers."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        ranks.extend(range(int(first), int(last or first) + 1))
+    return tuple(ranks)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{' …' if len(ranks) > 8 else ''}"

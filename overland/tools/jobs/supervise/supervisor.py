@@ -1,0 +1,589 @@
+"""Runs in the first node of a job, beside the ranks: starts them, watches them, and where a rank or
+a node is lost, starts them again from the last checkpoint.
+
+1. Preflight: every node of the allocation is tested; bad ones are left out.
+2. As many of the good ones as training needs are chosen; the others are spares.
+3. The ranks are started and watched: by their signs of life, their output, and Slurm.
+4. What ended them is found out, and `policy` decides: start them again, with or without the node
+   that was to blame; give the nodes back to get others; or stop the run and its chain of jobs,
+   since the same would happen again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from overland.errors import ClusterError, Kind
+from overland.processes import allow_open_files
+from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, FAULTS, PREFLIGHT
+from overland.slurm import (
+    allocated_nodes,
+    job_state,
+    may_requeue,
+    requeue,
+    shun,
+    was_requeued,
+)
+from overland.tools.jobs.agent import RECORDS
+from overland.tools.jobs.supervise.attempt import Attempt, srun_on
+from overland.tools.jobs.supervise.faults import HARDWARE, Fault
+from overland.tools.jobs.supervise.logbook import Logbook, bad_nodes, furthest_step, of_submission
+from overland.tools.jobs.supervise.policy import (
+    MAX_FAILED_STARTS,
+    Answer,
+    Failure,
+    decide,
+    read_streak,
+    with_failure,
+)
+from overland.tools.jobs.supervise.room import LEAST, has_room, room_needed
+from overland.tools.jobs.supervise.roster import Roster
+from overland.tools.jobs.supervise.stacks import keep_stacks, odd_ranks
+from overland.tools.jobs.supervise.watchdog import SILENT_SECONDS, Watchdog
+from overland.tools.jobs.supervise.watched import HANG_UP_SECONDS, Watched
+from overland.world.heartbeat import BEATS, beats_prefix, node_name
+from overland.world.signals import SIGNALS
+from overland.world.wire import Switchboard
+
+AWAY_SECONDS = 5.0
+ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
+LOOK_SECONDS = 0.2
+STACKS_SECONDS = 20.0
+BAD_SECONDS = 24 * 3600.0  # by then someone has looked at a bad node, or it was not so bad
+ENDED_BY = {  # Slurm's states of a job
+    "CANCELLED": "the job was cancelled (scancel, or preemption)",
+    "TIMEOUT": "the job has reached its time limit",
+    "PREEMPTED": "the job was preempted",
+}
+ROOM_SECONDS = 5.0  # between looks at a full disk
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A run, as its job script describes it."""
+
+    run: Path
+    config: Path
+    steps: int
+    launch: Sequence[str]
+    num_nodes: int
+    tasks_per_node: int
+    hang_seconds: float = 60.0
+    max_failed_starts: int = MAX_FAILED_STARTS
+    margin_seconds: float = 180.0
+    checkpoint_folder: str = CHECKPOINTS
+    preflight: bool = True
+    requeue: bool = False
+
+
+@dataclass
+class Supervisor:
+    job: Supervised
+    env: Mapping[str, str]
+    roster: Roster
+    logbook: Logbook
+    asked_to_end: int = 0
+    """A signal's number."""
+    why_asked: str = ""
+    number: int = 0
+    """Of the attempt."""
+    furthest: int = 0
+    """The last step that any attempt has done."""
+    furthest_at: float = field(default_factory=time.monotonic)
+    before: int = 0
+    """The same, before this attempt."""
+    begun: int = 0
+    """The step of the checkpoint that this attempt began from."""
+    faults: list[Fault] = field(default_factory=list)
+    """Those that no new step has made good yet."""
+    streak: list[Failure] = field(default_factory=list)
+    """The chain's failures since its last new step."""
+    session: int = 1
+    """Of the chain."""
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+
+    # The story of a session
+
+    def run(self) -> int:
+        """The exit code of the job."""
+        untested = self.job.preflight
+        while True:
+            if untested:
+                self.test_nodes()
+            if reason := self.reason_to_end():  # which may have come up meanwhile
+                return self.end("stopped", reason)
+            nodes = self.roster.choose()
+            if nodes is None:
+                return self.not_enough_nodes()
+            how = self.attempt(nodes)
+            if not isinstance(how, Fault):
+                why = f": {self.why_asked}" if self.why_asked and how == "stopped" else ""
+                return self.end(how, f"step {self.furthest}{why}")
+            answer = self.answer(how)
+            if answer.action == "stop":
+                return self.end("failed", answer.reason)
+            if answer.action == "requeue":
+                return self.not_enough_nodes()
+            if answer.action == "give back":
+                self.end("stopped", answer.reason, suspects=self.suspects())
+                return 1  # no training was done, whatever the next job of the chain will do
+            if answer.action == "next session":
+                return self.end("stopped", answer.reason)
+            if self.lacks_room(how):
+                self.wait_for_room()
+            self.pause(answer.pause_seconds)
+            untested = self.job.preflight and not how.nodes  # whose fault it was, tests may tell
+
+    def test_nodes(self) -> None:
+        from overland.tools.preflight.conduct import preflight
+
+        self.logbook.live(state="preflight", attempt=self.number, step=self.furthest)
+        nodes = self.roster.good
+        launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
+        try:
+            report = preflight(launch, nodes, self.job.tasks_per_node, self.job.config, self.env)
+        except ClusterError as error:
+            tell(f"preflight: {error}")
+            self.logbook.write("preflight", seconds=0.0, bad={}, error=str(error))
+            return  # the attempt itself will show what is wrong
+        if set(report.bad) >= set(nodes):
+            words = ", ".join(sorted(set(report.bad.values())))
+            tell(
+                f"preflight: every node is bad, so it is not the nodes; going on with them: {words}"
+            )
+            report.bad.clear()
+        for node, reason in report.bad.items():
+            tell(f"preflight: {node} is left out: {reason}")
+            self.roster.exclude(node, reason)
+        self.logbook.write("preflight", seconds=report.seconds, bad=report.bad)
+        for words in [report.failure, *report.notes]:
+            if words:
+                tell(f"preflight: {words}")
+        tell(f"preflight: {len(self.roster.good)} good nodes, in {report.seconds:.0f} s")
+        with contextlib.suppress(OSError):
+            report.save(self.job.run / PREFLIGHT)
+
+    def attempt(self, nodes: list[str]) -> Fault | Literal["finished", "stopped"]:
+        """Trains on these nodes; returns "finished", "stopped", or what went wrong."""
+        self.number += 1
+        self.begun = self.newest_checkpoint()
+        self.logbook.write("attempt", attempt=self.number, nodes=nodes, from_step=self.begun)
+        tell(f"attempt {self.number} from step {self.begun}, on {', '.join(nodes)}")
+        self.before = self.furthest
+        launch = srun_on(self.job.launch, nodes, self.job.tasks_per_node)
+        board = Switchboard([node for node in nodes if node != self.roster.batch_host], self.env)
+        command = [*launch, "train", str(self.job.config)]
+        folder = self.fault_folder()
+        with contextlib.suppress(OSError):  # for NCCL, which writes there when it gives up
+            folder.mkdir(parents=True, exist_ok=True)
+        attempt = Attempt(command, self.rank_environment(board), len(nodes))
+        dog = Watchdog(self.job.hang_seconds, nodes, started=time.monotonic())
+        watched = Watched(attempt, dog, board, here=self.roster.batch_host)
+        try:
+            self.watch(watched)
+        finally:
+            watched.close()
+            if attempt.code() is None:
+                watched.ask_all({"kill": True})  # Slurm's controller may take minutes to do it
+            attempt.end()
+            self.hear_all(watched)
+            watched.ask_all({"bye": True})
+            board.close()
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if nothing is in it
+        if self.is_done():
+            return "finished"
+        if attempt.findings.stopped():
+            return "stopped"
+        return attempt.findings.fault()
+
+    def watch(self, watched: Watched) -> None:
+        """Until the ranks have ended, or must be."""
+        attempt, dog, findings = watched.attempt, watched.dog, watched.attempt.findings
+        passed_on, looked = False, time.monotonic()
+        unheard: list[str] = []
+        while True:
+            if time.monotonic() - looked > AWAY_SECONDS:  # this process was stopped, say
+                watched.forgive()
+            looked = time.monotonic()
+            self.hear_all(watched)
+            if attempt.code() is not None or dog.all_have_ended():
+                return
+            if self.asked_to_end and not passed_on:
+                passed_on = attempt.signal(signal.SIGTERM)
+                self.note_signal()
+            findings.lost.extend(watched.lost_nodes())
+            if findings.lost:
+                self.find_all_lost(watched)
+                return
+            if watched.is_to_end():
+                return
+            unheard = self.note_silent_ones(watched.silent_nodes(), unheard)
+            if dog.late_ranks():
+                findings.hang = self.look_into(watched)
+                if findings.hang is not None:
+                    return
+            self.note_slow_ones(dog)
+            self.show(dog)
+            time.sleep(LOOK_SECONDS)
+
+    def find_all_lost(self, watched: Watched) -> None:
+        """Nodes are lost together, with a switch or a rack, and some are noticed before others:
+        waits until each of the others has been heard of, or is lost too."""
+        now = since = time.monotonic()
+        while watched.undecided_nodes(since) and now < since + ROLL_CALL_SECONDS:
+            time.sleep(LOOK_SECONDS)
+            self.hear_all(watched)
+            watched.attempt.findings.lost.extend(watched.lost_nodes())
+            now = time.monotonic()
+
+    def look_into(self, watched: Watched) -> Fault | None:
+        """The stacks of all ranks, and with them the name of the one that hangs; nothing if they
+        went on meanwhile."""
+        dog = watched.dog
+        late = dog.late_ranks()
+        seconds = max(late[0].age, late[0].quiet if late[0].is_moving else 0.0)
+        tell(f"rank {late[0].rank} has not gone on for {seconds:.0f} s: asking for all stacks")
+        watched.stacks.clear()
+        watched.ask_all({"dump": True})
+        deadline = time.monotonic() + STACKS_SECONDS
+        while time.monotonic() < deadline and len(watched.stacks) < len(dog.ranks):
+            self.hear_all(watched)
+            time.sleep(LOOK_SECONDS)
+        late = dog.late_ranks()
+        try:
+            path = keep_stacks(self.fault_folder(), watched.stacks, dog.ranks.values())
+            tell(f"the stacks are in {path}")
+        except OSError as error:
+            tell(f"the stacks could not be written: {error.strerror}")
+        return dog.hang(late, odd_ranks(watched.stacks)) if late else None
+
+    def answer(self, fault: Fault) -> Answer:
+        excluded = self.leave_out(fault)
+        new = max(self.furthest - self.before, self.newest_checkpoint() - self.begun, 0)
+        failure = Failure(
+            fault.kind, fault.place, fault.nodes, new, bool(excluded), self.session, self.furthest
+        )
+        self.streak = with_failure(self.streak, failure)
+        answer = self.decide(fault)
+        tell(f"{fault.kind}: {fault.what}" + ("; starting again" if not answer.reason else ""))
+        self.logbook.write(
+            "fault",
+            attempt=self.number,
+            kind=fault.kind,
+            what=fault.what,
+            place=fault.place,
+            ranks=list(fault.ranks),
+            nodes=list(fault.nodes),
+            step=self.furthest,
+            new_steps=new,
+            action=answer.action,
+            excluded=excluded,
+            seconds_to_notice=round(time.monotonic() - self.furthest_at, 1),
+        )
+        self.logbook.live(state="restarting", attempt=self.number, step=self.furthest)
+        self.faults.append(fault)
+        return answer
+
+    def decide(self, fault: Fault) -> Answer:
+        """As the policy has it, unless the job is about to end anyway."""
+        answer = decide(self.streak, self.job.max_failed_starts)
+        if answer.action == "restart" and (reason := self.reason_to_end()):
+            return Answer("next session", reason)
+        if was_requeued(self.env):
+            return Answer("next session", "the job went back into the queue")
+        if answer.action == "restart" and self.roster.choose() is None:
+            return Answer("requeue" if self.requeues() else "next session", "too few good nodes")
+        if answer.action == "restart":
+            return answer
+        why = f" ({answer.reason})" if answer.reason else ""
+        return Answer(answer.action, f"{fault.kind}: {fault.what}{why}")
+
+    def reason_to_end(self) -> str:
+        """Before the last step, without a fault."""
+        if self.asked_to_end:
+            self.note_signal()
+            return f"{self.why_asked}; the last checkpoint is kept"
+        return "too little of the job is left to start again" if self.is_late() else ""
+
+    def note_signal(self) -> None:
+        """At once: Slurm may give this process only seconds."""
+        if not self.why_asked:
+            name = signal.Signals(self.asked_to_end).name
+            self.why_asked = f"{name} came"
+            state = job_state(self.env)
+            if state == "COMPLETING":  # which hides why
+                end = self.env.get("SLURM_JOB_END_TIME", "")
+                is_time = end.isdecimal() and time.time() >= int(end) - 1
+                state = "TIMEOUT" if is_time else "CANCELLED"
+            if state:
+                self.why_asked = ENDED_BY.get(
+                    state, f"{name} came, and Slurm calls the job {state}"
+                )
+            tell(f"asked to end: {self.why_asked}")
+            self.logbook.write("signal", signal=name, step=self.furthest, what=self.why_asked)
+
+    def leave_out(self, fault: Fault) -> list[str]:
+        """The nodes that the next attempt will not use."""
+        if fault.kind is Kind.DISK and not self.is_disk_of_node(fault):
+            return []
+        excluded = []
+        for node in fault.nodes:
+            broken = fault.kind is Kind.DEVICE and re.search(HARDWARE, fault.what)
+            if fault.kind is Kind.NODE or broken:
+                self.roster.exclude(node, f"{fault.kind}: {fault.what}")
+                excluded.append(node)
+            elif self.roster.strike(node, fault.what):
+                excluded.append(node)
+        if not fault.nodes:
+            self.roster.suspect_all()
+        return excluded
+
+    def suspects(self) -> list[str]:
+        """Nodes that were to blame for attempts of this job without a new step."""
+        failures = [past for past in self.streak if past.is_barren and past.session == self.session]
+        return list(dict.fromkeys(node for past in failures for node in past.nodes))
+
+    def end(
+        self,
+        how: Literal["finished", "stopped", "failed"],
+        what: str,
+        suspects: Sequence[str] = (),
+    ) -> int:
+        self.logbook.write("end", how=how, step=self.furthest, what=what, suspects=list(suspects))
+        self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
+        tell(f"{how}: {what}")
+        if how == "failed":
+            step = self.newest_checkpoint()
+            self.logbook.stop_chain(
+                f"{what}. Submitted again, once that is fixed, it resumes from step {step}"
+            )
+        if how == "stopped":
+            self.shun_bad_nodes()
+        return 1 if how == "failed" else 0
+
+    def not_enough_nodes(self) -> int:
+        """Another job gets other nodes."""
+        out = "; ".join(f"{node}: {reason}" for node, reason in self.roster.out.items())
+        what = f"{len(self.roster.good)} good nodes of {self.job.num_nodes} needed ({out})"
+        self.end("stopped", f"{what}; the next job goes on")
+        if self.requeues():
+            requeue(self.env)
+            self.shun_bad_nodes()  # now that this job waits too
+        return 1
+
+    def requeues(self) -> bool:
+        return self.job.requeue and may_requeue(self.env)
+
+    def shun_bad_nodes(self) -> None:
+        """Keeps the jobs of this chain that wait from the nodes that were bad of late."""
+        events = self.logbook.events()
+        if ever := bad_nodes(events, since=0):
+            shun(list(bad_nodes(events, time.time() - BAD_SECONDS)), ever, self.env)
+
+    def avoid_bad_nodes(self) -> None:
+        """A job that Slurm requeued itself, or one that waited before they were bad, may have got
+        them again."""
+        bad = bad_nodes(self.logbook.events(), time.time() - BAD_SECONDS)
+        for node in self.roster.nodes:
+            if node in bad:
+                tell(f"{node} was bad not long ago, and is used last: {bad[node]}")
+                self.roster.avoid(node)
+
+    # What is heard
+
+    def hear_all(self, watched: Watched) -> None:
+        watched.hear()
+        step = max(watched.dog.step, watched.attempt.findings.step)
+        if step > self.furthest:
+            self.note_new_step(step, time.monotonic())
+
+    def note_new_step(self, step: int, now: float) -> None:
+        """A step that no attempt has done before: what went wrong until now is made good."""
+        for fault in self.faults:
+            lost = now - self.furthest_at
+            tell(f"recovered from {fault.kind} at step {step}: {lost:.0f} s lost")
+            self.logbook.write(
+                "recovered",
+                attempt=self.number,
+                kind=fault.kind,
+                lost_seconds=round(lost, 1),
+                step=step,
+            )
+        if self.furthest and not self.faults:
+            self._step_times.append((now - self.furthest_at) / (step - self.furthest))
+        self.faults.clear()
+        self.furthest, self.furthest_at = step, now
+
+    # How things stand
+
+    def show(self, dog: Watchdog) -> None:
+        slowest = dog.slowest()
+        self.logbook.live(
+            state="training" if dog.step else "restarting" if self.faults else "starting",
+            attempt=self.number,
+            step=max(dog.step, self.begun),
+            phase=dog.phase.words,
+            ranks=len(dog.ranks),
+            nodes=len(dog.nodes),
+            step_seconds=statistics.median(self._step_times) if self._step_times else None,
+            stepped=dog.stepped and round(time.time() - (time.monotonic() - dog.stepped), 1),
+            transfer=dog.transfer(),
+            slowest=slowest
+            and {
+                "rank": slowest.rank,
+                "node": slowest.node,
+                "factor": round(dog.slowness(slowest), 2),
+            },
+            late=[
+                {"rank": r.rank, "node": r.node, "phase": r.phase.words, "seconds": round(r.age, 1)}
+                for r in dog.late_ranks()
+            ],
+        )
+
+    def note_silent_ones(self, silent: list[str], before: list[str]) -> list[str]:
+        """Nodes that do not speak while steps are done: nobody sees how their ranks are."""
+        for node in silent:
+            if node not in before:
+                tell(f"{node} says nothing, but steps go on: its agent is gone")
+                self.logbook.write("agent", node=node, step=self.furthest, what="silent")
+        for node in before:
+            if node not in silent:
+                tell(f"{node} is heard again")
+                self.logbook.write("agent", node=node, step=self.furthest, what="heard again")
+        return silent
+
+    def note_slow_ones(self, dog: Watchdog) -> None:
+        for rank in dog.stalled_ranks():
+            what = f"has moved no byte of a checkpoint for {rank.quiet:.0f} s"
+            tell(f"rank {rank.rank} on {rank.node} {what}")
+            self.logbook.write("stall", rank=rank.rank, node=rank.node, step=rank.step, what=what)
+        for rank, factor, what in dog.stragglers():
+            tell(f"rank {rank.rank} on {rank.node} is slow: it {what}")
+            self.logbook.write(
+                "straggler",
+                attempt=self.number,
+                rank=rank.rank,
+                node=rank.node,
+                factor=round(factor, 2),
+                what=what,
+            )
+
+    def is_done(self) -> bool:
+        try:
+            return int((self.job.run / DONE).read_text()) >= self.job.steps
+        except (OSError, ValueError):
+            return False
+
+    def newest_checkpoint(self) -> int:
+        paths = (self.job.run / self.job.checkpoint_folder).glob("step_*")
+        names = (CHECKPOINT.fullmatch(path.name) for path in paths)
+        return max((int(name[1]) for name in names if name), default=0)
+
+    def is_late(self) -> bool:
+        """Whether ranks would have to stop before they have begun."""
+        end = self.env.get("SLURM_JOB_END_TIME", "")
+        left = float(end) - time.time() if end.isdecimal() else float("inf")
+        return left < self.job.margin_seconds + 30
+
+    def is_disk_of_node(self, fault: Fault) -> bool:
+        """Whether the disk that is full is a node's own, such as its /tmp: that of the run has
+        room, and quotas are for shared disks."""
+        if not fault.nodes or "quota" in fault.what.lower() or not self.has_room():
+            return False
+        tell(f"{self.job.run} has room: it is a disk of {', '.join(fault.nodes)} that is full")
+        return True
+
+    def lacks_room(self, fault: Fault) -> bool:
+        """Ranks go on where logs cannot be written, so that a full disk may end them in other
+        words: by an srun that cannot write what they print."""
+        return fault.kind is Kind.DISK or not has_room(self.job.run, LEAST)
+
+    def has_room(self) -> bool:
+        checkpoints = self.job.run / self.job.checkpoint_folder
+        needed = room_needed(checkpoints)
+        return has_room(self.job.run, LEAST) and has_room(checkpoints, needed)
+
+    def pause(self, seconds: float) -> None:
+        """For what may pass by itself."""
+        until = time.monotonic() + seconds
+        if seconds:
+            tell(f"starting again in {seconds:.0f} s")
+        while time.monotonic() < until and not self.reason_to_end():
+            self.logbook.live(state="restarting", attempt=self.number, step=self.furthest)
+            time.sleep(LOOK_SECONDS)
+
+    def wait_for_room(self) -> None:
+        """As long as the job lasts."""
+        checkpoints = self.job.run / self.job.checkpoint_folder
+        while not self.has_room() and not self.reason_to_end():
+            needed = room_needed(checkpoints) / 1e9
+            tell(f"{checkpoints}: waiting until {needed:.1f} GB can be written (disk and quota)")
+            self.logbook.live(state="waiting for room", attempt=self.number, step=self.furthest)
+            time.sleep(ROOM_SECONDS)
+
+    def rank_environment(self, board: Switchboard) -> dict[str, str]:
+        job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
+        return {
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            **self.env,
+            **board.environment(),
+            BEATS: beats_prefix(job, self.number),
+            RECORDS: str(self.fault_folder().absolute() / "nccl_rank_"),
+        }
+
+    def fault_folder(self) -> Path:
+        job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
+        return self.job.run / FAULTS / f"{job}-{self.number}"
+
+
+def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
+    """The exit code of the job script."""
+    allocation, host = allocated_nodes(env), node_name(env)
+    if len(allocation) < job.num_nodes:
+        raise ClusterError(
+            f"--nodes {job.num_nodes}: the job has {len(allocation)} nodes; ask for more"
+        )
+    logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
+    events = of_submission(logbook.events(), str(job.config))
+    supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
+    supervisor.furthest = max(furthest_step(events), supervisor.newest_checkpoint())
+    supervisor.streak, sessions = read_streak(events)
+    supervisor.session = sessions + 1
+    supervisor.avoid_bad_nodes()
+    supervisor.shun_bad_nodes()  # what is too old is forgotten
+    allow_open_files()  # a connection per node
+    ends = env.get("SLURM_JOB_END_TIME", "")
+    logbook.write(
+        "session",
+        config=str(job.config),
+        restart=int(env.get("SLURM_RESTART_COUNT") or 0),
+        nodes=allocation,
+        wanted=job.num_nodes,
+        ends=int(ends) if ends.isdecimal() else None,
+    )
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        supervisor.asked_to_end = number
+
+    for number in SIGNALS:
+        signal.signal(number, remember)
+    return supervisor.run()
+
+
+def tell(words: str) -> None:
+    """Into the job's log, which may be on the disk that is full."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%F %T')} {words}", flush=True)

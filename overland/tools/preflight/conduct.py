@@ -1,0 +1,254 @@
+"""The conductor: orders one check after the other, and judges what comes back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from overland.tools.preflight import judge, limits, start, transport, versions
+from overland.tools.preflight.crew import Crew, Task
+from overland.tools.preflight.judge import Bounds, Finding, Place
+from overland.tools.preflight.progress import Phases
+from overland.tools.preflight.report import Report
+from overland.tools.preflight.rounds import Rounds
+from overland.tools.preflight.start import Started
+from overland.world.wire import Message, Switchboard
+
+MOST_REASONS = 4  # of a node whose eight devices all have the same fault
+DISK_BYTES, QUICK_DISK_BYTES = 64 * 2**20, 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the run to come will be."""
+
+    config: Path | None = None
+    folder: str = "."
+    backend: str = "auto"
+    quick: bool | None = None
+    """None: where no node has an accelerator."""
+
+    @classmethod
+    def of(cls, config: Path | None, env: Mapping[str, str], quick: bool | None = None) -> Job:
+        if config is None:
+            return cls(quick=quick, folder=os.getcwd())
+        from overland.config.load import load_config
+
+        found = load_config(str(config), env=env).config
+        folder = str(Path(found.job.dump_folder).expanduser().absolute())
+        return cls(config.expanduser().absolute(), folder, found.comm.backend, quick)
+
+
+def preflight(
+    launch: Sequence[str],
+    nodes: Sequence[str],
+    tasks_per_node: int,
+    config: Path | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> Report:
+    """Tests the nodes with tasks that `launch` starts, as it would start training.
+
+    Args:
+        launch: The command of the ranks up to and with `… -m overland`.
+        nodes: As Slurm names them.
+        tasks_per_node: One per device.
+        config: Of the run, if there is one yet.
+        env: The environment of the ranks.
+
+    Raises:
+        ClusterError: No task started at all.
+    """
+    return preflight_with(launch, nodes, tasks_per_node, Job.of(config, env), env)
+
+
+def preflight_with(
+    launch: Sequence[str],
+    nodes: Sequence[str],
+    tasks_per_node: int,
+    job: Job,
+    env: Mapping[str, str] = os.environ,
+) -> Report:
+    here = (env.get("SLURMD_NODENAME"), socket.gethostname())
+    others = [node for node in nodes if node not in here]
+    board = Switchboard(others if others else nodes, env)
+    try:
+        started = start.with_launch(launch, {**env, **board.environment()})
+        return conduct(board, started, nodes, tasks_per_node, job)
+    finally:
+        board.close()
+
+
+def preflight_here(num_tasks: int, job: Job, env: Mapping[str, str] = os.environ) -> Report:
+    """Tests this machine alone."""
+    board = Switchboard([], {})
+    try:
+        started = start.here(num_tasks, {**env, **board.environment()})
+        return conduct(board, started, 1, num_tasks, job)
+    finally:
+        board.close()
+
+
+def conduct(
+    board: Switchboard,
+    started: Started,
+    nodes: Sequence[str] | int,
+    tasks_per_node: int,
+    job: Job,
+) -> Report:
+    """Tests with tasks that are on their way; `nodes` may be their number, where nobody knows
+    their names. Ends what was started, in any case."""
+    progress = Phases()
+    crew = Crew(board, started, nodes, tasks_per_node, progress)
+    try:
+        return _Conductor(crew, job).conduct()
+    finally:
+        crew.dismiss()
+        started.stop()
+        progress.close()
+
+
+class _Conductor:
+    def __init__(self, crew: Crew, job: Job) -> None:
+        self.crew, self.job = crew, job
+        self.report = Report()
+        self.findings: dict[str, list[str]] = defaultdict(list)
+        self.facts: dict[str, dict[Place, Message]] = {}
+
+    def conduct(self) -> Report:
+        began = time.monotonic()
+        crew, report = self.crew, self.report
+        crew.gather(limits.LIMITS["start"], limits.PATIENCE)
+        quick, with_torch = self._decide()
+        clocks = self._ask("clock", crew.first_on_each())
+        self._blame(judge.clocks(clocks))
+        if with_torch:
+            self._ask("torch", crew.alive())
+        self._compare_versions(with_torch)
+        disks = self._ask(
+            "disk",
+            crew.first_on_each(),
+            folder=self.job.folder,
+            num_bytes=QUICK_DISK_BYTES if quick else DISK_BYTES,
+        )
+        self._blame(judge.disks(disks))
+        bounds = self._test_devices(with_torch)
+        rounds = Rounds(crew, self._is_bad, bounds.link, self.job.backend, torch=not quick)
+        findings, notes = rounds.play()
+        self._blame(findings)
+        report.notes += notes
+        report.matches = rounds.matches
+        if not quick:
+            self._test_sum()
+        self._finish(quick)
+        report.seconds = time.monotonic() - began
+        return report
+
+    def _decide(self) -> tuple[bool, bool]:
+        """Whether it is to be quick, and whether torch is needed."""
+        accelerators = any(task.has_accelerator for task in self.crew.alive())
+        quick = not accelerators if self.job.quick is None else self.job.quick
+        return quick, accelerators or not quick
+
+    def _compare_versions(self, with_torch: bool) -> None:
+        path = str(self.job.config) if self.job.config else None
+        answers = self._ask("versions", self.crew.first_on_each(), config=path, torch=with_torch)
+        self._blame(judge.interfaces(answers))
+        findings, notes = judge.versions(answers, versions.measure(path, with_torch=False))
+        self._blame(findings)
+        self.report.notes += notes
+
+    def _test_devices(self, with_torch: bool) -> Bounds:
+        answers = self._ask("device", self.crew.alive(), torch=with_torch)
+        kinds = {facts.get("kind") for facts in answers.values()}
+        bounds = judge.ACCELERATOR if "cuda" in kinds else judge.CPU
+        slow = {node for node, _ in judge.rates(answers, bounds)}
+        if slow:  # once more, now that others are quiet
+            again = [task for task in self.crew.alive() if task.node in slow]
+            for place, facts in self._ask("device", again, torch=with_torch).items():
+                answers[place] = judge.faster(answers[place], facts)
+            self.facts["device"] = answers
+        self._blame(judge.devices(answers))
+        self._blame(judge.products(answers))
+        self._blame(judge.rates(answers, bounds))
+        return bounds
+
+    def _test_sum(self) -> None:
+        tasks = [task for task in self.crew.alive() if not self._is_bad(task.node)]
+        if len(tasks) < 2:
+            return
+        self.crew.progress.begin("all-reduce", len(tasks))
+        what, first = "the all-reduce", tasks[0]
+        seconds = limits.of_sum(len(tasks))
+        listen: dict[Task, Message] = {first: {"do": "listen"}}
+        places = self.crew.ask(listen, what, limits.LIMITS["listen"], limits.PATIENCE)
+        at = places.get(first.place, {}).get("at")
+        if at is None:
+            self.report.failure = f"{what} failed: {first.node}/{first.local} could not listen"
+            return
+        order = {"do": "reduce", "at": at, "backend": self.job.backend, "seconds": seconds}
+        orders: dict[Task, Message] = {
+            task: {**order, "rank": rank, "size": len(tasks), "listening": rank == 0}
+            for rank, task in enumerate(tasks)
+        }
+        limit = seconds + limits.GRACE
+        answers = self.crew.ask(orders, what, limit, patience=limit)
+        self.report.all_reduce, self.report.failure = _judge_sum(orders, answers)
+
+    def _ask(self, do: str, tasks: Sequence[Task], **details: object) -> dict[Place, Message]:
+        """One phase; what was measured is kept for the report."""
+        self.crew.progress.begin(do, len(tasks))
+        seconds = limits.LIMITS[do]
+        orders = {task: {"do": do, "seconds": seconds, **details} for task in tasks}
+        limit = seconds + limits.GRACE
+        answers = self.crew.ask(orders, f"the {do} test", limit, limits.PATIENCE)
+        self._blame(judge.errors(answers, do))
+        self.facts[do] = answers
+        return answers
+
+    def _blame(self, findings: Iterable[Finding]) -> None:
+        for node, reason in findings:
+            if reason not in self.findings[node]:
+                self.findings[node].append(reason)
+
+    def _is_bad(self, node: str) -> bool:
+        return node in self.crew.lost or bool(self.findings.get(node))
+
+    def _finish(self, quick: bool) -> None:
+        report, crew = self.report, self.crew
+        report.nodes, report.quick = list(crew.nodes), quick
+        for node in crew.nodes:
+            reasons = [*self.findings.get(node, []), *filter(None, [crew.lost.get(node)])]
+            if reasons:
+                more = len(reasons) - MOST_REASONS
+                told = [*reasons[:MOST_REASONS], *([f"and {more} more"] if more > 0 else [])]
+                report.bad[node] = "; ".join(told)
+        for phase in ("clock", "versions", "disk", "device"):
+            for (node, local), facts in self.facts.get(phase, {}).items():
+                plain = {k: v for k, v in facts.items() if k != "answer"}
+                report.measured.setdefault(node, {}).setdefault(phase, {})[local] = plain
+
+
+def _judge_sum(
+    orders: Mapping[Task, Message], answers: Mapping[Place, Message]
+) -> tuple[Message, str]:
+    """What was measured, and what failed: a sum of all is nobody's fault alone."""
+    unfinished = [
+        f"{task.node}/{task.local} ({answers.get(task.place, {}).get('error', 'no answer')})"
+        for task in orders
+        if "right" not in answers.get(task.place, {})
+    ]
+    if unfinished:
+        some = ", ".join(unfinished[:8]) + (", …" if len(unfinished) > 8 else "")
+        count = f"{len(unfinished)} of {len(orders)} tasks"
+        return {}, f"the all-reduce of all good nodes failed on {count}: {some}"
+    wrong = [f"{node}/{local}" for (node, local), facts in answers.items() if not facts["right"]]
+    if wrong:
+        return {}, f"the all-reduce of all good nodes gave a wrong sum on {', '.join(wrong)}"
+    rate = min(facts["gb_per_s"] for facts in answers.values())
+    network, problem = transport.judge(answers)
+    return {"gb_per_s": rate, "tasks": len(orders), "transport": network}, problem

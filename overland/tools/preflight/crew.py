@@ -1,0 +1,209 @@
+"""The tasks that have called home, and talking to all of them at once."""
+
+from __future__ import annotations
+
+import queue
+import resource
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from overland.errors import ClusterError
+from overland.processes import allow_open_files
+from overland.tools.preflight.judge import Place
+from overland.tools.preflight.progress import Phases
+from overland.tools.preflight.start import Started
+from overland.world.wire import Message, Switchboard, Wire
+
+LOOK_SECONDS = 0.1
+NUM_FILES = 256  # besides one connection per task
+
+
+@dataclass(eq=False)
+class Task:
+    node: str
+    local: int
+    rank: int
+    wire: Wire
+    has_accelerator: bool
+
+    @property
+    def place(self) -> Place:
+        return self.node, self.local
+
+
+class Crew:
+    """Who does not answer is lost, and with it its node: no order goes there any more."""
+
+    def __init__(
+        self,
+        board: Switchboard,
+        started: Started,
+        nodes: Sequence[str] | int,
+        tasks_per_node: int,
+        progress: Phases,
+    ) -> None:
+        self.board, self.started, self.progress = board, started, progress
+        self.nodes = [] if isinstance(nodes, int) else list(nodes)
+        self.num_nodes = nodes if isinstance(nodes, int) else len(nodes)
+        self.tasks_per_node = tasks_per_node
+        self.tasks: dict[Wire, Task] = {}
+        self.lost: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._strangers: set[str] = set()
+        self._number = 0
+
+    def alive(self) -> list[Task]:
+        """In the order of nodes and of tasks on them."""
+        order = {node: place for place, node in enumerate(self.nodes)}
+        here = [task for task in self.tasks.values() if task.node not in self.lost]
+        return sorted(here, key=lambda task: (order[task.node], task.local))
+
+    def first_on_each(self) -> list[Task]:
+        return [task for task in self.alive() if task.local == 0]
+
+    def gather(self, seconds: float, patience: float) -> None:
+        """Waits for every task's call."""
+        expected = self.num_nodes * self.tasks_per_node
+        _allow_connections(expected)
+        clock = _Clock(expected, seconds, patience)
+        self.progress.begin("start", expected)
+        while not self._is_complete() and not clock.is_over(len(self.tasks)):
+            is_over = self.started.is_over()  # asked first: its tasks may have called before
+            for task, message in self._take():
+                if message is None:
+                    self._lose(task.node, f"task {task.local} ended before its first order")
+            self._lose_ended("did not start")
+            self.progress.count(len(self.tasks))
+            if is_over:
+                break
+        if not self.tasks:
+            raise ClusterError(self._nobody_came(clock.elapsed()))
+        for node in self.nodes:
+            count = self._counts[node]
+            if node not in self.lost and count < self.tasks_per_node:
+                who = "did not start" if not count else f"only task {self._locals(node)} started"
+                self.lost[node] = f"{who} within {clock.elapsed():.0f} s"
+        for number in range(len(self.nodes), self.num_nodes):
+            self.nodes.append(f"node {number + 1} of {self.num_nodes}")
+            self.lost[self.nodes[-1]] = f"did not start within {clock.elapsed():.0f} s"
+
+    def ask(
+        self, orders: Mapping[Task, Message], what: str, seconds: float, patience: float
+    ) -> dict[Place, Message]:
+        """The answers of those who gave one in time."""
+        self._number += 1
+        number = self._number
+        waiting = dict(orders)
+        for task, order in orders.items():
+            self._send(task, {**order, "number": number})
+        answers: dict[Place, Message] = {}
+        clock = _Clock(len(orders), seconds, patience)
+        while waiting and not clock.is_over(len(answers)):
+            for task, message in self._take():
+                if message is None:
+                    self._lose(task.node, f"task {task.local} ended in {what}")
+                elif message.get("answer") == number and waiting.pop(task, None) is not None:
+                    answers[task.place] = message
+            waiting = {task: order for task, order in waiting.items() if task.node not in self.lost}
+            self.progress.count(len(answers))
+        for task in waiting:
+            self._lose(task.node, f"no answer in {what} within {clock.elapsed():.0f} s")
+        return dict(sorted(answers.items()))
+
+    def dismiss(self) -> None:
+        for task in self.tasks.values():
+            self._send(task, {"do": "end"})
+
+    def _take(self) -> list[tuple[Task, Message | None]]:
+        """Whatever has come in."""
+        taken: list[tuple[Task, Message | None]] = []
+        wait = LOOK_SECONDS
+        while True:
+            try:
+                wire, message = self.board.inbox.get(timeout=wait)
+            except queue.Empty:
+                return taken
+            wait = 0.0
+            task = self.tasks.get(wire)
+            if message is not None and "hello" in message:
+                self._enlist(wire, message["hello"])
+            elif task is not None and message is not None and "time" in message:
+                self._send(task, {"time": time.time()})  # at once: a wait would look like skew
+            elif task is not None:
+                taken.append((task, message))
+
+    def _enlist(self, wire: Wire, hello: Message) -> None:
+        node = hello["node"]
+        if node not in self.nodes:
+            if len(self.nodes) == self.num_nodes:
+                self._strangers.add(node)
+                return
+            self.nodes.append(node)
+        task = Task(node, hello["local"], hello["rank"], wire, hello["accelerator"])
+        self.tasks[wire] = task
+        self._counts[node] += 1
+        self.started.step = self.started.step or hello["step"]
+
+    def _send(self, task: Task, message: Message) -> None:
+        try:
+            task.wire.send(message)
+        except OSError:
+            return  # its end is in the inbox, or will be
+
+    def _lose(self, node: str, reason: str) -> None:
+        known = self.started.ended().get(node)
+        self.lost.setdefault(node, f"{reason}: {known}" if known else reason)
+
+    def _lose_ended(self, what: str) -> None:
+        for node, reason in self.started.ended().items():
+            if node in self.nodes:
+                self.lost.setdefault(node, f"{what}: {reason}")
+
+    def _is_complete(self) -> bool:
+        return len(self.nodes) == self.num_nodes and all(
+            node in self.lost or self._counts[node] == self.tasks_per_node for node in self.nodes
+        )
+
+    def _locals(self, node: str) -> str:
+        return ", ".join(str(task.local) for task in self.tasks.values() if task.node == node)
+
+    def _nobody_came(self, seconds: float) -> str:
+        words = self.started.last_words() or "nothing was said"
+        if self._strangers:
+            words = f"tasks called from {', '.join(sorted(self._strangers))}, no nodes of this test"
+        limit = "" if self.started.is_over() else f" within {seconds:.0f} s"
+        return f"no task of the preflight started{limit}: {words}"
+
+
+class _Clock:
+    """A limit for all; and once half have answered, the others get as long again, or what is
+    given as patience. So a node that hangs costs seconds, and a slow file system is waited for."""
+
+    def __init__(self, num_expected: int, seconds: float, patience: float) -> None:
+        self.start = time.monotonic()
+        self.deadline = self.start + seconds
+        self.half, self.patience = (num_expected + 1) // 2, patience
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def is_over(self, num_answered: int) -> bool:
+        if num_answered >= self.half:
+            self.half = 2**63
+            more = max(self.elapsed(), self.patience)
+            self.deadline = min(self.deadline, time.monotonic() + more)
+        return time.monotonic() >= self.deadline
+
+
+def _allow_connections(num_tasks: int) -> None:
+    """One connection per task."""
+    allow_open_files()
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_tasks + NUM_FILES
+    if resource.RLIM_INFINITY != allowed < needed:
+        raise ClusterError(
+            f"{num_tasks} tasks need {needed} open files, and {allowed} are allowed here "
+            "(ulimit -Hn); test fewer nodes at a time with --nodes"
+        )

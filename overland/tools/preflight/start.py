@@ -1,0 +1,141 @@
+"""The processes of the tasks: one srun, or children of this process; ended in any case.
+
+What srun says of a node whose task failed (`srun: error: n3: task 4: Exited with exit code 1`) is
+heard at once, so that nobody waits for such a node, and so is the last line that the task printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from overland.errors import ClusterError
+from overland.slurm import expand_hosts, signal_step
+from overland.world.launch import free_port
+
+TASK = ("preflight", "--task")
+GRACE_SECONDS = 5.0
+FAILED = re.compile(r"^srun: error: (\S+): tasks? ([\d,\-]+): (.+)$", re.MULTILINE)
+
+
+class Started:
+    """Processes, and the file they all write to."""
+
+    def __init__(self, is_all: bool = True) -> None:
+        self.is_all = is_all
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.step: str | None = None
+        """Slurm's name of the step, once a task has told it."""
+
+    def ended(self) -> dict[str, str]:
+        """Nodes with a task that has ended, and what is known of it."""
+        words = self._read()
+        found: dict[str, str] = {}
+        for nodes, tasks, what in FAILED.findall(words):
+            first = re.match(r"\d+", tasks)
+            said = _last_line_of(first[0], words) if first else ""
+            reason = f"{what[0].lower()}{what[1:]}" + (f" ({said})" if said else "")
+            found |= dict.fromkeys(expand_hosts(nodes), reason)
+        return found
+
+    def is_over(self) -> bool:
+        """Whether none of them is left."""
+        return self.is_all and all(process.poll() is not None for process in self.processes)
+
+    def last_words(self) -> str:
+        lines = [line for line in self._read().splitlines() if line.strip()]
+        return "\n".join(lines[-5:])
+
+    def stop(self) -> None:
+        """Tasks end by themselves when the conductor has said so; those that cannot are killed."""
+        for end in (lambda: None, self._cancel, self._terminate, self._kill):
+            end()
+            if self._have_ended(GRACE_SECONDS):
+                break
+        self.output.close()
+
+    def _have_ended(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _cancel(self) -> None:
+        if self.is_all and self.step is not None:
+            signal_step(self.step, signal.SIGKILL, self._env)
+
+    def _terminate(self) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _read(self) -> str:
+        return os.pread(self.output.fileno(), 2**22, 0).decode(errors="replace")
+
+    def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._env = dict(env)
+        try:
+            process = subprocess.Popen(
+                command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            raise ClusterError(f"{command[0]} cannot be run: {error.strerror}") from None
+        self.processes.append(process)
+
+
+def with_launch(launch: Sequence[str], env: Mapping[str, str]) -> Started:
+    """As training is started; but a task that fails must not take the others with it."""
+    words = list(launch)
+    if Path(words[0]).name == "srun":
+        words = [word for word in words if not word.startswith("--kill-on-bad-exit")]
+        words[1:1] = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--label"]
+    started = Started()
+    started.start([*words, *TASK], {**env, "SLURM_EXPORT_ENV": "ALL"})
+    return started
+
+
+def here(num_tasks: int, env: Mapping[str, str]) -> Started:
+    """On this machine, under torchrun's names."""
+    started = Started()
+    shared = {
+        **env,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_tasks),
+        "LOCAL_WORLD_SIZE": str(num_tasks),
+    }
+    for rank in range(num_tasks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.start([sys.executable, "-m", "overland", *TASK], {**shared, **place})
+    return started
+
+
+def first_task(env: Mapping[str, str]) -> Started:
+    """The task of this very process, which is busy conducting; the others are on their way."""
+    started = Started(is_all=False)
+    started.start([sys.executable, "-m", "overland", *TASK], env)
+    return started
+
+
+def _last_line_of(task: str, words: str) -> str:
+    lines = re.findall(rf"^\s*{task}: (.+)$", words, flags=re.MULTILINE)
+    return lines[-1].strip()[:300] if lines else ""

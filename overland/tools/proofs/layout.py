@@ -1,0 +1,237 @@
+"""Trains one tiny model under many layouts and compares each step with one process.
+
+In float64 rounding cannot hide a mistake: the losses and gradient norms of a right layout agree to
+about 1e-15, those of a wrong one to 1e-5 at best. The loss on held-out data is compared too, whose
+rows are not all full: a mean of means over ranks, or over batches, is another number there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from overland.config.schema import JobConfig
+from overland.tools.proofs.layouts import KINDS, WAYS, Layout, Sections
+from overland.world.pool import RankPool
+from overland.world.world import World
+
+# Largest relative difference of the loss that passes, and of the gradient norm. Only float64 is a
+# proof. In bfloat16 twenty steps on random tokens drift apart by up to 7e-3 in the loss (measured
+# over the short list), and by then the norm, a sum of what nearly cancels, differs at will.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
+NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
+STEPS = 20
+ROWS = 8
+SEQ_LEN = 32
+
+HEAD = """\
+# Layouts that compute what one process computes
+
+Written by `overland prove layout --table` (`make prove-all`). A row: a tiny model, trained from \
+the same seed on real processes over gloo; the largest relative difference to one process in any \
+step, of the loss, of the gradient norm and of the loss on held-out data; next to the number \
+format, the bounds of both losses and of the norm. How to read a name: \
+`overland/tools/proofs/layouts.py`.
+
+| layout | ranks | number format | loss | gradient norm | validation loss | verdict |
+|---|---|---|---|---|---|---|
+"""
+
+# 4 key-value heads and 4 layers: whatever is split by 2 or 4 can be. The rows of the sequence are
+# cut by 2·cp and by tp.
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    layout: str
+    ranks: int
+    dtype: str
+    loss_difference: float
+    norm_difference: float
+    validation_difference: float
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return (
+            not self.error
+            and max(self.loss_difference, self.validation_difference) <= TOLERANCES[self.dtype]
+            and self.norm_difference <= NORM_TOLERANCES[self.dtype]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "equal": self.is_equal}
+
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        return [
+            f"`{self.layout}`",
+            str(self.ranks),
+            f"{self.dtype} (≤ {TOLERANCES[self.dtype]:g}, {NORM_TOLERANCES[self.dtype]:g})",
+            f"{self.loss_difference:.1e}",
+            f"{self.norm_difference:.1e}",
+            f"{self.validation_difference:.1e}",
+            "equal" if self.is_equal else f"differs {self.error}",
+        ]
+
+
+Curve = list[tuple[float, ...]]
+
+
+def prove_layouts(
+    layouts: Iterable[Layout],
+    pool: RankPool,
+    dtype: str = "float64",
+    steps: int = STEPS,
+    settings: Sections | None = None,
+) -> Iterator[Verdict]:
+    """One verdict per layout, as they come. `settings` (from a user's config) hold for all."""
+    references: dict[tuple[str, ...], tuple[Curve, Curve]] = {}
+    for layout in layouts:
+        with tempfile.TemporaryDirectory() as folder:
+            validated = {**(settings or {}), "validation": held_out(Path(folder))}
+            if layout.kinds not in references:
+                job = proof_job(None, layout.kinds, dtype, steps, Path(folder), validated)
+                references[layout.kinds] = pool.run(1, curves, job)[0]
+            job = proof_job(layout, layout.kinds, dtype, steps, Path(folder), validated)
+            try:
+                found = pool.run(layout.num_ranks, curves, job, num_nodes=layout.num_nodes)
+            except AssertionError as error:
+                yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, 1.0, last_line(error))
+                continue
+        steps_alone, held_out_alone = references[layout.kinds]
+        yield Verdict(
+            layout.name,
+            layout.num_ranks,
+            dtype,
+            max(difference(got, steps_alone, 0) for got, _ in found),
+            max(difference(got, steps_alone, 1) for got, _ in found),
+            max(difference(got, held_out_alone, 0) for _, got in found),
+        )
+
+
+def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
+    """Loss and gradient norm of every step, and the loss of every validation, as this rank knows
+    them."""
+    import torch
+
+    from overland.checks.model import import_custom
+    from overland.training.callbacks import Callback, Record
+    from overland.training.loop import train
+    from overland.training.run import Run, build_run
+
+    steps: Curve = []
+    validations: Curve = []
+
+    class Recorder(Callback):
+        def on_log(self, run: Run, record: Record) -> None:
+            steps.append((record["loss"], record["grad_norm"]))
+
+        def on_validation(self, run: Run, record: Record) -> None:
+            validations.append((record["validation_loss"],))
+
+    import_custom(config)  # the optimizer may be one of the user's own
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    run.callbacks = [Recorder(run)]
+    train(run)
+    return steps, validations
+
+
+def curve(world: World, config: JobConfig) -> Curve:
+    return curves(world, config)[0]
+
+
+def held_out(folder: Path) -> dict[str, Any]:
+    """Data to validate on, with settings that read it: documents of random tokens which fill
+    neither the last row nor the last batch."""
+    draw = Random(0)
+    sizes = [draw.randint(3, SEQ_LEN // 2) for _ in range(32)]
+    documents = [draw.choices(range(TINY["vocab_size"]), k=size) for size in sizes]
+    path = folder / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"tokens": ids}) + "\n" for ids in documents))
+    return {"enable": True, "dataset_path": str(path), "freq": STEPS // 2, "steps": -1}
+
+
+def proof_job(
+    layout: Layout | None,
+    kinds: tuple[str, ...],
+    dtype: str,
+    steps: int,
+    folder: Path,
+    settings: Sections | None = None,
+) -> JobConfig:
+    wide = "float64" if dtype == "float64" else "float32"
+    job: Sections = {
+        "job": {"dump_folder": str(folder)},
+        "training": {
+            "dataset": "random",
+            "seq_len": SEQ_LEN,
+            "global_batch_size": ROWS,
+            "local_batch_size": ROWS,
+            "steps": steps,
+            "dtype": wide,
+            "mixed_precision_param": dtype,
+            "mixed_precision_reduce": wide,
+        },
+        "optimizer": {"lr": 1e-2},
+        "lr_scheduler": {"warmup_steps": 4},
+        "metrics": {"log_freq": 1, "enable_tensorboard": False},
+        "checkpoint": {"enable": False},
+    }
+    for change in [settings or {}] + [KINDS[kind] for kind in kinds]:
+        _merge(job, change)
+    if layout is not None:
+        data_parallel = layout.degrees.get("shard", 1) * layout.degrees.get("rep", 1)
+        _merge(job, {"training": {"local_batch_size": ROWS // data_parallel}})
+        for change in [WAYS[way] for way in layout.ways]:
+            _merge(job, change)
+        degrees = layout.parallelism
+        if "sharding_stage" in job.get("parallelism", {}):  # works the data-parallel degrees out
+            degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
+        _merge(job, {"parallelism": degrees})
+    model = _model_file(folder, job.pop("model", {}))
+    job["model"] = {"config": str(model), **job.pop("freeze", {})}
+    return JobConfig.model_validate(job)
+
+
+def difference(got: Curve, expected: Curve, which: int) -> float:
+    """Largest relative difference over all steps; a missing step counts as wholly different."""
+    if len(got) != len(expected) or not expected:
+        return 1.0
+    pairs = zip(got, expected, strict=True)
+    return max(abs(a[which] - b[which]) / abs(b[which]) for a, b in pairs)
+
+
+def _model_file(folder: Path, changes: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(TINY | changes))
+    return path
+
+
+def _merge(job: Sections, change: Sections) -> None:
+    for section, values in change.items():
+        job[section] = {**job.get(section, {}), **values}
+
+
+def last_line(error: AssertionError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
+    return next((line for line in reversed(lines) if not line.startswith("rank ")), "no answer")

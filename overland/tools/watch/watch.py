@@ -1,0 +1,354 @@
+"""Where a run stands, gathered from its folder alone, as anyone who may read it can.
+
+Read are config.toml, metrics.jsonl, the checkpoints' names and the marker `done`; under a
+supervisor also attempts.jsonl, live.json and `stopped`; and Slurm, where squeue is. Any of these
+may be missing. Nothing here imports torch: a look takes a moment, also on a busy login node.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overland.config.commands import command
+from overland.errors import NoRun
+from overland.processes import host, is_running
+from overland.run_folder import (
+    ATTEMPTS,
+    CHECKPOINT,
+    CHECKPOINTS,
+    COMMITTED,
+    CONFIG,
+    DONE,
+    LIVE,
+    METRICS,
+    OWNER,
+    PLAN,
+    STOPPED,
+    SUBMITTED,
+)
+from overland.tools.watch.events import Event, Events
+from overland.tools.watch.queue import Queue, QueuedJob
+from overland.training.history import History, Points, Record, thinned
+
+STATES = {
+    "training": "training",
+    "starting": "starting",
+    "restarting": "restarting after a fault",
+    "stopping": "stopping",
+    "waiting": "waiting in the queue",
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+    "silent": "no sign of life",
+}
+SIGNS = (CONFIG, METRICS, ATTEMPTS, LIVE, OWNER, SUBMITTED)
+AT_DISK = ("saving", "loading a checkpoint", "ending")  # phases in which ranks may wait for it
+LATE_STEP_SECONDS, LATE_STEPS = 10.0, 5
+QUIET_SECONDS = 10.0  # without a byte, from which on it is shown
+SILENT_SECONDS = 60.0
+SILENT_STEPS = 20
+OWNER_SECONDS = 120.0  # renewed every 15 s, and NFS may show it a minute late
+CURVE_POINTS = 2000
+NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
+SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
+
+
+@dataclass
+class Checkpoints:
+    count: int = 0
+    newest: str | None = None
+    saved_at: float | None = None
+    saving: str | None = None
+    """One that is being written."""
+    not_finite: str | None = None
+    """A later state, put aside because it holds values that are not finite."""
+
+
+@dataclass
+class Snapshot:
+    run: str
+    time: float
+    state: str = "silent"
+    """One of STATES."""
+    because: str = ""
+    last_sign: float | None = None
+    description: str = ""
+    step: int = 0
+    steps: int | None = None
+    seconds_left: float | None = None
+    """Of training, at today's pace."""
+    step_seconds: float | None = None
+    phase: str | None = None
+    stepped: float | None = None
+    """When the last step was done, as far as is known."""
+    transfer: dict[str, Any] | None = None
+    """How far a save or a load is: bytes, total_bytes, and the seconds since the last byte."""
+    newest: Record = field(default_factory=dict)
+    """The newest line of metrics.jsonl: loss, tokens_per_second, mfu, memory_gib, …"""
+    losses: Points = field(default_factory=list)
+    held_out: dict[str, Points] = field(default_factory=dict)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    job: str | None = None
+    session: int | None = None
+    session_ends: float | None = None
+    attempt: int | None = None
+    ranks: int | None = None
+    nodes: list[str] = field(default_factory=list)
+    slowest: dict[str, Any] | None = None
+    late: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[Event] = field(default_factory=list)
+    queue: list[QueuedJob] | None = None
+    """None where Slurm cannot be asked."""
+
+
+class Watch:
+    """Looks at a run again and again, and reads only what is new."""
+
+    def __init__(self, run: Path) -> None:
+        if not run.is_dir():
+            what = "is a file" if run.exists() else "is not there (yet)"
+            raise NoRun(f"{run} {what}: expected the folder of a run, as job.dump_folder names it")
+        if not any((run / name).exists() for name in SIGNS):
+            raise NoRun(f"{run} is no folder of a run: none of {', '.join(SIGNS)} is in it")
+        self.run = run
+        self.history = History(run / METRICS)
+        self.events = Events(run / ATTEMPTS)
+        self.queue = Queue()
+
+    def look(self, patience: float = 0.0) -> Snapshot:
+        """Waits for Slurm's answer no longer than `patience` seconds."""
+        self.history.read_on()
+        self.events.read_on()
+        live, owner = read_json(self.run / LIVE), read_owner(self.run / OWNER)
+        session, attempt = self.events.last("session"), self.events.last("attempt")
+        job = live.get("job") or session.get("job") or owner.get("job") or None
+        if which := jobs_to_ask_for(self.run, job):
+            self.queue.ask(which, patience)
+        config = read_config(self.run)
+        newest = self.history.newest
+        is_live_newer = number(live.get("time")) > number(newest.get("time"))
+        # Epochs are counted in steps when training starts.
+        steps = config.get("training", {}).get("steps")
+        steps = steps or read_json(self.run / PLAN).get("steps")
+        seen = Snapshot(
+            run=str(self.run),
+            time=time.time(),
+            description=str(config.get("job", {}).get("description", "")),
+            step=int(live["step"] if is_live_newer and "step" in live else newest.get("step", 0)),
+            steps=steps if isinstance(steps, int) else None,
+            step_seconds=self.history.step_seconds or live.get("step_seconds"),
+            phase=live.get("phase"),
+            stepped=max(number(live.get("stepped")), number(newest.get("time"))) or None,
+            newest=newest,
+            losses=thinned(self.history.losses, CURVE_POINTS),
+            held_out=dict(self.history.held_out),
+            checkpoints=read_checkpoints(
+                self.run / config.get("checkpoint", {}).get("folder", CHECKPOINTS)
+            ),
+            job=job,
+            session=len(self.events.of("session")) or None,
+            session_ends=session.get("ends"),
+            attempt=live.get("attempt") or attempt.get("attempt"),
+            ranks=live.get("ranks"),
+            nodes=names(live.get("nodes")) or names(attempt.get("nodes")),
+            slowest=live.get("slowest"),
+            late=live.get("late") or [],
+            faults=self.events.faults(),
+            queue=self.queue.jobs,
+        )
+        seen.last_sign = last_sign(self.run, live, owner, newest, self.events)
+        seen.state, seen.because = judge(self.run, seen, live, owner, self.events)
+        if seen.state in ("finished", "stopped", "failed", "silent", "waiting"):
+            seen.slowest, seen.late, seen.checkpoints.saving = None, [], None
+        elif isinstance(live.get("transfer"), dict):
+            seen.transfer = live["transfer"]
+        pace = self.history.pace or live.get("step_seconds")
+        if pace and seen.steps and seen.state != "finished":
+            seen.seconds_left = max(0, seen.steps - seen.step) * pace
+        return seen
+
+
+def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) -> tuple[str, str]:
+    """The state, and a few words about it. What lives comes first, then what is known for sure."""
+    limit = max(SILENT_SECONDS, SILENT_STEPS * (seen.step_seconds or 0))
+    age = seen.time - (seen.last_sign or 0)
+    supervised = supervisors_word(live)
+    signalled = events.all[-1] if events.all and events.all[-1]["event"] == "signal" else {}
+    is_gone = seen.queue is not None and not any(job.runs for job in seen.queue)
+    if signalled and not is_gone and age < limit:
+        return "stopping", str(signalled.get("what", ""))
+    if supervised and not signalled and seen.time - number(live.get("time")) < limit:
+        state, words = supervised
+        return state, words or waits_for_disk(seen, live)
+    if owner and not signalled and owner_lives(owner, seen.time):
+        has_stepped = number(seen.newest.get("time")) >= number(owner.get("since"))
+        return "training" if has_stepped else "starting", ""
+    done = read_text(run / DONE)
+    if done.isdecimal() and int(done) >= (seen.steps or 0):
+        return "finished", ""
+    end = events.all[-1] if events.all and events.all[-1]["event"] in ("end", "signal") else {}
+    if reason := read_text(run / STOPPED):
+        return "failed" if end.get("how") == "failed" else "stopped", reason
+    running = [job for job in seen.queue or [] if job.runs]
+    waiting = [job for job in seen.queue or [] if not job.runs]
+    # A job that was requeued has the same number again, and its end has been told before.
+    has_ended = end and not any(started_after(job, number(end.get("time"))) for job in running)
+    if running and not (has_ended and end.get("job") == running[0].id):
+        words = f"job {running[0].id} is running"
+        if seen.last_sign is None or started_after(running[0], seen.last_sign):
+            return "starting", words
+        state, _ = supervised or ("training", "")
+        return state, f"{words}, but silent for {duration(age)}"
+    if waiting:
+        return "waiting", waiting[0].reason
+    if end:
+        how = str(end.get("how", "stopped"))
+        return how if how in STATES else "stopped", str(end.get("what", ""))
+    if not owner and not live and not events.all and seen.newest:
+        # A run gives its owner.json back when it ends. Older ones had neither that nor times.
+        if "time" in seen.newest:
+            return "stopped", f"`{command('overland', 'train', run / CONFIG)}` goes on"
+        if age < limit:
+            return "training", ""
+    return "silent", ""
+
+
+def supervisors_word(live: Event) -> tuple[str, str] | None:
+    """What a supervisor says it is at, unless it has ended."""
+    state = str(live.get("state", "ended"))
+    if state == "ended":
+        return None
+    if state == "preflight":
+        return "starting", "testing the nodes"
+    return (state, "") if state in STATES else ("starting", state)
+
+
+def waits_for_disk(seen: Snapshot, live: Event) -> str:
+    """In words, where training has stopped for a save or a load; empty where it goes on."""
+    late = max(LATE_STEP_SECONDS, LATE_STEPS * (seen.step_seconds or 0))
+    if live.get("phase") not in AT_DISK or seen.time - (seen.stepped or 0) < late:
+        return ""
+    how_far = transferred(live["transfer"]) if isinstance(live.get("transfer"), dict) else ""
+    what = "loading a checkpoint" if live["phase"] == AT_DISK[1] else "waiting for a save"
+    return f"{what}, {how_far}" if how_far else what
+
+
+def transferred(transfer: Event) -> str:
+    """`12.0 of 40.0 GB, no byte for 45 s`."""
+    done, total = number(transfer.get("bytes")), number(transfer.get("total_bytes"))
+    words = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB" if total else f"{done / 1e9:.1f} GB"
+    quiet = number(transfer.get("quiet_seconds"))
+    return words + (f", no byte for {duration(quiet)}" if quiet > QUIET_SECONDS else "")
+
+
+def last_sign(run: Path, live: Event, owner: Event, newest: Record, events: Events) -> float | None:
+    signs = [number(live.get("time")), number(owner.get("renewed")), number(newest.get("time"))]
+    signs += [number(event.get("time")) for event in events.all[-1:]]
+    if "time" not in newest:
+        signs.append(modified(run / METRICS))
+    return max(signs) or None
+
+
+def owner_lives(owner: Event, now: float) -> bool:
+    if owner.get("host") == host():
+        return is_running(owner)
+    return now - number(owner.get("renewed")) < OWNER_SECONDS
+
+
+def jobs_to_ask_for(run: Path, job: str | None) -> str | None:
+    """squeue's option for the jobs of this run. Links of a chain share their name."""
+    scripts = [path for path in run.glob("submit/*.sh") if path.stem.isdecimal()]
+    for script in sorted(scripts, key=lambda path: -int(path.stem))[:1]:
+        named = re.search(r"^#SBATCH --job-name=(\S+)$", read_text(script), flags=re.MULTILINE)
+        if named:
+            return f"--name={named[1]}"
+    return f"--jobs={job}" if job else None
+
+
+def started_after(job: QueuedJob, sign: float) -> bool:
+    try:
+        return time.mktime(time.strptime(job.start, "%Y-%m-%dT%H:%M:%S")) > sign
+    except ValueError:
+        return False
+
+
+def read_checkpoints(folder: Path) -> Checkpoints:
+    """By their names and markers alone."""
+    found, saving, broken = [], [], []
+    try:
+        children = list(folder.iterdir())
+    except OSError:
+        return Checkpoints()
+    for path in children:
+        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := modified(path / COMMITTED)):
+            found.append((int(named[1]), path.name, saved))
+        elif named := SAVING.fullmatch(path.name):
+            saving.append((int(named[1]), path.name.removeprefix(".").removesuffix(".tmp")))
+        elif named := NOT_FINITE.fullmatch(path.name):
+            broken.append((int(named[1]), path.name))
+    step, newest, saved_at = max(found, default=(0, None, None))
+    later = max((one for one in broken if one[0] > step), default=(0, None))[1]
+    return Checkpoints(len(found), newest, saved_at, max(saving, default=(0, None))[1], later)
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The newest of what the last session ran with and what was submitted since."""
+    submitted = [path for path in run.glob(f"{SUBMITTED}/*.toml") if path.stem.isdecimal()]
+    for path in sorted([run / CONFIG, *submitted], key=modified, reverse=True):
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):  # being written
+            continue
+    return {}
+
+
+def read_owner(path: Path) -> Event:
+    owner = read_json(path)
+    return {**owner, "renewed": modified(path)} if owner else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def names(value: object) -> list[str]:
+    return [str(name) for name in value] if isinstance(value, list) else []
+
+
+def duration(seconds: float) -> str:
+    """Two units are enough: `3 d 4 h`, `5 min`, `12 s`."""
+    whole = max(0, round(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if whole >= 120 else f"{whole} s"

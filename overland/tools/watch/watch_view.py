@@ -1,0 +1,223 @@
+"""A snapshot of a run, drawn for the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from overland.tools.watch.curve import MARK, curve
+from overland.tools.watch.watch import STATES, Snapshot, duration, transferred
+from overland.training.history import thinned
+
+COLOURS = {
+    "training": "green",
+    "finished": "green",
+    "starting": "cyan",
+    "stopping": "cyan",
+    "waiting": "cyan",
+    "restarting": "yellow",
+    "stopped": "yellow",
+    "failed": "red",
+    "silent": "red",
+}
+SHOWN_FAULTS = 5
+MOST_MARKS = 40
+
+
+def draw(seen: Snapshot, width: int, curve_height: int = 10) -> RenderableType:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim")
+    rows.add_column()
+    for name, line in LINES.items():
+        if (content := line(seen)) is not None:
+            rows.add_row(name, content)
+    parts: list[RenderableType] = [headline(seen), Text(), rows]
+    marks = [point for points in seen.held_out.values() for point in thinned(points, MOST_MARKS)]
+    if drawn := curve(seen.losses, marks, min(width, 110), curve_height):
+        legend = f"loss   {MARK} {', '.join(seen.held_out)}, held out" if marks else "loss"
+        picture = Text("\n".join([legend, *drawn]))
+        picture.highlight_regex(MARK, "yellow")
+        picture.highlight_regex("[\u2800-\u28ff]+", "cyan")
+        parts += [Text(), picture]
+    return Group(*parts)
+
+
+def headline(seen: Snapshot) -> Text:
+    colour = COLOURS[seen.state]
+    text = Text.assemble((f"● {STATES[seen.state]}", f"bold {colour}"))
+    if seen.state == "silent" and seen.last_sign:
+        text.append(f" since {moment(seen.last_sign, seen.time)}", style=colour)
+    if seen.because:
+        text.append(f": {seen.because}", style=colour)
+    text.append(f"   {seen.run}", style="bold")
+    if seen.description:
+        text.append(f"   {seen.description}", style="dim")
+    return text
+
+
+def progress(seen: Snapshot) -> RenderableType:
+    if not seen.steps:
+        return Text(f"{seen.step:,}")
+    line = Table.grid(padding=(0, 2))
+    share = seen.step / seen.steps
+    line.add_row(
+        f"{seen.step:,} of {seen.steps:,}",
+        ProgressBar(total=seen.steps, completed=min(seen.step, seen.steps), width=30),
+        f"{share:.1%}",
+        time_left(seen),
+    )
+    return line
+
+
+def time_left(seen: Snapshot) -> str:
+    if seen.seconds_left is None:
+        return ""
+    left = duration(seen.seconds_left)
+    if seen.state != "training" or seen.because:  # when it goes on, nobody knows
+        return f"{left} of training to go"
+    return f"{left} to go, until {moment(seen.time + seen.seconds_left, seen.time)}"
+
+
+def session(seen: Snapshot) -> Text | None:
+    words = []
+    if seen.session:
+        words.append(f"session {seen.session}")
+    if seen.attempt:
+        words.append(f"attempt {seen.attempt}")
+    if seen.job:
+        words.append(f"job {seen.job}")
+    if seen.ranks:
+        words.append(f"{seen.ranks:,} ranks")
+    if seen.nodes:
+        shown = ", ".join(seen.nodes[:4]) + (", …" if len(seen.nodes) > 4 else "")
+        words.append(f"{len(seen.nodes)} node{'s' * (len(seen.nodes) > 1)} ({shown})")
+    is_over = seen.state in ("finished", "stopped", "failed", "waiting")
+    if seen.session_ends and seen.session_ends > seen.time and not is_over:
+        words.append(f"ends in {duration(seen.session_ends - seen.time)}")
+    return Text(", ".join(words)) if words else None
+
+
+def loss(seen: Snapshot) -> Text | None:
+    if "loss" not in seen.newest:
+        return None
+    words = [f"{seen.newest['loss']:.4f}"]
+    words += [f"{name} {points[-1][1]:.4f}" for name, points in seen.held_out.items() if points]
+    for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
+        if isinstance(seen.newest.get(name), int | float):
+            words.append(f"{label} {seen.newest[name]:.3g}")
+    for name, label in (("skipped_steps", "skipped"), ("empty_steps", "with nothing to learn")):
+        if number := seen.newest.get(name):
+            words.append(f"{number} {'step' if number == 1 else 'steps'} {label}")
+    return Text("   ".join(words))
+
+
+def speed(seen: Snapshot) -> Text | None:
+    words = []
+    mfu, memory = seen.newest.get("mfu"), seen.newest.get("memory_gib")
+    wait = seen.newest.get("data_wait")
+    for unit in ("tokens", "samples"):
+        if rate := seen.newest.get(f"{unit}_per_second"):
+            words.append(f"{rate:,.0f} {unit}/s per device")
+    if mfu is not None:
+        words.append(f"MFU {mfu:.1%}")
+    if seen.step_seconds:
+        words.append(f"{seen.step_seconds:.3g} s per step")
+    if seen.stepped and seen.state != "finished":
+        words.append(f"last step {duration(seen.time - seen.stepped)} ago")
+    if memory is not None:
+        words.append(f"memory {memory:.1f} GiB")
+    if wait is not None and wait > 0.02:
+        words.append(f"{wait:.0%} waiting for data")
+    return Text("   ".join(words)) if words else None
+
+
+def slowest(seen: Snapshot) -> Text | None:
+    words = []
+    if seen.slowest:
+        factor = seen.slowest.get("factor", 0)
+        where = f"rank {seen.slowest.get('rank')} on {seen.slowest.get('node')}"
+        words.append((f"{where}, {factor:.2f} × the median", "yellow" if factor > 1.2 else ""))
+    for one in seen.late[:3]:
+        where = f"rank {one.get('rank')} on {one.get('node')}"
+        words.append(
+            (f"{where} is late: {one.get('seconds', 0):.0f} s in {one.get('phase')}", "red")
+        )
+    return Text("   ").join(Text(*word) for word in words) if words else None
+
+
+def checkpoints(seen: Snapshot) -> Text | None:
+    found = seen.checkpoints
+    words = []
+    if found.newest and found.saved_at:
+        words.append(f"{found.newest}, {duration(seen.time - found.saved_at)} ago")
+        words.append(f"{found.count} in all")
+    if found.saving:
+        how_far = f": {transferred(seen.transfer)}" if seen.transfer else ""
+        words.append(f"saving {found.saving}{how_far}")
+    text = Text("   ".join(words))
+    if found.not_finite:
+        text.append("   " if words else "")
+        text.append(f"{found.not_finite} is NOT FINITE and will not be resumed", style="bold red")
+    return text if text else None
+
+
+def slurm(seen: Snapshot) -> Text | None:
+    if not seen.queue:
+        return None
+    lines = []
+    for job in [one for one in seen.queue if one.runs]:
+        lines.append(f"{job.id} {job.state}, {job.left} left")
+    waiting = [one for one in seen.queue if not one.runs]
+    for job in waiting[:2]:
+        start = "" if job.start in ("N/A", "") else f", expected {job.start.replace('T', ' ')}"
+        lines.append(f"{job.id} {job.state} ({job.reason}){start}")
+    if len(waiting) > 2:
+        lines.append(f"and {len(waiting) - 2} more that wait")
+    return Text("\n".join(lines))
+
+
+def faults(seen: Snapshot) -> Text | None:
+    lines = []
+    for fault in seen.faults[-SHOWN_FAULTS:]:
+        excluded = ", ".join(fault.get("excluded") or [])
+        action = str(fault.get("action", ""))
+        action = "back into the queue" if action == "requeue" else action
+        action += f" without {excluded}" if excluded else ""
+        if fault.get("lost_seconds") is not None:
+            action += f", {duration(fault['lost_seconds'])} lost"
+        when = moment(float(fault.get("time", 0)), seen.time)
+        what = str(fault.get("what", ""))
+        lines.append(f"{when} {fault.get('kind')} at step {fault.get('step')}: {what} → {action}")
+    if len(seen.faults) > SHOWN_FAULTS:
+        lines.insert(0, f"{len(seen.faults)} in all; the last {SHOWN_FAULTS}:")
+    return Text("\n".join(lines)) if lines else None
+
+
+LINES: dict[str, Callable[[Snapshot], RenderableType | None]] = {
+    "step": progress,
+    "loss": loss,
+    "speed": speed,
+    "session": session,
+    "slowest": slowest,
+    "checkpoints": checkpoints,
+    "Slurm": slurm,
+    "faults": faults,
+}
+
+
+def moment(then: float, now: float) -> str:
+    """The time of day, with the day if it is another."""
+    shown, today = time.localtime(then), time.localtime(now)
+    return time.strftime("%H:%M" if shown[:3] == today[:3] else "%a %d %b %H:%M", shown)
+
+
+def closing_words(seen: Snapshot) -> str:
+    words = f"Finished: {seen.step:,} {'step' if seen.step == 1 else 'steps'} in {seen.run}"
+    if "loss" in seen.newest:
+        words += f", with a loss of {seen.newest['loss']:.4f}"
+    return f"{words}."

@@ -1,0 +1,118 @@
+"""What metrics.jsonl tells: losses by step, the newest numbers, and the pace."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from overland.training.tail import Tail
+
+Record = dict[str, Any]
+Points = list[tuple[int, float]]
+
+HELD_OUT = "validation_loss/"
+
+# A file of a million lines, 300 MB, is sampled down to 30,000, but for its end and what is held
+# out: parsing all of it would take seconds, and a terminal has 200 dots in a row.
+WHOLE_BYTES = 10 << 20
+END_BYTES = 1 << 20
+RECENT = 100  # records that the pace is taken from
+PAUSE = 20  # times the median: such a gap is a restart and no part of the pace
+
+
+class History:
+    """Follows the file. Where the run went back to an earlier step, what was after it is void. (A
+    session that resumes removes such lines; files of earlier versions still have them.)"""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = Tail(path)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.losses: Points = []
+        self.held_out: dict[str, Points] = {}
+        self.recent: deque[Record] = deque(maxlen=RECENT)
+        self._step = 0
+
+    def read_on(self) -> None:
+        every, mark = 1, HELD_OUT.encode()
+        for lines, to_come, is_other in self._tail.chunks():
+            if is_other:
+                self._clear()
+                every = 1 + to_come // WHOLE_BYTES
+            elif to_come < END_BYTES:
+                every = 1
+            for number, line in enumerate(lines):
+                if number % every and mark not in line:
+                    continue
+                try:
+                    self._take(json.loads(line))
+                except (ValueError, TypeError, KeyError, OverflowError):
+                    continue  # cut short by a kill or a full disk
+
+    def _take(self, line: Record) -> None:
+        step = int(line["step"])
+        record = {name: value for name, value in line.items() if _is_number(name, value)}
+        record["step"] = step
+        if step < self._step:
+            for points in (self.losses, *self.held_out.values()):
+                _undo(points, step)
+            while self.recent and self.recent[-1]["step"] >= step:
+                self.recent.pop()
+        self._step = step
+        if "loss" in record:
+            _append(self.losses, step, float(record["loss"]))
+            if self.recent and self.recent[-1]["step"] == step:
+                self.recent.pop()
+            self.recent.append(record)
+        for name, value in record.items():
+            if name.startswith(HELD_OUT):
+                points = self.held_out.setdefault(name.removeprefix(HELD_OUT), [])
+                _append(points, step, float(value))
+
+    @property
+    def newest(self) -> Record:
+        return self.recent[-1] if self.recent else {}
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of recent steps."""
+        return statistics.median(paces) if (paces := self._paces()) else None
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds from step to step, saves and validation included, restarts not."""
+        seconds = self.step_seconds
+        if seconds is None:
+            return None
+        return statistics.fmean(one for one in self._paces() if one <= PAUSE * seconds)
+
+    def _paces(self) -> list[float]:
+        timed = [(one["step"], one["time"]) for one in self.recent if "time" in one]
+        return [(t - u) / (step - s) for (s, u), (step, t) in pairwise(timed) if t >= u]
+
+
+def _is_number(name: str, value: Any) -> bool:
+    """A loss may be infinite or no number, a time may not."""
+    return isinstance(value, int | float) and (name != "time" or math.isfinite(value))
+
+
+def _append(points: Points, step: int, value: float) -> None:
+    _undo(points, step)
+    points.append((step, value))
+
+
+def _undo(points: Points, step: int) -> None:
+    """Drops what was logged at this step and after it."""
+    while points and points[-1][0] >= step:
+        points.pop()
+
+
+def thinned(points: Points, most: int) -> Points:
+    every = -(-len(points) // most)
+    return [*points[:-1:every], points[-1]] if points else []

@@ -1,0 +1,195 @@
+"""The README.md of a run folder: what is trained here, how, and how to watch and go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overland.config.commands import WRITTEN_BY, command
+from overland.config.degrees import Degrees
+from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
+from overland.files import replace_file
+from overland.models.flops import count_parameters
+from overland.models.measure import measure_of
+from overland.run_folder import RunFolder
+from overland.world.devices import device_name
+from overland.world.world import World
+
+
+def write_readme(
+    config: JobConfig, world: World, degrees: Degrees, model_config: Any, folder: RunFolder
+) -> None:
+    replace_file(folder.readme, readme(config, world, degrees, model_config, folder))
+
+
+def readme(
+    config: JobConfig, world: World, degrees: Degrees, model_config: Any, folder: RunFolder
+) -> str:
+    training, data = config.training, config.data
+    rows = training.global_batch_size
+    rows = training.local_batch_size * degrees.dp if rows == -1 else rows
+    accumulation = rows // (training.local_batch_size * degrees.dp)
+    run = folder.root
+    keep = config.checkpoint.keep_latest_k
+    checkpoints = (
+        f"every {config.checkpoint.interval} steps, "
+        f"{f'the newest {keep} kept' if keep else 'all kept'}"
+        if config.checkpoint.enable
+        else "off"
+    )
+    compiled = {True: f"on ({config.compile.backend})", False: "off", "auto": "auto"}
+    profiling = (
+        f"on, one trace every {config.profiling.profile_freq} steps into `{folder.traces}/`"
+        if config.profiling.enable_profiling
+        else "off (`profiling.enable_profiling=true` turns it on)"
+    )
+    measure = measure_of(model_config, training.seq_len)
+    batch, length, documents, evaluate = f"{rows:,} samples", "", "", ""
+    if measure.unit == "tokens":
+        batch = f"{rows:,} sequences = {rows * training.seq_len:,} tokens"
+        length = f"| sequence length | {training.seq_len:,} tokens |\n"
+        borders = "attention stays within each document"
+        if not data.document_mask:
+            borders = "packed, attention crosses borders"
+        documents = f"| documents | {borders} |\n"
+        prompt = command("overland", "generate", run, "--prompt", "...")
+        evaluate = f"## Evaluate\n\n    {prompt}\n\n"
+    return f"""\
+# {config.job.description}
+
+{WRITTEN_BY}; [`config.toml`](config.toml) holds every setting.
+
+## What is trained
+
+| | |
+|---|---|
+| model | {model_name(config)}, {count_parameters(model_config).total:,} parameters |
+| data | {training.dataset_path or training.dataset} |
+{length}| batch | {batch} per step; {accumulation} × {training.local_batch_size} per device |
+| steps | {training.steps:,} ({rows * measure.per_row * training.steps:,} {measure.unit}) |
+| optimizer | {optimizer_in_words(config.optimizer)} |
+| learning rate schedule | {schedule_in_words(config)} |
+| gradient clipping | {f"max norm {training.max_norm:g}" if training.max_norm else "off"} |
+| number formats | parameters {training.dtype}, computation {training.mixed_precision_param}, \
+gradient sums {training.mixed_precision_reduce} |
+{documents}
+## How it is spread
+
+| axis | degree |
+|---|---|
+| data parallel, replicate | {degrees.dp_replicate} |
+| data parallel, shard | {degrees.dp_shard} |
+| tensor parallel | {degrees.tp} |
+| pipeline parallel | {degrees.pp} |
+| context parallel | {degrees.cp} |
+
+{strategy_in_words(degrees)} The product of the degrees is the number of devices, {world.size}.
+
+- Hardware: {world.size} × {device_name()}, {world.num_nodes} node{
+        "s" if world.num_nodes > 1 else ""
+    }
+- Recompute: {recompute_in_words(config.activation_checkpoint)}
+- Compile: {compiled[config.compile.enable]}
+- Profiling: {profiling}
+- Checkpoints: {checkpoints}
+
+## Folders
+
+| | |
+|---|---|
+| `{folder.metrics}` | one JSON object per logged step |
+| `{folder.plot}` | the loss, drawn |
+| `{folder.tb}/` | TensorBoard events{"" if config.metrics.enable_tensorboard else " (off)"} |
+| `{folder.checkpoints}/` | checkpoints, `step_N` each |
+| `{folder.tokenizer}/` | the tokenizer, if the data is text |
+| `{folder.hf}/` | the final weights for Hugging Face, if `checkpoint.last_save_in_hf` is on |
+| `{folder.traces}/` | profiler traces, if profiling is on |
+| `{folder.logs}/` | output of the ranks that do not print |
+
+## Watch
+
+    {command("overland", "watch", run)}
+    {command("tensorboard", "--logdir", folder.tb)}
+    tail -f {folder.metrics}
+
+## Resume
+
+The same command goes on from the newest checkpoint, on the same number of devices or another:
+
+    {command("overland", "train", folder.config)}
+
+`CONFIG_FILE={folder.config} NGPU={world.local_size} ./run_train.sh` does the same; \
+`LOG_RANK=0,1` also prints rank 1; `DRY_RUN=1` only checks the config.
+
+{evaluate}## If something goes wrong
+
+- Out of memory: lower `training.local_batch_size` (the global batch stays what it is if \
+`training.global_batch_size` is set), or set `activation_checkpoint.mode = "full"`.
+- A communication error: `comm.backend` and the environment variable `COMM_BACKEND` choose the \
+backend; on a CPU it is gloo.
+- Missing files: `{command("overland", "check", folder.config)}` names each, and what fetches it.
+"""
+
+
+def model_name(config: JobConfig) -> str:
+    return config.model.config or f"{config.model.name} {config.model.flavor}"
+
+
+def strategy_in_words(d: Degrees) -> str:
+    """The layout in a sentence or two."""
+    if d.world_size == 1:
+        return "One device holds the whole model."
+    parts = []
+    if d.dp_shard > 1:
+        stage = "again for the backward pass" if d.reshard_after_forward else "once per step"
+        parts.append(
+            f"parameters, gradients and optimizer state are sharded over {d.dp_shard} devices "
+            f"(FSDP) and gathered {stage}"
+        )
+    if d.dp_replicate > 1:
+        what = "that group is replicated" if d.dp_shard > 1 else "the model is replicated"
+        parts.append(f"{what} {d.dp_replicate} times, gradients summed over the copies")
+    if d.tp > 1:
+        parts.append(f"each matrix is split over {d.tp} devices")
+    if d.pp > 1:
+        parts.append(f"the layers form a pipeline of {d.pp} stages")
+    if d.cp > 1:
+        parts.append(f"each sequence is split over {d.cp} devices")
+    text = "; ".join(parts)
+    return text[0].upper() + text[1:] + "."
+
+
+def optimizer_in_words(settings: Optimizer) -> str:
+    options = ", ".join(f"{key} = {value}" for key, value in settings.options.items())
+    words = f"{settings.name}{f' ({options})' if options else ''}, learning rate {settings.lr:g}"
+    patterns = ", ".join(f"`{group.pattern}`" for group in settings.groups)
+    return f"{words}; other rates for {patterns}" if patterns else words
+
+
+def schedule_in_words(config: JobConfig) -> str:
+    settings = config.lr_scheduler
+    total = settings.total_steps or config.training.steps
+    parts = [f"{settings.warmup(total)} warm-up steps"]
+    if settings.decay_type == "constant":
+        return parts[0] + ", then constant"
+    if settings.decay_ratio is not None:
+        parts.append(f"a plateau, {settings.decay_type} decay over the last "
+                     f"{settings.decay_ratio:.0%}")  # fmt: skip
+    else:
+        parts.append(f"then {settings.decay_type} decay")
+    lowest = settings.min_lr
+    if lowest is None:
+        lowest = settings.min_lr_factor * config.optimizer.lr
+    return ", ".join(parts) + f" to {lowest:g}"
+
+
+def recompute_in_words(settings: ActivationCheckpoint) -> str:
+    if settings.mode == "selective":
+        if settings.selective_ac_option == "op":
+            return "selective: matrix products and attention are kept, the rest is recomputed"
+        number = settings.selective_ac_option
+        which = "every block" if number == "1" else f"one block in {number}"
+        return f"selective: {which} is recomputed"
+    if settings.mode == "memory_budget":
+        return f"the compiler keeps {settings.memory_budget:.0%} of what it would keep otherwise"
+    words = {"none": "off", "full": "full: every block is recomputed"}
+    return words.get(settings.mode, settings.mode)

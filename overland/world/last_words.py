@@ -1,0 +1,137 @@
+"""What a rank says before it ends, in one line of its output, and what kind of end that is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import time
+import traceback
+from dataclasses import asdict, dataclass
+
+from overland.errors import Kind, OverlandError
+from overland.world.heartbeat import node_name
+
+SAYS = "overland says: "
+ENDED = "overland ended: "  # by the shell around a rank, with the node, when its exit code was 0
+
+
+@dataclass(frozen=True)
+class Said:
+    """A rank's last words."""
+
+    rank: int
+    node: str
+    kind: Kind
+    what: str
+    time: float
+    step: int = 0
+    place: str = ""
+    """Where in the program, if that tells two errors apart."""
+
+
+FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO,
+               errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EROFS)  # fmt: skip
+# Errors of others, by the name of the class, so that nothing heavy is imported to compare with.
+KIND_OF_ERROR = {
+    "OutOfMemoryError": Kind.MEMORY,
+    "MemoryError": Kind.MEMORY,
+    "DistBackendError": Kind.NETWORK,
+    "DistNetworkError": Kind.NETWORK,
+    "DistStoreError": Kind.NETWORK,
+    "ConnectionError": Kind.NETWORK,
+    "TimeoutError": Kind.NETWORK,
+    "AcceleratorError": Kind.DEVICE,
+}
+# Python's own words for a mistake in the code. Whatever else is in neither table is unknown, and no
+# chain ends with its first unknown error: the next release of a library may bring one.
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
+            NotImplementedError, RecursionError, SyntaxError, TypeError, ValueError)  # fmt: skip
+# What libraries write, looked for before the class is asked. An assertion on a device is a mistake
+# in the code, such as an index out of range; it comes as an error of the device.
+SIGNATURES = [
+    (Kind.DISK, r"No space left on device|Disk quota exceeded"),
+    (Kind.MEMORY, r"out of memory|Cannot allocate memory|OOM|hipErrorOutOfMemory"),
+    (Kind.CODE, r"device-side assert"),
+    (
+        Kind.DEVICE,
+        r"(CUDA|HIP) error|uncorrectable|\bECC\b|\bXid\b|hardware error|cudaError|hipError"
+        r"|illegal memory access|unspecified launch failure|CUBLAS_STATUS_EXECUTION_FAILED",
+    ),
+    (
+        Kind.NETWORK,
+        r"\bNCCL\b|\bRCCL\b|ProcessGroup|\bgloo\b|[Cc]onnection (closed|reset|refused)"
+        r"|Broken pipe|Socket [Tt]imeout|Timed out waiting|libfabric|TCPStore|recvValue|sendBytes",
+    ),
+]
+# Errors of an operating system that a wrong path causes as often as a file system that is away.
+WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError,
+              PermissionError)  # fmt: skip
+COLLECTIVES = re.compile(r"torch/distributed/(distributed_c10d|rendezvous|_functional_collectives)")
+
+
+def kind_of(error: BaseException) -> Kind:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Kind.DISK
+    if _file_system_failed(error):
+        return Kind.UNKNOWN
+    stated = _stated_kind(error)
+    for kind, pattern in SIGNATURES:
+        is_clear = stated is Kind.TAKEN or (stated is not None and stated.is_of_the_program)
+        if re.search(pattern, text) and (kind is Kind.DISK or not is_clear):
+            return kind
+    if stated is not None:
+        return stated
+    if isinstance(error, MISTAKES):
+        return Kind.CODE
+    return Kind.NETWORK if COLLECTIVES.search("".join(_frames(error)[-1:])) else Kind.UNKNOWN
+
+
+def _stated_kind(error: BaseException) -> Kind | None:
+    """What the error's class says of itself, or what is known of it by name."""
+    if isinstance(error, OverlandError):
+        return error.kind
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((KIND_OF_ERROR[name] for name in names if name in KIND_OF_ERROR), None)
+
+
+def place_of(error: BaseException) -> str:
+    """The type of an error and the innermost line outside of torch that it came from. Empty for a
+    file system that failed: whatever reads next fails."""
+    if _file_system_failed(error):
+        return ""
+    if isinstance(error, OSError) and not isinstance(error, WRONG_PATH):
+        return ""
+    frames = _frames(error)
+    ours = [frame for frame in frames if "/torch/" not in frame] or frames
+    # An environment may be unpacked anywhere, so that only the end of the path is compared.
+    where = [f" at {'/'.join(frame.split('/')[-3:])}" for frame in ours[-1:]]
+    return "".join([type(error).__name__, *where])
+
+
+def _frames(error: BaseException) -> list[str]:
+    """Files and lines of its traceback, outermost first."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
+
+
+def say(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> None:
+    """For whoever reads this rank's output."""
+    print(last_words(rank, kind, what, step, place), flush=True)
+
+
+def last_words(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> str:
+    if kind is Kind.NETWORK:  # libraries add where in their source, and advice that is not ours
+        what = re.sub(r"\[/[^\]]*\]\s*", "", what).split(". ")[0]
+    said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step, place)
+    return f"\n{SAYS}{json.dumps(asdict(said))}"
+
+
+def _file_system_failed(error: BaseException | None) -> bool:
+    """It, or what it was raised for: of one node, as often as not."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FILE_SYSTEM:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,170 @@
+"""Starts one process per local device and stays with them until they end.
+
+A rank that is not asked to print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The
+first rank to fail takes the others down, and the end of its log is shown. Ctrl-C reaches all ranks
+through the terminal: they finish their step, save and exit; a second one ends them at once. A
+terminal that is closed does the same by SIGHUP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import FrameType
+
+from overland.world.signals import (
+    INTERRUPTED,
+    SAME_PRESS_SECONDS,
+    SIGNALS,
+    STOPPED,
+    leave_terminal,
+)
+
+NOTES_TOLD = "OVERLAND_NOTES_TOLD"  # set for ranks whose launcher has printed the config's notes
+GRACE_SECONDS = 10.0
+STOP_SECONDS = 60.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOG_TAIL_LINES = 20
+
+
+def launch_local(
+    arguments: Sequence[str], num_ranks: int, log_ranks: Collection[int], log_folder: Path
+) -> int:
+    """Runs `overland ARGUMENTS` on `num_ranks` processes; returns their exit code."""
+    log_folder.mkdir(parents=True, exist_ok=True)
+    shared_env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        NOTES_TOLD: "1",
+    }
+    shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}
+
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in range(num_ranks):
+        env = {**shared_env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", "overland", *arguments]
+        if rank in log_ranks:
+            ranks.append(subprocess.Popen(command, env=env, preexec_fn=_end_with_launcher()))
+        else:
+            with logs[rank].open("ab") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=env,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        preexec_fn=_end_with_launcher(),
+                    )
+                )
+    with _interrupts_go_to(ranks) as passing:
+        failed = _wait(ranks)
+    if passing.interrupts > 1:
+        return INTERRUPTED
+    if failed is None:
+        return max(rank.returncode for rank in ranks)
+    code = ranks[failed].returncode
+    if failed not in log_ranks:
+        _show_end_of(logs[failed], failed)
+    if code < 0:
+        print(f"rank {failed} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return code if code > 0 else 128 - code
+
+
+def _end_with_launcher() -> Callable[[], object] | None:
+    """On Linux, a rank gets SIGTERM when the launcher is gone, even by SIGKILL: it saves and ends,
+    where it would train on for nobody."""
+    if sys.platform != "linux":
+        return None
+    set_option = ctypes.CDLL(None).prctl  # found before the fork, where little may be done
+    return lambda: set_option(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """Waits for all; the first failure ends the rest. Returns the rank that failed first. Ranks
+    stop together; where one stopped alone, before the others could know, they are ended."""
+    alone_since = float("inf")
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if STOPPED in codes:
+            alone_since = min(alone_since, time.monotonic())
+            if time.monotonic() - alone_since > STOP_SECONDS:
+                _end(ranks)
+                return None
+        failed = next((i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)), None)
+        if failed is not None:
+            _end(ranks)
+            return failed
+        if all(code is not None for code in codes):
+            return None
+        time.sleep(0.05)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL after a grace period: a rank stuck in a collective never sees SIGTERM."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+        rank.wait()
+
+
+class _interrupts_go_to:
+    """Passed on to the ranks, which finish their step and save; a second Ctrl-C ends them."""
+
+    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+        self.ranks = ranks
+        self.interrupts, self.since = 0, 0.0
+
+    def __enter__(self) -> _interrupts_go_to:
+        self.previous = {
+            signal.SIGINT: signal.signal(signal.SIGINT, self._interrupt),
+            **{number: signal.signal(number, self._pass_on) for number in SIGNALS[1:]},
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.interrupts and now - self.since < SAME_PRESS_SECONDS:
+            return
+        self.interrupts, self.since = self.interrupts + 1, now
+        if self.interrupts > 1:
+            _end(self.ranks)
+        else:
+            self._pass_on(number, frame)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+
+def _show_end_of(log: Path, rank: int) -> None:
+    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    print(f"rank {rank} failed; the end of {log}:", *lines, sep="\n  ", file=sys.stderr)

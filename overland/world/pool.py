@@ -1,0 +1,107 @@
+"""A pool of local processes that small distributed programs run on: proofs and tests.
+
+Importing torch costs seconds, so the processes live as long as the pool; each call joins them into
+a fresh world of the size it asks for, over gloo on the CPU.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import _lru_cache_wrapper
+from multiprocessing.connection import Connection
+from typing import Any
+
+from overland.world.world import World
+
+TIMEOUT_SECONDS = 300
+
+
+class RankPool:
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._ranks: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def run(
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1
+    ) -> list[Any]:
+        """Calls `function(world, *args)` on each rank; returns their results by rank. With several
+        nodes, each rank believes that it shares its node with only some of the others."""
+        while len(self._ranks) < num_ranks:
+            self._ranks.append(self._start())
+        with tempfile.NamedTemporaryFile() as meeting_point:
+            for rank in range(num_ranks):
+                per_node = num_ranks // num_nodes
+                world = World(rank, num_ranks, rank % per_node, per_node)
+                self._ranks[rank][1].send((function, world, meeting_point.name, args))
+            results: dict[int, tuple[bool, Any]] = {}
+            patience = TIMEOUT_SECONDS
+            for rank in range(num_ranks):
+                if self._ranks[rank][1].poll(patience):
+                    results[rank] = self._ranks[rank][1].recv()
+                else:
+                    results[rank] = (False, "no answer")
+                if not results[rank][0]:
+                    patience = 2  # the others may wait for this one forever
+        failures = [f"rank {i}:\n{text}" for i, (ok, text) in results.items() if not ok]
+        if failures:
+            self.close()  # ranks may be stuck in different places: start anew next time
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results.values()]
+
+    def close(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+        self._ranks.clear()
+
+    def _start(self) -> tuple[mp.process.BaseProcess, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        return process, ours
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        function, world, meeting_point, args = pipe.recv()
+        try:
+            store = dist.FileStore(meeting_point, world.size)
+            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+            try:
+                pipe.send((True, function(world, *args)))
+            finally:
+                dist.destroy_process_group()
+                forget_meshes()
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def forget_meshes() -> None:
+    """DTensor and the compiler remember what they worked out for a mesh, its group names included,
+    and take another world's mesh of the same shape for it. A process that joins several worlds, as
+    a pool's and that of `overland check` do, must make them forget."""
+    import torch
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+
+    if "torch._dynamo" in sys.modules:  # its import takes a second
+        torch._dynamo.reset()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    for module in (_collective_utils, _redistribute, _sharding_prop):
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        for owner in (module, *classes):
+            for value in vars(owner).values():
+                cached = getattr(value, "__func__", value)  # a static or class method's own
+                if isinstance(cached, _lru_cache_wrapper):
+                    cached.cache_clear()
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()

@@ -1,0 +1,139 @@
+"""Where the ranks of a world find each other: a small store that rank 0 opens.
+
+The port follows from the job, so that every rank knows it without being told. Jobs whose ports
+fall together cannot join each other all the same: what they put into the store is under the name
+of their world, and the one that comes second ends with a sentence.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from overland.errors import ClusterError
+from overland.slurm import ask
+from overland.world.variables import number
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from overland.world.world import World
+
+LOOPBACK = "127.0.0.1"
+# Below 32768 the system hands no ports to outgoing connections.
+FIRST_PORT, LAST_PORT = 20000, 32767
+STEPS = 4  # neighbouring steps of a job that may run at once on a node
+
+
+@dataclass(frozen=True)
+class Meeting:
+    address: str
+    port: int
+    name: str
+
+    @classmethod
+    def at(cls, env: Mapping[str, str], address: str, port: int, name: str) -> Meeting:
+        """MASTER_ADDR and MASTER_PORT have the last word. `hostname -i`, which many put there, may
+        print several addresses."""
+        given = env.get("MASTER_ADDR", "").split()
+        return cls(
+            given[0] if given else address,
+            number(env, "MASTER_PORT", port, at_least=1),
+            name,
+        )
+
+
+def port_of_job(job: int, step: int) -> int:
+    """Another one for each of 3,192 consecutive jobs, and for 4 consecutive steps of a job."""
+    num_jobs = (LAST_PORT + 1 - FIRST_PORT) // STEPS
+    return FIRST_PORT + job % num_jobs * STEPS + step % STEPS
+
+
+def port_of_name(name: str) -> int:
+    return FIRST_PORT + zlib.crc32(name.encode()) % (LAST_PORT + 1 - FIRST_PORT)
+
+
+def open_store(world: World, timeout_seconds: int) -> Store | None:
+    """The store of this world, on every rank; None where torch is to find it by itself."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    meeting = world.meeting
+    if meeting is None:
+        return None
+    address = reachable(meeting.address)
+    listener = _listen(meeting, address, world) if world.is_first else None
+    try:
+        tcp = dist.TCPStore(
+            address,
+            meeting.port,
+            is_master=world.is_first,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+        store = dist.PrefixStore(meeting.name, tcp)
+        if world.is_first:
+            store.set("ranks per node", str(world.local_size))
+        per_node = int(store.get("ranks per node"))
+    except dist.DistError as error:
+        raise ClusterError(
+            f"rank {world.rank} did not find rank 0 of {meeting.name} at {address}:{meeting.port} "
+            f"within {timeout_seconds} s (comm.init_timeout_seconds): {str(error).splitlines()[0]}"
+        ) from None
+    if per_node != world.local_size:
+        raise ClusterError(
+            f"{world.local_size} ranks on the node of rank {world.rank} and {per_node} on that of "
+            "rank 0: every node needs as many as the others"
+        )
+    return store
+
+
+def reachable(host: str) -> str:
+    """A host that the name service does not know, Slurm may."""
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        pass
+    found = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "show", "node", host))
+    if found is None or found[1] == host:
+        raise ClusterError(
+            f"{host}: where the ranks are to meet, is a host that has no address here; set "
+            "MASTER_ADDR to the address of rank 0's node"
+        )
+    return found[1]
+
+
+def _listen(meeting: Meeting, address: str, world: World) -> socket.socket:
+    """Bound to the one address that the ranks use, and not to all of the node's, as torch would.
+    Except where a node knows itself by a loopback address, as Debian's do: others cannot use it."""
+    family, kind, _, _, place = socket.getaddrinfo(
+        address, meeting.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    if world.num_nodes > 1 and ip_address(place[0]).is_loopback:
+        place = ("", *place[1:])
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(place)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ClusterError(
+                f"port {meeting.port} of {address}, where the ranks are to meet, is taken by "
+                "another program; set MASTER_PORT to a free one"
+            ) from None
+        raise ClusterError(
+            f"{address}, where the ranks are to meet, is no address of {socket.gethostname()}, "
+            f"where rank 0 is ({error.strerror}); set MASTER_ADDR to that node, or leave it unset "
+            "under srun"
+        ) from None
+    return listener

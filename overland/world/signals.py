@@ -1,0 +1,60 @@
+"""Signals that ask a run to stop, from the first moment of a process to its last.
+
+Before the loop there is nothing to save, and after it all is saved: a signal then ends the process
+at once. In between the loop answers them (training/stop.py). Nothing heavy is imported here, so
+that this stands before the imports that take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from overland.errors import Kind
+from overland.world.heartbeat import BEATS
+from overland.world.last_words import last_words
+
+STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
+INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it
+# A terminal that is closed, or an ssh connection that breaks, sends SIGHUP; nohup ignores it.
+IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+HANGUP = () if IS_IGNORED else (signal.SIGHUP,)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *HANGUP)
+TERMINALS = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]  # later none is one
+# A terminal sends Ctrl-C to every process of a run, and the launcher passes its own on: what comes
+# within this time is one key press.
+SAME_PRESS_SECONDS = 1.0
+
+
+def end_at_signal(words: str) -> None:
+    """From now on a signal ends this process, as stopped, with these words on rank 0."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        leave(STOPPED, words)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
+def leave_terminal(number: int) -> None:
+    """After SIGHUP the terminal is gone, and writing to it fails: what is said goes nowhere."""
+    if number != signal.SIGHUP:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in TERMINALS:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def leave(code: int, words: str) -> None:
+    """Ends the process here and now. Python's own way out would wait for threads and devices."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        if rank == 0:
+            os.write(sys.stderr.fileno(), f"{words}\n".encode())
+        if BEATS in os.environ and code == STOPPED:
+            os.write(sys.stdout.fileno(), f"{last_words(rank, Kind.STOPPED, words)}\n".encode())
+    finally:
+        os._exit(code)
