@@ -57,7 +57,7 @@ from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError, sentence
 from overland.files import Disk, Moved
 from overland.run_folder import LATEST, checkpoint_name
-from overland.world.heartbeat import Beat, node_name
+from overland.world.heartbeat import Heartbeat, node_name
 
 # Ranks hear from each other every few seconds during a save, however long it takes. Only a rank
 # whose process is stopped is silent for longer, and the training itself notices that first.
@@ -106,11 +106,11 @@ class Store:
         device: torch.device | None = None,
         local_ranks: int = 1,
         disk: Disk | None = None,
-        beat: Beat | None = None,
+        beat: Heartbeat | None = None,
         stall_seconds: float = float("inf"),
     ) -> None:
         self.folder, self.settings, self.disk = folder, settings, disk or Disk()
-        beat = beat or Beat()
+        beat = beat or Heartbeat()
         self.pulse, self._is_watched, self._stall_seconds = beat.pulse, beat.is_read, stall_seconds
         self.notes: list[str] = []
         self._device, self._local_ranks = device or torch.device("cpu"), local_ranks

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
     from overland.training.run import Run
-    from overland.world.heartbeat import Beat
+    from overland.world.heartbeat import Heartbeat
     from overland.world.world import World
 
 
@@ -47,7 +47,7 @@ def train(
     from overland.cli.check import report
     from overland.config.load import dry_run, ngpu
     from overland.tools.jobs.agent import under_watch
-    from overland.world.launchers import find_world, tell
+    from overland.world.launchers import export_world, find_world
     from overland.world.world import World
 
     source, arguments = split_settings(settings)
@@ -55,14 +55,16 @@ def train(
     arguments += ["checkpoint.skip_optimizer=true"] if skip_optimizer else []
     world = find_world()
     if world is not None:
-        tell(world)
+        export_world(world)
     if dry_run(os.environ):
         raise typer.Exit(report(source, arguments, ngpu(os.environ)))
     with under_watch(world or World()) as beat:
         train_here(source, arguments, world, beat)
 
 
-def train_here(source: str | None, arguments: list[str], world: World | None, beat: Beat) -> None:
+def train_here(
+    source: str | None, arguments: list[str], world: World | None, beat: Heartbeat
+) -> None:
     """As one rank of a world, or as the one that starts all ranks."""
     from overland.checks import load_checked
     from overland.config.load import log_ranks, ngpu
@@ -116,7 +118,7 @@ def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
     return config.model_copy(update={"job": job, "checkpoint": checkpoint})
 
 
-def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Beat) -> None:
+def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Heartbeat) -> None:
     """What every rank does."""
     from overland.errors import Kind
     from overland.parallel.comm import from_first_rank, process_group
@@ -169,7 +171,7 @@ def memory_in_words(config: JobConfig, world: World, device: torch.device) -> It
 
 
 def train_and_tell(
-    config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Beat
+    config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Heartbeat
 ) -> bool:
     """Whether it got to the last step."""
     from overland.training.loop import check_last_save, conclude

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from overland.models.logged import TAKEN
 from overland.training.callbacks import Callback, Record
-from overland.world.mpi import is_under_mpi
+from overland.world.launchers import is_under_mpi
 
 if TYPE_CHECKING:
     from overland.checkpoint.store import Outcome

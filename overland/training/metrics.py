@@ -14,8 +14,7 @@ from overland.errors import TrainingError
 from overland.files import replaced
 from overland.training.callbacks import Callback, Record
 from overland.training.plot import plot_losses
-from overland.world.devices import device_name, memory_in_use
-from overland.world.hardware import peak_flops
+from overland.world.devices import device_name, memory_in_use, peak_flops
 
 if TYPE_CHECKING:
     from overland.training.run import Run

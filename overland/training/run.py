@@ -61,7 +61,7 @@ from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.seeds import set_seeds
 from overland.training.state import learned_names, run_facts, saved_state
 from overland.training.timeouts import Timeouts
-from overland.world.heartbeat import Beat, Phase
+from overland.world.heartbeat import Heartbeat, Phase
 from overland.world.world import World
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class Run:
     """Whether this session goes on from a checkpoint of its own run folder."""
     origin: Origin | None = None
     """Where the frozen weights are that checkpoints leave out."""
-    beat: Beat = field(default_factory=Beat)
+    beat: Heartbeat = field(default_factory=Heartbeat)
     callbacks: list[Callback] = field(default_factory=list)
 
     @cached_property
@@ -116,10 +116,10 @@ def build_run(
     world: World,
     device: torch.device,
     log_ranks: Collection[int] = (0,),
-    beat: Beat | None = None,
+    beat: Heartbeat | None = None,
 ) -> Run:
     """Model on the meta device, made parallel, then given memory and weights; then all the rest."""
-    beat = beat or Beat()
+    beat = beat or Heartbeat()
     set_seeds(config.debug)
     folder = RunFolder.of(config)
     folder.root.mkdir(parents=True, exist_ok=True)

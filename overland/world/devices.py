@@ -1,11 +1,15 @@
-"""What this machine computes on."""
+"""What this machine computes on, and the peak rates of known devices."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from contextlib import suppress
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 CPU_RANKS = 2  # on a machine without accelerators: enough that every run is really distributed
 
@@ -48,6 +52,19 @@ def cpu_name() -> str:
     return "CPU"
 
 
+def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
+    """Peak FLOP/s of the device with this name, or None where the table has no figure.
+
+    float16 runs at bfloat16's rate on every device listed; float32 is not what the matrix units
+    are rated for, so it has no peak here and no MFU is reported.
+    """
+    rate = "bfloat16" if dtype == "float16" else dtype
+    for entry in _known_devices():
+        if any(word.lower() in device.lower() for word in entry["match"]):
+            return entry[rate] * 1e12 if rate in entry else None
+    return None
+
+
 def memory_in_use() -> float:
     """Peak memory of this rank so far, GiB: the device's, or the process's on a CPU."""
     import torch
@@ -58,13 +75,6 @@ def memory_in_use() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def available_memory() -> float:
@@ -94,3 +104,16 @@ def _control_groups() -> list[Path]:
                 group = root / line[len("0::") :].lstrip("/")
                 groups += [group, *(p for p in group.parents if root in p.parents)]
     return groups
+
+
+@cache
+def _known_devices() -> list[dict[str, Any]]:
+    text = files("overland.world").joinpath("hardware.toml").read_text()
+    return tomllib.loads(text)["device"]
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

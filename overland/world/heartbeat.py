@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-BEATS = "OVERLAND_BEATS"  # what the folders of all nodes begin with
+HEARTBEATS = "OVERLAND_BEATS"  # what the folders of all nodes begin with
 LAYOUT = struct.Struct("<qqqddd")
 PULSE_LAYOUT = struct.Struct("<qdqq")
 SIZE = LAYOUT.size + PULSE_LAYOUT.size
@@ -131,8 +131,8 @@ class Pulse:
             )
 
 
-class Beat:
-    """A rank's own end; without a folder nobody reads it."""
+class Heartbeat:
+    """What a rank writes its signs of life with; without a folder nobody reads them."""
 
     def __init__(self, rank: int = 0, folder: Path | None = None) -> None:
         self.is_read = folder is not None
@@ -160,18 +160,20 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def beats_prefix(job: str, attempt: int) -> str:
-    """In memory where there is such a folder: a slow disk would slow every step. A job that was
-    requeued has the same number and attempts: what it left behind must not be taken for alive."""
+def heartbeat_prefix(job: str, attempt: int) -> str:
+    """Returns what the heartbeat folders of an attempt begin with: in memory where there is such a
+    folder, since a slow disk would slow every step. A job that was requeued has the same number and
+    attempts: what it left behind must not be taken for alive."""
     place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
     return str(place / f"overland-{os.getuid()}-{job}-{attempt}-{secrets.token_hex(4)}")
 
 
-def beats_folder(env: Mapping[str, str] = os.environ) -> Path | None:
-    """Of this node; None where nobody watches. For this user's eyes alone."""
-    if BEATS not in env:
+def heartbeat_folder(env: Mapping[str, str] = os.environ) -> Path | None:
+    """Makes and returns the folder of this node, readable by this user alone; None where nobody
+    watches."""
+    if HEARTBEATS not in env:
         return None
-    folder = Path(f"{env[BEATS]}-{node_name(env)}")
+    folder = Path(f"{env[HEARTBEATS]}-{node_name(env)}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -182,21 +184,20 @@ def stacks_signal() -> int:
 
 
 @contextlib.contextmanager
-def beating(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Beat]:
-    """The beat of this rank, with its stacks to be had by a signal."""
-    folder = beats_folder(env)
+def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
+    """Yields the heartbeat of this rank; from here on a signal writes the stacks of its threads."""
+    folder = heartbeat_folder(env)
     if folder is None:
-        yield Beat()
+        yield Heartbeat()
         return
-    stacks = (folder / f"{rank}.stacks").open(
-        "w"
-    )  # open to the very end: the signal is deadly else
+    # Open to the very end: without it the signal would kill the process.
+    stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
-    yield Beat(rank, folder)
+    yield Heartbeat(rank, folder)
 
 
 def read_signs(folder: Path) -> list[Sign]:
-    """Of all ranks of this node that have begun."""
+    """Reads what all ranks of this node that have begun last said."""
     signs = []
     for path in folder.glob("*.beat"):
         data = b""

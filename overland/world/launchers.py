@@ -2,20 +2,21 @@
 
 Every launcher tells a process its place in variables of its own. They are asked from the inside
 out: torchrun may run under srun or mpirun, and mpirun starts its daemons by srun inside a Slurm
-job, so that what a process finds of Slurm may be about those.
+job, so that what a process finds of Slurm may be about those. MPI is used only to launch.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from overland.errors import ClusterError
-from overland.world.mpi import from_mpich, from_open_mpi
-from overland.world.rendezvous import Meeting
-from overland.world.srun import from_srun
-from overland.world.variables import number
-from overland.world.world import World
+from overland.slurm import expand_counts, expand_hosts
+from overland.world.rendezvous import LOOPBACK, port_of_job, port_of_name
+from overland.world.world import Rendezvous, World
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h counts batch, interactive and extern steps from the top
 
 
 def find_world(env: Mapping[str, str] = os.environ) -> World | None:
@@ -33,10 +34,17 @@ def find_world(env: Mapping[str, str] = os.environ) -> World | None:
     return None
 
 
-def tell(world: World, env: MutableMapping[str, str] = os.environ) -> None:
+def export_world(world: World, env: MutableMapping[str, str] = os.environ) -> None:
     """Puts the place where libraries and user code look for it: under torchrun's names."""
     env["RANK"], env["WORLD_SIZE"] = str(world.rank), str(world.size)
     env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(world.local_rank), str(world.local_size)
+
+
+def is_under_mpi(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether mpirun or mpiexec started this process. Its terminal is then one that they made up,
+    and what it prints is passed on line by line."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID")
+    return any(name in env for name in names)
 
 
 def from_torchrun(env: Mapping[str, str]) -> World | None:
@@ -50,7 +58,7 @@ def from_torchrun(env: Mapping[str, str]) -> World | None:
         size=size,
         local_rank=number(env, "LOCAL_RANK", number(env, "RANK") % local_size),
         local_size=local_size,
-        meeting=_given_meeting(env, size),
+        rendezvous=_given_rendezvous(env, size),
     )
     if world.rank >= world.size:
         raise ClusterError(f"environment RANK: {world.rank} is not below WORLD_SIZE = {world.size}")
@@ -71,7 +79,7 @@ def _local_size(env: Mapping[str, str], size: int) -> int:
     return step.local_size if step is not None and step.size == size else size
 
 
-def _given_meeting(env: Mapping[str, str], size: int) -> Meeting | None:
+def _given_rendezvous(env: Mapping[str, str], size: int) -> Rendezvous | None:
     """torchrun opens the meeting point itself, and torch knows how to find it."""
     if size == 1 or "TORCHELASTIC_RUN_ID" in env:
         return None
@@ -81,4 +89,208 @@ def _given_meeting(env: Mapping[str, str], size: int) -> Meeting | None:
             "torchrun sets them. Unset RANK and WORLD_SIZE to start the ranks from here"
         )
     name = "-".join(["ranks", *env.get("SLURM_JOB_ID", "").split()])
-    return Meeting.at(env, address="", port=0, name=name)
+    return _rendezvous(env, address="", port=0, name=name)
+
+
+def from_open_mpi(env: Mapping[str, str]) -> World | None:
+    if "OMPI_COMM_WORLD_RANK" not in env or "OMPI_COMM_WORLD_SIZE" not in env:
+        return None
+    size = number(env, "OMPI_COMM_WORLD_SIZE", at_least=1)
+    local_size = number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", at_least=1)
+    launch = first_set(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    world = World(
+        rank=number(env, "OMPI_COMM_WORLD_RANK"),
+        size=size,
+        local_rank=number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size=local_size,
+        rendezvous=_mpi_rendezvous(
+            env, size, local_size, f"openmpi-{env[launch]}" if launch else None
+        ),
+    )
+    _check_mpi(world)
+    return world
+
+
+def from_mpich(env: Mapping[str, str]) -> World | None:
+    """MPICH and Intel MPI (`MPI_LOCAL…`), and Cray's PALS (`PALS_…`). srun sets some of these too
+    (`--mpi=pmi2`, `cray_shasta`), but says more about its tasks by its own names."""
+    rank = first_set(env, "PMI_RANK", "PALS_RANKID")
+    local_rank = first_set(env, "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")
+    local_size = first_set(env, "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
+    if not (rank and local_rank and local_size and "PMI_SIZE" in env):
+        return None
+    if local_rank != "MPI_LOCALRANKID" and "SLURM_STEP_ID" in env:
+        return None
+    size = number(env, "PMI_SIZE", at_least=1)
+    num_local = number(env, local_size, at_least=1)
+    world = World(
+        rank=number(env, rank),
+        size=size,
+        local_rank=number(env, local_rank),
+        local_size=num_local,
+        rendezvous=_mpi_rendezvous(env, size, num_local, _mpich_launch(env, size == num_local)),
+    )
+    _check_mpi(world)
+    return world
+
+
+def _mpich_launch(env: Mapping[str, str], is_local: bool) -> str | None:
+    """A name for this launch that all its ranks know and no other has. MPICH gives none: on one
+    node its process above the ranks serves, on several the step that started those."""
+    if "PALS_APID" in env:
+        return f"pals-{env['PALS_APID']}"
+    if is_local:
+        return f"mpich-{_proxy()}"
+    if "SLURM_JOB_ID" in env:
+        return f"mpich-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}"
+    return f"mpich-{env['PBS_JOBID']}" if "PBS_JOBID" in env else None
+
+
+def _check_mpi(world: World) -> None:
+    """mpirun ends all ranks when one of them ends with an error, so one that sees it is enough."""
+    if world.size % world.local_size:
+        raise ClusterError(
+            f"{world.local_size} ranks on this node and {world.size} in all: every node needs as "
+            "many as the others; start mpirun with --npernode (Open MPI) or -ppn (MPICH, Cray)"
+        )
+    if world.rank % world.local_size != world.local_rank:
+        raise ClusterError(
+            f"rank {world.rank} is number {world.local_rank} of {world.local_size} on its node: "
+            "ranks must fill one node after the other; start mpirun with --map-by slot"
+        )
+
+
+def _mpi_rendezvous(
+    env: Mapping[str, str], size: int, local_size: int, name: str | None
+) -> Rendezvous | None:
+    if size == 1:
+        return None
+    if name is None and not env.get("MASTER_PORT"):
+        raise ClusterError(
+            f"{size} ranks on several nodes, and this mpirun gives its job no name to choose a "
+            "port by: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+        )
+    name = name or "mpi"
+    address = LOOPBACK if size == local_size else _mpi_first_host(env)
+    return _rendezvous(env, address=address, port=port_of_name(name), name=name)
+
+
+def _mpi_first_host(env: Mapping[str, str]) -> str:
+    """mpirun names no host of the others, but the batch system may: it fills the first one first.
+    Where that is not so, rank 0 says it (rendezvous.py)."""
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    if env.get("SLURM_JOB_NODELIST"):
+        return expand_hosts(env["SLURM_JOB_NODELIST"])[0]
+    nodes = Path(env.get("PBS_NODEFILE", ""))
+    if nodes.is_file() and (hosts := nodes.read_text().split()):
+        return hosts[0]
+    raise ClusterError(
+        "ranks on several nodes need MASTER_ADDR to meet, and mpirun does not tell the host of "
+        "rank 0: add -x MASTER_ADDR=HOST to Open MPI's mpirun, -genv MASTER_ADDR HOST to MPICH's"
+    )
+
+
+def _proxy() -> int:
+    """Each rank leads a session of its own, whatever scripts lie between; above it is the proxy."""
+    try:
+        leader = Path(f"/proc/{os.getsid(0)}/stat").read_text()
+    except OSError:
+        return os.getppid()
+    return int(leader.rpartition(")")[2].split()[1])
+
+
+def from_srun(env: Mapping[str, str]) -> World | None:
+    """The place of a task that srun started, with any `--mpi`.
+
+    A batch script and the shell of `salloc` have most of these variables too, filled with what the
+    *allocation* could run: SLURM_PROCID is 0 and SLURM_NTASKS is 8 where one process is. They are
+    told from a task by the step: it has no number there, or one that Slurm keeps for shells. A step
+    of one task is no world: `srun --pty bash` is one, and whoever has its devices wants all of
+    them, so ranks are started from there.
+    """
+    step_name = first_set(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    if step_name is None or "SLURM_PROCID" not in env:
+        return None
+    step = number(env, step_name)
+    size_name = first_set(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or ""
+    size = number(env, size_name, at_least=1)
+    if step >= FIRST_SPECIAL_STEP or size == 1 or size != number(env, "SLURM_NTASKS", size):
+        return None
+    here = env.get("SLURM_GTIDS", "").split(",") if env.get("SLURM_GTIDS") else None
+    counts = _tasks_per_node(env, size)
+    node = number(env, "SLURM_NODEID", 0)
+    if node >= len(counts) or (here is not None and len(here) != counts[node]):
+        return None  # a batch script that a task submitted: the step is its parent's
+    _check_srun(env, counts, here)
+    job = number(env, "SLURM_JOB_ID" if "SLURM_JOB_ID" in env else "SLURM_JOBID")
+    return World(
+        rank=number(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=number(env, "SLURM_LOCALID"),
+        local_size=counts[node],
+        rendezvous=_rendezvous(
+            env,
+            address=LOOPBACK if len(counts) == 1 else _srun_first_host(env),
+            port=port_of_job(job, step),
+            name=f"slurm-{job}.{step}",
+        ),
+    )
+
+
+def _tasks_per_node(env: Mapping[str, str], size: int) -> list[int]:
+    name = first_set(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if name is None:
+        raise ClusterError(
+            "environment SLURM_STEP_TASKS_PER_NODE: not set in a step of "
+            f"{size} tasks; start it with srun"
+        )
+    return expand_counts(env[name])
+
+
+def _srun_first_host(env: Mapping[str, str]) -> str:
+    name = first_set(env, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    if name is None:
+        raise ClusterError(
+            "environment SLURM_STEP_NODELIST: not set; set MASTER_ADDR to the host of rank 0"
+        )
+    return expand_hosts(env[name])[0]
+
+
+def _check_srun(env: Mapping[str, str], counts: list[int], here: list[str] | None) -> None:
+    """What every task of the step sees alike, so that all end with this sentence and none waits."""
+    if len(set(counts)) > 1:
+        raise ClusterError(
+            f"environment SLURM_STEP_TASKS_PER_NODE: {','.join(map(str, counts))}: every node "
+            "needs as many ranks as the others; start srun with --ntasks-per-node"
+        )
+    if here is not None and [int(i) - int(here[0]) for i in here] != list(range(len(here))):
+        raise ClusterError(
+            f"environment SLURM_GTIDS: ranks {','.join(here)} share a node: ranks must fill one "
+            "node after the other; start srun with --distribution=block"
+        )
+
+
+def _rendezvous(env: Mapping[str, str], address: str, port: int, name: str) -> Rendezvous:
+    """MASTER_ADDR and MASTER_PORT have the last word. `hostname -i`, which many put there, may
+    print several addresses."""
+    given = env.get("MASTER_ADDR", "").split()
+    return Rendezvous(
+        given[0] if given else address,
+        number(env, "MASTER_PORT", port, at_least=1),
+        name,
+    )
+
+
+def number(env: Mapping[str, str], name: str, default: int | None = None, at_least: int = 0) -> int:
+    text = env.get(name, "" if default is None else str(default)).strip()
+    if not text.isdecimal() or int(text) < at_least:
+        raise ClusterError(
+            f'environment {name}: "{text}": expected a whole number, {at_least} or more'
+        )
+    return int(text)
+
+
+def first_set(env: Mapping[str, str], *names: str) -> str | None:
+    """The first of these variables that is there."""
+    return next((name for name in names if env.get(name, "").strip()), None)

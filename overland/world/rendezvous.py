@@ -11,42 +11,20 @@ import errno
 import re
 import socket
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from overland.errors import ClusterError
 from overland.slurm import ask
-from overland.world.variables import number
+from overland.world.world import Rendezvous, World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-    from overland.world.world import World
 
 LOOPBACK = "127.0.0.1"
 # Below 32768 the system hands no ports to outgoing connections.
 FIRST_PORT, LAST_PORT = 20000, 32767
 STEPS = 4  # neighbouring steps of a job that may run at once on a node
-
-
-@dataclass(frozen=True)
-class Meeting:
-    address: str
-    port: int
-    name: str
-
-    @classmethod
-    def at(cls, env: Mapping[str, str], address: str, port: int, name: str) -> Meeting:
-        """MASTER_ADDR and MASTER_PORT have the last word. `hostname -i`, which many put there, may
-        print several addresses."""
-        given = env.get("MASTER_ADDR", "").split()
-        return cls(
-            given[0] if given else address,
-            number(env, "MASTER_PORT", port, at_least=1),
-            name,
-        )
 
 
 def port_of_job(job: int, step: int) -> int:
@@ -65,28 +43,29 @@ def open_store(world: World, timeout_seconds: int) -> Store | None:
 
     import torch.distributed as dist
 
-    meeting = world.meeting
-    if meeting is None:
+    rendezvous = world.rendezvous
+    if rendezvous is None:
         return None
-    address = reachable(meeting.address)
-    listener = _listen(meeting, address, world) if world.is_first else None
+    address = reachable(rendezvous.address)
+    listener = _listen(rendezvous, address, world) if world.is_first else None
     try:
         tcp = dist.TCPStore(
             address,
-            meeting.port,
+            rendezvous.port,
             is_master=world.is_first,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_seconds),
             master_listen_fd=None if listener is None else listener.detach(),
         )
-        store = dist.PrefixStore(meeting.name, tcp)
+        store = dist.PrefixStore(rendezvous.name, tcp)
         if world.is_first:
             store.set("ranks per node", str(world.local_size))
         per_node = int(store.get("ranks per node"))
     except dist.DistError as error:
         raise ClusterError(
-            f"rank {world.rank} did not find rank 0 of {meeting.name} at {address}:{meeting.port} "
-            f"within {timeout_seconds} s (comm.init_timeout_seconds): {str(error).splitlines()[0]}"
+            f"rank {world.rank} did not find rank 0 of {rendezvous.name} at "
+            f"{address}:{rendezvous.port} within {timeout_seconds} s "
+            f"(comm.init_timeout_seconds): {str(error).splitlines()[0]}"
         ) from None
     if per_node != world.local_size:
         raise ClusterError(
@@ -112,11 +91,11 @@ def reachable(host: str) -> str:
     return found[1]
 
 
-def _listen(meeting: Meeting, address: str, world: World) -> socket.socket:
+def _listen(rendezvous: Rendezvous, address: str, world: World) -> socket.socket:
     """Bound to the one address that the ranks use, and not to all of the node's, as torch would.
     Except where a node knows itself by a loopback address, as Debian's do: others cannot use it."""
     family, kind, _, _, place = socket.getaddrinfo(
-        address, meeting.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        address, rendezvous.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     if world.num_nodes > 1 and ip_address(place[0]).is_loopback:
         place = ("", *place[1:])
@@ -128,7 +107,7 @@ def _listen(meeting: Meeting, address: str, world: World) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ClusterError(
-                f"port {meeting.port} of {address}, where the ranks are to meet, is taken by "
+                f"port {rendezvous.port} of {address}, where the ranks are to meet, is taken by "
                 "another program; set MASTER_PORT to a free one"
             ) from None
         raise ClusterError(

@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 
 from overland.errors import Kind
-from overland.world.heartbeat import BEATS
+from overland.world.heartbeat import HEARTBEATS
 from overland.world.last_words import last_words
 
 STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
@@ -54,7 +54,7 @@ def leave(code: int, words: str) -> None:
     try:
         if rank == 0:
             os.write(sys.stderr.fileno(), f"{words}\n".encode())
-        if BEATS in os.environ and code == STOPPED:
+        if HEARTBEATS in os.environ and code == STOPPED:
             os.write(sys.stdout.fileno(), f"{last_words(rank, Kind.STOPPED, words)}\n".encode())
     finally:
         os._exit(code)

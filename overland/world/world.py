@@ -1,22 +1,29 @@
-"""A process's place among the ranks."""
+"""A process's place among the ranks, and where they meet."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overland.world.rendezvous import Meeting
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store that rank 0 opens, and the name that keeps this world's keys apart in it."""
+
+    address: str
+    port: int
+    name: str
 
 
 @dataclass(frozen=True)
 class World:
     """This process's place. `local_` is within one node; nodes are filled one after the other, each
-    with as many ranks. Without a meeting, torch itself knows where the ranks meet."""
+    with as many ranks. Without a rendezvous, torch itself knows where the ranks meet."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -31,7 +31,7 @@ from overland.errors import CheckpointError
 from overland.files import Disk, reserve
 from overland.kernels.split import join, split
 from overland.run_folder import LATEST
-from overland.world.heartbeat import Beat, Transfer, read_signs
+from overland.world.heartbeat import Heartbeat, Transfer, read_signs
 from overland.world.pool import RankPool
 from overland.world.world import World
 from tests.checkpoint.states import FullDisk, like, save, some_state
@@ -332,7 +332,7 @@ def test_a_slow_save_may_take_longer_than_a_hang(
 def test_what_is_written_and_read_is_counted(tmp_path: Path) -> None:
     beats = tmp_path / "beats"
     beats.mkdir()
-    beat = Beat(0, beats)
+    beat = Heartbeat(0, beats)
     disk, state = SlowDisk(), {"x": torch.zeros(5_000_000)}
     store = Store(tmp_path / "saves", Settings(), disk=disk, beat=beat)
     store.save(1, state, {})

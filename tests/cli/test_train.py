@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from overland.cli import train
-from overland.world.heartbeat import Beat
+from overland.world.heartbeat import Heartbeat
 from overland.world.launch import NOTES_TOLD
 from overland.world.world import World
 from tests.cli.processes import (
@@ -264,7 +264,7 @@ def test_the_first_rank_prints_the_notes_unless_its_launcher_has(
         monkeypatch.setenv(NOTES_TOLD, "1")
     monkeypatch.chdir(tmp_path)
     settings = ["training.dataset_path=mine.txt", "data.holdout=0", "validation.enable=true"]
-    train.train_here("quickstart", settings, World(rank=rank, size=2), Beat())
+    train.train_here("quickstart", settings, World(rank=rank, size=2), Heartbeat())
     said = capsys.readouterr().err
     assert said.count("validation reads stdlib_heldout, which is not held out of") == num_notes
 

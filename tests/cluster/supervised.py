@@ -19,7 +19,7 @@ import torch
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.read import open_checkpoint
 from overland.tools.jobs.supervise.logbook import read_events
-from overland.world.heartbeat import BEATS, node_name, read_signs
+from overland.world.heartbeat import HEARTBEATS, node_name, read_signs
 from tests.cli.processes import TINY, environment, losses, overland
 from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of
 
@@ -140,8 +140,8 @@ class SubmittedRun:
         signs = [
             sign
             for _, env, _ in self._processes()
-            if BEATS in env and "SLURM_PROCID" in env
-            for sign in read_signs(Path(f"{env[BEATS]}-{node_name(env)}"))
+            if HEARTBEATS in env and "SLURM_PROCID" in env
+            for sign in read_signs(Path(f"{env[HEARTBEATS]}-{node_name(env)}"))
         ]
         return max((sign.step for sign in signs), default=0)
 

@@ -27,7 +27,7 @@ def test_only_a_task_of_srun_finds_a_world_in_a_batch_script(slurm: Slurm) -> No
     assert (alone, one_task) == ("None", "None")
     places = [tuple(map(int, re.findall(r"(?:rank|size)=(\d+)", line))) for line in tasks]
     assert sorted(places) == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
-    assert len({line[line.index("meeting=") :] for line in tasks}) == 1
+    assert len({line[line.index("rendezvous=") :] for line in tasks}) == 1
     assert f"name='slurm-{job}.0'" in tasks[0]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from overland.errors import ClusterError
-from overland.world.launchers import find_world, tell
-from overland.world.rendezvous import Meeting, port_of_job, port_of_name
-from overland.world.world import World
+from overland.world.launchers import export_world, find_world
+from overland.world.rendezvous import port_of_job, port_of_name
+from overland.world.world import Rendezvous, World
 
 HERE = Path(__file__).parent / "environments"
 GIVEN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -25,7 +25,7 @@ def recorded(name: str, **changes: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "meeting"),
+    ("name", "place", "rendezvous"),
     [
         ("srun", (5, 8, 1, 2), ("n1", port_of_job(1, 0), "slurm-1.0")),
         ("srun_cray", (5, 8, 1, 2), ("n1", port_of_job(1, 0), "slurm-1.0")),
@@ -41,19 +41,19 @@ def recorded(name: str, **changes: str) -> dict[str, str]:
     ],
 )
 def test_a_recorded_environment_is_read(
-    name: str, place: tuple[int, int, int, int], meeting: tuple[str, int | None, str] | None
+    name: str, place: tuple[int, int, int, int], rendezvous: tuple[str, int | None, str] | None
 ) -> None:
     world = find_world(recorded(name))
     assert world is not None
     assert (world.rank, world.size, world.local_rank, world.local_size) == place
-    if meeting is None:  # torchrun opens the meeting point itself
-        assert world.meeting is None
+    if rendezvous is None:  # torchrun opens the meeting point itself
+        assert world.rendezvous is None
         return
-    assert world.meeting is not None
-    address, port, start = meeting
-    assert world.meeting.address == address
-    assert world.meeting.name.startswith(start)
-    assert world.meeting.port == (port or port_of_name(world.meeting.name))
+    assert world.rendezvous is not None
+    address, port, start = rendezvous
+    assert world.rendezvous.address == address
+    assert world.rendezvous.name.startswith(start)
+    assert world.rendezvous.port == (port or port_of_name(world.rendezvous.name))
 
 
 def test_pals_is_read_by_its_documented_names(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_pals_is_read_by_its_documented_names(tmp_path: Path) -> None:
     world = find_world(recorded("pals", PBS_NODEFILE=str(tmp_path / "nodes")))
     assert world is not None
     assert (world.rank, world.size, world.local_rank, world.local_size) == (6, 8, 2, 4)
-    assert world.meeting is not None
-    assert world.meeting.address == "x1000"
-    assert world.meeting.name.startswith("pals-")
+    assert world.rendezvous is not None
+    assert world.rendezvous.address == "x1000"
+    assert world.rendezvous.name.startswith("pals-")
 
 
 @pytest.mark.parametrize(
@@ -83,20 +83,20 @@ def test_without_a_launcher_there_is_no_world() -> None:
 def test_a_given_meeting_point_is_respected(name: str) -> None:
     world = find_world(recorded(name, **GIVEN))
     assert world is not None
-    assert world.meeting is not None
-    assert (world.meeting.address, world.meeting.port) == ("10.0.0.1", 29500)
+    assert world.rendezvous is not None
+    assert (world.rendezvous.address, world.rendezvous.port) == ("10.0.0.1", 29500)
 
 
 def test_several_addresses_of_hostname_i_mean_the_first() -> None:
     world = find_world(recorded("srun", MASTER_ADDR="10.0.0.1 10.1.0.1 "))
     assert world is not None
-    assert world.meeting is not None
-    assert world.meeting.address == "10.0.0.1"
+    assert world.rendezvous is not None
+    assert world.rendezvous.address == "10.0.0.1"
 
 
 def test_variables_set_by_hand_are_read() -> None:
     world = find_world(HAND_MADE)
-    assert world == World(11, 16, 3, 8, Meeting("10.0.0.1", 29500, "ranks"))
+    assert world == World(11, 16, 3, 8, Rendezvous("10.0.0.1", 29500, "ranks"))
     assert world.num_nodes == 2
     assert not world.is_first
 
@@ -105,7 +105,7 @@ def test_ranks_set_by_hand_under_srun_know_their_node() -> None:
     world = find_world(recorded("srun", RANK="5", WORLD_SIZE="8", **GIVEN))
     assert world is not None
     assert (world.local_rank, world.local_size) == (1, 2)
-    assert world.meeting == Meeting("10.0.0.1", 29500, "ranks-1")
+    assert world.rendezvous == Rendezvous("10.0.0.1", 29500, "ranks-1")
 
 
 def test_a_world_of_one_needs_no_meeting_point() -> None:
@@ -117,7 +117,7 @@ def test_a_world_of_one_needs_no_meeting_point() -> None:
 
 def test_others_are_told_the_place_under_torchruns_names() -> None:
     env: dict[str, str] = {}
-    tell(World(5, 8, 1, 2), env)
+    export_world(World(5, 8, 1, 2), env)
     assert env == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from overland.world.hardware import peak_flops
+from overland.world.devices import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run
-from overland.world.heartbeat import Beat, Transfer, read_signs
+from overland.world.heartbeat import Heartbeat, Transfer, read_signs
 from overland.world.pool import RankPool
 from overland.world.world import World
 from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job
@@ -481,7 +481,7 @@ def first_weights(world: World, config: JobConfig) -> tuple[dict[str, torch.Tens
 
     beats = Path(config.job.dump_folder) / f"beats{world.rank}"
     beats.mkdir(parents=True)
-    beat = Beat(world.rank, beats)
+    beat = Heartbeat(world.rank, beats)
     run = build_run(config, world, torch.device("cpu"), log_ranks=(), beat=beat)
     [sign] = read_signs(beats)
     assert sign.transfer is Transfer.NONE

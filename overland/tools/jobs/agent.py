@@ -21,14 +21,14 @@ from pathlib import Path
 from overland.errors import Kind
 from overland.processes import state_of
 from overland.world.heartbeat import (
-    BEATS,
-    Beat,
+    HEARTBEATS,
+    Heartbeat,
     Sign,
-    beating,
-    beats_folder,
+    heartbeat_folder,
     node_name,
     read_signs,
     stacks_signal,
+    start_heartbeat,
 )
 from overland.world.last_words import kind_of, place_of, say
 from overland.world.signals import SIGNALS
@@ -45,14 +45,14 @@ PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
 
 @contextlib.contextmanager
-def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[Beat]:
+def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
     """Where a supervisor started this rank: its signs of life are read, and it has last words."""
-    if BEATS not in env:
-        yield Beat()
+    if HEARTBEATS not in env:
+        yield Heartbeat()
         return
-    os.environ[PIPES] = f"{beats_folder(env)}/nccl_"  # read when the ranks meet
+    os.environ[PIPES] = f"{heartbeat_folder(env)}/nccl_"  # read when the ranks meet
     kept = kept_agent(env) if world.local_rank == 0 else contextlib.nullcontext()
-    with kept, beating(world.rank, env) as beat:
+    with kept, start_heartbeat(world.rank, env) as beat:
         try:
             yield beat
         except Exception as error:
@@ -123,7 +123,7 @@ def calling_again() -> Iterator[int]:
 def main() -> None:
     """Calls the first node, as often as the connection breaks, until it is told to go or all that
     it watches are gone."""
-    folder, parent = beats_folder(), os.getppid()
+    folder, parent = heartbeat_folder(), os.getppid()
     assert folder is not None
     _remove_abandoned(folder)
     waits = calling_again()

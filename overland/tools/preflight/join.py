@@ -64,5 +64,5 @@ def _others(world: World, nodes: list[str] | int, env: Mapping[str, str]) -> lis
         return []
     if not isinstance(nodes, int):
         return [node for node in nodes if node != node_name(env)]
-    address = world.meeting.address if world.meeting else env["MASTER_ADDR"]
+    address = world.rendezvous.address if world.rendezvous else env["MASTER_ADDR"]
     return [reachable(address)]

@@ -52,7 +52,7 @@ from overland.tools.jobs.supervise.roster import Roster
 from overland.tools.jobs.supervise.stacks import keep_stacks, odd_ranks
 from overland.tools.jobs.supervise.watchdog import SILENT_SECONDS, Watchdog
 from overland.tools.jobs.supervise.watched import HANG_UP_SECONDS, Watched
-from overland.world.heartbeat import BEATS, beats_prefix, node_name
+from overland.world.heartbeat import HEARTBEATS, heartbeat_prefix, node_name
 from overland.world.signals import SIGNALS
 from overland.world.wire import Switchboard
 
@@ -540,7 +540,7 @@ class Supervisor:
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             **self.env,
             **board.environment(),
-            BEATS: beats_prefix(job, self.number),
+            HEARTBEATS: heartbeat_prefix(job, self.number),
             RECORDS: str(self.fault_folder().absolute() / "nccl_rank_"),
         }
 

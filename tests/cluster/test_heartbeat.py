@@ -19,12 +19,12 @@ from overland.tools.jobs.supervise.faults import Findings
 from overland.tools.jobs.supervise.watchdog import Watchdog
 from overland.tools.jobs.supervise.watched import Watched
 from overland.world.heartbeat import (
-    BEATS,
-    Beat,
+    HEARTBEATS,
+    Heartbeat,
     Phase,
     Transfer,
-    beats_folder,
-    beats_prefix,
+    heartbeat_folder,
+    heartbeat_prefix,
     read_signs,
 )
 from overland.world.wire import Switchboard
@@ -33,8 +33,8 @@ from overland.world.world import World
 WRITER = """
 import sys
 from pathlib import Path
-from overland.world.heartbeat import Beat, Phase
-beat = Beat(3, Path(sys.argv[1]))
+from overland.world.heartbeat import Heartbeat, Phase
+beat = Heartbeat(3, Path(sys.argv[1]))
 print("ready", flush=True)
 while True:
     for step in range(1, 10**6):
@@ -42,15 +42,15 @@ while True:
 """
 STUCK = """
 import sys, time
-from overland.world.heartbeat import beating
-with beating(0):
+from overland.world.heartbeat import start_heartbeat
+with start_heartbeat(0):
     print("ready", flush=True)
     time.sleep(1000)
 """
 
 
 def test_a_sign_is_read_as_it_was_written(tmp_path: Path) -> None:
-    beat = Beat(7, tmp_path)
+    beat = Heartbeat(7, tmp_path)
     beat.probe_seconds = 0.5
     beat.enter(Phase.SAVING, 12)
     [sign] = read_signs(tmp_path)
@@ -75,7 +75,7 @@ def test_no_reader_sees_half_a_sign(tmp_path: Path) -> None:
 
 def test_the_stacks_of_a_rank_are_to_be_had_whatever_it_does(tmp_path: Path) -> None:
     env = {"OVERLAND_BEATS": str(tmp_path / "beats"), "SLURMD_NODENAME": "n1"}
-    folder = beats_folder(env)
+    folder = heartbeat_folder(env)
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700
     with subprocess.Popen([sys.executable, "-c", STUCK], env=env, stdout=subprocess.PIPE) as rank:
@@ -90,7 +90,7 @@ def test_the_stacks_of_a_rank_are_to_be_had_whatever_it_does(tmp_path: Path) -> 
 
 
 def test_two_starts_of_one_job_never_share_a_folder() -> None:
-    assert beats_prefix("12", 1) != beats_prefix("12", 1)
+    assert heartbeat_prefix("12", 1) != heartbeat_prefix("12", 1)
 
 
 def test_a_rank_that_leaves_by_itself_says_so(
@@ -99,7 +99,7 @@ def test_a_rank_that_leaves_by_itself_says_so(
     """With exit code 0 srun has nothing to say, and the others would blame the network."""
     monkeypatch.setenv(PIPES, "")  # to have it as it was afterwards
     world = World(rank=3, size=4, local_rank=1, local_size=2)
-    with pytest.raises(SystemExit), under_watch(world, {BEATS: str(tmp_path / "beats")}):
+    with pytest.raises(SystemExit), under_watch(world, {HEARTBEATS: str(tmp_path / "beats")}):
         raise SystemExit(0)
     assert '"kind": "code error", "what": "it left, by SystemExit(0)"' in capsys.readouterr().out
 
@@ -116,7 +116,7 @@ def test_leaving_for_what_another_rank_did_is_no_mistake_in_the_code(
             sys.exit(1)
 
     world = World(rank=1, size=2, local_rank=1, local_size=2)
-    with pytest.raises(SystemExit), under_watch(world, {BEATS: str(tmp_path / "beats")}):
+    with pytest.raises(SystemExit), under_watch(world, {HEARTBEATS: str(tmp_path / "beats")}):
         leave()
     assert '"kind": "network", "what": "it left, by SystemExit(1), for' in capsys.readouterr().out
 
@@ -161,11 +161,11 @@ def test_an_agent_that_is_killed_stopped_or_cut_off_is_there_again(
     board: Switchboard, tmp_path: Path
 ) -> None:
     prefix = str(tmp_path / "beats")
-    env = {**os.environ, **board.environment(), BEATS: prefix, "SLURMD_NODENAME": "n1"}
+    env = {**os.environ, **board.environment(), HEARTBEATS: prefix, "SLURMD_NODENAME": "n1"}
     watched = watching(board, "n1", "n2")
-    folder = beats_folder(env)
+    folder = heartbeat_folder(env)
     assert folder is not None
-    beat = Beat(0, folder)
+    beat = Heartbeat(0, folder)
 
     def wait_for_step(step: int) -> None:
         beat.enter(Phase.COMPUTING, step)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from overland.errors import ClusterError
 from overland.world.launch import free_port
-from overland.world.rendezvous import Meeting, open_store, port_of_job, port_of_name, reachable
-from overland.world.world import World
+from overland.world.rendezvous import open_store, port_of_job, port_of_name, reachable
+from overland.world.world import Rendezvous, World
 
 
 def test_jobs_and_steps_near_each_other_have_ports_of_their_own() -> None:
@@ -23,7 +23,7 @@ def test_jobs_and_steps_near_each_other_have_ports_of_their_own() -> None:
 
 def test_ranks_meet_in_a_store_that_listens_at_their_address_only() -> None:
     port = free_port()
-    first, second = two_ranks(Meeting("127.0.0.1", port, "job-1"))
+    first, second = two_ranks(Rendezvous("127.0.0.1", port, "job-1"))
     assert first is not None
     assert second is not None
     first.set("word", "heard")
@@ -34,8 +34,8 @@ def test_ranks_meet_in_a_store_that_listens_at_their_address_only() -> None:
 
 def test_two_worlds_at_one_port_do_not_meet() -> None:
     port = free_port()
-    ours = Meeting("127.0.0.1", port, "slurm-1.0")
-    theirs = Meeting("127.0.0.1", port, "slurm-3193.0")
+    ours = Rendezvous("127.0.0.1", port, "slurm-1.0")
+    theirs = Rendezvous("127.0.0.1", port, "slurm-3193.0")
     store, _ = two_ranks(ours)
     assert store is not None
     with pytest.raises(ClusterError, match=f"port {port} of 127.0.0.1, .* is taken"):
@@ -45,17 +45,17 @@ def test_two_worlds_at_one_port_do_not_meet() -> None:
 
 
 def test_uneven_nodes_are_found_where_they_meet() -> None:
-    meeting = Meeting("127.0.0.1", free_port(), "openmpi-1")
-    store = open_store(World(0, 4, 0, 2, meeting), 5)
+    rendezvous = Rendezvous("127.0.0.1", free_port(), "openmpi-1")
+    store = open_store(World(0, 4, 0, 2, rendezvous), 5)
     assert store is not None
     with pytest.raises(ClusterError, match="1 ranks on the node of rank 2 and 2 on that of rank 0"):
-        open_store(World(2, 4, 0, 1, meeting), 5)
+        open_store(World(2, 4, 0, 1, rendezvous), 5)
 
 
 def test_an_address_that_is_not_rank_0s_is_named() -> None:
-    meeting = Meeting("203.0.113.1", free_port(), "job-1")
+    rendezvous = Rendezvous("203.0.113.1", free_port(), "job-1")
     with pytest.raises(ClusterError, match=r"203\.0\.113\.1, where the ranks are to meet, is no"):
-        open_store(World(0, 2, 0, 1, meeting), 5)
+        open_store(World(0, 2, 0, 1, rendezvous), 5)
 
 
 def test_a_host_without_an_address_is_named() -> None:
@@ -63,12 +63,12 @@ def test_a_host_without_an_address_is_named() -> None:
         reachable("no-such-node-17")
 
 
-def two_ranks(meeting: Meeting) -> list[dist.Store | None]:
+def two_ranks(rendezvous: Rendezvous) -> list[dist.Store | None]:
     stores: list[dist.Store | None] = [None, None]
 
     def join(rank: int) -> Callable[[], None]:
         def run() -> None:
-            stores[rank] = open_store(World(rank, 2, rank, 2, meeting), 10)
+            stores[rank] = open_store(World(rank, 2, rank, 2, rendezvous), 10)
 
         return run
 
