@@ -12,7 +12,7 @@ import typer
 from overland.cli.errors import user_errors
 
 if TYPE_CHECKING:
-    from overland.tools.preflight.conduct import Job
+    from overland.tools.preflight.conduct import PreflightSettings
     from overland.tools.preflight.report import Report
 
 BAD = 1
@@ -43,10 +43,10 @@ def preflight(
         return run_task()
     from overland.config.arguments import Arguments
     from overland.config.load import find_source
-    from overland.tools.preflight.conduct import Job
+    from overland.tools.preflight.conduct import PreflightSettings
 
     path = find_source(config, Arguments(), os.environ)[0] if config else None
-    report = run(Job.of(path, os.environ, quick), nodes)
+    report = run(PreflightSettings.of(path, os.environ, quick), nodes)
     if report is None:  # a rank other than the first
         return
     if save is not None:
@@ -55,22 +55,24 @@ def preflight(
     raise typer.Exit(0 if report.is_good else BAD)
 
 
-def run(job: Job, only: str | None, env: Mapping[str, str] = os.environ) -> Report | None:
+def run(
+    job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
+) -> Report | None:
     """Where we are decides who starts the tasks."""
     from overland.config.load import ngpu
     from overland.errors import ClusterError
-    from overland.tools.preflight.allocation import nodes_of, srun_words, tasks_per_node
     from overland.tools.preflight.conduct import preflight_here, preflight_with
+    from overland.tools.preflight.start import nodes_of, srun_words, tasks_per_node
     from overland.world.devices import num_local_ranks
     from overland.world.launchers import find_world
 
     world = find_world(env)
     if world is not None and world.size > 1:
-        from overland.tools.preflight.join import join
+        from overland.tools.preflight.conduct import preflight_among_ranks
 
         if only is not None:
             raise ClusterError(f"--nodes {only}: the launcher has chosen the nodes already")
-        return join(world, job, env)
+        return preflight_among_ranks(world, job, env)
     nodes = nodes_of(env, only)
     if nodes:
         tasks = tasks_per_node(env)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.tools.preflight import limits
-from overland.tools.preflight.conduct import Job, preflight_here
+from overland.tools.preflight import conduct
+from overland.tools.preflight.conduct import PreflightSettings, preflight_here
 from tests.cli.processes import LIMIT_SECONDS, environment, overland
 
 
@@ -39,8 +39,8 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, words: list[str]) -> None:
 def test_a_sum_of_all_that_hangs_is_a_failure_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "of_sum", lambda num_tasks: 0.01)
-    report = preflight_here(2, Job(folder=str(tmp_path), quick=False), environment())
+    monkeypatch.setattr(conduct, "sum_limit", lambda num_tasks: 0.01)
+    report = preflight_here(2, PreflightSettings(folder=str(tmp_path), quick=False), environment())
     assert report.bad == {}
     assert not report.is_good
     assert "all-reduce of all good nodes failed on 2 of 2 tasks" in report.failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -9,22 +10,35 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from overland.tools.preflight import judge, limits, start, transport, versions
-from overland.tools.preflight.crew import Crew, Task
+from overland.slurm import expand_hosts
+from overland.tools.preflight import judge, start
+from overland.tools.preflight.all_reduce import judge_transport
+from overland.tools.preflight.crew import GRACE, LIMITS, Crew, Phases, Task
 from overland.tools.preflight.judge import Bounds, Finding, Place
-from overland.tools.preflight.progress import Phases
+from overland.tools.preflight.node import measure_versions
 from overland.tools.preflight.report import Report
-from overland.tools.preflight.rounds import Rounds
-from overland.tools.preflight.start import Started
+from overland.tools.preflight.start import Started, first_task
+from overland.tools.preflight.task import run_task
+from overland.tools.preflight.tournament import Rounds
+from overland.world.heartbeat import node_name
+from overland.world.rendezvous import open_store, reachable
 from overland.world.wire import Message, Switchboard
+from overland.world.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 MOST_REASONS = 4  # of a node whose eight devices all have the same fault
+SECONDS_PER_RANK = 0.05  # of the all-reduce: thousands of ranks take minutes to connect
 DISK_BYTES, QUICK_DISK_BYTES = 64 * 2**20, 16 * 2**20
+START_SECONDS = 300  # for ranks to find the first one
+NAME = "preflight"  # under which the first rank tells the others where to call
 
 
 @dataclass(frozen=True)
-class Job:
+class PreflightSettings:
     """What the run to come will be."""
 
     config: Path | None = None
@@ -34,7 +48,9 @@ class Job:
     """None: where no node has an accelerator."""
 
     @classmethod
-    def of(cls, config: Path | None, env: Mapping[str, str], quick: bool | None = None) -> Job:
+    def of(
+        cls, config: Path | None, env: Mapping[str, str], quick: bool | None = None
+    ) -> PreflightSettings:
         if config is None:
             return cls(quick=quick, folder=os.getcwd())
         from overland.config.load import load_config
@@ -63,14 +79,14 @@ def preflight(
     Raises:
         ClusterError: No task started at all.
     """
-    return preflight_with(launch, nodes, tasks_per_node, Job.of(config, env), env)
+    return preflight_with(launch, nodes, tasks_per_node, PreflightSettings.of(config, env), env)
 
 
 def preflight_with(
     launch: Sequence[str],
     nodes: Sequence[str],
     tasks_per_node: int,
-    job: Job,
+    job: PreflightSettings,
     env: Mapping[str, str] = os.environ,
 ) -> Report:
     here = (env.get("SLURMD_NODENAME"), socket.gethostname())
@@ -83,7 +99,9 @@ def preflight_with(
         board.close()
 
 
-def preflight_here(num_tasks: int, job: Job, env: Mapping[str, str] = os.environ) -> Report:
+def preflight_here(
+    num_tasks: int, job: PreflightSettings, env: Mapping[str, str] = os.environ
+) -> Report:
     """Tests this machine alone."""
     board = Switchboard([], {})
     try:
@@ -93,12 +111,32 @@ def preflight_here(num_tasks: int, job: Job, env: Mapping[str, str] = os.environ
         board.close()
 
 
+def preflight_among_ranks(
+    world: World, job: PreflightSettings, env: Mapping[str, str] = os.environ
+) -> Report | None:
+    """The report on the first rank; None on the others. Where to call, and the key, go through the
+    store of the world, which trusts its network as training does."""
+    store = _store(world)
+    if not world.is_first:
+        os.environ.update(json.loads(store.get(NAME)))
+        run_task()
+        return None
+    nodes = _nodes(world, env)
+    board = Switchboard(_others(world, nodes, env), env)
+    try:
+        store.set(NAME, json.dumps(board.environment()))
+        started = first_task({**env, **board.environment()})
+        return conduct(board, started, nodes, world.local_size, job)
+    finally:
+        board.close()
+
+
 def conduct(
     board: Switchboard,
     started: Started,
     nodes: Sequence[str] | int,
     tasks_per_node: int,
-    job: Job,
+    job: PreflightSettings,
 ) -> Report:
     """Tests with tasks that are on their way; `nodes` may be their number, where nobody knows
     their names. Ends what was started, in any case."""
@@ -113,7 +151,7 @@ def conduct(
 
 
 class _Conductor:
-    def __init__(self, crew: Crew, job: Job) -> None:
+    def __init__(self, crew: Crew, job: PreflightSettings) -> None:
         self.crew, self.job = crew, job
         self.report = Report()
         self.findings: dict[str, list[str]] = defaultdict(list)
@@ -122,7 +160,7 @@ class _Conductor:
     def conduct(self) -> Report:
         began = time.monotonic()
         crew, report = self.crew, self.report
-        crew.gather(limits.LIMITS["start"], limits.PATIENCE)
+        crew.gather()
         quick, with_torch = self._decide()
         clocks = self._ask("clock", crew.first_on_each())
         self._blame(judge.clocks(clocks))
@@ -158,7 +196,7 @@ class _Conductor:
         path = str(self.job.config) if self.job.config else None
         answers = self._ask("versions", self.crew.first_on_each(), config=path, torch=with_torch)
         self._blame(judge.interfaces(answers))
-        findings, notes = judge.versions(answers, versions.measure(path, with_torch=False))
+        findings, notes = judge.versions(answers, measure_versions(path, with_torch=False))
         self._blame(findings)
         self.report.notes += notes
 
@@ -183,9 +221,9 @@ class _Conductor:
             return
         self.crew.progress.begin("all-reduce", len(tasks))
         what, first = "the all-reduce", tasks[0]
-        seconds = limits.of_sum(len(tasks))
+        seconds = sum_limit(len(tasks))
         listen: dict[Task, Message] = {first: {"do": "listen"}}
-        places = self.crew.ask(listen, what, limits.LIMITS["listen"], limits.PATIENCE)
+        places = self.crew.ask(listen, what, LIMITS["listen"])
         at = places.get(first.place, {}).get("at")
         if at is None:
             self.report.failure = f"{what} failed: {first.node}/{first.local} could not listen"
@@ -195,17 +233,17 @@ class _Conductor:
             task: {**order, "rank": rank, "size": len(tasks), "listening": rank == 0}
             for rank, task in enumerate(tasks)
         }
-        limit = seconds + limits.GRACE
+        limit = seconds + GRACE
         answers = self.crew.ask(orders, what, limit, patience=limit)
         self.report.all_reduce, self.report.failure = _judge_sum(orders, answers)
 
     def _ask(self, do: str, tasks: Sequence[Task], **details: object) -> dict[Place, Message]:
         """One phase; what was measured is kept for the report."""
         self.crew.progress.begin(do, len(tasks))
-        seconds = limits.LIMITS[do]
+        seconds = LIMITS[do]
         orders = {task: {"do": do, "seconds": seconds, **details} for task in tasks}
-        limit = seconds + limits.GRACE
-        answers = self.crew.ask(orders, f"the {do} test", limit, limits.PATIENCE)
+        limit = seconds + GRACE
+        answers = self.crew.ask(orders, f"the {do} test", limit)
         self._blame(judge.errors(answers, do))
         self.facts[do] = answers
         return answers
@@ -250,5 +288,36 @@ def _judge_sum(
     if wrong:
         return {}, f"the all-reduce of all good nodes gave a wrong sum on {', '.join(wrong)}"
     rate = min(facts["gb_per_s"] for facts in answers.values())
-    network, problem = transport.judge(answers)
+    network, problem = judge_transport(answers)
     return {"gb_per_s": rate, "tasks": len(orders), "transport": network}, problem
+
+
+def sum_limit(num_tasks: int) -> float:
+    """Returns how many seconds the all-reduce of so many tasks may take."""
+    return LIMITS["reduce"] + SECONDS_PER_RANK * num_tasks
+
+
+def _store(world: World) -> Store:
+    store = open_store(world, START_SECONDS)
+    if store is not None:
+        return store
+    from torch.distributed import PrefixStore, rendezvous  # torchrun has opened one
+
+    opened, _, _ = next(rendezvous("env://", world.rank, world.size))
+    return PrefixStore(NAME, opened)
+
+
+def _nodes(world: World, env: Mapping[str, str]) -> list[str] | int:
+    """By name under srun; elsewhere their number: they tell their names when they call."""
+    names = expand_hosts(env["SLURM_STEP_NODELIST"]) if "SLURM_STEP_NODELIST" in env else []
+    return names if len(names) == world.num_nodes else world.num_nodes
+
+
+def _others(world: World, nodes: list[str] | int, env: Mapping[str, str]) -> list[str]:
+    """A host whose way leads over the network that all share."""
+    if world.num_nodes == 1:
+        return []
+    if not isinstance(nodes, int):
+        return [node for node in nodes if node != node_name(env)]
+    address = world.rendezvous.address if world.rendezvous else env["MASTER_ADDR"]
+    return [reachable(address)]

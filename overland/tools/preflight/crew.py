@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import queue
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from overland.errors import ClusterError
 from overland.processes import allow_open_files
 from overland.tools.preflight.judge import Place
-from overland.tools.preflight.progress import Phases
 from overland.tools.preflight.start import Started
 from overland.world.wire import Message, Switchboard, Wire
 
 LOOK_SECONDS = 0.1
 NUM_FILES = 256  # besides one connection per task
+
+# How many seconds each phase may take before whoever is late is bad. Python's imports take minutes
+# from a file system that thousands of tasks read at once; a context, a network's first contact and
+# half a second per test take less.
+LIMITS = {
+    "start": 300.0,
+    "clock": 60.0,
+    "torch": 300.0,
+    "versions": 30.0,
+    "disk": 60.0,
+    "device": 90.0,
+    "listen": 30.0,
+    "link": 45.0,
+    "reduce": 120.0,
+}
+# How much longer the other half may take, once half have answered: a node that hangs would
+# otherwise cost every phase's limit.
+PATIENCE = 30.0
+GRACE = 5.0  # for a task to end a child that took too long, and to say so
 
 
 @dataclass(eq=False)
@@ -63,11 +83,11 @@ class Crew:
     def first_on_each(self) -> list[Task]:
         return [task for task in self.alive() if task.local == 0]
 
-    def gather(self, seconds: float, patience: float) -> None:
+    def gather(self) -> None:
         """Waits for every task's call."""
         expected = self.num_nodes * self.tasks_per_node
         _allow_connections(expected)
-        clock = _Clock(expected, seconds, patience)
+        clock = _Clock(expected, LIMITS["start"], PATIENCE)
         self.progress.begin("start", expected)
         while not self._is_complete() and not clock.is_over(len(self.tasks)):
             is_over = self.started.is_over()  # asked first: its tasks may have called before
@@ -90,16 +110,20 @@ class Crew:
             self.lost[self.nodes[-1]] = f"did not start within {clock.elapsed():.0f} s"
 
     def ask(
-        self, orders: Mapping[Task, Message], what: str, seconds: float, patience: float
+        self,
+        orders: Mapping[Task, Message],
+        what: str,
+        seconds: float,
+        patience: float | None = None,
     ) -> dict[Place, Message]:
-        """The answers of those who gave one in time."""
+        """Returns the answers of those who gave one in time; `patience` defaults to PATIENCE."""
         self._number += 1
         number = self._number
         waiting = dict(orders)
         for task, order in orders.items():
             self._send(task, {**order, "number": number})
         answers: dict[Place, Message] = {}
-        clock = _Clock(len(orders), seconds, patience)
+        clock = _Clock(len(orders), seconds, PATIENCE if patience is None else patience)
         while waiting and not clock.is_over(len(answers)):
             for task, message in self._take():
                 if message is None:
@@ -207,3 +231,39 @@ def _allow_connections(num_tasks: int) -> None:
             f"{num_tasks} tasks need {needed} open files, and {allowed} are allowed here "
             "(ulimit -Hn); test fewer nodes at a time with --nodes"
         )
+
+
+class Phases:
+    """Shows what the conductor does: a line that moves on a terminal, else one line per phase."""
+
+    def __init__(self) -> None:
+        self._status: Any = None
+        self._what, self._total = "", 0
+        self._since = time.monotonic()
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("preflight")
+            self._status.start()
+
+    def begin(self, what: str, total: int) -> None:
+        self._end_phase()
+        self._what, self._total, self._since = what, total, time.monotonic()
+        self.count(0)
+
+    def count(self, done: int) -> None:
+        self._done = done
+        if self._status is not None:
+            self._status.update(f"preflight: {self._what}, {done} of {self._total}")
+
+    def close(self) -> None:
+        self._end_phase()
+        if self._status is not None:
+            self._status.stop()
+
+    def _end_phase(self) -> None:
+        if self._what and self._status is None:
+            seconds = time.monotonic() - self._since
+            words = f"preflight: {self._what}, {self._done} of {self._total} in {seconds:.1f} s"
+            print(words, file=sys.stderr, flush=True)
+        self._what = ""

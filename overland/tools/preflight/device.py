@@ -1,22 +1,43 @@
-"""One device, through torch: what it is, whether it is idle, right and fast."""
+"""One device: what it is, whether it is idle, right and fast.
+
+It must get a matrix product right, to the bit: devices of one model with the same libraries give
+the same bits, so one that differs from the others is wrong. Should most be wrong, some rows are
+also compared with float64, computed by the CPU.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
-from overland.tools.preflight import product, stopwatch
 from overland.tools.preflight.child import Stage
-from overland.world.devices import device_name
+from overland.world.devices import cpu_name, device_name
 from overland.world.wire import Message
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+SEED = 20
+CHECKED_ROWS = 32
+# Both in units of an element's standard deviation, √n. Measured for n from 256 to 2048: the last
+# rounding of bfloat16 is at most 2 of its steps off; sums in float32 at most 24 of theirs.
+ROUNDING = 8.0
+SUMMING = 100.0 * 2**-23
+FEWEST = 5  # runs that are timed
+MEDIAN: Callable[[list[float]], float] = median
+"""For devices that are ours alone: one that throttles is slow most of the time."""
+BEST: Callable[[list[float]], float] = min
+"""For CPUs, which others use too: the fastest time is the one that was least disturbed."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +53,57 @@ class Sizes:
 # 4096: every compute unit has work, and the inputs are made in half a second. Half a second of each
 # shows a device that throttles, and leaves the whole in seconds.
 ACCELERATOR = Sizes(side=4096, memory_bytes=2**30, host_bytes=2**28, batch=10, seconds=0.5)
+# 256: under a millisecond, so that some of many runs is not interrupted.
 CPU = Sizes(side=256, memory_bytes=2**25, host_bytes=0, batch=1, seconds=0.2)
 
 
-def measure(local_rank: int, stage: Stage) -> Message:
-    """Of the device that training would give to this task."""
+def measure_device(local_rank: int, stage: Stage) -> Message:
+    """Measures the device that training would give to this task."""
     import torch
 
     stage("finding the device")
     if not torch.cuda.is_available():
         device = torch.device("cpu")
         facts: Message = {"kind": "cpu", "name": device_name(), "driver": driver()}
-        return {**facts, **rates(device, CPU, stage)}
+        return {**facts, **measure_rates(device, CPU, stage)}
     visible = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(device)
-    return {"kind": "cuda", **identity(device, visible), **rates(device, ACCELERATOR, stage)}
+    return {
+        "kind": "cuda",
+        **identity(device, visible),
+        **measure_rates(device, ACCELERATOR, stage),
+    }
+
+
+def measure_cpu(stage: Stage) -> Message:
+    """Measures a CPU without torch, for `--quick`: the twin of `measure_device` in numpy."""
+    import numpy as np
+
+    stage("the matmul")
+    a, b = factors(CPU.side)
+    first = np.matmul(a, b)
+    each = seconds_each(lambda: np.matmul(a, b), lambda: None, CPU.seconds, batch=1, choose=BEST)
+    last = np.matmul(a, b)
+    stage("the test of memory")
+    source = np.ones(CPU.memory_bytes, dtype=np.uint8)
+    target = np.empty_like(source)
+    copy = seconds_each(
+        lambda: np.copyto(target, source), lambda: None, CPU.seconds, batch=1, choose=BEST
+    )
+    return {
+        "kind": "cpu",
+        "name": cpu_name(),
+        "matmul_digest": digest(first.tobytes()),
+        "matmul_is_steady": first.tobytes() == last.tobytes(),
+        "matmul_is_near": is_near(first, a, b, float(np.finfo(np.float32).eps)),
+        "matmul_tflops": 2 * CPU.side**3 / each / 1e12,
+        "memory_gb_per_s": 2 * CPU.memory_bytes / copy / 1e9,
+    }
 
 
 def driver() -> str:
-    """Of accelerators that torch computes on; graphics cards for a screen are none."""
+    """Returns the driver of accelerators that torch computes on; graphics cards are none."""
     return next((path for path in DRIVERS if Path(path).exists()), "")
 
 
@@ -79,22 +131,22 @@ def identity_of(properties: object) -> str:
     return " ".join(filter(None, known))
 
 
-def rates(device: torch.device, sizes: Sizes, stage: Stage) -> Message:
+def measure_rates(device: torch.device, sizes: Sizes, stage: Stage) -> Message:
     stage("the matmul")
-    facts = matmul(device, sizes)
+    facts = measure_matmul(device, sizes)
     stage("the test of memory")
-    facts |= memory(device, sizes)
+    facts |= measure_memory(device, sizes)
     if device.type != "cpu":
         stage("copies between host and device")
-        facts |= host(device, sizes)
+        facts |= measure_copies(device, sizes)
     return facts
 
 
-def matmul(device: torch.device, sizes: Sizes) -> Message:
+def measure_matmul(device: torch.device, sizes: Sizes) -> Message:
     import torch
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    a, b = (torch.from_numpy(factor).to(dtype) for factor in product.factors(sizes.side))
+    a, b = (torch.from_numpy(factor).to(dtype) for factor in factors(sizes.side))
     on_device = a.to(device), b.to(device)
     out = torch.empty(sizes.side, sizes.side, dtype=dtype, device=device)
     first = torch.matmul(*on_device).cpu()
@@ -103,14 +155,14 @@ def matmul(device: torch.device, sizes: Sizes) -> Message:
     content = first.view(torch.uint8).numpy().tobytes()
     found, left, right = (tensor.float().numpy() for tensor in (first, a, b))
     return {
-        "matmul_digest": product.digest(content),
+        "matmul_digest": digest(content),
         "matmul_is_steady": content == last.view(torch.uint8).numpy().tobytes(),
-        "matmul_is_near": product.is_near(found, left, right, torch.finfo(dtype).eps),
+        "matmul_is_near": is_near(found, left, right, torch.finfo(dtype).eps),
         "matmul_tflops": 2 * sizes.side**3 / each / 1e12,
     }
 
 
-def memory(device: torch.device, sizes: Sizes) -> Message:
+def measure_memory(device: torch.device, sizes: Sizes) -> Message:
     """Read and written bytes of a copy."""
     import torch
 
@@ -120,7 +172,7 @@ def memory(device: torch.device, sizes: Sizes) -> Message:
     return {"memory_gb_per_s": 2 * sizes.memory_bytes / each / 1e9}
 
 
-def host(device: torch.device, sizes: Sizes) -> Message:
+def measure_copies(device: torch.device, sizes: Sizes) -> Message:
     """Between pinned memory and the device, both ways."""
     import torch
 
@@ -138,10 +190,57 @@ def _seconds_each(work: Callable[[], object], device: torch.device, sizes: Sizes
     import torch
 
     is_cpu = device.type == "cpu"
-    return stopwatch.seconds_each(
+    return seconds_each(
         work,
         (lambda: None) if is_cpu else (lambda: torch.cuda.synchronize(device)),
         sizes.seconds,
         sizes.batch,
-        stopwatch.BEST if is_cpu else stopwatch.MEDIAN,
+        BEST if is_cpu else MEDIAN,
     )
+
+
+def factors(n: int) -> tuple[Array, Array]:
+    """From one seed, on the CPU: the same numbers on every node."""
+    import numpy as np
+
+    random = np.random.default_rng(SEED)
+    return (
+        random.standard_normal((n, n), dtype=np.float32),
+        random.standard_normal((n, n), dtype=np.float32),
+    )
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def is_near(product: Array, a: Array, b: Array, precision: float) -> bool:
+    """Against float64, in rows that are spread over the whole. Written so that nan is not near."""
+    import numpy as np
+
+    n = len(a)
+    rows = np.arange(0, n, max(1, n // CHECKED_ROWS))
+    exact = np.dot(a[rows].astype(np.float64), b.astype(np.float64))
+    error = np.abs(product[rows].astype(np.float64) - exact).max()
+    return bool(error <= (ROUNDING * precision + SUMMING) * n**0.5)
+
+
+def seconds_each(
+    work: Callable[[], object],
+    settle: Callable[[], object],
+    seconds: float,
+    batch: int,
+    choose: Callable[[list[float]], float],
+) -> float:
+    """Seconds of one `work`; `settle` waits until a device has done what it was given."""
+    work()
+    settle()
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < FEWEST or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        for _ in range(batch):
+            work()
+        settle()
+        times.append((time.perf_counter() - start) / batch)
+    return choose(times)

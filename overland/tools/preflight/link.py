@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from overland.errors import ClusterError
-from overland.tools.preflight import stopwatch
 from overland.tools.preflight.child import Stage
+from overland.tools.preflight.device import BEST, MEDIAN
 from overland.world.wire import ADDRESS, Message, own_address
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ REPEATS = 4
 PINGS = 20
 SOCKET_BYTES = 4 * 2**20
 CPU_BYTES = 8 * 2**20
-ACCELERATOR_BYTES = (
-    256 * 2**20
-)  # 10 ms at 25 GB/s: long against the latency, short against a second
+ACCELERATOR_BYTES = 256 * 2**20  # 10 ms at 25 GB/s: long against the latency, short against 1 s
 SEED = 21
 TOKEN_BYTES = 32
 
@@ -49,8 +47,8 @@ class Channel(Protocol):
     def pong(self) -> None: ...
 
 
-def measure(channel: Channel, is_lower: bool, stage: Stage) -> Message:
-    """Of one end, in step with the other; each end times what it sends."""
+def measure_link(channel: Channel, is_lower: bool, stage: Stage) -> Message:
+    """Measures from one end, in step with the other; each end times what it sends."""
     stage("the first contact")
     turns: list[Callable[[], None]] = [channel.ping, channel.pong]
     first, second = turns if is_lower else turns[::-1]
@@ -101,7 +99,7 @@ def through_socket(order: Message, listener: socket.socket | None, stage: Stage)
     connection = _connect(order) if listener is None else _accept(order, listener)
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return measure(_Connection(connection), listener is not None, stage)
+        return measure_link(_Connection(connection), listener is not None, stage)
 
 
 def through_group(
@@ -109,7 +107,7 @@ def through_group(
 ) -> Message:
     rank = 1 if listener is None else 0
     with group(order, listener, rank, 2, local_rank, stage) as (device, _):
-        return measure(_Group(device, 1 - rank), rank == 0, stage)
+        return measure_link(_Group(device, 1 - rank), rank == 0, stage)
 
 
 @contextmanager
@@ -171,7 +169,7 @@ def backend_for(backend: str, device_type: str) -> str:
 
 class _Connection:
     num_bytes = SOCKET_BYTES
-    choose = staticmethod(stopwatch.BEST)
+    choose = staticmethod(BEST)
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -200,7 +198,7 @@ class _Group:
 
         is_cpu = device.type == "cpu"
         self.num_bytes = CPU_BYTES if is_cpu else ACCELERATOR_BYTES
-        self.choose = stopwatch.BEST if is_cpu else stopwatch.MEDIAN
+        self.choose = BEST if is_cpu else MEDIAN
         self._other, self._device = other, device
         self._sent = torch.arange(self.num_bytes // 4, dtype=torch.int32, device=device)
         self._got = torch.empty_like(self._sent)
@@ -240,7 +238,7 @@ class _Group:
 
 
 def _address(env: Mapping[str, str] = os.environ) -> str:
-    """Of the named interface; else of the one that leads to the conductor."""
+    """Returns the address of the named interface; else of the one that leads to the conductor."""
     return own_address([env[ADDRESS].rpartition(":")[0]], env)
 
 

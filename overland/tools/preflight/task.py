@@ -7,17 +7,10 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 
-from overland.tools.preflight import (
-    clock,
-    device,
-    disk,
-    interfaces,
-    link,
-    processor,
-    reduce,
-    versions,
-)
+from overland.tools.preflight import link, node
+from overland.tools.preflight.all_reduce import measure_all_reduce
 from overland.tools.preflight.child import in_child
+from overland.tools.preflight.device import measure_cpu, measure_device
 from overland.world.devices import may_have_accelerator
 from overland.world.heartbeat import node_name
 from overland.world.launchers import find_world
@@ -71,7 +64,7 @@ class _Task:
         wire, local = self.wire, self.world.local_rank
         match order["do"]:
             case "clock":
-                return clock.measure(wire)
+                return node.measure_clock(wire)
             case "torch":
                 return self._load_torch()
             case "listen":
@@ -86,8 +79,8 @@ class _Task:
                 return in_child(lambda stage: _disks(order), order["seconds"], wire)
             case "device":
                 if order["torch"]:
-                    return in_child(lambda s: device.measure(local, s), order["seconds"], wire)
-                return in_child(processor.measure, order["seconds"], wire)
+                    return in_child(lambda s: measure_device(local, s), order["seconds"], wire)
+                return in_child(measure_cpu, order["seconds"], wire)
         return {"error": f"does not know how to do {order['do']}"}
 
     def _load_torch(self) -> Message:
@@ -103,7 +96,7 @@ class _Task:
         listener = held if order["listening"] else None
         local = self.world.local_rank
         if order["do"] == "reduce":
-            work = lambda stage: reduce.measure(order, listener, local, stage)
+            work = lambda stage: measure_all_reduce(order, listener, local, stage)
         elif order["torch"]:
             work = lambda stage: link.through_group(order, listener, local, stage)
         else:
@@ -116,10 +109,10 @@ class _Task:
 
 
 def _versions(order: Message) -> Message:
-    found = versions.measure(order["config"], order["torch"])
-    return {"versions": found, "interfaces": interfaces.measure()}
+    found = node.measure_versions(order["config"], order["torch"])
+    return {"versions": found, "interfaces": node.measure_interfaces()}
 
 
 def _disks(order: Message) -> Message:
-    places = disk.folders(order["folder"])
-    return {name: disk.measure(folder, order["num_bytes"]) for name, folder in places.items()}
+    places = node.written_folders(order["folder"])
+    return {name: node.measure_disk(folder, order["num_bytes"]) for name, folder in places.items()}

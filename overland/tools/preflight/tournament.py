@@ -8,12 +8,19 @@ those with bad ones. If they do not, each suspect meets a node without fault onc
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median_high
 
+from overland.tools.preflight.crew import GRACE, LIMITS, Crew, Task
+from overland.tools.preflight.judge import Finding, Place
+from overland.tools.preflight.link import TOKEN_BYTES
+from overland.world.wire import Message
+
 Pair = tuple[str, str]
+MOST_RETRIALS = 2
 FEWEST = 3  # of fewer values, a median says nothing
 
 
@@ -30,14 +37,119 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LinkVerdict:
     bad: dict[str, str]
     """Node to reason."""
     unclear: dict[Match, str]
     """Bad links of which it cannot be told whose fault they are, and what is wrong."""
 
 
-def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
+@dataclass
+class Rounds:
+    """Plays the tournament: all pairs at once, each task with the one like it on the other node."""
+
+    crew: Crew
+    is_bad: Callable[[str], bool]
+    slow: float
+    """A link below this fraction of the median is bad."""
+    backend: str
+    torch: bool
+    """Through the backend of training; else through plain connections."""
+    matches: list[Match] = field(default_factory=list)
+
+    def play(self) -> tuple[list[Finding], list[str]]:
+        """Who is bad, and what should be known. A node that is found bad on the way plays no more:
+        its partners would wait for it."""
+        plan = pairings([node for node in self.crew.nodes if not self.is_bad(node)])
+        for number, pairs in enumerate(plan, start=1):
+            bad = self._judge().bad
+            playing = [p for p in pairs if not any(n in bad or self.is_bad(n) for n in p)]
+            self._play(playing, number, f"round {number} of the links")
+        tried: set[str] = set()
+        for number in range(len(plan) + 1, len(plan) + 1 + MOST_RETRIALS):
+            doubtful = suspects(self._judge())
+            clean = faultless(self.matches, self.slow)
+            pairs = retrial(
+                [node for node in doubtful if node not in tried and not self.is_bad(node)],
+                [node for node in clean if not self.is_bad(node)],
+            )
+            self._play(pairs, number, f"extra round {number} of the links")
+            tried |= {suspect for suspect, _ in pairs}
+        return conclude(self._judge(), self.matches, self.slow, tried)
+
+    def _judge(self) -> LinkVerdict:
+        """One bad link alone may be chance, or the partner's fault."""
+        return judge_links(self.matches, self.slow, fewest_bad=2)
+
+    def _play(self, pairs: Sequence[Pair], number: int, what: str) -> None:
+        if not pairs:
+            return
+        crew, lost_before = self.crew, set(self.crew.lost)
+        locals_ = range(crew.tasks_per_node)
+        crew.progress.begin(what, 2 * len(pairs) * crew.tasks_per_node)
+        tasks = {task.place: task for task in crew.alive()}
+        orders = self._orders(pairs, tasks, what)
+        limit = LIMITS["link"] + GRACE
+        answers = crew.ask(orders, what, limit, patience=limit)
+        partner = dict(pairs) | {b: a for a, b in pairs}
+        for node in (set(crew.lost) - lost_before) & partner.keys():  # one that rests may end too
+            crew.lost[node] += f", with {partner[node]}"
+        self.matches += [
+            _match(pair, number, {(n, i): answers.get((n, i), {}) for n in pair for i in locals_})
+            for pair in pairs
+            if not set(pair) & set(crew.lost)  # for that, its partner is not to blame
+        ]
+
+    def _orders(
+        self, pairs: Sequence[Pair], tasks: Mapping[Place, Task], what: str
+    ) -> dict[Task, Message]:
+        """The first of each pair is asked to listen; then both are told where."""
+        counterparts = [
+            (tasks[a, local], tasks[b, local])
+            for a, b in pairs
+            for local in range(self.crew.tasks_per_node)
+        ]
+        listen = {one: {"do": "listen"} for one, _ in counterparts}
+        places = self.crew.ask(listen, what, LIMITS["listen"])
+        orders: dict[Task, Message] = {}
+        for one, other in counterparts:
+            if {one.node, other.node} & set(self.crew.lost):
+                continue
+            order = {
+                "do": "link",
+                "at": places[one.place].get("at"),
+                "token": secrets.token_hex(TOKEN_BYTES // 2),
+                "backend": self.backend,
+                "torch": self.torch,
+                "seconds": LIMITS["link"],
+            }
+            if order["at"] is not None:
+                orders[one] = {**order, "listening": True}
+                orders[other] = {**order, "listening": False}
+        return orders
+
+
+def conclude(
+    verdict: LinkVerdict, matches: Sequence[Match], slow: float, tried: set[str]
+) -> tuple[list[Finding], list[str]]:
+    """A link that was bad once is the fault of neither if both have done well since. If there was
+    nobody to try that with, it is that of the node that did worse; or both are suspects, and
+    training should have neither."""
+    findings: list[Finding] = list(verdict.bad.items())
+    notes: list[str] = []
+    worse = judge_links(matches, slow).bad
+    for match, fault in verdict.unclear.items():
+        one, other = match.nodes
+        untried = [node for node in match.nodes if node not in tried]
+        guilty = [node for node in untried if node in worse] or untried
+        if not guilty:
+            notes.append(f"link of {one} and {other}: {fault}; both did well with others since")
+        doubt = "; it is unclear whose fault that is" if len(guilty) > 1 else ""
+        findings += [(node, describe_link(match, node, fault) + doubt) for node in guilty]
+    return findings, notes
+
+
+def pairings(nodes: Sequence[str]) -> list[list[Pair]]:
     num_rounds = max(0, len(nodes) - 1).bit_length()
     return [
         [
@@ -54,7 +166,7 @@ def retrial(suspects: Sequence[str], faultless: Sequence[str]) -> list[Pair]:
     return list(zip(suspects, faultless, strict=False))
 
 
-def judge(matches: Sequence[Match], slow: float, fewest_bad: int = 1) -> Verdict:
+def judge_links(matches: Sequence[Match], slow: float, fewest_bad: int = 1) -> LinkVerdict:
     """Who is at fault, the clearest case first; what its links did is then nobody else's fault.
 
     Args:
@@ -62,7 +174,7 @@ def judge(matches: Sequence[Match], slow: float, fewest_bad: int = 1) -> Verdict
         slow: A link below this fraction of the median of its round is bad.
         fewest_bad: Bad links that a node must have before it is called bad.
     """
-    fault = faults(matches, slow)
+    fault = bad_links(matches, slow)
     innocent = list(matches)  # without those of nodes that are found bad
     bad: dict[str, str] = {}
     while True:
@@ -77,30 +189,30 @@ def judge(matches: Sequence[Match], slow: float, fewest_bad: int = 1) -> Verdict
             if score[node] > score[partner] and num_bad[node] >= fewest_bad
         }
         if not worse:
-            return Verdict(bad, {match: fault[match] for match in unclear})
+            return LinkVerdict(bad, {match: fault[match] for match in unclear})
         worst = max(sorted(worse), key=lambda node: score[node])
-        reasons = [describe(m, worst, fault[m]) for m in unclear if worst in m.nodes]
+        reasons = [describe_link(m, worst, fault[m]) for m in unclear if worst in m.nodes]
         bad[worst] = "; ".join(reasons[:2])
         innocent = [match for match in innocent if worst not in match.nodes]
 
 
-def describe(match: Match, node: str, fault: str) -> str:
+def describe_link(match: Match, node: str, fault: str) -> str:
     other = match.nodes[match.nodes[0] == node]
     return f"link with {other} in round {match.round}: {fault}"
 
 
-def suspects(verdict: Verdict) -> list[str]:
+def suspects(verdict: LinkVerdict) -> list[str]:
     return sorted({node for match in verdict.unclear for node in match.nodes})
 
 
 def faultless(matches: Sequence[Match], slow: float) -> list[str]:
     """Nodes whose links were all good."""
-    at_fault = {node for match in faults(matches, slow) for node in match.nodes}
+    at_fault = {node for match in bad_links(matches, slow) for node in match.nodes}
     played = dict.fromkeys(node for match in matches for node in match.nodes)
     return [node for node in played if node not in at_fault]
 
 
-def faults(matches: Sequence[Match], slow: float) -> dict[Match, str]:
+def bad_links(matches: Sequence[Match], slow: float) -> dict[Match, str]:
     """The bad links, with what is wrong with them. A round is compared with itself: its pairs are
     equally far apart. Where it has too few pairs for that, one bad node of five can spoil most of
     all links; so there each node's best counts."""
@@ -122,3 +234,19 @@ def faults(matches: Sequence[Match], slow: float) -> dict[Match, str]:
         elif len(best) >= FEWEST and rate < slow * usual[match.round]:
             found[match] = f"{rate:.3g} GB/s, where the median is {usual[match.round]:.3g}"
     return found
+
+
+def _match(pair: Pair, number: int, answers: Mapping[Place, Message]) -> Match:
+    """The pairs of tasks of two nodes as one: as fast as the slowest, as right as the worst."""
+    errors = [
+        f"task {local} of {node}: {facts.get('error', 'could not listen')}"
+        for (node, local), facts in answers.items()
+        if "gb_per_s" not in facts
+    ]
+    if errors:
+        return Match(pair, number, error=errors[0])
+    if not all(facts["right"] for facts in answers.values()):
+        return Match(pair, number, error="other bytes arrive than were sent")
+    slowest = min(facts["gb_per_s"] for facts in answers.values())
+    latency = max(facts["latency_us"] for facts in answers.values())
+    return Match(pair, number, slowest * len(answers) / 2, latency)

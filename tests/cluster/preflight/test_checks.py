@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from overland.tools.preflight import device, disk, interfaces, processor, product, versions
-from overland.tools.preflight.allocation import tasks_per_node
+from overland.tools.preflight import device, node
 from overland.tools.preflight.child import in_child
 from overland.tools.preflight.link import backend_for
+from overland.tools.preflight.start import tasks_per_node
 from overland.world.wire import Wire
 
 
@@ -65,20 +65,22 @@ def test_a_child_ends_when_nobody_waits_for_it(wire: Wire) -> None:
 
 
 def test_a_disk_is_written_and_read_and_nothing_stays(tmp_path: Path) -> None:
-    found = disk.measure(tmp_path, 10 * 2**20 + 1)
+    found = node.measure_disk(tmp_path, 10 * 2**20 + 1)
     assert found["right"]
     assert found["free_gib"] > 0
     assert found["write_gb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
-    assert disk.measure(tmp_path / "none", 10)["error"] == "No such file or directory"
-    places = disk.folders(str(tmp_path / "runs" / "new"))
+    assert node.measure_disk(tmp_path / "none", 10)["error"] == "No such file or directory"
+    places = node.written_folders(str(tmp_path / "runs" / "new"))
     assert places["run folder"] == tmp_path
     assert not (tmp_path / "runs").exists()
 
 
 def test_interfaces_are_those_that_training_was_told() -> None:
-    assert interfaces.measure({}) == {"addresses": {}, "problems": []}
-    found = interfaces.measure({"NCCL_SOCKET_IFNAME": "=lo,ib7", "GLOO_SOCKET_IFNAME": "^docker"})
+    assert node.measure_interfaces({}) == {"addresses": {}, "problems": []}
+    found = node.measure_interfaces(
+        {"NCCL_SOCKET_IFNAME": "=lo,ib7", "GLOO_SOCKET_IFNAME": "^docker"}
+    )
     assert found["addresses"] == {"lo": "127.0.0.1"}
     assert "NCCL_SOCKET_IFNAME" in found["problems"][0]
     assert "no interface ib7" in found["problems"][0]
@@ -86,32 +88,32 @@ def test_interfaces_are_those_that_training_was_told() -> None:
 
 def test_versions_name_what_runs_here(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("x = 1")
-    one = versions.measure(str(tmp_path / "run.toml"), with_torch=False)
+    one = node.measure_versions(str(tmp_path / "run.toml"), with_torch=False)
     assert {"overland", "Python", "torch", "kernel", "config"} <= one.keys()
     (tmp_path / "run.toml").write_text("x = 2")
-    other = versions.measure(str(tmp_path / "run.toml"), with_torch=True)
+    other = node.measure_versions(str(tmp_path / "run.toml"), with_torch=True)
     assert {name for name in one if one[name] != other[name]} == {"config"}
-    gone = versions.measure(str(tmp_path / "no.toml"), with_torch=False)
+    gone = node.measure_versions(str(tmp_path / "no.toml"), with_torch=False)
     assert gone["config"] == "cannot be read (No such file or directory)"
 
 
 def test_a_product_is_near_float64_unless_it_is_wrong() -> None:
-    a, b = product.factors(256)
+    a, b = device.factors(256)
     c = np.matmul(a, b)
     eps = float(np.finfo(np.float32).eps)
-    assert product.is_near(c, a, b, eps)
+    assert device.is_near(c, a, b, eps)
     for wrong in (np.nan, c[8, 3] + 0.01):
         bad = c.copy()
         bad[8, 3] = wrong
-        assert not product.is_near(bad, a, b, eps)
+        assert not device.is_near(bad, a, b, eps)
 
 
 def test_a_cpu_is_measured_with_and_without_torch() -> None:
     import torch
 
     stages: list[str] = []
-    plain = processor.measure(stages.append)
-    through_torch = device.measure(0, stages.append)
+    plain = device.measure_cpu(stages.append)
+    through_torch = device.measure_device(0, stages.append)
     assert "the matmul" in stages
     for facts in (plain, through_torch):
         assert facts["kind"] == "cpu"
@@ -119,7 +121,7 @@ def test_a_cpu_is_measured_with_and_without_torch() -> None:
         assert facts["matmul_is_steady"]
         assert facts["matmul_tflops"] > 0
         assert facts["memory_gb_per_s"] > 0
-    again = device.matmul(torch.device("cpu"), device.CPU)
+    again = device.measure_matmul(torch.device("cpu"), device.CPU)
     assert again["matmul_digest"] == through_torch["matmul_digest"]
 
 

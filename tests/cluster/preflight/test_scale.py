@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from typing import Any
 
-from overland.tools.preflight.conduct import Job, conduct
+from overland.tools.preflight.conduct import PreflightSettings, conduct
 from overland.tools.preflight.start import Started
 from overland.world.wire import ADDRESS, KEY, Switchboard
 
@@ -53,7 +53,7 @@ def test_640_nodes_take_ten_rounds() -> None:
     board = Switchboard([], {})
     tasks = threading.Thread(target=act, args=(board.environment(),))
     tasks.start()
-    report = conduct(board, Started(is_all=False), NODES, 1, Job(quick=True))
+    report = conduct(board, Started(is_all=False), NODES, 1, PreflightSettings(quick=True))
     tasks.join()
     board.close()
     assert report.bad.keys() == SLOW

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from overland.errors import ClusterError
-from overland.tools.preflight import limits, start
+from overland.tools.preflight import crew, start
 from overland.tools.preflight.conduct import preflight
 from overland.tools.preflight.report import Report
 from tests.cli.processes import environment
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Pat
     """Where the run will be; what hangs is waited for less long than on a cluster."""
     (tmp_path / "run.toml").write_text(f'[job]\ndump_folder = "{tmp_path}/runs/one"\n')
     monkeypatch.setenv("SLURM_CONF", str(slurm.config))
-    monkeypatch.setitem(limits.LIMITS, "listen", 5.0)
+    monkeypatch.setitem(crew.LIMITS, "listen", 5.0)
     monkeypatch.setattr(start, "GRACE_SECONDS", 2.0)
     return tmp_path
 
@@ -85,7 +85,7 @@ def test_devices_must_be_right_and_fast_and_interfaces_there(slurm: Slurm, folde
 def test_who_never_starts_or_hangs_holds_up_nobody(
     slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "PATIENCE", 8.0)
+    monkeypatch.setattr(crew, "PATIENCE", 8.0)
     faults = {"n2": "ends at once", "n3": "never starts", "n4": "hanging matmul"}
     began = time.monotonic()
     report = fly(slurm, folder, faults)

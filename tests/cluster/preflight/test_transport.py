@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overland.tools.jobs.site import load_site
-from overland.tools.preflight import conduct, reduce, transport
+from overland.tools.preflight import all_reduce, conduct
 from overland.tools.preflight.report import Report
 
 # Lines as NCCL and RCCL print them, of several versions.
@@ -50,7 +50,7 @@ CUT = "x1:9:9 [0] NCCL INFO NET/OFI Selected Provider is cxi (found 4 nics)\n"
      (CUT, "OFI"), ("", None), ("x:1:1 [0] NCCL INFO NET/IB : No device found.\n", None)],
 )  # fmt: skip
 def test_the_transport_is_read_from_the_log(log: str, found: str | None) -> None:
-    assert transport.transport_in(log) == found
+    assert all_reduce.transport_in(log) == found
 
 
 def answers(**nodes: tuple[str | None, list[str]]) -> dict[tuple[str, int], dict[str, object]]:
@@ -63,7 +63,7 @@ def answers(**nodes: tuple[str | None, list[str]]) -> dict[tuple[str, int], dict
 
 def test_tcp_on_a_high_speed_fabric_is_bad() -> None:
     slow = ("Socket", ["Slingshot"])
-    used, problem = transport.judge(answers(n1=slow, n2=slow))
+    used, problem = all_reduce.judge_transport(answers(n1=slow, n2=slow))
     assert used == "Socket"
     assert "2 nodes, such as n1, go over TCP (NET/Socket) although there is Slingshot" in problem
 
@@ -78,7 +78,7 @@ def test_tcp_on_a_high_speed_fabric_is_bad() -> None:
     ],
 )
 def test_other_transports_are_good(nodes: dict[str, tuple[str | None, list[str]]]) -> None:
-    assert transport.judge(answers(**nodes))[1] == ""
+    assert all_reduce.judge_transport(answers(**nodes))[1] == ""
 
 
 def test_preflight_takes_tcp_on_a_fabric_for_a_failure() -> None:
@@ -94,34 +94,34 @@ def test_the_sum_of_all_reads_its_own_log(monkeypatch: pytest.MonkeyPatch) -> No
         Path(os.environ["NCCL_DEBUG_FILE"]).write_text(LIBFABRIC)
         yield torch.device("cpu"), None
 
-    monkeypatch.setattr(reduce, "group", group)
+    monkeypatch.setattr(all_reduce, "group", group)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor)
-    found = reduce.measure({"rank": 0, "size": 1}, None, 0, lambda stage: None)
+    found = all_reduce.measure_all_reduce({"rank": 0, "size": 1}, None, 0, lambda stage: None)
     assert found["right"]
     assert found["transport"] == "AWS Libfabric"
 
 
 def test_fabrics_are_found_where_linux_lists_them(tmp_path: Path) -> None:
-    assert transport.fabrics(tmp_path) == []
+    assert all_reduce.fabrics(tmp_path) == []
     (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
     (tmp_path / "infiniband").mkdir()
-    assert transport.fabrics(tmp_path) == ["Slingshot"]
+    assert all_reduce.fabrics(tmp_path) == ["Slingshot"]
     port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "link_layer").write_text("Ethernet\n")
-    assert transport.fabrics(tmp_path) == ["Slingshot"]
+    assert all_reduce.fabrics(tmp_path) == ["Slingshot"]
     (port / "link_layer").write_text("InfiniBand\n")
-    assert transport.fabrics(tmp_path) == ["Slingshot", "InfiniBand"]
+    assert all_reduce.fabrics(tmp_path) == ["Slingshot", "InfiniBand"]
 
 
 def test_the_log_is_asked_for_only_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.delenv("NCCL_DEBUG_FILE", raising=False)
-    with transport.logged() as log:
+    with all_reduce.nccl_log() as log:
         assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_FILE"]) == ("INFO", str(log))
         log.write_text(LIBFABRIC)
-        assert transport.measure(log)["transport"] == "AWS Libfabric"
-    assert transport.measure(log) == {}
+        assert all_reduce.measure_transport(log)["transport"] == "AWS Libfabric"
+    assert all_reduce.measure_transport(log) == {}
     assert os.environ["NCCL_DEBUG"] == "WARN"
     assert "NCCL_DEBUG_FILE" not in os.environ
 

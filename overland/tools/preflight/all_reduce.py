@@ -1,16 +1,27 @@
-"""What NCCL and RCCL send over between nodes, as they say themselves in their log.
+"""One sum over all tasks that are good so far, as training does it, and the network it went over.
 
-Without the network plugin of a fabric they fall back to TCP without a word, several times slower.
+NCCL and RCCL say in their log what they send over between nodes. Without the network plugin of a
+fabric they fall back to TCP without a word, several times slower.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from overland.tools.preflight.child import Stage
+from overland.tools.preflight.link import group
+from overland.world.wire import Message
+
+CPU_BYTES = 4 * 2**20
+ACCELERATOR_BYTES = 64 * 2**20
+REPEATS = 5
 
 TCP = "Socket"
 # NCCL up to 2.26 says "Using network", later ones "Assigned NET plugin"; both name it once it is
@@ -26,8 +37,37 @@ LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 FABRICS = {"cxi": "Slingshot", "infiniband": "InfiniBand", "efa": "EFA"}
 
 
+def measure_all_reduce(
+    order: Message, listener: socket.socket | None, local_rank: int, stage: Stage
+) -> Message:
+    import torch
+    import torch.distributed as dist
+
+    rank, size = order["rank"], order["size"]
+    with (
+        nccl_log() as log,
+        group(order, listener, rank, size, local_rank, stage) as (device, _),
+    ):
+        num_bytes = CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
+        # Small whole numbers, so that float32 holds every sum exactly, in any order.
+        terms = [r % 8 + 1 for r in range(size)]
+        tensor = torch.empty(num_bytes // 4, device=device)
+        dist.all_reduce(tensor.fill_(terms[rank]))
+        right = bool((tensor == sum(terms)).all())
+        stage("summing")
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            dist.all_reduce(tensor.fill_(terms[rank]))
+        right = right and bool((tensor == sum(terms)).all())  # waits for the device
+        seconds = (time.perf_counter() - start) / REPEATS
+        network = measure_transport(log)
+    # What a ring sends and receives, per rank: comparable over numbers of ranks.
+    rate = 2 * (size - 1) / size * num_bytes / seconds / 1e9
+    return {"right": right, "gb_per_s": rate, **network}
+
+
 @contextmanager
-def logged(env: MutableMapping[str, str] = os.environ) -> Iterator[Path]:
+def nccl_log(env: MutableMapping[str, str] = os.environ) -> Iterator[Path]:
     """A file that NCCL writes its log to, if it is initialised inside."""
     before = {name: env.get(name) for name in (*LOG, "NCCL_DEBUG_FILE")}
     with tempfile.TemporaryDirectory(prefix="overland-nccl-") as folder:
@@ -43,7 +83,7 @@ def logged(env: MutableMapping[str, str] = os.environ) -> Iterator[Path]:
                     env[name] = value
 
 
-def measure(log: Path) -> dict[str, object]:
+def measure_transport(log: Path) -> dict[str, object]:
     """The transport and the fabrics of this node; nothing where there is no log."""
     try:
         text = log.read_text(errors="replace")
@@ -74,7 +114,9 @@ def _counts(device: Path) -> bool:
     return not layers or "InfiniBand" in layers
 
 
-def judge(answers: Mapping[tuple[str, int], Mapping[str, object]]) -> tuple[str | None, str]:
+def judge_transport(
+    answers: Mapping[tuple[str, int], Mapping[str, object]],
+) -> tuple[str | None, str]:
     """(the transport in use, what is wrong with it), from all tasks of a sum."""
     found = {str(facts["transport"]) for facts in answers.values() if facts.get("transport")}
     transport = ", ".join(sorted(found)) or None
