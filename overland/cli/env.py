@@ -17,7 +17,7 @@ def env(
 ) -> None:
     """Print the one-time set-up script of a cluster, with reasons: overland env SITE > setup.sh"""
     from overland.cli.submit import list_sites
-    from overland.tools.jobs.setup import render_setup
+    from overland.tools.jobs.script import render_setup
     from overland.tools.jobs.site import load_site
 
     if site is None:

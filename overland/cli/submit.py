@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from overland.config.errors import Mending
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
-    from overland.tools.jobs.job import Place, Wanted
+    from overland.tools.jobs.job import JobRequest, RunPlace
 
 
 class Submit(TyperCommand):
@@ -79,7 +79,7 @@ def submit(
     """
     from overland.config.write import to_toml
     from overland.errors import ClusterError
-    from overland.tools.jobs.job import Wanted, num_devices_per_node, plan_job
+    from overland.tools.jobs.job import JobRequest, num_devices_per_node, plan_job
     from overland.tools.jobs.script import refuse_secrets, render_job
     from overland.tools.jobs.site import load_site, site_files
     from overland.tools.jobs.submit import check_scheduler, how_to_follow, next_files, write_private
@@ -90,7 +90,7 @@ def submit(
         return
     if site is None:
         raise ClusterError(f"which cluster? give --site ({', '.join(sorted(site_files()))})")
-    wanted = Wanted(
+    wanted = JobRequest(
         nodes=nodes,
         spares=spares,
         sessions=sessions,
@@ -148,7 +148,7 @@ def list_sites() -> str:
 
 
 def load(
-    settings: list[str] | None, world_size: int, wanted: Wanted, waive_missing: bool
+    settings: list[str] | None, world_size: int, wanted: JobRequest, waive_missing: bool
 ) -> Loaded:
     """The config, fit for a chain. Files that are missing only a dry run forgives."""
     from overland.checks import load_checked
@@ -198,11 +198,11 @@ def can_be_repeated(config: JobConfig) -> bool:
     return config.checkpoint.resume == "auto" and not config.checkpoint.skip_optimizer
 
 
-def place_of(config: JobConfig) -> Place:
+def place_of(config: JobConfig) -> RunPlace:
     from overland.errors import ClusterError
     from overland.run_folder import STOPPED, RunFolder
-    from overland.tools.jobs.job import Place
-    from overland.tools.jobs.setup import session_file
+    from overland.tools.jobs.job import RunPlace
+    from overland.tools.jobs.script import session_file
 
     folder, training = RunFolder.of(config), config.training
     steps, length = training.steps, f"{training.steps} steps"
@@ -216,7 +216,7 @@ def place_of(config: JobConfig) -> Place:
             f"{folder.root} has finished its {length}; raise training.{length.split()[1]}, or take "
             "another job.dump_folder"
         )
-    return Place(
+    return RunPlace(
         run=folder.root.absolute(),
         workdir=Path.cwd(),
         config=folder.config.absolute(),

@@ -24,7 +24,8 @@ def supervise(
 ) -> None:
     """Start, watch and restart the ranks of a job: used by the scripts of `overland submit`."""
     from overland.tools.jobs.supervise.policy import MAX_FAILED_STARTS
-    from overland.tools.jobs.supervise.supervisor import Supervised, supervise
+    from overland.tools.jobs.supervise.run import Supervised
+    from overland.tools.jobs.supervise.supervisor import supervise
 
     with config.open("rb") as file:
         settings = tomllib.load(file)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from overland.tools.jobs.job import Job, Place, Wanted, plan_job
+from overland.tools.jobs.job import BatchJob, JobRequest, RunPlace, plan_job
 from overland.tools.jobs.site import load_site
 
 # What each site leaves to the user.
@@ -20,8 +20,8 @@ LEFT_OPEN = {
 }
 
 
-def place(run: Path, workdir: Path | None = None, python: str = "/env/bin/python") -> Place:
-    return Place(
+def place(run: Path, workdir: Path | None = None, python: str = "/env/bin/python") -> RunPlace:
+    return RunPlace(
         run=run,
         workdir=workdir or run,
         config=run / "submit" / "1.toml",
@@ -34,8 +34,8 @@ def place(run: Path, workdir: Path | None = None, python: str = "/env/bin/python
     )
 
 
-def make_job(site: str, where: Place, **wanted: object) -> Job:
-    return plan_job(load_site(site), Wanted(**{**LEFT_OPEN[site], **wanted}), where)  # type: ignore[arg-type]
+def make_job(site: str, where: RunPlace, **wanted: object) -> BatchJob:
+    return plan_job(load_site(site), JobRequest(**{**LEFT_OPEN[site], **wanted}), where)  # type: ignore[arg-type]
 
 
 def assert_good_bash(text: str) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.read import open_checkpoint
-from overland.tools.jobs.supervise.logbook import read_events
+from overland.tools.jobs.supervise.events import read_events
 from overland.world.heartbeat import HEARTBEATS, node_name, read_signs
 from tests.cli.processes import TINY, environment, losses, overland
 from tests.cluster.slurm import LIMIT_SECONDS, Slurm, processes_of

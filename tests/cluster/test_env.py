@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from overland.cli.main import app
-from overland.tools.jobs.setup import render_setup
+from overland.tools.jobs.script import render_setup
 from overland.tools.jobs.site import load_site, site_files
 from tests.cluster.scripts import assert_good_bash
 

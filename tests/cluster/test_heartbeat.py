@@ -15,9 +15,9 @@ import pytest
 
 from overland.processes import state_of
 from overland.tools.jobs.agent import PIPES, dump, kept_agent, under_watch
+from overland.tools.jobs.supervise.attempt import Watched
 from overland.tools.jobs.supervise.faults import Findings
 from overland.tools.jobs.supervise.watchdog import Watchdog
-from overland.tools.jobs.supervise.watched import Watched
 from overland.world.heartbeat import (
     HEARTBEATS,
     Heartbeat,

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from overland.cli.main import app
 from overland.config.errors import ConfigError
 from overland.errors import ClusterError
-from overland.tools.jobs.job import Place, Wanted, plan_job
-from overland.tools.jobs.script import render_job
-from overland.tools.jobs.setup import render_setup
+from overland.tools.jobs.job import JobRequest, RunPlace, plan_job
+from overland.tools.jobs.script import render_job, render_setup
 from overland.tools.jobs.site import read_site
 from tests.cluster.scripts import place
 
@@ -83,8 +82,8 @@ SPOTS = [
     ("slurm", "limits"), ("disk", "scratch"), ("disk", "node_local"), ("disk", "node_folders"),
     ("container", "binds"), ("setup", "modules"), ("setup", "rocm"), ("setup", "gpu_arch"),
 ]  # fmt: skip
-FLAGS = [one.name for one in fields(Wanted) if "str" in str(one.type)]
-PATHS = [one.name for one in fields(Place) if "Path" in str(one.type) or one.name == "python"]
+FLAGS = [one.name for one in fields(JobRequest) if "str" in str(one.type)]
+PATHS = [one.name for one in fields(RunPlace) if "Path" in str(one.type) or one.name == "python"]
 
 
 def scripts(spot: tuple[str, ...], text: str) -> Iterator[str]:
@@ -94,7 +93,7 @@ def scripts(spot: tuple[str, ...], text: str) -> Iterator[str]:
             name = text if spot == ("name",) else "here"
             site = read_site(site_with(spot, text, scheduler, kind), "here.toml", name)
             yield render_setup(site)
-            wanted = Wanted(nodes=1, container="/image.sif" if kind == "venv" else None)
+            wanted = JobRequest(nodes=1, container="/image.sif" if kind == "venv" else None)
             if kind == "conda" and scheduler == "slurm":
                 wanted = replace(wanted, packed_env="/env.tar.gz", nodes=2)
             where = replace(place(Path("/nowhere")), setup=Path("/setup.sh"))

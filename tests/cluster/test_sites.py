@@ -9,8 +9,8 @@ import pytest
 
 from overland.config.errors import ConfigError
 from overland.errors import ClusterError
+from overland.tools.jobs.job import choose_walltime, parse_walltime
 from overland.tools.jobs.site import load_site, read_site, site_files
-from overland.tools.jobs.walltime import choose_walltime, parse_walltime
 
 MINE = """
 description = "ours"

@@ -22,7 +22,7 @@ from overland.cli.main import app
 from overland.config.load import load_config
 from overland.config.write import write_config
 from overland.errors import ClusterError
-from overland.tools.jobs.job import Wanted, plan_job
+from overland.tools.jobs.job import JobRequest, plan_job
 from overland.tools.jobs.script import render_job
 from overland.tools.jobs.site import load_site
 from overland.tools.jobs.submit import next_files, submit, without_slurms_own, write_private
@@ -167,7 +167,7 @@ def test_an_old_packed_environment_is_unpacked_and_those_of_old_jobs_are_gone(
         'description = "cpus"\naccelerator = "none"\n[slurm]\ngpus = "none"\n'
         f'devices_per_node = 2\n[disk]\nnode_local = "{disk}"\n'
     )
-    wanted = Wanted(nodes=2, time="00:10:00", packed_env=str(packed))
+    wanted = JobRequest(nodes=2, time="00:10:00", packed_env=str(packed))
     text = render_job(plan_job(load_site(str(site)), wanted, place(RUN)))
     script = "log() { :; }\n" + text[text.index("node_env=") : text.index("# Around each rank")]
     env = {

@@ -91,7 +91,7 @@ def test_every_dependency_is_given_a_reason() -> None:
 
 
 # They try a disk: what they write and sync is removed again.
-TRIALS = {"tools/jobs/supervise/room.py", "tools/preflight/node.py"}
+TRIALS = {"tools/jobs/supervise/run.py", "tools/preflight/node.py"}
 
 
 def test_files_become_durable_in_one_place() -> None:

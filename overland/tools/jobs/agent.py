@@ -133,7 +133,7 @@ def main() -> None:
             wire = Wire.to_first_node()
             wire.send({"node": node_name(), "step": f"{job}.{step}" if step else ""})
             waits = calling_again()
-            if watch(wire, folder, parent):
+            if report_signs(wire, folder, parent):
                 break
             wire.close()
         except OSError:  # thousands of nodes may call at once
@@ -144,7 +144,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def watch(wire: Wire, folder: Path, parent: int) -> bool:
+def report_signs(wire: Wire, folder: Path, parent: int) -> bool:
     """Returns True when the first node says goodbye, or when the ranks and who started them are
     gone; False when the connection is."""
     while True:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from overland.errors import ClusterError
-from overland.tools.jobs.site import NamedSite
-from overland.tools.jobs.walltime import choose_walltime, parse_walltime
+from overland.tools.jobs.site import Limit, NamedSite
 from overland.world.devices import num_local_ranks
 
 LEAST_SIGNAL_SECONDS = 60  # Slurm's clock for signals ticks once a minute
@@ -27,7 +26,7 @@ OURS = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class JobRequest:
     """What a user asks for; None: as the site has it."""
 
     nodes: int = 1
@@ -47,7 +46,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """Where a run lives, and how far it goes."""
 
     run: Path
@@ -68,12 +67,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """Everything that the script says."""
 
     site: NamedSite
-    wanted: Wanted
-    place: Place
+    wanted: JobRequest
+    place: RunPlace
     name: str
     devices_per_node: int
     cpus_per_task: int | None
@@ -105,7 +104,7 @@ class Job:
         }
 
 
-def num_devices_per_node(site: NamedSite, wanted: Wanted) -> int:
+def num_devices_per_node(site: NamedSite, wanted: JobRequest) -> int:
     """Known before the config is read: it must fit them."""
     slurm = site.facts.slurm
     partition = slurm.partitions.get(wanted.partition or "")
@@ -126,7 +125,7 @@ def num_devices_per_node(site: NamedSite, wanted: Wanted) -> int:
     return devices
 
 
-def plan_job(site: NamedSite, wanted: Wanted, place: Place) -> Job:
+def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
     """The job, or a sentence on what does not fit."""
     slurm = site.facts.slurm
     _check_words(wanted)
@@ -151,7 +150,7 @@ def plan_job(site: NamedSite, wanted: Wanted, place: Place) -> Job:
     if wanted.packed_env and wanted.container:
         raise ClusterError("--packed-env and --container both bring Python; give one of them")
     name = wanted.name or job_name(place.run)
-    return Job(site, wanted, place, name, devices, cpus, time, chain)
+    return BatchJob(site, wanted, place, name, devices, cpus, time, chain)
 
 
 def job_name(run: Path) -> str:
@@ -178,7 +177,7 @@ def sbatch_words(text: str) -> list[str]:
     return flags
 
 
-def _check_needs(site: NamedSite, wanted: Wanted) -> None:
+def _check_needs(site: NamedSite, wanted: JobRequest) -> None:
     for need in site.facts.slurm.needs:
         if getattr(wanted, need) is None:
             raise ClusterError(
@@ -187,7 +186,7 @@ def _check_needs(site: NamedSite, wanted: Wanted) -> None:
             )
 
 
-def _may_chain(site: NamedSite, wanted: Wanted) -> bool:
+def _may_chain(site: NamedSite, wanted: JobRequest) -> bool:
     for place in (wanted.partition, wanted.qos):
         if place in site.facts.slurm.no_chain_in:
             if wanted.sessions > 1:
@@ -196,7 +195,7 @@ def _may_chain(site: NamedSite, wanted: Wanted) -> bool:
     return True
 
 
-def _check_words(wanted: Wanted) -> None:
+def _check_words(wanted: JobRequest) -> None:
     for flag in ("account", "partition", "qos", "name"):
         value = getattr(wanted, flag)
         letters = r"[\w.:@+-]+" if flag == "name" else r"[\w.:@+,-]+"
@@ -218,3 +217,56 @@ def _check_words(wanted: Wanted) -> None:
         flag = re.split(r"[= ]", word)[0] if word.startswith("--") else word[:2]
         if flag in OURS:
             raise ClusterError(f"--sbatch {word}: the rest of the script must know; {OURS[flag]}")
+
+
+def choose_walltime(
+    site: NamedSite, num_nodes: int, wanted: str | None, partition: str | None
+) -> str:
+    """`wanted` if the site allows it; without one, all that it allows."""
+    slurm = site.facts.slurm
+    special = slurm.partitions.get(partition or "")
+    limits = special.limits if special and special.limits else slurm.limits
+    place = f"{site.name}, partition {partition}," if special else site.name
+    if wanted is not None:
+        parse_walltime(wanted)
+    if not limits:
+        if wanted is None:
+            raise ClusterError(
+                f"{site.name}: how long a job may last is not known here; give --time HH:MM:SS"
+            )
+        return wanted
+    limit = limit_for(limits, num_nodes)
+    if limit is None:
+        most = max(limit.nodes or 0 for limit in limits)
+        raise ClusterError(f"--nodes: {place} takes {most} nodes at most, and this is {num_nodes}")
+    if wanted is None:
+        return limit.time
+    if parse_walltime(wanted) > parse_walltime(limit.time):
+        raise ClusterError(
+            f"--time {wanted}: {place} allows {limit.time} for {num_nodes} nodes"
+            f"{_other_ways(site, num_nodes, wanted, partition)}; --sessions chains jobs"
+        )
+    return wanted
+
+
+def limit_for(limits: list[Limit], num_nodes: int) -> Limit | None:
+    fitting = (limit for limit in limits if limit.nodes is None or num_nodes <= limit.nodes)
+    return next(fitting, None)
+
+
+def parse_walltime(text: str) -> int:
+    """Seconds."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", text)
+    if found is None:
+        raise ClusterError(f"--time {text}: expected HH:MM:SS or D-HH:MM:SS")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _other_ways(site: NamedSite, num_nodes: int, wanted: str, partition: str | None) -> str:
+    for name, other in site.facts.slurm.partitions.items():
+        limit = limit_for(other.limits, num_nodes)
+        if name != partition and limit and parse_walltime(limit.time) >= parse_walltime(wanted):
+            up_to = f" up to {limit.nodes} nodes" if limit.nodes else ""
+            return f", and --partition {name} {limit.time}{up_to}"
+    return ""

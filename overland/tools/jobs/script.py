@@ -1,10 +1,11 @@
-"""The batch script of a job, as text."""
+"""The scripts of a cluster, as text: a job's batch script, and the one-time set-up."""
 
 from __future__ import annotations
 
 import functools
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from overland.config.variables import SECRET
 from overland.errors import ClusterError
 from overland.packages import need
 from overland.slurm import MOST_RESTARTS
-from overland.tools.jobs.job import Job, sbatch_words
+from overland.tools.jobs.job import BatchJob, sbatch_words
+from overland.tools.jobs.site import NamedSite
 from overland.words import control_character
 
 GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell
+DEFAULT_ROCM = "7.2"
 SHORTEST_SECRET = 6  # a shorter value is in any text by chance
 
 
-def render_job(job: Job) -> str:
+def render_job(job: BatchJob) -> str:
     """A script that bash and sbatch both read."""
     facts = job.site.facts
     return template("job.sh.j2").render(
@@ -34,8 +37,20 @@ def render_job(job: Job) -> str:
         srun=srun_flags(job),
         most_restarts=MOST_RESTARTS,
         num_guards=min(GUARDS, job.wanted.nodes + job.wanted.spares - 1),
-        command=command(job),
+        command=rank_command(job),
         supervisor=f"{python(job)} -m overland",
+    )
+
+
+def render_setup(site: NamedSite) -> str:
+    """The one-time set-up of a cluster, as a script with reasons."""
+    facts = site.facts
+    return template("setup.sh.j2").render(
+        site=site,
+        facts=facts,
+        setup=facts.setup,
+        rocm=facts.setup.rocm or DEFAULT_ROCM,
+        source=_source(),
     )
 
 
@@ -75,7 +90,7 @@ def quoted_words(text: str) -> str:
         raise ClusterError(f"{text!r}: a quotation mark is not closed") from None
 
 
-def headers(job: Job) -> list[str]:
+def headers(job: BatchJob) -> list[str]:
     """What is asked of Slurm, that needs no word of explanation in the script."""
     wanted, slurm = job.wanted, job.site.facts.slurm
     flags = {
@@ -95,7 +110,7 @@ def headers(job: Job) -> list[str]:
     return [*lines, *slurm.sbatch]
 
 
-def srun_flags(job: Job) -> list[str]:
+def srun_flags(job: BatchJob) -> list[str]:
     slurm = job.site.facts.slurm
     flags = [
         f"--ntasks-per-node={job.devices_per_node}",
@@ -109,24 +124,24 @@ def srun_flags(job: Job) -> list[str]:
     return [*flags, *map(quoted_words, slurm.srun)]
 
 
-def command(job: Job) -> str:
+def rank_command(job: BatchJob) -> str:
     """What each rank runs; the verb comes after it."""
     if job.site.facts.scheduler == "none":
         return f"{_inside(job)} -m overland train {shlex.quote(str(job.place.config))}"
     return f"{_inside(job)} -m overland"
 
 
-def _inside(job: Job) -> str:
+def _inside(job: BatchJob) -> str:
     return f"{container_command(job)} python" if job.wanted.container else python(job)
 
 
-def python(job: Job) -> str:
+def python(job: BatchJob) -> str:
     """On the node itself; a container has its own."""
     packed = job.wanted.packed_env
     return '"$node_env/bin/python"' if packed else shlex.quote(job.place.python)
 
 
-def container_command(job: Job) -> str:
+def container_command(job: BatchJob) -> str:
     settings, place = job.site.facts.container, job.place
     image = shlex.quote(str(job.wanted.container))
     if settings.command is not None:
@@ -150,3 +165,15 @@ def refuse_secrets(text: str, env: Mapping[str, str] = os.environ) -> None:
                 f"the script would hold the value of {name}; take it out of the config, the flags "
                 "or the site, and pass it on with --env"
             )
+
+
+def _source() -> str:
+    """What pip installs Overland from: this checkout, or the package by name."""
+    checkout = Path(__file__).resolve().parents[3]
+    return str(checkout) if (checkout / "pyproject.toml").is_file() else "overland"
+
+
+def session_file() -> Path | None:
+    """The file that the set-up wrote beside its environments, if this Python is one of them."""
+    file = Path(sys.prefix).parent.parent / "overland.sh"
+    return file if Path(sys.prefix).parent.name == "envs" and file.is_file() else None

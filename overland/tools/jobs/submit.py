@@ -15,7 +15,7 @@ from overland.config.commands import command
 from overland.errors import ClusterError
 from overland.run_folder import SUBMITTED
 from overland.slurm import ask
-from overland.tools.jobs.job import Job
+from overland.tools.jobs.job import BatchJob
 
 
 def next_files(run: Path) -> tuple[Path, Path]:
@@ -36,7 +36,7 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def check_scheduler(job: Job) -> None:
+def check_scheduler(job: BatchJob) -> None:
     """Before anything is written."""
     if job.site.facts.scheduler == "slurm" and shutil.which("sbatch") is None:
         raise ClusterError(
@@ -47,7 +47,7 @@ def check_scheduler(job: Job) -> None:
         check_folder_is_free(job)
 
 
-def check_folder_is_free(job: Job) -> None:
+def check_folder_is_free(job: BatchJob) -> None:
     """Jobs of one name wait for each other, where a site lets them. Others would meet in the run
     folder: the second would wait for nodes only to be turned away there."""
     for name in names_before(job.place.run) - ({job.name} if job.chained else set()):
@@ -69,7 +69,7 @@ def names_before(run: Path) -> set[str]:
     return names
 
 
-def submit(job: Job, script: Path) -> list[str]:
+def submit(job: BatchJob, script: Path) -> list[str]:
     """Job ids, one per session; on a machine without a scheduler, that of the process."""
     job.place.logs.mkdir(parents=True, exist_ok=True)
     job.place.stopped.unlink(missing_ok=True)  # whoever submits it anew has seen why
@@ -110,7 +110,7 @@ def without_slurms_own(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _start_here(job: Job, script: Path) -> str:
+def _start_here(job: BatchJob, script: Path) -> str:
     with (job.place.logs / "job.log").open("ab") as log:
         process = subprocess.Popen(
             ["bash", str(script)],
@@ -122,7 +122,7 @@ def _start_here(job: Job, script: Path) -> str:
     return str(process.pid)
 
 
-def how_to_follow(job: Job, ids: list[str]) -> list[str]:
+def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
     """Commands, with what they do."""
     run, logs = shlex.quote(str(job.place.run)), shlex.quote(str(job.place.logs))
     if job.site.facts.scheduler == "none":

@@ -32,7 +32,7 @@ from overland.run_folder import (
     STOPPED,
     SUBMITTED,
 )
-from overland.tools.watch.events import Event, Events
+from overland.tools.jobs.supervise.events import Event, Events
 from overland.tools.watch.queue import Queue, QueuedJob
 from overland.training.history import History, Points, Record, thinned
 
@@ -118,7 +118,7 @@ class Watch:
             raise NoRun(f"{run} is no folder of a run: none of {', '.join(SIGNS)} is in it")
         self.run = run
         self.history = History(run / METRICS)
-        self.events = Events(run / ATTEMPTS)
+        self.events = Events(run)
         self.queue = Queue()
 
     def look(self, patience: float = 0.0) -> Snapshot:

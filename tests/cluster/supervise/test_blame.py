@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from overland.tools.jobs.supervise.attempt import HANG_UP_SECONDS, Watched
 from overland.tools.jobs.supervise.faults import Findings
 from overland.tools.jobs.supervise.logbook import Logbook
 from overland.tools.jobs.supervise.roster import Roster
-from overland.tools.jobs.supervise.supervisor import Supervised, Supervisor
+from overland.tools.jobs.supervise.run import Supervised
+from overland.tools.jobs.supervise.supervisor import Supervisor
 from overland.tools.jobs.supervise.watchdog import SILENT_SECONDS, Watchdog
-from overland.tools.jobs.supervise.watched import HANG_UP_SECONDS, Watched
 from tests.cluster.packages import need
 from tests.cluster.slurm import PROGRAMS, Slurm
 from tests.cluster.supervised import SubmittedRun

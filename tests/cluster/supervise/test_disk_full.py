@@ -11,9 +11,9 @@ from overland.errors import Kind
 from overland.tools.jobs.supervise import supervisor as supervisors
 from overland.tools.jobs.supervise.faults import Fault
 from overland.tools.jobs.supervise.logbook import Logbook
-from overland.tools.jobs.supervise.room import LEAST, has_room
 from overland.tools.jobs.supervise.roster import Roster
-from overland.tools.jobs.supervise.supervisor import Supervised, Supervisor
+from overland.tools.jobs.supervise.run import LEAST, Supervised, has_room
+from overland.tools.jobs.supervise.supervisor import Supervisor
 from tests.cluster.supervise.disk import small_disk
 
 FULL = Fault(Kind.DISK, "rank 2 on n2: OSError: [Errno 28] No space left on device", (2,), ("n2",))
@@ -64,7 +64,7 @@ def test_a_quota_that_the_free_space_does_not_show_is_waited_for(
         supervisor.answer(FULL)
         assert supervisor.roster.choose() == ["n1", "n2"], "the node is not to blame"
         in_other_words = Fault(Kind.NETWORK, "srun ended", (), ())
-        assert supervisor.lacks_room(in_other_words)
+        assert supervisor.job.lacks_room(in_other_words)
         monkeypatch.setattr(supervisors, "ROOM_SECONDS", 0.05)
         waiting = threading.Thread(target=supervisor.wait_for_room)
         waiting.start()
@@ -73,8 +73,8 @@ def test_a_quota_that_the_free_space_does_not_show_is_waited_for(
         others[0].unlink()
         waiting.join(600)
         assert not waiting.is_alive()
-        assert supervisor.lacks_room(FULL)
-        assert not supervisor.lacks_room(in_other_words)
+        assert supervisor.job.lacks_room(FULL)
+        assert not supervisor.job.lacks_room(in_other_words)
 
 
 def test_room_is_looked_for_where_the_checkpoints_will_be(tmp_path: Path) -> None:

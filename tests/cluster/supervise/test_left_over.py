@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from overland.errors import Kind
+from overland.tools.jobs.supervise.events import read_events
 from overland.tools.jobs.supervise.faults import Fault
-from overland.tools.jobs.supervise.logbook import Logbook, read_events
+from overland.tools.jobs.supervise.logbook import Logbook
 from overland.tools.jobs.supervise.roster import Roster
-from overland.tools.jobs.supervise.supervisor import Supervised, Supervisor
+from overland.tools.jobs.supervise.run import Supervised
+from overland.tools.jobs.supervise.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(("restarts", "action"), [(0, "stop"), (1, "next session")])

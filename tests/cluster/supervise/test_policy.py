@@ -8,7 +8,7 @@ import pytest
 
 from overland.config.schema import Health
 from overland.errors import Kind
-from overland.tools.jobs.supervise.logbook import Event
+from overland.tools.jobs.supervise.events import Event
 from overland.tools.jobs.supervise.policy import (
     LONGEST_PAUSE_SECONDS,
     MAX_FAILED_STARTS,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from overland.tools.jobs.supervise.logbook import (
+from overland.tools.jobs.supervise.events import (
     Event,
-    Logbook,
     bad_nodes,
     furthest_step,
     of_submission,
     read_events,
 )
+from overland.tools.jobs.supervise.logbook import Logbook
 from overland.tools.jobs.supervise.roster import Roster
 
 

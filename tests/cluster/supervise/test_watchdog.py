@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overland.tools.jobs.supervise.stacks import odd_ranks
+from overland.tools.jobs.supervise.attempt import odd_ranks
 from overland.tools.jobs.supervise.watchdog import FIRST_TIME_SECONDS, Watchdog
 from overland.world.heartbeat import Phase, Transfer
 

@@ -1,4 +1,5 @@
-"""One try at training: the ranks as srun started them, what they say, and how they are ended."""
+"""One try at training: the ranks as srun started them, all that comes from them and their nodes,
+and how they are ended."""
 
 from __future__ import annotations
 
@@ -10,12 +11,23 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from overland.slurm import ask, signal_step
+from overland.tools.jobs.agent import RECORDS
 from overland.tools.jobs.supervise.faults import Findings
+from overland.tools.jobs.supervise.watchdog import GONE_SECONDS, Heard, Watchdog
+from overland.world.heartbeat import HEARTBEATS, Phase, heartbeat_prefix
+from overland.world.wire import Message, Switchboard, Wire
 
 END_SECONDS = 20.0
+WORD_SECONDS = 10.0  # from the first rank's last words to the end of all
+HANG_UP_SECONDS = 5.0  # from the end of a node's agent to srun's word on its tasks
+FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+INNERMOST = 4  # frames among which a rank that waits for others is inside torch.distributed
 
 
 def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) -> list[str]:
@@ -32,7 +44,28 @@ def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) ->
     ]
 
 
+def rank_environment(
+    env: Mapping[str, str], board: Switchboard, attempt: int, fault_folder: Path
+) -> dict[str, str]:
+    """The variables of the ranks: where their agents call, where their heartbeats are, and where
+    NCCL's flight recorder writes."""
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        **env,
+        **board.environment(),
+        HEARTBEATS: heartbeat_prefix(job_id(env), attempt),
+        RECORDS: str(fault_folder.absolute() / "nccl_rank_"),
+    }
+
+
+def job_id(env: Mapping[str, str]) -> str:
+    return env.get("SLURM_JOB_ID", str(os.getpid()))
+
+
 class Attempt:
+    """The ranks of one srun, and what they say."""
+
     def __init__(self, command: Sequence[str], env: Mapping[str, str], num_nodes: int) -> None:
         self.findings = Findings(num_nodes)
         self.step_id = ""
@@ -107,3 +140,168 @@ class Attempt:
         shown = ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %j")
         steps = [int(number) for number in re.findall(rf"{job}\.(\d+) (?!guard\b)", shown)]
         return f"{job}.{max(steps)}" if job and steps else ""
+
+
+@dataclass
+class Watched:
+    """An attempt that is under way: its ranks, and what the agents of its nodes tell of them."""
+
+    attempt: Attempt
+    dog: Watchdog
+    board: Switchboard
+    here: str = ""
+    """The node of this process."""
+    wires: dict[Wire, str] = field(default_factory=dict)
+    hung_up: dict[str, float] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+
+    def hear(self) -> None:
+        self.attempt.listen()
+        now = time.monotonic()
+        while not self.board.inbox.empty():
+            wire, message = self.board.inbox.get()
+            if message is None:
+                node = self.wires.pop(wire, "")
+                if node:
+                    self.hung_up[node] = now
+            elif "node" in message:
+                node = message["node"]
+                # It may call again before the end of its last connection is noticed.
+                self.wires = {w: other for w, other in self.wires.items() if other != node}
+                self.wires[wire] = node
+                self.hung_up.pop(node, None)
+                self.attempt.step_id = self.attempt.step_id or message["step"]
+                self.dog.call(node, now)
+            elif "beats" in message and wire in self.wires:
+                self.dog.hear(self.wires[wire], message["beats"], now)
+            elif "stacks" in message:
+                self.stacks.update({int(rank): text for rank, text in message["stacks"].items()})
+
+    def silent_nodes(self) -> list[str]:
+        """Nodes whose agents say nothing, of which srun has nothing to say either and whose ranks
+        had not ended."""
+        now = time.monotonic()
+        hung_up = [n for n, since in self.hung_up.items() if now - since > HANG_UP_SECONDS]
+        ended = self._nodes_that_ended()
+        silent = dict.fromkeys([*hung_up, *self.dog.silent_nodes(now)])
+        return [node for node in silent if node not in ended]
+
+    def lost_nodes(self) -> list[str]:
+        """Silent nodes, once nothing else speaks for them: ranks wait for one another, so that a
+        step that is done was done on every node; and this process runs on one of them."""
+        if self.dog.is_advancing(time.monotonic()):
+            return []
+        return [node for node in self.silent_nodes() if node != self.here]
+
+    def undecided_nodes(self, since: float) -> list[str]:
+        """Nodes that have not been heard of since then, and may be lost or not."""
+        decided = {*self.attempt.findings.lost, *self._nodes_that_ended(), self.here}
+        return [node for node in self.dog.quiet_nodes(since) if node not in decided]
+
+    def _nodes_that_ended(self) -> set[str]:
+        """Their ranks did, or srun tells of one."""
+        findings, ranks = self.attempt.findings, self.dog.ranks.values()
+        ended = {node for end in findings.ends for node in end.nodes}
+        ended |= {said.node for said in findings.said}
+        ended |= {rank.node for rank in ranks if rank.is_over or not rank.state}
+        return ended | {node for node, _ in findings.ended.values()}
+
+    def gone_ranks(self) -> dict[int, float]:
+        """Ranks that ended in the middle of training before anyone said a word, and since when
+        that is known. One that fails takes others with it, and srun does, too: those are gone
+        after it."""
+        findings = self.attempt.findings
+        gone = dict(self.dog.gone_ranks(time.monotonic()))
+        for rank, (_, since) in findings.ended.items():
+            known = self.dog.ranks.get(rank)
+            if known is None or known.phase < Phase.ENDING:
+                gone.setdefault(rank, since)
+        spoke = {said.rank for said in findings.said}
+        word = findings.first_word
+        return {
+            rank: since
+            for rank, since in gone.items()
+            if rank not in spoke and (word is None or since < word)
+        }
+
+    def is_to_end(self) -> bool:
+        """Whether a rank has failed and the others are still there. srun should have ended them,
+        but has to ask Slurm's controller for it, which may be slow; else they look as if they
+        hung."""
+        now, word = time.monotonic(), self.attempt.findings.first_word
+        if word is not None and now - word > WORD_SECONDS:
+            return True
+        gone = self.gone_ranks()
+        is_known = any(now - since > GONE_SECONDS for since in gone.values())
+        return is_known and self.dog.wait_in_vain(gone)
+
+    def close(self) -> None:
+        """What becomes of the ranks from now on is no cause."""
+        findings = self.attempt.findings
+        for rank in self.gone_ranks():
+            known = self.dog.ranks.get(rank)
+            findings.gone[rank] = known.node if known else findings.ended[rank][0]
+        findings.is_closed = True
+
+    def forgive(self) -> None:
+        """Nobody listened for a while."""
+        now = time.monotonic()
+        self.dog.forgive(now)
+        self.hung_up = dict.fromkeys(self.hung_up, now)
+
+    def ask_all(self, order: Message) -> None:
+        for wire in list(self.wires):
+            try:
+                wire.send(order)
+            except OSError:
+                continue  # its end is in the inbox
+
+
+def keep_stacks(folder: Path, stacks: Mapping[int, str], ranks: Iterable[Heard]) -> Path:
+    """All of them in one file, the ranks that are behind first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "stacks.txt"
+    with path.open("w") as file:
+        for heard in sorted(ranks, key=lambda heard: (heard.place, heard.rank)):
+            text = stacks.get(heard.rank, "its node did not answer")
+            file.write(
+                f"rank {heard.rank} on {heard.node}: step {heard.step}, {heard.phase.words} for "
+                f"{heard.age:.1f} s, process state {heard.state or 'gone'}\n{text}\n\n"
+            )
+    return path
+
+
+def odd_ranks(stacks: Mapping[int, str]) -> list[int]:
+    """Those that do not wait for the others, where most do; else those that are elsewhere in the
+    code than most. None, where none are clearly fewer."""
+    waiting = {rank: _is_waiting(text) for rank, text in stacks.items()}
+    own_way = sorted(rank for rank, waits in waiting.items() if not waits)
+    if own_way and 2 * len(own_way) < len(stacks):
+        return own_way
+    places = {rank: _place(text) for rank, text in stacks.items()}
+    common = Counter(places.values()).most_common(1)
+    if not common or 2 * common[0][1] <= len(stacks):
+        return []
+    return sorted(rank for rank, place in places.items() if place != common[0][0])
+
+
+def _main_thread(text: str) -> list[re.Match[str]]:
+    """Its frames, innermost first: those of the thread that runs the training."""
+    threads = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
+    ours = [thread for thread in threads if "in run_rank" in thread] or threads[-1:]
+    return list(FRAME.finditer(ours[-1])) if ours else []
+
+
+def _is_waiting(text: str) -> bool:
+    inner = _main_thread(text)[:INNERMOST]
+    return any(
+        re.search(r"torch/(distributed|_ops|autograd/graph)", frame["file"]) for frame in inner
+    )
+
+
+def _place(text: str) -> str:
+    """Where in our own code, or a user's, the rank is."""
+    for frame in _main_thread(text):
+        if "site-packages" not in frame["file"] and "/torch/" not in frame["file"]:
+            return f"{frame['file']}:{frame['line']}"
+    return ""

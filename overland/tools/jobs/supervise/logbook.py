@@ -1,6 +1,7 @@
 """What a supervisor writes into the run folder, and nobody else does: `overland watch` reads it.
 
-`attempts.jsonl` has a line for everything that happened, `live.json` how things stand.
+`attempts.jsonl` has a line for everything that happened (events.py reads it), `live.json` how
+things stand.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Any
 
 from overland.files import replace_file
 from overland.run_folder import ATTEMPTS, LIVE, STOPPED
-
-Event = dict[str, Any]
+from overland.tools.jobs.supervise.watchdog import Watchdog
 
 LIVE_SECONDS = 10.0
 
@@ -54,6 +54,66 @@ class Logbook:
         with suppress(OSError):
             replace_file(self.run / LIVE, f"{line}\n", durable=False)
 
+    def show(
+        self,
+        dog: Watchdog,
+        attempt: int,
+        begun: int,
+        step_seconds: float | None,
+        is_restarting: bool,
+    ) -> None:
+        """How the ranks stand, for `overland watch`; `begun` is the step the attempt began from."""
+        slowest = dog.slowest()
+        self.live(
+            state="training" if dog.step else "restarting" if is_restarting else "starting",
+            attempt=attempt,
+            step=max(dog.step, begun),
+            phase=dog.phase.words,
+            ranks=len(dog.ranks),
+            nodes=len(dog.nodes),
+            step_seconds=step_seconds,
+            stepped=dog.stepped and round(time.time() - (time.monotonic() - dog.stepped), 1),
+            transfer=dog.transfer(),
+            slowest=slowest
+            and {
+                "rank": slowest.rank,
+                "node": slowest.node,
+                "factor": round(dog.slowness(slowest), 2),
+            },
+            late=[
+                {"rank": r.rank, "node": r.node, "phase": r.phase.words, "seconds": round(r.age, 1)}
+                for r in dog.late_ranks()
+            ],
+        )
+
+    def note_silent_nodes(self, silent: list[str], before: list[str], step: int) -> list[str]:
+        """Nodes that do not speak while steps are done: nobody sees how their ranks are."""
+        for node in silent:
+            if node not in before:
+                tell(f"{node} says nothing, but steps go on: its agent is gone")
+                self.write("agent", node=node, step=step, what="silent")
+        for node in before:
+            if node not in silent:
+                tell(f"{node} is heard again")
+                self.write("agent", node=node, step=step, what="heard again")
+        return silent
+
+    def note_slow_ranks(self, dog: Watchdog, attempt: int) -> None:
+        for rank in dog.stalled_ranks():
+            what = f"has moved no byte of a checkpoint for {rank.quiet:.0f} s"
+            tell(f"rank {rank.rank} on {rank.node} {what}")
+            self.write("stall", rank=rank.rank, node=rank.node, step=rank.step, what=what)
+        for rank, factor, what in dog.stragglers():
+            tell(f"rank {rank.rank} on {rank.node} is slow: it {what}")
+            self.write(
+                "straggler",
+                attempt=attempt,
+                rank=rank.rank,
+                node=rank.node,
+                factor=round(factor, 2),
+                what=what,
+            )
+
     def stop_chain(self, reason: str) -> None:
         """The links that still wait end at once, until the run is submitted anew."""
         try:
@@ -63,57 +123,8 @@ class Logbook:
         except OSError:
             pass
 
-    def events(self) -> list[Event]:
-        return read_events(self.run)
 
-
-def read_events(run: Path) -> list[Event]:
-    """A line that is being written is left for the next time."""
-    events = []
-    try:
-        lines = (run / ATTEMPTS).read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            events.append(event)
-    return events
-
-
-def of_submission(events: list[Event], config: str) -> list[Event]:
-    """Those of the chain that trains this config, a copy of its own for every submission. A run
-    that was submitted anew may go back to an earlier step, and has someone's attention."""
-    first = len(events)
-    for number in reversed(range(len(events))):
-        if events[number]["event"] == "session":
-            if events[number].get("config") != config:
-                break
-            first = number
-    return events[first:]
-
-
-def bad_nodes(events: list[Event], since: float) -> dict[str, str]:
-    """Nodes that were left out after that time, or were suspected when a job gave up; with the
-    reason, the last one first."""
-    found: dict[str, str] = {}
-    for event in reversed(events):
-        if float(event.get("time") or 0) < since:
-            continue
-        reasons: dict[str, str] = {}
-        if event["event"] == "preflight":
-            reasons = dict(event.get("bad") or {})
-        elif event["event"] == "fault":
-            reasons = dict.fromkeys(event.get("excluded") or [], str(event.get("what")))
-        elif event["event"] == "end":
-            reasons = dict.fromkeys(event.get("suspects") or [], str(event.get("what")))
-        for node, reason in reasons.items():
-            found.setdefault(node, reason)
-    return found
-
-
-def furthest_step(events: list[Event]) -> int:
-    return max((int(event.get("step") or 0) for event in events), default=0)
+def tell(words: str) -> None:
+    """Into the job's log, which may be on the disk that is full."""
+    with suppress(OSError):
+        print(f"{time.strftime('%F %T')} {words}", flush=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
+
+from overland.errors import Kind
+from overland.tools.jobs.supervise.faults import HARDWARE, Fault
 
 STRIKES = 2  # a node on which ranks hung or were killed that often is left out, if it can be spared
 
@@ -39,6 +43,20 @@ class Roster:
     def exclude(self, node: str, reason: str) -> None:
         if node in self.nodes:
             self.out.setdefault(node, reason)
+
+    def leave_out(self, fault: Fault) -> list[str]:
+        """Returns the nodes that the next attempt will not use, for what they did in this one."""
+        excluded = []
+        for node in fault.nodes:
+            broken = fault.kind is Kind.DEVICE and re.search(HARDWARE, fault.what)
+            if fault.kind is Kind.NODE or broken:
+                self.exclude(node, f"{fault.kind}: {fault.what}")
+                excluded.append(node)
+            elif self.strike(node, fault.what):
+                excluded.append(node)
+        if not fault.nodes:
+            self.suspect_all()
+        return excluded
 
     def strike(self, node: str, reason: str) -> bool:
         """Returns whether that was one too many. A node that may be innocent is given up only for

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import statistics
 import time
@@ -26,7 +25,7 @@ from typing import Literal
 
 from overland.errors import ClusterError, Kind
 from overland.processes import allow_open_files
-from overland.run_folder import CHECKPOINT, CHECKPOINTS, DONE, FAULTS, PREFLIGHT
+from overland.run_folder import FAULTS, PREFLIGHT
 from overland.slurm import (
     allocated_nodes,
     job_state,
@@ -35,24 +34,35 @@ from overland.slurm import (
     shun,
     was_requeued,
 )
-from overland.tools.jobs.agent import RECORDS
-from overland.tools.jobs.supervise.attempt import Attempt, srun_on
-from overland.tools.jobs.supervise.faults import HARDWARE, Fault
-from overland.tools.jobs.supervise.logbook import Logbook, bad_nodes, furthest_step, of_submission
+from overland.tools.jobs.supervise.attempt import (
+    HANG_UP_SECONDS,
+    Attempt,
+    Watched,
+    job_id,
+    keep_stacks,
+    odd_ranks,
+    rank_environment,
+    srun_on,
+)
+from overland.tools.jobs.supervise.events import (
+    bad_nodes,
+    furthest_step,
+    of_submission,
+    read_events,
+)
+from overland.tools.jobs.supervise.faults import Fault
+from overland.tools.jobs.supervise.logbook import Logbook, tell
 from overland.tools.jobs.supervise.policy import (
-    MAX_FAILED_STARTS,
     Answer,
     Failure,
     decide,
     read_streak,
     with_failure,
 )
-from overland.tools.jobs.supervise.room import LEAST, has_room, room_needed
 from overland.tools.jobs.supervise.roster import Roster
-from overland.tools.jobs.supervise.stacks import keep_stacks, odd_ranks
+from overland.tools.jobs.supervise.run import Supervised, room_needed
 from overland.tools.jobs.supervise.watchdog import SILENT_SECONDS, Watchdog
-from overland.tools.jobs.supervise.watched import HANG_UP_SECONDS, Watched
-from overland.world.heartbeat import HEARTBEATS, heartbeat_prefix, node_name
+from overland.world.heartbeat import node_name
 from overland.world.signals import SIGNALS
 from overland.world.wire import Switchboard
 
@@ -67,24 +77,6 @@ ENDED_BY = {  # Slurm's states of a job
     "PREEMPTED": "the job was preempted",
 }
 ROOM_SECONDS = 5.0  # between looks at a full disk
-
-
-@dataclass(frozen=True)
-class Supervised:
-    """A run, as its job script describes it."""
-
-    run: Path
-    config: Path
-    steps: int
-    launch: Sequence[str]
-    num_nodes: int
-    tasks_per_node: int
-    hang_seconds: float = 60.0
-    max_failed_starts: int = MAX_FAILED_STARTS
-    margin_seconds: float = 180.0
-    checkpoint_folder: str = CHECKPOINTS
-    preflight: bool = True
-    requeue: bool = False
 
 
 @dataclass
@@ -140,7 +132,7 @@ class Supervisor:
                 return 1  # no training was done, whatever the next job of the chain will do
             if answer.action == "next session":
                 return self.end("stopped", answer.reason)
-            if self.lacks_room(how):
+            if self.job.lacks_room(how):
                 self.wait_for_room()
             self.pause(answer.pause_seconds)
             untested = self.job.preflight and not how.nodes  # whose fault it was, tests may tell
@@ -177,7 +169,7 @@ class Supervisor:
     def attempt(self, nodes: list[str]) -> Fault | Literal["finished", "stopped"]:
         """Trains on these nodes; returns "finished", "stopped", or what went wrong."""
         self.number += 1
-        self.begun = self.newest_checkpoint()
+        self.begun = self.job.newest_checkpoint()
         self.logbook.write("attempt", attempt=self.number, nodes=nodes, from_step=self.begun)
         tell(f"attempt {self.number} from step {self.begun}, on {', '.join(nodes)}")
         self.before = self.furthest
@@ -187,7 +179,9 @@ class Supervisor:
         folder = self.fault_folder()
         with contextlib.suppress(OSError):  # for NCCL, which writes there when it gives up
             folder.mkdir(parents=True, exist_ok=True)
-        attempt = Attempt(command, self.rank_environment(board), len(nodes))
+        attempt = Attempt(
+            command, rank_environment(self.env, board, self.number, folder), len(nodes)
+        )
         dog = Watchdog(self.job.hang_seconds, nodes, started=time.monotonic())
         watched = Watched(attempt, dog, board, here=self.roster.batch_host)
         try:
@@ -202,7 +196,7 @@ class Supervisor:
             board.close()
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if nothing is in it
-        if self.is_done():
+        if self.job.is_done():
             return "finished"
         if attempt.findings.stopped():
             return "stopped"
@@ -229,13 +223,14 @@ class Supervisor:
                 return
             if watched.is_to_end():
                 return
-            unheard = self.note_silent_ones(watched.silent_nodes(), unheard)
+            unheard = self.logbook.note_silent_nodes(watched.silent_nodes(), unheard, self.furthest)
             if dog.late_ranks():
                 findings.hang = self.look_into(watched)
                 if findings.hang is not None:
                     return
-            self.note_slow_ones(dog)
-            self.show(dog)
+            self.logbook.note_slow_ranks(dog, self.number)
+            usual = statistics.median(self._step_times) if self._step_times else None
+            self.logbook.show(dog, self.number, self.begun, usual, bool(self.faults))
             time.sleep(LOOK_SECONDS)
 
     def find_all_lost(self, watched: Watched) -> None:
@@ -270,8 +265,9 @@ class Supervisor:
         return dog.hang(late, odd_ranks(watched.stacks)) if late else None
 
     def answer(self, fault: Fault) -> Answer:
-        excluded = self.leave_out(fault)
-        new = max(self.furthest - self.before, self.newest_checkpoint() - self.begun, 0)
+        is_shared = fault.kind is Kind.DISK and not self.job.is_disk_of_node(fault)
+        excluded = [] if is_shared else self.roster.leave_out(fault)
+        new = max(self.furthest - self.before, self.job.newest_checkpoint() - self.begun, 0)
         failure = Failure(
             fault.kind, fault.place, fault.nodes, new, bool(excluded), self.session, self.furthest
         )
@@ -334,22 +330,6 @@ class Supervisor:
             tell(f"asked to end: {self.why_asked}")
             self.logbook.write("signal", signal=name, step=self.furthest, what=self.why_asked)
 
-    def leave_out(self, fault: Fault) -> list[str]:
-        """The nodes that the next attempt will not use."""
-        if fault.kind is Kind.DISK and not self.is_disk_of_node(fault):
-            return []
-        excluded = []
-        for node in fault.nodes:
-            broken = fault.kind is Kind.DEVICE and re.search(HARDWARE, fault.what)
-            if fault.kind is Kind.NODE or broken:
-                self.roster.exclude(node, f"{fault.kind}: {fault.what}")
-                excluded.append(node)
-            elif self.roster.strike(node, fault.what):
-                excluded.append(node)
-        if not fault.nodes:
-            self.roster.suspect_all()
-        return excluded
-
     def suspects(self) -> list[str]:
         """Nodes that were to blame for attempts of this job without a new step."""
         failures = [past for past in self.streak if past.is_barren and past.session == self.session]
@@ -365,7 +345,7 @@ class Supervisor:
         self.logbook.live(state="ended", attempt=self.number, step=self.furthest)
         tell(f"{how}: {what}")
         if how == "failed":
-            step = self.newest_checkpoint()
+            step = self.job.newest_checkpoint()
             self.logbook.stop_chain(
                 f"{what}. Submitted again, once that is fixed, it resumes from step {step}"
             )
@@ -388,14 +368,14 @@ class Supervisor:
 
     def shun_bad_nodes(self) -> None:
         """Keeps the jobs of this chain that wait from the nodes that were bad of late."""
-        events = self.logbook.events()
+        events = read_events(self.job.run)
         if ever := bad_nodes(events, since=0):
             shun(list(bad_nodes(events, time.time() - BAD_SECONDS)), ever, self.env)
 
     def avoid_bad_nodes(self) -> None:
         """A job that Slurm requeued itself, or one that waited before they were bad, may have got
         them again."""
-        bad = bad_nodes(self.logbook.events(), time.time() - BAD_SECONDS)
+        bad = bad_nodes(read_events(self.job.run), time.time() - BAD_SECONDS)
         for node in self.roster.nodes:
             if node in bad:
                 tell(f"{node} was bad not long ago, and is used last: {bad[node]}")
@@ -426,94 +406,11 @@ class Supervisor:
         self.faults.clear()
         self.furthest, self.furthest_at = step, now
 
-    # How things stand
-
-    def show(self, dog: Watchdog) -> None:
-        slowest = dog.slowest()
-        self.logbook.live(
-            state="training" if dog.step else "restarting" if self.faults else "starting",
-            attempt=self.number,
-            step=max(dog.step, self.begun),
-            phase=dog.phase.words,
-            ranks=len(dog.ranks),
-            nodes=len(dog.nodes),
-            step_seconds=statistics.median(self._step_times) if self._step_times else None,
-            stepped=dog.stepped and round(time.time() - (time.monotonic() - dog.stepped), 1),
-            transfer=dog.transfer(),
-            slowest=slowest
-            and {
-                "rank": slowest.rank,
-                "node": slowest.node,
-                "factor": round(dog.slowness(slowest), 2),
-            },
-            late=[
-                {"rank": r.rank, "node": r.node, "phase": r.phase.words, "seconds": round(r.age, 1)}
-                for r in dog.late_ranks()
-            ],
-        )
-
-    def note_silent_ones(self, silent: list[str], before: list[str]) -> list[str]:
-        """Nodes that do not speak while steps are done: nobody sees how their ranks are."""
-        for node in silent:
-            if node not in before:
-                tell(f"{node} says nothing, but steps go on: its agent is gone")
-                self.logbook.write("agent", node=node, step=self.furthest, what="silent")
-        for node in before:
-            if node not in silent:
-                tell(f"{node} is heard again")
-                self.logbook.write("agent", node=node, step=self.furthest, what="heard again")
-        return silent
-
-    def note_slow_ones(self, dog: Watchdog) -> None:
-        for rank in dog.stalled_ranks():
-            what = f"has moved no byte of a checkpoint for {rank.quiet:.0f} s"
-            tell(f"rank {rank.rank} on {rank.node} {what}")
-            self.logbook.write("stall", rank=rank.rank, node=rank.node, step=rank.step, what=what)
-        for rank, factor, what in dog.stragglers():
-            tell(f"rank {rank.rank} on {rank.node} is slow: it {what}")
-            self.logbook.write(
-                "straggler",
-                attempt=self.number,
-                rank=rank.rank,
-                node=rank.node,
-                factor=round(factor, 2),
-                what=what,
-            )
-
-    def is_done(self) -> bool:
-        try:
-            return int((self.job.run / DONE).read_text()) >= self.job.steps
-        except (OSError, ValueError):
-            return False
-
-    def newest_checkpoint(self) -> int:
-        paths = (self.job.run / self.job.checkpoint_folder).glob("step_*")
-        names = (CHECKPOINT.fullmatch(path.name) for path in paths)
-        return max((int(name[1]) for name in names if name), default=0)
-
     def is_late(self) -> bool:
         """Whether ranks would have to stop before they have begun."""
         end = self.env.get("SLURM_JOB_END_TIME", "")
         left = float(end) - time.time() if end.isdecimal() else float("inf")
         return left < self.job.margin_seconds + 30
-
-    def is_disk_of_node(self, fault: Fault) -> bool:
-        """Whether the disk that is full is a node's own, such as its /tmp: that of the run has
-        room, and quotas are for shared disks."""
-        if not fault.nodes or "quota" in fault.what.lower() or not self.has_room():
-            return False
-        tell(f"{self.job.run} has room: it is a disk of {', '.join(fault.nodes)} that is full")
-        return True
-
-    def lacks_room(self, fault: Fault) -> bool:
-        """Ranks go on where logs cannot be written, so that a full disk may end them in other
-        words: by an srun that cannot write what they print."""
-        return fault.kind is Kind.DISK or not has_room(self.job.run, LEAST)
-
-    def has_room(self) -> bool:
-        checkpoints = self.job.run / self.job.checkpoint_folder
-        needed = room_needed(checkpoints)
-        return has_room(self.job.run, LEAST) and has_room(checkpoints, needed)
 
     def pause(self, seconds: float) -> None:
         """For what may pass by itself."""
@@ -526,27 +423,15 @@ class Supervisor:
 
     def wait_for_room(self) -> None:
         """As long as the job lasts."""
-        checkpoints = self.job.run / self.job.checkpoint_folder
-        while not self.has_room() and not self.reason_to_end():
+        checkpoints = self.job.checkpoints
+        while not self.job.has_room() and not self.reason_to_end():
             needed = room_needed(checkpoints) / 1e9
             tell(f"{checkpoints}: waiting until {needed:.1f} GB can be written (disk and quota)")
             self.logbook.live(state="waiting for room", attempt=self.number, step=self.furthest)
             time.sleep(ROOM_SECONDS)
 
-    def rank_environment(self, board: Switchboard) -> dict[str, str]:
-        job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
-        return {
-            "TORCH_FR_BUFFER_SIZE": "2000",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            **self.env,
-            **board.environment(),
-            HEARTBEATS: heartbeat_prefix(job, self.number),
-            RECORDS: str(self.fault_folder().absolute() / "nccl_rank_"),
-        }
-
     def fault_folder(self) -> Path:
-        job = self.env.get("SLURM_JOB_ID", str(os.getpid()))
-        return self.job.run / FAULTS / f"{job}-{self.number}"
+        return self.job.run / FAULTS / f"{job_id(self.env)}-{self.number}"
 
 
 def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
@@ -557,9 +442,9 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
             f"--nodes {job.num_nodes}: the job has {len(allocation)} nodes; ask for more"
         )
     logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
-    events = of_submission(logbook.events(), str(job.config))
+    events = of_submission(read_events(job.run), str(job.config))
     supervisor = Supervisor(job, env, Roster(allocation, job.num_nodes, host), logbook)
-    supervisor.furthest = max(furthest_step(events), supervisor.newest_checkpoint())
+    supervisor.furthest = max(furthest_step(events), job.newest_checkpoint())
     supervisor.streak, sessions = read_streak(events)
     supervisor.session = sessions + 1
     supervisor.avoid_bad_nodes()
@@ -581,9 +466,3 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     for number in SIGNALS:
         signal.signal(number, remember)
     return supervisor.run()
-
-
-def tell(words: str) -> None:
-    """Into the job's log, which may be on the disk that is full."""
-    with contextlib.suppress(OSError):
-        print(f"{time.strftime('%F %T')} {words}", flush=True)
