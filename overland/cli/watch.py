@@ -38,8 +38,8 @@ def watch(
     from rich.console import Console
 
     from overland.errors import NoRun
+    from overland.tools.watch.view import draw
     from overland.tools.watch.watch import Watch
-    from overland.tools.watch.watch_view import draw
 
     try:
         watched = Watch(run)
@@ -62,7 +62,7 @@ def follow(watched: Watch, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from overland.tools.watch.watch_view import closing_words, draw
+    from overland.tools.watch.view import draw, finished_words
 
     console = Console()
     seen = watched.look()
@@ -81,7 +81,7 @@ def follow(watched: Watch, interval: float) -> None:
         pass
     console.print(draw(seen, console.width))  # what was on the screen is gone
     if seen.state == "finished":
-        print(f"\n{closing_words(seen)}")
+        print(f"\n{finished_words(seen)}")
 
 
 @contextmanager

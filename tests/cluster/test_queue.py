@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.tools.watch.watch import Snapshot, Watch
+from overland.tools.watch.watch import RunStatus, Watch
 from tests.cluster.slurm import Slurm
 
 
@@ -37,7 +37,7 @@ def test_the_links_of_a_chain_are_seen_by_their_name(
     assert look_until(tmp_path, "silent").queue == []
 
 
-def look_until(run: Path, state: str) -> Snapshot:
+def look_until(run: Path, state: str) -> RunStatus:
     deadline = time.monotonic() + 180
     while (seen := Watch(run).look(patience=20.0)).state != state:
         assert time.monotonic() < deadline, seen

@@ -18,8 +18,8 @@ from overland.processes import this_process
 from overland.tools.watch import queue as slurm_queue
 from overland.tools.watch import watch as watching
 from overland.tools.watch.queue import Queue, QueuedJob
-from overland.tools.watch.watch import Snapshot, Watch, duration
-from overland.tools.watch.watch_view import closing_words, draw
+from overland.tools.watch.view import draw, finished_words
+from overland.tools.watch.watch import RunStatus, Watch, duration
 from tests.reporting.runs import (
     ATTEMPT,
     FAULT,
@@ -37,7 +37,7 @@ RUNNING = QueuedJob("7", "RUNNING", "1:00:00", "None", "2026-01-01T00:00:00")
 PENDING = QueuedJob("8", "PENDING", "2:00:00", "Dependency", "N/A")
 
 
-real_squeue = slurm_queue.squeue
+real_squeue = slurm_queue.queued
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +47,14 @@ def now_and_without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_queue(monkeypatch: pytest.MonkeyPatch, jobs: list[QueuedJob] | None) -> None:
-    monkeypatch.setattr(slurm_queue, "squeue", lambda which: jobs)
+    monkeypatch.setattr(slurm_queue, "queued", lambda which: jobs)
 
 
-def look(run: Path) -> Snapshot:
+def look(run: Path) -> RunStatus:
     return Watch(run).look(patience=5.0)
 
 
-def shown(seen: Snapshot, width: int = 120) -> str:
+def shown(seen: RunStatus, width: int = 120) -> str:
     console = Console(width=width, file=StringIO())
     console.print(draw(seen, width))
     assert isinstance(console.file, StringIO)
@@ -155,7 +155,7 @@ def test_the_marker_of_the_last_step_says_finished(tmp_path: Path) -> None:
     set_live(run, state="ended")
     seen = look(run)
     assert (seen.state, seen.seconds_left) == ("finished", None)
-    assert closing_words(seen).startswith(f"Finished: 50 steps in {run}, with a loss of 0.19")
+    assert finished_words(seen).startswith(f"Finished: 50 steps in {run}, with a loss of 0.19")
     longer = make_run(run, steps=80)  # it is to go on
     (longer / "live.json").unlink()
     (longer / "attempts.jsonl").unlink()
@@ -303,7 +303,7 @@ def test_a_chain_that_was_only_submitted(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / f"submit/{number}.sh").write_text(f"#SBATCH --job-name=llama-{number}\n")
     (tmp_path / "submit/10.toml").write_text("[training]\nsteps = 70\n")
     asked = []
-    monkeypatch.setattr(slurm_queue, "squeue", lambda which: asked.append(which) or [PENDING])
+    monkeypatch.setattr(slurm_queue, "queued", lambda which: asked.append(which) or [PENDING])
     seen = look(tmp_path)
     assert asked == ["--name=llama-10"]
     assert (seen.state, seen.step, seen.steps) == ("waiting", 0, 70)
@@ -355,7 +355,7 @@ def test_a_run_is_followed_while_it_grows(tmp_path: Path) -> None:
 
 
 def fake_squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(slurm_queue, "squeue", real_squeue)
+    monkeypatch.setattr(slurm_queue, "queued", real_squeue)
     (folder / "squeue").write_text(f"#!/bin/bash\n{script}\n")
     (folder / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -372,9 +372,9 @@ def test_jobs_are_read_from_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [job.id for job in queue.jobs] == ["9", "10"]
     assert [job.runs for job in queue.jobs] == [True, False]
     fake_squeue(tmp_path, monkeypatch, "echo 'Invalid job id specified' >&2; exit 1")
-    assert slurm_queue.squeue("--jobs=1") == []
+    assert slurm_queue.queued("--jobs=1") == []
     fake_squeue(tmp_path, monkeypatch, "echo 'Unable to contact controller' >&2; exit 1")
-    assert slurm_queue.squeue("--jobs=1") is None
+    assert slurm_queue.queued("--jobs=1") is None
 
 
 def test_a_squeue_that_hangs_holds_nobody_up(
@@ -401,6 +401,6 @@ def test_durations_in_words() -> None:
 
 
 def test_every_state_has_a_word_and_a_colour() -> None:
-    from overland.tools.watch.watch_view import COLOURS
+    from overland.tools.watch.view import COLOURS
 
     assert set(COLOURS) == set(watching.STATES)

@@ -71,7 +71,7 @@ class Checkpoints:
 
 
 @dataclass
-class Snapshot:
+class RunStatus:
     run: str
     time: float
     state: str = "silent"
@@ -121,22 +121,22 @@ class Watch:
         self.events = Events(run)
         self.queue = Queue()
 
-    def look(self, patience: float = 0.0) -> Snapshot:
+    def look(self, patience: float = 0.0) -> RunStatus:
         """Waits for Slurm's answer no longer than `patience` seconds."""
         self.history.read_on()
         self.events.read_on()
-        live, owner = read_json(self.run / LIVE), read_owner(self.run / OWNER)
+        live, owner = _read_json(self.run / LIVE), _read_owner(self.run / OWNER)
         session, attempt = self.events.last("session"), self.events.last("attempt")
         job = live.get("job") or session.get("job") or owner.get("job") or None
         if which := jobs_to_ask_for(self.run, job):
             self.queue.ask(which, patience)
-        config = read_config(self.run)
+        config = _read_config(self.run)
         newest = self.history.newest
-        is_live_newer = number(live.get("time")) > number(newest.get("time"))
+        is_live_newer = _number(live.get("time")) > _number(newest.get("time"))
         # Epochs are counted in steps when training starts.
         steps = config.get("training", {}).get("steps")
-        steps = steps or read_json(self.run / PLAN).get("steps")
-        seen = Snapshot(
+        steps = steps or _read_json(self.run / PLAN).get("steps")
+        seen = RunStatus(
             run=str(self.run),
             time=time.time(),
             description=str(config.get("job", {}).get("description", "")),
@@ -144,7 +144,7 @@ class Watch:
             steps=steps if isinstance(steps, int) else None,
             step_seconds=self.history.step_seconds or live.get("step_seconds"),
             phase=live.get("phase"),
-            stepped=max(number(live.get("stepped")), number(newest.get("time"))) or None,
+            stepped=max(_number(live.get("stepped")), _number(newest.get("time"))) or None,
             newest=newest,
             losses=thinned(self.history.losses, CURVE_POINTS),
             held_out=dict(self.history.held_out),
@@ -156,14 +156,14 @@ class Watch:
             session_ends=session.get("ends"),
             attempt=live.get("attempt") or attempt.get("attempt"),
             ranks=live.get("ranks"),
-            nodes=names(live.get("nodes")) or names(attempt.get("nodes")),
+            nodes=_names(live.get("nodes")) or _names(attempt.get("nodes")),
             slowest=live.get("slowest"),
             late=live.get("late") or [],
             faults=self.events.faults(),
             queue=self.queue.jobs,
         )
         seen.last_sign = last_sign(self.run, live, owner, newest, self.events)
-        seen.state, seen.because = judge(self.run, seen, live, owner, self.events)
+        seen.state, seen.because = judge_state(self.run, seen, live, owner, self.events)
         if seen.state in ("finished", "stopped", "failed", "silent", "waiting"):
             seen.slowest, seen.late, seen.checkpoints.saving = None, [], None
         elif isinstance(live.get("transfer"), dict):
@@ -174,7 +174,9 @@ class Watch:
         return seen
 
 
-def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) -> tuple[str, str]:
+def judge_state(
+    run: Path, seen: RunStatus, live: Event, owner: Event, events: Events
+) -> tuple[str, str]:
     """The state, and a few words about it. What lives comes first, then what is known for sure."""
     limit = max(SILENT_SECONDS, SILENT_STEPS * (seen.step_seconds or 0))
     age = seen.time - (seen.last_sign or 0)
@@ -183,22 +185,22 @@ def judge(run: Path, seen: Snapshot, live: Event, owner: Event, events: Events) 
     is_gone = seen.queue is not None and not any(job.runs for job in seen.queue)
     if signalled and not is_gone and age < limit:
         return "stopping", str(signalled.get("what", ""))
-    if supervised and not signalled and seen.time - number(live.get("time")) < limit:
+    if supervised and not signalled and seen.time - _number(live.get("time")) < limit:
         state, words = supervised
         return state, words or waits_for_disk(seen, live)
     if owner and not signalled and owner_lives(owner, seen.time):
-        has_stepped = number(seen.newest.get("time")) >= number(owner.get("since"))
+        has_stepped = _number(seen.newest.get("time")) >= _number(owner.get("since"))
         return "training" if has_stepped else "starting", ""
-    done = read_text(run / DONE)
+    done = _read_text(run / DONE)
     if done.isdecimal() and int(done) >= (seen.steps or 0):
         return "finished", ""
     end = events.all[-1] if events.all and events.all[-1]["event"] in ("end", "signal") else {}
-    if reason := read_text(run / STOPPED):
+    if reason := _read_text(run / STOPPED):
         return "failed" if end.get("how") == "failed" else "stopped", reason
     running = [job for job in seen.queue or [] if job.runs]
     waiting = [job for job in seen.queue or [] if not job.runs]
     # A job that was requeued has the same number again, and its end has been told before.
-    has_ended = end and not any(started_after(job, number(end.get("time"))) for job in running)
+    has_ended = end and not any(started_after(job, _number(end.get("time"))) for job in running)
     if running and not (has_ended and end.get("job") == running[0].id):
         words = f"job {running[0].id} is running"
         if seen.last_sign is None or started_after(running[0], seen.last_sign):
@@ -229,7 +231,7 @@ def supervisors_word(live: Event) -> tuple[str, str] | None:
     return (state, "") if state in STATES else ("starting", state)
 
 
-def waits_for_disk(seen: Snapshot, live: Event) -> str:
+def waits_for_disk(seen: RunStatus, live: Event) -> str:
     """In words, where training has stopped for a save or a load; empty where it goes on."""
     late = max(LATE_STEP_SECONDS, LATE_STEPS * (seen.step_seconds or 0))
     if live.get("phase") not in AT_DISK or seen.time - (seen.stepped or 0) < late:
@@ -241,31 +243,31 @@ def waits_for_disk(seen: Snapshot, live: Event) -> str:
 
 def transferred(transfer: Event) -> str:
     """`12.0 of 40.0 GB, no byte for 45 s`."""
-    done, total = number(transfer.get("bytes")), number(transfer.get("total_bytes"))
+    done, total = _number(transfer.get("bytes")), _number(transfer.get("total_bytes"))
     words = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB" if total else f"{done / 1e9:.1f} GB"
-    quiet = number(transfer.get("quiet_seconds"))
+    quiet = _number(transfer.get("quiet_seconds"))
     return words + (f", no byte for {duration(quiet)}" if quiet > QUIET_SECONDS else "")
 
 
 def last_sign(run: Path, live: Event, owner: Event, newest: Record, events: Events) -> float | None:
-    signs = [number(live.get("time")), number(owner.get("renewed")), number(newest.get("time"))]
-    signs += [number(event.get("time")) for event in events.all[-1:]]
+    signs = [_number(live.get("time")), _number(owner.get("renewed")), _number(newest.get("time"))]
+    signs += [_number(event.get("time")) for event in events.all[-1:]]
     if "time" not in newest:
-        signs.append(modified(run / METRICS))
+        signs.append(_modified(run / METRICS))
     return max(signs) or None
 
 
 def owner_lives(owner: Event, now: float) -> bool:
     if owner.get("host") == host():
         return is_running(owner)
-    return now - number(owner.get("renewed")) < OWNER_SECONDS
+    return now - _number(owner.get("renewed")) < OWNER_SECONDS
 
 
 def jobs_to_ask_for(run: Path, job: str | None) -> str | None:
     """squeue's option for the jobs of this run. Links of a chain share their name."""
     scripts = [path for path in run.glob("submit/*.sh") if path.stem.isdecimal()]
     for script in sorted(scripts, key=lambda path: -int(path.stem))[:1]:
-        named = re.search(r"^#SBATCH --job-name=(\S+)$", read_text(script), flags=re.MULTILINE)
+        named = re.search(r"^#SBATCH --job-name=(\S+)$", _read_text(script), flags=re.MULTILINE)
         if named:
             return f"--name={named[1]}"
     return f"--jobs={job}" if job else None
@@ -286,7 +288,7 @@ def read_checkpoints(folder: Path) -> Checkpoints:
     except OSError:
         return Checkpoints()
     for path in children:
-        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := modified(path / COMMITTED)):
+        if (named := CHECKPOINT.fullmatch(path.name)) and (saved := _modified(path / COMMITTED)):
             found.append((int(named[1]), path.name, saved))
         elif named := SAVING.fullmatch(path.name):
             saving.append((int(named[1]), path.name.removeprefix(".").removesuffix(".tmp")))
@@ -297,10 +299,10 @@ def read_checkpoints(folder: Path) -> Checkpoints:
     return Checkpoints(len(found), newest, saved_at, max(saving, default=(0, None))[1], later)
 
 
-def read_config(run: Path) -> dict[str, Any]:
+def _read_config(run: Path) -> dict[str, Any]:
     """The newest of what the last session ran with and what was submitted since."""
     submitted = [path for path in run.glob(f"{SUBMITTED}/*.toml") if path.stem.isdecimal()]
-    for path in sorted([run / CONFIG, *submitted], key=modified, reverse=True):
+    for path in sorted([run / CONFIG, *submitted], key=_modified, reverse=True):
         try:
             return tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):  # being written
@@ -308,38 +310,38 @@ def read_config(run: Path) -> dict[str, Any]:
     return {}
 
 
-def read_owner(path: Path) -> Event:
-    owner = read_json(path)
-    return {**owner, "renewed": modified(path)} if owner else {}
+def _read_owner(path: Path) -> Event:
+    owner = _read_json(path)
+    return {**owner, "renewed": _modified(path)} if owner else {}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_text(path))
+        value = json.loads(_read_text(path))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def read_text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def modified(path: Path) -> float:
+def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def number(value: object) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def names(value: object) -> list[str]:
+def _names(value: object) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else []
 
 

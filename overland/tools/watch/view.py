@@ -1,17 +1,17 @@
-"""A snapshot of a run, drawn for the terminal."""
+"""A run's status, drawn for the terminal."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from overland.tools.watch.curve import MARK, curve
-from overland.tools.watch.watch import STATES, Snapshot, duration, transferred
+from overland.tools.watch.watch import STATES, RunStatus, duration, transferred
 from overland.training.history import thinned
 
 COLOURS = {
@@ -27,9 +27,13 @@ COLOURS = {
 }
 SHOWN_FAULTS = 5
 MOST_MARKS = 40
+MARK = "◆"
+DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # by column, from the bottom up
+
+Points = Sequence[tuple[float, float]]
 
 
-def draw(seen: Snapshot, width: int, curve_height: int = 10) -> RenderableType:
+def draw(seen: RunStatus, width: int, curve_height: int = 10) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
     rows.add_column()
@@ -38,7 +42,7 @@ def draw(seen: Snapshot, width: int, curve_height: int = 10) -> RenderableType:
             rows.add_row(name, content)
     parts: list[RenderableType] = [headline(seen), Text(), rows]
     marks = [point for points in seen.held_out.values() for point in thinned(points, MOST_MARKS)]
-    if drawn := curve(seen.losses, marks, min(width, 110), curve_height):
+    if drawn := draw_curve(seen.losses, marks, min(width, 110), curve_height):
         legend = f"loss   {MARK} {', '.join(seen.held_out)}, held out" if marks else "loss"
         picture = Text("\n".join([legend, *drawn]))
         picture.highlight_regex(MARK, "yellow")
@@ -47,7 +51,7 @@ def draw(seen: Snapshot, width: int, curve_height: int = 10) -> RenderableType:
     return Group(*parts)
 
 
-def headline(seen: Snapshot) -> Text:
+def headline(seen: RunStatus) -> Text:
     colour = COLOURS[seen.state]
     text = Text.assemble((f"● {STATES[seen.state]}", f"bold {colour}"))
     if seen.state == "silent" and seen.last_sign:
@@ -60,7 +64,7 @@ def headline(seen: Snapshot) -> Text:
     return text
 
 
-def progress(seen: Snapshot) -> RenderableType:
+def step_line(seen: RunStatus) -> RenderableType:
     if not seen.steps:
         return Text(f"{seen.step:,}")
     line = Table.grid(padding=(0, 2))
@@ -74,7 +78,7 @@ def progress(seen: Snapshot) -> RenderableType:
     return line
 
 
-def time_left(seen: Snapshot) -> str:
+def time_left(seen: RunStatus) -> str:
     if seen.seconds_left is None:
         return ""
     left = duration(seen.seconds_left)
@@ -83,7 +87,7 @@ def time_left(seen: Snapshot) -> str:
     return f"{left} to go, until {moment(seen.time + seen.seconds_left, seen.time)}"
 
 
-def session(seen: Snapshot) -> Text | None:
+def session_line(seen: RunStatus) -> Text | None:
     words = []
     if seen.session:
         words.append(f"session {seen.session}")
@@ -102,7 +106,7 @@ def session(seen: Snapshot) -> Text | None:
     return Text(", ".join(words)) if words else None
 
 
-def loss(seen: Snapshot) -> Text | None:
+def loss_line(seen: RunStatus) -> Text | None:
     if "loss" not in seen.newest:
         return None
     words = [f"{seen.newest['loss']:.4f}"]
@@ -116,7 +120,7 @@ def loss(seen: Snapshot) -> Text | None:
     return Text("   ".join(words))
 
 
-def speed(seen: Snapshot) -> Text | None:
+def speed_line(seen: RunStatus) -> Text | None:
     words = []
     mfu, memory = seen.newest.get("mfu"), seen.newest.get("memory_gib")
     wait = seen.newest.get("data_wait")
@@ -136,7 +140,7 @@ def speed(seen: Snapshot) -> Text | None:
     return Text("   ".join(words)) if words else None
 
 
-def slowest(seen: Snapshot) -> Text | None:
+def slowest_line(seen: RunStatus) -> Text | None:
     words = []
     if seen.slowest:
         factor = seen.slowest.get("factor", 0)
@@ -150,7 +154,7 @@ def slowest(seen: Snapshot) -> Text | None:
     return Text("   ").join(Text(*word) for word in words) if words else None
 
 
-def checkpoints(seen: Snapshot) -> Text | None:
+def checkpoints_line(seen: RunStatus) -> Text | None:
     found = seen.checkpoints
     words = []
     if found.newest and found.saved_at:
@@ -166,7 +170,7 @@ def checkpoints(seen: Snapshot) -> Text | None:
     return text if text else None
 
 
-def slurm(seen: Snapshot) -> Text | None:
+def slurm_lines(seen: RunStatus) -> Text | None:
     if not seen.queue:
         return None
     lines = []
@@ -181,7 +185,7 @@ def slurm(seen: Snapshot) -> Text | None:
     return Text("\n".join(lines))
 
 
-def faults(seen: Snapshot) -> Text | None:
+def fault_lines(seen: RunStatus) -> Text | None:
     lines = []
     for fault in seen.faults[-SHOWN_FAULTS:]:
         excluded = ", ".join(fault.get("excluded") or [])
@@ -198,15 +202,15 @@ def faults(seen: Snapshot) -> Text | None:
     return Text("\n".join(lines)) if lines else None
 
 
-LINES: dict[str, Callable[[Snapshot], RenderableType | None]] = {
-    "step": progress,
-    "loss": loss,
-    "speed": speed,
-    "session": session,
-    "slowest": slowest,
-    "checkpoints": checkpoints,
-    "Slurm": slurm,
-    "faults": faults,
+LINES: dict[str, Callable[[RunStatus], RenderableType | None]] = {
+    "step": step_line,
+    "loss": loss_line,
+    "speed": speed_line,
+    "session": session_line,
+    "slowest": slowest_line,
+    "checkpoints": checkpoints_line,
+    "Slurm": slurm_lines,
+    "faults": fault_lines,
 }
 
 
@@ -216,8 +220,65 @@ def moment(then: float, now: float) -> str:
     return time.strftime("%H:%M" if shown[:3] == today[:3] else "%a %d %b %H:%M", shown)
 
 
-def closing_words(seen: Snapshot) -> str:
+def finished_words(seen: RunStatus) -> str:
     words = f"Finished: {seen.step:,} {'step' if seen.step == 1 else 'steps'} in {seen.run}"
     if "loss" in seen.newest:
         words += f", with a loss of {seen.newest['loss']:.4f}"
     return f"{words}."
+
+
+def draw_curve(points: Points, marks: Points, width: int, height: int) -> list[str]:
+    """A curve of braille dots, two across and four up in each character.
+
+    Rows from the top, with their values on the left and the first and last x below. `marks` are
+    single points of another series. Empty if there is nothing to draw."""
+    points = [(x, y) for x, y in points if math.isfinite(y)]
+    marks = [(x, y) for x, y in marks if math.isfinite(y)]
+    if not points:
+        return []
+    left, right = points[0][0], max(points[-1][0], points[0][0] + 1)
+    marks = [(x, y) for x, y in marks if left <= x <= right]
+    label_width = 8
+    columns = max(2, width - label_width - 1)
+    heights = _column_means(points, left, right, 2 * columns)
+    low = min([*heights, *(y for _, y in marks)])
+    high = max([*heights, *(y for _, y in marks)])
+    span = (high - low) or 1.0
+    rows = [[0x2800] * columns for _ in range(height)]
+    before = None
+    for dot_column, y in enumerate(heights):
+        up = round((y - low) / span * (4 * height - 1))
+        first, last = sorted((up, before if before is not None else up))
+        for dot in range(first, last + 1):  # so that a steep part does not fall apart
+            row = rows[height - 1 - dot // 4]
+            row[dot_column // 2] |= DOTS[dot_column % 2][dot % 4]
+        before = up
+    drawn = [[chr(cell) for cell in row] for row in rows]
+    for x, value in marks:
+        column = round((x - left) / (right - left) * (columns - 1))
+        drawn[height - 1 - int((value - low) / span * (height - 0.01))][column] = MARK
+    values = [high - span * row / max(1, height - 1) for row in range(height)]
+    shown = [
+        f"{value:>{label_width}.4g}" if row % 3 == 0 or row == height - 1 else " " * label_width
+        for row, value in enumerate(values)
+    ]
+    below = f"{points[0][0]:,.0f}"
+    below += f"{points[-1][0]:,.0f}".rjust(columns - len(below))
+    return [
+        *(f"{label} {''.join(row)}" for label, row in zip(shown, drawn, strict=True)),
+        " " * (label_width + 1) + below,
+    ]
+
+
+def _column_means(points: Points, left: float, right: float, num: int) -> list[float]:
+    """The mean in each column of dots; between columns without points, a straight line."""
+    sums, counts = [0.0] * num, [0] * num
+    for x, y in points:
+        column = min(num - 1, int((x - left) / (right - left) * num))
+        sums[column] += y
+        counts[column] += 1
+    known = [(i, sums[i] / counts[i]) for i in range(num) if counts[i]]
+    means = []
+    for (i, y), (j, z) in zip(known, [*known[1:], (num, known[-1][1])], strict=True):
+        means += [y + (z - y) * k / (j - i) for k in range(j - i)]
+    return means
