@@ -46,9 +46,8 @@ def fetch(
 ) -> None:
     """Fetch a model, tokenizer or dataset: resumable, every byte verified. HF_ENDPOINT and HF_TOKEN
     are respected."""
-    from overland.tools.hub.fetch import Wanted
+    from overland.tools.hub.fetch import Wanted, default_folder
     from overland.tools.hub.fetch import fetch as fetch_files
-    from overland.tools.hub.place import default_folder
 
     folder = to.expanduser() if to is not None else default_folder(kind.value, name)
     wanted = Wanted(kind.value, name, revision, subset, tuple(include or ()))
@@ -63,9 +62,9 @@ def fetch(
 def check(
     wanted: Wanted, folder: Path, report: Callable[[str, int, int], None], as_json: bool
 ) -> None:
-    from overland.tools.hub.fetch import verify
+    from overland.tools.hub.fetch import verify_folder
 
-    problems = verify(wanted, folder, report)
+    problems = verify_folder(wanted, folder, report)
     if as_json:
         print(json.dumps({"folder": str(folder), "intact": not problems, "problems": problems}))
     for name, problem in problems.items():
@@ -78,7 +77,7 @@ def check(
 
 
 def tell(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
-    from overland.tools.hub.place import config_lines
+    from overland.tools.hub.fetch import config_lines
 
     snapshot = done.snapshot
     lines = config_lines(wanted.kind, wanted.name, folder, wanted.subset)

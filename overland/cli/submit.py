@@ -80,7 +80,7 @@ def submit(
     from overland.config.write import to_toml
     from overland.errors import ClusterError
     from overland.tools.jobs.job import JobRequest, num_devices_per_node, plan_job
-    from overland.tools.jobs.script import refuse_secrets, render_job
+    from overland.tools.jobs.script import refuse_secret_values, render_job
     from overland.tools.jobs.site import load_site, site_files
     from overland.tools.jobs.submit import check_scheduler, how_to_follow, next_files, write_private
     from overland.tools.jobs.submit import submit as hand_in
@@ -117,7 +117,7 @@ def submit(
     variables = variables_to_carry(loaded)
     job = plan_job(chosen, wanted, replace(place, config=frozen, variables=variables))
     text, config = render_job(job), to_toml(loaded.config, full=True, written=loaded.written)
-    refuse_secrets(text + config)
+    refuse_secret_values(text + config)
     if dry_run:
         shown = json.dumps({**job.to_json(), "script": text}, indent=2) + "\n"
         print(shown if as_json else text, end="")

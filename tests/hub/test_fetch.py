@@ -20,7 +20,7 @@ from overland.config.load import load_config
 from overland.data.sources.open import open_source
 from overland.tools.hub import download as downloading
 from overland.tools.hub import fetch as fetching
-from overland.tools.hub.snapshot import Entry
+from overland.tools.hub.snapshot import HubFile
 from tests.cli.processes import LIMIT_SECONDS, overland, start_overland
 from tests.hub.server import TOKEN, Hub
 
@@ -472,8 +472,8 @@ def test_a_list_that_came_with_a_folder_is_no_more_trusted_than_a_hub(hub: Hub) 
 def test_a_repository_that_names_blobs_by_sha256_is_checked_by_it(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"hello")
     digest = hashlib.sha256(b"blob 5\0hello").hexdigest()
-    assert Entry(5, f"git:{digest}").problem(tmp_path / "a") is None
-    assert Entry(5, f"git:{digest[::-1]}").problem(tmp_path / "a") == "damaged"
+    assert HubFile(5, f"git:{digest}").problem(tmp_path / "a") is None
+    assert HubFile(5, f"git:{digest[::-1]}").problem(tmp_path / "a") == "damaged"
 
 
 # told

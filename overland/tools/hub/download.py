@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from overland.tools.hub.repo import Repo
-from overland.tools.hub.snapshot import Entry
+from overland.tools.hub.snapshot import HubFile
 
 ATTEMPTS = 5  # in a row that bring nothing
 WAIT = 0.5  # seconds after the first; twice as long after each
@@ -24,7 +24,7 @@ def download(
     repo: Repo,
     commit: str,
     name: str,
-    entry: Entry,
+    entry: HubFile,
     part: Path,
     advance: Callable[[int], None],
 ) -> None:

@@ -10,28 +10,30 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
+import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
+from overland.config.model_from import parts_of
 from overland.errors import HubError
 from overland.files import publish, sync
 from overland.tools.hub.choose import choose_included, choose_model, choose_tokenizer
 from overland.tools.hub.download import download
-from overland.tools.hub.errors import in_words
-from overland.tools.hub.place import Kind
-from overland.tools.hub.repo import Repo, commit_of, connect, list_files, open_repo
+from overland.tools.hub.repo import Repo, commit_of, connect, hub_errors, list_files, open_repo
 from overland.tools.hub.snapshot import (
     OWN,
     THREADS,
-    Entry,
-    Snapshot,
+    HubFile,
+    HubSnapshot,
     check_name,
     check_names,
     find_problems,
@@ -40,13 +42,16 @@ from overland.tools.hub.snapshot import (
 )
 from overland.words import size
 
+FetchKind = Literal["model", "tokenizer", "dataset"]
+ON_SCRATCH = {"model": "models_cache", "tokenizer": "tokenizers_cache", "dataset": "data_cache"}
+HERE = {"model": "assets/hf", "tokenizer": "assets/hf", "dataset": "data"}
 LARGEST_README = 2**24  # bytes; it is read before the disk is looked at
 Report = Callable[[str, int, int], None]  # what is being done, bytes so far, bytes in all
 
 
 @dataclass(frozen=True)
 class Wanted:
-    kind: Kind
+    kind: FetchKind
     name: str
     revision: str | None = None
     subset: str | None = None
@@ -60,7 +65,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Fetched:
-    snapshot: Snapshot
+    snapshot: HubSnapshot
     fetched: list[str]
     """Files that came from the Hub this time."""
     mended: list[str]
@@ -76,7 +81,7 @@ def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fet
     if had is not None:
         check_same(had, repo, folder)
     answered = had is not None and is_answered(had, wanted)
-    snapshot = had if had is not None and answered else ask(wanted, repo, folder, had)
+    snapshot = had if had is not None and answered else ask_hub(wanted, repo, folder, had)
     with only_one(folder):
         snapshot = merge(folder, snapshot, repo)
         problems = find_problems(folder, snapshot.files, Bytes(report, "checking", snapshot).add)
@@ -86,14 +91,14 @@ def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fet
             write_snapshot(folder, snapshot)
         if problems:
             connect(repo)
-            with in_words(repo):
+            with hub_errors(repo):
                 bring(repo, snapshot, folder, list(problems), report)
         shutil.rmtree(folder / OWN / "partial", ignore_errors=True)
     damaged = [name for name, problem in problems.items() if problem == "damaged"]
     return Fetched(snapshot, list(problems), damaged)
 
 
-def verify(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> dict[str, str]:
+def verify_folder(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> dict[str, str]:
     """Without a network: name -> `missing` or `damaged`."""
     had = read_snapshot(folder)
     if had is None:
@@ -105,7 +110,30 @@ def verify(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> di
     return find_problems(folder, had.files, Bytes(report, "checking", had).add)
 
 
-def check_same(had: Snapshot, repo: Repo, folder: Path) -> None:
+def default_folder(kind: FetchKind, name: str, env: Mapping[str, str] = os.environ) -> Path:
+    """With SCRATCH_ROOT, one folder per repository below it. Without, where a config looks anyway:
+    `assets/hf/NAME`, as the recipes and torchtitan have it, and `data/NAME`, where `data.folder` is
+    searched for datasets by name."""
+    root = env.get("SCRATCH_ROOT")
+    if root:
+        return Path(root).expanduser() / ON_SCRATCH[kind] / name.replace("/", "___")
+    return Path(HERE[kind]) / name.rpartition("/")[2]
+
+
+def config_lines(kind: FetchKind, name: str, folder: Path, subset: str | None) -> str:
+    """Lines to paste into a config, which lead to the folder."""
+    path = json.dumps(str(folder), ensure_ascii=False)  # a JSON string is a TOML string
+    if kind == "dataset":
+        source = re.sub(r"[^\w-]", "_", name.rpartition("/")[2], flags=re.ASCII)
+        lines = f"[data.sources.{source}]\npath = {path}\n"
+        return lines + (f"subset = {json.dumps(subset)}\n" if subset else "")
+    if kind == "model" and parts_of(folder)[0]:
+        return f"[model]\nfrom = {path}\n"
+    lines = f"[model]\nhf_assets_path = {path}\n"  # Meta's own files do not say the architecture
+    return lines + (f"\n[checkpoint]\ninitial_load_path = {path}\n" if kind == "model" else "")
+
+
+def check_same(had: HubSnapshot, repo: Repo, folder: Path) -> None:
     if (had.type, had.name) != (repo.type, repo.name):
         raise HubError(
             f"{folder} holds the {had.type} {had.name}: choose another folder with --to, so that "
@@ -113,16 +141,16 @@ def check_same(had: Snapshot, repo: Repo, folder: Path) -> None:
         )
 
 
-def is_answered(had: Snapshot, wanted: Wanted) -> bool:
+def is_answered(had: HubSnapshot, wanted: Wanted) -> bool:
     """Whether the list knows all files that are wanted, so that the Hub need not be asked."""
     known = wanted.revision in (None, had.revision, had.commit)
     return known and wanted.request in had.requests
 
 
-def ask(wanted: Wanted, repo: Repo, folder: Path, had: Snapshot | None) -> Snapshot:
+def ask_hub(wanted: Wanted, repo: Repo, folder: Path, had: HubSnapshot | None) -> HubSnapshot:
     """What the Hub says about the files that are wanted."""
     client = connect(repo)
-    with in_words(repo):
+    with hub_errors(repo):
         if had is not None and wanted.revision in (None, had.revision):
             commit = had.commit
         else:
@@ -134,14 +162,14 @@ def ask(wanted: Wanted, repo: Repo, folder: Path, had: Snapshot | None) -> Snaps
                 "remove this one"
             )
         files = list_files(client, repo, commit)
-        chosen = choose(wanted, repo, commit, files)
+        chosen = choose_files(wanted, repo, commit, files)
     check_names(chosen)
     entries = {name: files[name] for name in chosen}
     revision = had.revision if had is not None else wanted.revision or "main"
-    return Snapshot(repo.type, repo.name, revision, commit, entries, [wanted.request])
+    return HubSnapshot(repo.type, repo.name, revision, commit, entries, [wanted.request])
 
 
-def merge(folder: Path, new: Snapshot, repo: Repo) -> Snapshot:
+def merge(folder: Path, new: HubSnapshot, repo: Repo) -> HubSnapshot:
     """With what the folder's list holds by now; it is locked."""
     had = read_snapshot(folder)
     if had is None:
@@ -153,7 +181,7 @@ def merge(folder: Path, new: Snapshot, repo: Repo) -> Snapshot:
     return replace(had, files=had.files | new.files, requests=requests)
 
 
-def choose(wanted: Wanted, repo: Repo, commit: str, files: dict[str, Entry]) -> list[str]:
+def choose_files(wanted: Wanted, repo: Repo, commit: str, files: dict[str, HubFile]) -> list[str]:
     names = list(files)
     where = f"{wanted.name} at {commit[:12]}"
     if wanted.subset is not None:
@@ -172,7 +200,7 @@ def choose(wanted: Wanted, repo: Repo, commit: str, files: dict[str, Entry]) -> 
     return names
 
 
-def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, Entry]) -> list[str]:
+def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, HubFile]) -> list[str]:
     """The subset's files, as the README or the folders tell. The README is read before anything is
     written, so a misspelt name leaves nothing behind."""
     from overland.data.sources.huggingface import subset_files
@@ -192,7 +220,7 @@ def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, Entry]) -> 
             raise HubError(str(error)) from None
 
 
-def check_space(folder: Path, snapshot: Snapshot, problems: dict[str, str]) -> None:
+def check_space(folder: Path, snapshot: HubSnapshot, problems: dict[str, str]) -> None:
     """Before hours of download, not after."""
     free = shutil.disk_usage(folder).free
     partial = folder / OWN / "partial"
@@ -205,7 +233,9 @@ def check_space(folder: Path, snapshot: Snapshot, problems: dict[str, str]) -> N
         )
 
 
-def bring(repo: Repo, snapshot: Snapshot, folder: Path, names: list[str], report: Report) -> None:
+def bring(
+    repo: Repo, snapshot: HubSnapshot, folder: Path, names: list[str], report: Report
+) -> None:
     entries = {name: snapshot.files[name] for name in names}
     progress = Bytes(report, "fetching", replace(snapshot, files=entries))
     with ThreadPoolExecutor(THREADS) as pool:
@@ -223,7 +253,7 @@ def bring(repo: Repo, snapshot: Snapshot, folder: Path, names: list[str], report
 
 
 def bring_one(
-    repo: Repo, commit: str, name: str, entry: Entry, folder: Path, advance: Callable[[int], None]
+    repo: Repo, commit: str, name: str, entry: HubFile, folder: Path, advance: Callable[[int], None]
 ) -> None:
     check_name(name)
     # By content, so that what is left of another commit is never taken for a part of this one; and
@@ -264,7 +294,7 @@ def only_one(folder: Path) -> Iterator[None]:
 class Bytes:
     """Bytes, counted by several threads."""
 
-    def __init__(self, report: Report, what: str, snapshot: Snapshot) -> None:
+    def __init__(self, report: Report, what: str, snapshot: HubSnapshot) -> None:
         self.report, self.what, self.total = report, what, snapshot.num_bytes
         self.done, self.lock, self.stopped = 0, Lock(), False
 

@@ -12,9 +12,8 @@ from overland.config.commands import command
 from overland.config.inside import leads_out
 from overland.errors import HubError
 from overland.run_folder import COMMITTED
-from overland.tools.hub.errors import in_words
-from overland.tools.hub.repo import SECONDS, Repo, connect, list_files, open_repo
-from overland.tools.hub.secrets import refuse_secrets
+from overland.tools.hub.repo import SECONDS, Repo, connect, hub_errors, list_files, open_repo
+from overland.tools.hub.secrets import refuse_secret_files
 from overland.tools.hub.snapshot import OWN, check_names
 
 LEFT_OUT = {OWN, ".cache", ".git"}  # what fetch, the Hub's client and git keep beside the files
@@ -46,12 +45,12 @@ def push(
     repo = open_repo(name, repo_type, env)
     files = find_files(folder)
     refuse_checkpoints(folder, files)
-    refuse_secrets(folder, files, env)
+    refuse_secret_files(folder, files, env)
     client = connect(repo, env)
     if not repo.token:
         raise HubError("to push, set HF_TOKEN to a token that may write")
     show_bars(bars)
-    with in_words(repo):
+    with hub_errors(repo):
         client.create_repo(name, repo_type=repo_type, private=private or None, exist_ok=True)
         info = client.repo_info(name, repo_type=repo_type, timeout=SECONDS)
         if private and not info.private:

@@ -1,4 +1,5 @@
-"""One repository on a Hub, and the client that speaks with it.
+"""One repository on a Hub, the client that speaks with it, and what can go wrong between here and
+there, each as a sentence with a way out.
 
 The endpoint is HF_ENDPOINT's, the token HF_TOKEN's and nobody else's: a token that a login left in
 a file is not read. What is imported here opens connections, so only `fetch` and `push` come here.
@@ -6,16 +7,18 @@ a file is not read. What is imported here opens connections, so only `fetch` and
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overland.errors import HubError
 from overland.packages import need
-from overland.tools.hub.snapshot import Entry, check_commit
+from overland.tools.hub.snapshot import HubFile, check_commit
 
 ENDPOINT = "https://huggingface.co"
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # the client obeys both
@@ -74,18 +77,18 @@ def commit_of(client: Any, repo: Repo, revision: str | None) -> str:
         raise not_a_hub(repo, error) from None
 
 
-def list_files(client: Any, repo: Repo, commit: str) -> dict[str, Entry]:
+def list_files(client: Any, repo: Repo, commit: str) -> dict[str, HubFile]:
     """Every file of a commit, with the size and hash that the Hub gives for it."""
     from huggingface_hub.hf_api import RepoFile
 
     tree = client.list_repo_tree(repo.name, repo_type=repo.type, revision=commit, recursive=True)
-    files: dict[str, Entry] = {}
+    files: dict[str, HubFile] = {}
     try:
         for one in itertools.islice(tree, MOST_FILES + 1):
             if isinstance(one, RepoFile) and one.lfs:
-                files[one.path] = Entry(one.lfs.size, f"sha256:{one.lfs.sha256}")
+                files[one.path] = HubFile(one.lfs.size, f"sha256:{one.lfs.sha256}")
             elif isinstance(one, RepoFile):
-                files[one.path] = Entry(one.size, f"git:{one.blob_id}")
+                files[one.path] = HubFile(one.size, f"git:{one.blob_id}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if isinstance(error, json.JSONDecodeError):  # a page of a proxy, which has its own words
             raise
@@ -100,3 +103,83 @@ def not_a_hub(repo: Repo, error: Exception) -> HubError:
         f"{repo.endpoint} does not answer about {repo.name} as a Hub does ({error!s:.200}): check "
         "HF_ENDPOINT"
     )
+
+
+@contextmanager
+def hub_errors(repo: Repo) -> Iterator[None]:
+    """Turns errors of the client, the network and the disk into ours. A token is in none of them:
+    the client's own words, which could quote a request, are not passed on."""
+    try:
+        yield
+    except Exception as error:
+        words = _explain(error, repo)
+        if words is None:
+            raise
+        raise HubError(words) from None
+
+
+def _explain(error: Exception, repo: Repo) -> str | None:
+    import httpx
+    from huggingface_hub import errors
+
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # the client wraps what an upload fails of
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set: unset it where there is a network, such as a login node"
+    if isinstance(error, errors.HFValidationError):
+        return f"{repo.name!r} is no name on a Hub: expected OWNER/NAME"
+    if isinstance(error, errors.GatedRepoError):
+        if repo.token:
+            return (
+                f"the account of HF_TOKEN may not read {repo.name} yet: accept its licence at "
+                f"{repo.page}, and use a token that may read gated repositories"
+            )
+        return (
+            f"{repo.name} is given to those who accept its licence: do so at {repo.page}, then set "
+            "HF_TOKEN to a token of that account"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repo.name} has no such revision; those it has: {repo.page}/tree/main"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        private = (
+            "or the account of HF_TOKEN may not see it"
+            if repo.token
+            else "or it is private, and HF_TOKEN is not set"
+        )
+        return f"there is no {repo.type} {repo.name} at {repo.endpoint}, {private}"
+    if isinstance(error, errors.HfHubHTTPError):
+        return _explain_answer(error.response.status_code, repo)
+    if isinstance(error, httpx.TransportError):
+        return (
+            f"no connection to {repo.endpoint} ({error or type(error).__name__}): this needs a "
+            "network, as login nodes have; HF_ENDPOINT names another Hub, https_proxy a proxy"
+        )
+    if isinstance(error, json.JSONDecodeError):
+        return (
+            f"{repo.endpoint} does not answer as a Hub does: check HF_ENDPOINT, and whether a "
+            "proxy wants a login first"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            "the disk, or your share of it, is full; what came so far is kept: make room and run "
+            "this again, or choose another folder with --to"
+        )
+    return None
+
+
+def _explain_answer(status: int, repo: Repo) -> str:
+    if status == 401:
+        return (
+            f"{repo.endpoint} does not know the token in HF_TOKEN: make a new one in your settings"
+        )
+    if status == 403:
+        return (
+            f"{repo.endpoint} forbids this to the account of HF_TOKEN: see {repo.page}, and what "
+            "the token is allowed to do"
+        )
+    if status == 429:
+        return f"{repo.endpoint} says that these were too many requests: wait some minutes" + (
+            "" if repo.token else ", or set HF_TOKEN, which raises the limit"
+        )
+    later = "try again later" if status >= 500 else "check HF_ENDPOINT"
+    return f"{repo.endpoint} answered {status} about {repo.name}: {later}"

@@ -44,7 +44,9 @@ KEYS = [
 LONGEST_KEY = 128
 
 
-def refuse_secrets(folder: Path, files: list[str], env: Mapping[str, str] = os.environ) -> None:
+def refuse_secret_files(
+    folder: Path, files: list[str], env: Mapping[str, str] = os.environ
+) -> None:
     """By names first, which costs nothing; then every byte is read."""
     for file in files:
         if looks_secret(file):

@@ -35,7 +35,7 @@ HASH = re.compile(r"sha256:[0-9a-f]{64}|git:[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 @dataclass(frozen=True)
-class Entry:
+class HubFile:
     """`hash` is `sha256:…` for large files, `git:…` (the id of git's blob) for others."""
 
     size: int
@@ -72,7 +72,7 @@ def hash_of(path: Path, like: str) -> str:
 
 
 @dataclass
-class Snapshot:
+class HubSnapshot:
     """`requests` are the words that asked for files; what one of them means in this commit is in
     `files`, so the same words again need no network."""
 
@@ -80,7 +80,7 @@ class Snapshot:
     name: str
     revision: str
     commit: str
-    files: dict[str, Entry] = field(default_factory=dict)
+    files: dict[str, HubFile] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -88,16 +88,16 @@ class Snapshot:
         return sum(entry.size for entry in self.files.values())
 
 
-def read_snapshot(folder: Path) -> Snapshot | None:
+def read_snapshot(folder: Path) -> HubSnapshot | None:
     path = folder / LIST
     try:
         tree = json.loads(path.read_bytes())
         if tree["version"] != VERSION:
             raise HubError(f"{path} is of another version of Overland: fetch into a new folder")
-        files = {name: Entry(*entry) for name, entry in tree["files"].items()}
+        files = {name: HubFile(*entry) for name, entry in tree["files"].items()}
         facts = {key: tree[key] for key in ("type", "name", "revision", "commit", "requests")}
         check_commit(facts["commit"])
-        snapshot = Snapshot(**facts, files=files)
+        snapshot = HubSnapshot(**facts, files=files)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -106,7 +106,7 @@ def read_snapshot(folder: Path) -> Snapshot | None:
     return snapshot
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
+def write_snapshot(folder: Path, snapshot: HubSnapshot) -> None:
     """In one step: a list is there as a whole or as it was before."""
     path = folder / LIST
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
 
 def find_problems(
     folder: Path,
-    files: dict[str, Entry],
+    files: dict[str, HubFile],
     advance: Callable[[int], None] = lambda size: None,
 ) -> dict[str, str]:
     """Name -> `missing` or `damaged`, after reading every byte."""

@@ -157,7 +157,7 @@ def container_command(job: BatchJob) -> str:
     return f"apptainer exec {devices}{binds} {image}"
 
 
-def refuse_secrets(text: str, env: Mapping[str, str] = os.environ) -> None:
+def refuse_secret_values(text: str, env: Mapping[str, str] = os.environ) -> None:
     """A token that found its way into a text that is about to be written or shown."""
     for name, value in env.items():
         if SECRET.search(name) and len(value) >= SHORTEST_SECRET and value in text:
