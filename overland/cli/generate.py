@@ -19,10 +19,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
 ) -> None:
     """Let a checkpoint continue a text."""
-    from overland.tools.evaluation.checkpoint import open_checkpoint
     from overland.tools.evaluation.generate import generate as generate_ids
+    from overland.tools.evaluation.model import open_model
 
-    model, tokenizer, config = open_checkpoint(path)
+    model, tokenizer, config = open_model(path)
     ids = generate_ids(
         model,
         tokenizer.encode_prompt(prompt),

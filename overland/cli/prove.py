@@ -36,9 +36,14 @@ def layout(
     """Train a tiny model under each layout on local CPU ranks and compare it with one process."""
     from overland.config.errors import ConfigError, Problem
     from overland.tools.proofs.evidence import Evidence
-    from overland.tools.proofs.layout import HEAD, NORM_TOLERANCES, TOLERANCES, prove_layouts
+    from overland.tools.proofs.layout import (
+        HEAD,
+        NORM_TOLERANCES,
+        TOLERANCES,
+        prove_layouts,
+        settings_of,
+    )
     from overland.tools.proofs.layouts import FIVE_AXES, LAYOUTS, SHORT, parse_all
-    from overland.tools.proofs.settings import settings_of
     from overland.words import any_of
     from overland.world.pool import RankPool
 

@@ -70,7 +70,7 @@ WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirecto
 COLLECTIVES = re.compile(r"torch/distributed/(distributed_c10d|rendezvous|_functional_collectives)")
 
 
-def kind_of(error: BaseException) -> Kind:
+def error_kind(error: BaseException) -> Kind:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Kind.DISK
@@ -96,7 +96,7 @@ def _stated_kind(error: BaseException) -> Kind | None:
     return next((KIND_OF_ERROR[name] for name in names if name in KIND_OF_ERROR), None)
 
 
-def place_of(error: BaseException) -> str:
+def error_place(error: BaseException) -> str:
     """The type of an error and the innermost line outside of torch that it came from. Empty for a
     file system that failed: whatever reads next fails."""
     if _file_system_failed(error):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from overland.cli.main import app
 from overland.tools.doctor import places, session, software
 from overland.tools.doctor.finding import Finding
-from overland.tools.doctor.start import check_start, judge_start
+from overland.tools.doctor.start import check_offline_start, judge_start
 from overland.tools.jobs.site import NamedSite, load_site
 from tests.cli.processes import ROOT, environment
 
@@ -71,13 +71,13 @@ def test_packages_are_held_to_what_overland_asks_for() -> None:
         software.Requirement("wandb", "0.19", "wandb"),
     ]
     good = {"numpy": "2.4.6", "pyarrow": "26.0.1", "zstandard": "0.23"}
-    found = list(software.check_packages(wanted, good))
+    found = list(software.check_requirements(wanted, good))
     assert [one.status for one in found] == ["ok"] * 3
     assert "pip install 'overland[wandb]'" in found[2].found
-    found = list(software.check_packages(wanted, {**good, "numpy": "1.26.4", "pyarrow": "9.0"}))
+    found = list(software.check_requirements(wanted, {**good, "numpy": "1.26.4", "pyarrow": "9.0"}))
     assert [one.status for one in found] == ["wrong", "warning", "ok"]
     assert found[0].found == "numpy 1.26.4 is older than 2.0"
-    assert next(software.check_packages(wanted, {})).found == "numpy is missing"
+    assert next(software.check_requirements(wanted, {})).found == "numpy is missing"
 
 
 def test_what_overland_asks_for_is_read_from_its_package() -> None:
@@ -122,7 +122,7 @@ def test_a_full_disk_and_a_missing_scratch_are_found(
     assert places.check_scratch(FRONTIER, {}).status == "warning"
     assert places.check_scratch(LAPTOP, {}).status == "ok"
     monkeypatch.setattr(places, "LITTLE", 1e18)
-    assert places.check_folder("x", tmp_path, "elsewhere").status == "warning"
+    assert places.check_writable("x", tmp_path, "elsewhere").status == "warning"
 
 
 # session
@@ -247,7 +247,7 @@ def test_a_run_that_calls_home_is_found_though_it_hides_it(
     )
     monkeypatch.chdir(tmp_path)
     env = environment(PYTHONPATH=str(ROOT))
-    found = list(check_start("run.toml", env))
+    found = list(check_offline_start("run.toml", env))
     assert [one.status for one in found] == ["wrong", "wrong"]
     assert "tried to reach home.example:443" in found[0].found
     assert "missing/folder" in found[1].found

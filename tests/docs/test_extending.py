@@ -41,11 +41,11 @@ def test_the_page_has_one_example_of_each_kind() -> None:
 
 SAME_LOGITS = """
 import pathlib, torch, transformers
-from overland.tools.evaluation.checkpoint import open_checkpoint
+from overland.tools.evaluation.model import open_model
 
 run = pathlib.Path("runs/mine")
 tokens = torch.arange(200, 216)[None]
-ours = open_checkpoint(run)[0]
+ours = open_model(run)[0]
 theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
 with torch.no_grad():
     print(float((ours(tokens) - theirs(tokens).logits).abs().max()))

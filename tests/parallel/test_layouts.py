@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from overland.tools.proofs.layout import TOLERANCES, Verdict, curve, proof_job, prove_layouts
-from overland.tools.proofs.layouts import LAYOUTS, SHORT, Layout, parse
+from overland.tools.proofs.layout import TOLERANCES, LayoutVerdict, curve, proof_job, prove_layouts
+from overland.tools.proofs.layouts import LAYOUTS, SHORT, ProofLayout, parse
 from overland.tools.proofs.resume import prove_resumes
 from overland.world.pool import RankPool
 
 
 @pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)
-def test_layout_equals_one_process(ranks: RankPool, layout: Layout) -> None:
+def test_layout_equals_one_process(ranks: RankPool, layout: ProofLayout) -> None:
     (verdict,) = prove_layouts([layout], ranks)
     assert verdict.is_equal, verdict
 
@@ -35,7 +35,7 @@ def test_the_same_layout_run_twice_gives_the_same_bits(ranks: RankPool, tmp_path
 
 
 def test_the_table_states_the_bounds_of_losses_and_of_the_norm() -> None:
-    verdict = Verdict("tp2", 2, "float32", 9e-5, 9e-3, 9e-5)
+    verdict = LayoutVerdict("tp2", 2, "float32", 9e-5, 9e-3, 9e-5)
     assert verdict.is_equal
     assert verdict.cells()[2] == "float32 (≤ 0.0001, 0.01)"
     for worse in ("loss", "norm", "validation"):

@@ -21,7 +21,7 @@ from overland.data.prepare import Dataset, Place, validation_data
 from overland.parallel.comm import sum_over
 from overland.parallel.pipeline import Pipeline
 from overland.parallel.whole import Whole
-from overland.tools.proofs.layout import ROWS, TINY, held_out, proof_job, prove_layouts
+from overland.tools.proofs.layout import ROWS, TINY, held_out_data, proof_job, prove_layouts
 from overland.tools.proofs.layouts import SHORT, parse
 from overland.training import loop, step, validate
 from overland.training.run import Run
@@ -145,7 +145,7 @@ def test_the_proof_finds_a_mistake(
 
 
 def test_held_out_rows_have_different_numbers_of_tokens(tmp_path: Path) -> None:
-    job = proof_job(None, (), "float64", 1, tmp_path, {"validation": held_out(tmp_path)})
+    job = proof_job(None, (), "float64", 1, tmp_path, {"validation": held_out_data(tmp_path)})
     (dataset,) = validation_data(job, ROWS, TINY["vocab_size"], Place())
     batches = [load(dataset.rows, number) for number in range(2)]
     counts = [(row != IGNORED).sum().item() for batch in batches for row in batch["labels_BS"]]

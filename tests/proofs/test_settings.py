@@ -8,7 +8,7 @@ import pytest
 
 from overland.config.errors import ConfigError
 from overland.models import registry
-from overland.tools.proofs.settings import settings_of
+from overland.tools.proofs.layout import settings_of
 
 OWN = """\
 from dataclasses import dataclass

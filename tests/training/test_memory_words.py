@@ -12,7 +12,7 @@ from overland.config.degrees import resolve_degrees
 from overland.errors import Kind
 from overland.models.registry import model_config
 from overland.training.memory_words import is_out_of_memory, out_of_memory, rank_killed
-from overland.world.last_words import kind_of
+from overland.world.last_words import error_kind
 from tests.jobs import tiny_job
 
 
@@ -26,7 +26,7 @@ def test_what_was_held_and_three_ways_out_are_named(tmp_path: Path) -> None:
     degrees = resolve_degrees(config.parallelism, 1)
     error = out_of_memory(config, model_config(config.model), degrees, torch.device("cpu"))
     said = str(error)
-    assert kind_of(error) is Kind.MEMORY
+    assert error_kind(error) is Kind.MEMORY
     for way in ("local_batch_size=4", "activation_checkpoint.mode=full", "bf16_moments=true"):
         assert re.search(rf"{way}[^;]*: about [\d.]+ GiB", said), said
 

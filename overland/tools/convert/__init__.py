@@ -1,5 +1,5 @@
 """A checkpoint from one format to another, tensor by tensor. See docs/convert.md."""
 
-from overland.tools.convert.convert import Summary, convert
+from overland.tools.convert.convert import Conversion, convert
 
-__all__ = ["Summary", "convert"]
+__all__ = ["Conversion", "convert"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,7 +29,6 @@ from overland.checkpoint.formats.source import (
 )
 from overland.errors import CheckpointError
 from overland.files import publish, sync
-from overland.tools.convert.memory import PeakMemory
 from overland.tools.convert.verify import verify_hashes, verify_logits
 from overland.words import did_you_mean
 
@@ -44,7 +45,7 @@ Advance = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Summary:
+class Conversion:
     """What a conversion did. Sizes are in bytes."""
 
     source: str
@@ -75,7 +76,7 @@ def convert(
     options: Options | None = None,
     verify: str = "hash",
     advance: Advance = lambda what, done, total: None,
-) -> Summary:
+) -> Conversion:
     """Writes the checkpoint at `source` to `target` in format `to`; see docs/convert.md."""
     for given, valid, option in ((to, TARGETS, "--to"), (verify, CHECKS, "--verify")):
         if given not in valid:
@@ -121,7 +122,7 @@ def convert(
         if verify == "logits":
             difference = verify_logits(chosen, written)
     num_bytes = sum(chosen.tensors[name].nbytes for name in sent)
-    return Summary(
+    return Conversion(
         str(source), opened.format, str(target), to, len(sent), num_bytes, verified,
         difference, opened.own_model, memory.growth(), 2 * largest + ALLOWANCE,
     )  # fmt: skip
@@ -267,3 +268,39 @@ def _new_target(target: Path, is_file: bool) -> Iterator[Path]:
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+class PeakMemory:
+    """Counts from where it is made. On Linux by the kernel's own high-water mark."""
+
+    def __init__(self) -> None:
+        # 5 resets the mark to what is in use now: importing has a peak of its own.
+        self.base = _status("VmRSS") if _reset() else _highest()
+
+    def growth(self) -> int:
+        """Bytes."""
+        return max(0, _highest() - self.base)
+
+
+def _reset() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return _status("VmRSS") > 0
+
+
+def _highest() -> int:
+    mark = _status("VmHWM")
+    if mark:
+        return mark
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(field: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)

@@ -67,8 +67,8 @@ def verify_logits(source: Source, written: Source) -> float | None:
             for name, (dtype, shape) in fields.items()
         }
     with torch.no_grad():
-        before = model_of(source, config)(**inputs)
-        after = model_of(written, config)(**inputs)
+        before = model_with_weights(source, config)(**inputs)
+        after = model_with_weights(written, config)(**inputs)
     difference = float((before - after).abs().max())
     if not difference <= TOLERANCE:
         raise CheckpointError(
@@ -77,7 +77,7 @@ def verify_logits(source: Source, written: Source) -> float | None:
     return difference
 
 
-def model_of(source: Source, config: Any) -> nn.Module:
+def model_with_weights(source: Source, config: Any) -> nn.Module:
     """Overland's own model with the source's weights, in float32."""
     model = build_model(config)
     init_buffers(model, torch.device("cpu"))

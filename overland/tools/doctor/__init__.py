@@ -18,9 +18,9 @@ def examine(
     from overland.tools.doctor.places import check_places
     from overland.tools.doctor.session import check_session
     from overland.tools.doctor.software import check_software
-    from overland.tools.doctor.start import check_start
+    from overland.tools.doctor.start import check_offline_start
 
     yield from check_session(site, env)
     yield from check_places(site, env)
     yield from check_software(site)
-    yield from check_start(config, env)
+    yield from check_offline_start(config, env)

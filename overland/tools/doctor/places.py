@@ -15,7 +15,7 @@ LITTLE = 5e9  # bytes free: less than one shard of weights, or a build of torch
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheFolder:
     variable: str
     default: str
     what: str
@@ -24,12 +24,12 @@ class Cache:
 
 
 CACHES = (
-    Cache("XDG_CACHE_HOME", "~/.cache", "all that has no variable of its own"),
-    Cache("HF_HOME", "$XDG_CACHE_HOME/huggingface", "Hugging Face's files"),
-    Cache("TRITON_CACHE_DIR", "~/.triton/cache", "compiled kernels"),
-    Cache("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_$USER", "compiled models"),
-    Cache("MIOPEN_USER_DB_PATH", "~/.config/miopen", "MIOpen's choices", "amd"),
-    Cache("MIOPEN_CUSTOM_CACHE_DIR", "$XDG_CACHE_HOME/miopen", "MIOpen's kernels", "amd"),
+    CacheFolder("XDG_CACHE_HOME", "~/.cache", "all that has no variable of its own"),
+    CacheFolder("HF_HOME", "$XDG_CACHE_HOME/huggingface", "Hugging Face's files"),
+    CacheFolder("TRITON_CACHE_DIR", "~/.triton/cache", "compiled kernels"),
+    CacheFolder("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_$USER", "compiled models"),
+    CacheFolder("MIOPEN_USER_DB_PATH", "~/.config/miopen", "MIOpen's choices", "amd"),
+    CacheFolder("MIOPEN_CUSTOM_CACHE_DIR", "$XDG_CACHE_HOME/miopen", "MIOpen's kernels", "amd"),
 )
 
 
@@ -52,14 +52,14 @@ def check_scratch(site: NamedSite | None, env: Mapping[str, str]) -> Finding:
     folder = Path(root).expanduser()
     if not folder.is_dir():
         return wrong("SCRATCH_ROOT", f"{folder} is no folder", "make it, or set another")
-    return check_folder("SCRATCH_ROOT", folder, "another folder")
+    return check_writable("SCRATCH_ROOT", folder, "another folder")
 
 
-def check_cache(cache: Cache, site: NamedSite | None, env: Mapping[str, str]) -> Finding:
+def check_cache(cache: CacheFolder, site: NamedSite | None, env: Mapping[str, str]) -> Finding:
     if cache.variable not in env and site and cache.variable in site.facts.environment:
         return ok(cache.variable, f"set in every job of {site.name}")
     path = cache_path(cache, env)
-    finding = check_folder(cache.variable, path, f"export {cache.variable}=… elsewhere")
+    finding = check_writable(cache.variable, path, f"export {cache.variable}=… elsewhere")
     if finding.status != "ok":
         return finding
     home, scratch = Path(env.get("HOME", "~")).expanduser(), env.get("SCRATCH_ROOT")
@@ -71,7 +71,7 @@ def check_cache(cache: Cache, site: NamedSite | None, env: Mapping[str, str]) ->
     return finding
 
 
-def cache_path(cache: Cache, env: Mapping[str, str]) -> Path:
+def cache_path(cache: CacheFolder, env: Mapping[str, str]) -> Path:
     home = env.get("HOME", str(Path("~").expanduser()))
     said = env.get(cache.variable) or cache.default
     general = env.get("XDG_CACHE_HOME") or f"{home}/.cache"
@@ -80,7 +80,7 @@ def cache_path(cache: Cache, env: Mapping[str, str]) -> Path:
     return Path(home + said[1:] if said.startswith("~") else said)
 
 
-def check_folder(what: str, path: Path, way_out: str) -> Finding:
+def check_writable(what: str, path: Path, way_out: str) -> Finding:
     """A folder that is not there yet is judged by the one it would be made in."""
     there = next((one for one in (path, *path.parents) if one.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

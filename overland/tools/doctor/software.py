@@ -44,7 +44,7 @@ def check_software(site: NamedSite | None) -> Iterator[Finding]:
     yield check_torch(torch, site, drivers)
     yield check_devices(torch, drivers)
     yield check_kernels(torch, can_use_triton)
-    yield from check_packages(requirements(), installed_versions())
+    yield from check_requirements(requirements(), installed_versions())
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
@@ -113,7 +113,7 @@ def can_use_triton() -> bool:
     return has_triton()
 
 
-def check_packages(wanted: list[Requirement], versions: Mapping[str, str]) -> Iterator[Finding]:
+def check_requirements(wanted: list[Requirement], versions: Mapping[str, str]) -> Iterator[Finding]:
     if not wanted:
         yield warning(
             "packages", "Overland runs from its source, so nothing says what it needs",

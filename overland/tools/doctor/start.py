@@ -16,7 +16,7 @@ DEFAULT = "quickstart"
 SECONDS = 600
 
 
-def check_start(config: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
+def check_offline_start(config: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
     words = ["check", config or DEFAULT, "--json"]
     with tempfile.TemporaryDirectory() as place:
         record = Path(place) / "tried"

@@ -30,7 +30,7 @@ from overland.world.heartbeat import (
     stacks_signal,
     start_heartbeat,
 )
-from overland.world.last_words import kind_of, place_of, say
+from overland.world.last_words import error_kind, error_place, say
 from overland.world.signals import SIGNALS
 from overland.world.wire import Wire
 from overland.world.world import World
@@ -58,14 +58,14 @@ def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[H
         except Exception as error:
             if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
                 what = f"{type(error).__name__}: {error}"
-                say(world.rank, kind_of(error), what, beat.step, place_of(error))
+                say(world.rank, error_kind(error), what, beat.step, error_place(error))
             raise
         except SystemExit as error:  # of the user's own code: we end otherwise
             cause = error.__context__  # it may have left for what another rank had done
-            kind = kind_of(cause) if isinstance(cause, Exception) else Kind.CODE
+            kind = error_kind(cause) if isinstance(cause, Exception) else Kind.CODE
             why = f", for {type(cause).__name__}: {cause}" if cause else ""
             what = f"it left, by SystemExit({error.code}){why}"
-            say(world.rank, kind, what, beat.step, place_of(cause or error))
+            say(world.rank, kind, what, beat.step, error_place(cause or error))
             raise
 
 

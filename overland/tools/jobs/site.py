@@ -66,7 +66,7 @@ class Slurm(Section):
     partitions: dict[str, Partition] = {}
 
 
-class Disk(Section):
+class SiteDisk(Section):
     """Where things lie."""
 
     scratch: str | None = None
@@ -110,7 +110,7 @@ class Site(Section):
     modules: list[str] = []
     environment: dict[str, str] = {}
     slurm: Slurm = Field(default_factory=Slurm)
-    disk: Disk = Field(default_factory=Disk)
+    disk: SiteDisk = Field(default_factory=SiteDisk)
     container: Container = Field(default_factory=Container)
     setup: Setup = Field(default_factory=Setup)
 

@@ -94,7 +94,7 @@ def measure_cpu(stage: Stage) -> Message:
     return {
         "kind": "cpu",
         "name": cpu_name(),
-        "matmul_digest": digest(first.tobytes()),
+        "matmul_digest": _digest(first.tobytes()),
         "matmul_is_steady": first.tobytes() == last.tobytes(),
         "matmul_is_near": is_near(first, a, b, float(np.finfo(np.float32).eps)),
         "matmul_tflops": 2 * CPU.side**3 / each / 1e12,
@@ -155,7 +155,7 @@ def measure_matmul(device: torch.device, sizes: Sizes) -> Message:
     content = first.view(torch.uint8).numpy().tobytes()
     found, left, right = (tensor.float().numpy() for tensor in (first, a, b))
     return {
-        "matmul_digest": digest(content),
+        "matmul_digest": _digest(content),
         "matmul_is_steady": content == last.view(torch.uint8).numpy().tobytes(),
         "matmul_is_near": is_near(found, left, right, torch.finfo(dtype).eps),
         "matmul_tflops": 2 * sizes.side**3 / each / 1e12,
@@ -210,7 +210,7 @@ def factors(n: int) -> tuple[Array, Array]:
     )
 
 
-def digest(content: bytes) -> str:
+def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -75,7 +75,7 @@ class Rounds:
             )
             self._play(pairs, number, f"extra round {number} of the links")
             tried |= {suspect for suspect, _ in pairs}
-        return conclude(self._judge(), self.matches, self.slow, tried)
+        return conclude_rounds(self._judge(), self.matches, self.slow, tried)
 
     def _judge(self) -> LinkVerdict:
         """One bad link alone may be chance, or the partner's fault."""
@@ -129,7 +129,7 @@ class Rounds:
         return orders
 
 
-def conclude(
+def conclude_rounds(
     verdict: LinkVerdict, matches: Sequence[Match], slow: float, tried: set[str]
 ) -> tuple[list[Finding], list[str]]:
     """A link that was bad once is the fault of neither if both have done well since. If there was

@@ -50,7 +50,7 @@ class SourceCount:
 
 
 @dataclass
-class Verdict:
+class DataVerdict:
     fingerprint: str
     mixture: str
     first_step: int
@@ -114,7 +114,7 @@ def prove_data(
     first_step: int | None = None,
     last_step: int | None = None,
     progress: Progress = lambda done, total: None,
-) -> Verdict:
+) -> DataVerdict:
     """Replays the steps of a run, or some of them."""
     if not (run / CONFIG).is_file():
         raise DataError(f"{run} is no run folder: it has no config.toml")
@@ -130,7 +130,7 @@ def prove_data(
     last = max(history.last, _last_saved(folder)) if last_step is None else last_step
     plan = dataset.plan
     unit = "tokens" if dataset.rows.arrays is None else "samples"
-    verdict = Verdict(plan.fingerprint, plan.mixture, first, last, unit=unit)
+    verdict = DataVerdict(plan.fingerprint, plan.mixture, first, last, unit=unit)
     replay = Replay(dataset, history, verdict)
     try:
         return replay.run(progress)
@@ -141,7 +141,7 @@ def prove_data(
 class Replay:
     """Goes through the steps once, and counts."""
 
-    def __init__(self, dataset: Dataset, history: History, verdict: Verdict) -> None:
+    def __init__(self, dataset: Dataset, history: History, verdict: DataVerdict) -> None:
         self.dataset, self.history, self.verdict = dataset, history, verdict
         self.names = list(dataset.plan.sources)
         verdict.sources = {name: SourceCount() for name in self.names}
@@ -149,7 +149,7 @@ class Replay:
         self.begun: list[Array] = []
         """Documents that began, as source × 2⁵⁶ + number."""
 
-    def run(self, progress: Progress) -> Verdict:
+    def run(self, progress: Progress) -> DataVerdict:
         verdict, fed = self.verdict, self.history.fed
         wanted = range(verdict.first_step, verdict.last_step + 1)
         verdict.missing_steps = [step for step in wanted if step not in fed]

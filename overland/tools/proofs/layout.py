@@ -16,8 +16,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from overland.checks.model import check_custom_import
+from overland.config.errors import ConfigError, Problem
+from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.tools.proofs.layouts import KINDS, WAYS, Layout, Sections
+from overland.models.registry import model_config, own_model_name
+from overland.tools.proofs.layouts import KINDS, WAYS, ProofLayout, Sections
 from overland.world.pool import RankPool
 from overland.world.world import World
 
@@ -29,6 +33,7 @@ NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 STEPS = 20
 ROWS = 8
 SEQ_LEN = 32
+MODEL_KINDS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_type")
 
 HEAD = """\
 # Layouts that compute what one process computes
@@ -60,7 +65,7 @@ TINY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutVerdict:
     layout: str
     ranks: int
     dtype: str
@@ -97,17 +102,17 @@ Curve = list[tuple[float, ...]]
 
 
 def prove_layouts(
-    layouts: Iterable[Layout],
+    layouts: Iterable[ProofLayout],
     pool: RankPool,
     dtype: str = "float64",
     steps: int = STEPS,
     settings: Sections | None = None,
-) -> Iterator[Verdict]:
+) -> Iterator[LayoutVerdict]:
     """One verdict per layout, as they come. `settings` (from a user's config) hold for all."""
     references: dict[tuple[str, ...], tuple[Curve, Curve]] = {}
     for layout in layouts:
         with tempfile.TemporaryDirectory() as folder:
-            validated = {**(settings or {}), "validation": held_out(Path(folder))}
+            validated = {**(settings or {}), "validation": held_out_data(Path(folder))}
             if layout.kinds not in references:
                 job = proof_job(None, layout.kinds, dtype, steps, Path(folder), validated)
                 references[layout.kinds] = pool.run(1, curves, job)[0]
@@ -115,10 +120,12 @@ def prove_layouts(
             try:
                 found = pool.run(layout.num_ranks, curves, job, num_nodes=layout.num_nodes)
             except AssertionError as error:
-                yield Verdict(layout.name, layout.num_ranks, dtype, 1.0, 1.0, 1.0, last_line(error))
+                yield LayoutVerdict(
+                    layout.name, layout.num_ranks, dtype, 1.0, 1.0, 1.0, last_line(error)
+                )
                 continue
         steps_alone, held_out_alone = references[layout.kinds]
-        yield Verdict(
+        yield LayoutVerdict(
             layout.name,
             layout.num_ranks,
             dtype,
@@ -159,7 +166,7 @@ def curve(world: World, config: JobConfig) -> Curve:
     return curves(world, config)[0]
 
 
-def held_out(folder: Path) -> dict[str, Any]:
+def held_out_data(folder: Path) -> dict[str, Any]:
     """Data to validate on, with settings that read it: documents of random tokens which fill
     neither the last row nor the last batch."""
     draw = Random(0)
@@ -171,7 +178,7 @@ def held_out(folder: Path) -> dict[str, Any]:
 
 
 def proof_job(
-    layout: Layout | None,
+    layout: ProofLayout | None,
     kinds: tuple[str, ...],
     dtype: str,
     steps: int,
@@ -235,3 +242,36 @@ def _merge(job: Sections, change: Sections) -> None:
 def last_line(error: AssertionError) -> str:
     lines = [line for line in str(error).splitlines() if line.strip() and line != "no answer"]
     return next((line for line in reversed(lines) if not line.startswith("rank ")), "no answer")
+
+
+def settings_of(source: str | None) -> Sections | None:
+    """What the proof takes from a user's config, as sections that hold for every layout: the kind
+    of model and how it computes, not its size. None without a config."""
+    if source is None:
+        return None
+    loaded = load_config(source)
+    config = loaded.config
+    if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
+        raise ConfigError(problems)
+    settings: Sections = {
+        "job": {"custom_import": config.job.custom_import},
+        "activation_checkpoint": config.activation_checkpoint.model_dump(),
+        "compile": config.compile.model_dump(),
+        "data": {"document_mask": config.data.document_mask},
+        "optimizer": {"name": config.optimizer.name, "options": config.optimizer.options},
+        "debug": {"seed": config.debug.seed},
+    }
+    if config.compile.enable:  # the proof is about the layout; generated code differs in rounding
+        settings["compile"]["backend"] = "aot_eager"
+    architecture = model_config(config.model)
+    if own_model_name(architecture):  # a plain decoder of its sizes would prove nothing
+        message = (
+            "a model of your own is not proven here: train it for a few steps in float64 under "
+            "each layout, and compare the losses"
+        )
+        raise ConfigError([Problem(message, loaded.where("model.name"), "model.name")])
+    hf = architecture.to_hf()
+    settings["model"] = {key: hf[key] for key in MODEL_KINDS if key in hf}
+    if hf.get("sliding_window"):
+        settings["model"]["sliding_window"] = 9
+    return settings

@@ -63,7 +63,7 @@ KINDS: dict[str, Sections] = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProofLayout:
     name: str
     degrees: dict[str, int]
     ways: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Layout:
         return {DEGREES["shard"]: 1} | {DEGREES[axis]: n for axis, n in self.degrees.items()}
 
 
-def parse(name: str) -> Layout:
+def parse(name: str) -> ProofLayout:
     """A layout from its name; ValueError says what is wrong with it."""
     words = re.split(r"(?=[:+])", name)
     degrees: dict[str, int] = {}
@@ -99,10 +99,10 @@ def parse(name: str) -> Layout:
     for word, known_words in [(w, WAYS) for w in ways] + [(k, KINDS) for k in kinds]:
         if word not in known_words:
             raise ValueError(f"{name}: {word!r} is none of {', '.join(known_words)}")
-    return Layout(name, degrees, ways, kinds)
+    return ProofLayout(name, degrees, ways, kinds)
 
 
-def parse_all(text: str) -> list[Layout]:
+def parse_all(text: str) -> list[ProofLayout]:
     return [parse(name) for name in text.split()]
 
 

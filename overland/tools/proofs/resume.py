@@ -14,7 +14,7 @@ from typing import Any
 
 from overland.config.schema import JobConfig
 from overland.tools.proofs.layout import TOLERANCES, Curve, curve, difference, last_line, proof_job
-from overland.tools.proofs.layouts import Layout, parse_all
+from overland.tools.proofs.layouts import ProofLayout, parse_all
 from overland.world.pool import RankPool
 
 SAVED_AT, STEPS = 3, 6
@@ -72,11 +72,13 @@ class Resumed:
         return [f"`{self.before}`", f"`{self.after}`", *differences, self.verdict]
 
 
-def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
+def pairs(layouts: Sequence[ProofLayout]) -> list[tuple[ProofLayout, ProofLayout]]:
     return [(before, after) for before in layouts for after in layouts]
 
 
-def prove_resumes(wanted: Sequence[tuple[Layout, Layout]], pool: RankPool) -> Iterator[Resumed]:
+def prove_resumes(
+    wanted: Sequence[tuple[ProofLayout, ProofLayout]], pool: RankPool
+) -> Iterator[Resumed]:
     """One verdict per pair, as they come. What one layout saved serves all that resume it."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -93,7 +95,7 @@ def prove_resumes(wanted: Sequence[tuple[Layout, Layout]], pool: RankPool) -> It
 
 
 def _resume(
-    pool: RankPool, before: Layout, after: Layout, saved: Path, folder: Path, alone: Curve
+    pool: RankPool, before: ProofLayout, after: ProofLayout, saved: Path, folder: Path, alone: Curve
 ) -> Resumed:
     shutil.copytree(saved, folder, symlinks=True)
     try:
@@ -116,12 +118,12 @@ def _resume(
     )
 
 
-def _run(pool: RankPool, layout: Layout, job: JobConfig) -> list[Curve]:
+def _run(pool: RankPool, layout: ProofLayout, job: JobConfig) -> list[Curve]:
     return pool.run(layout.num_ranks, curve, job, num_nodes=layout.num_nodes)
 
 
 def _job(
-    layout: Layout | None, kinds: tuple[str, ...], steps: int, folder: Path, save: bool = True
+    layout: ProofLayout | None, kinds: tuple[str, ...], steps: int, folder: Path, save: bool = True
 ) -> JobConfig:
     config = proof_job(layout, kinds, "float64", steps, folder)
     checkpoint = config.checkpoint.model_copy(update={"enable": save})

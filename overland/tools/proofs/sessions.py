@@ -86,7 +86,7 @@ SHORT = [
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SessionVerdict:
     story: Story
     world_sizes: Sequence[int]
     epochs: list[int]
@@ -101,7 +101,7 @@ class Verdict:
 
 def prove_sessions(
     story: Story, folder: Path, seed: int, world_sizes: Sequence[int] = WORLD_SIZES
-) -> Verdict:
+) -> SessionVerdict:
     """Tells the story in a folder of its own, with kills drawn from the seed."""
     draw = random.Random(seed)
     write_texts(story, folder / "text")
@@ -121,9 +121,9 @@ def prove_sessions(
             start = start // SAVED_EVERY * SAVED_EVERY
     unbroken = open_rows(config_of(story, folder, "unbroken"))
     epochs, problems = check_documents(story, documents_begun(unbroken.rows))
-    problems += [*compare(unbroken.rows, fed), *check_mixture(story, unbroken.rows)]
+    problems += [*compare_digests(unbroken.rows, fed), *check_mixture(story, unbroken.rows)]
     unbroken.close()
-    return Verdict(story, world_sizes, epochs, problems)
+    return SessionVerdict(story, world_sizes, epochs, problems)
 
 
 def write_texts(story: Story, folder: Path) -> None:
@@ -249,7 +249,7 @@ def read_log(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in lines]
 
 
-def compare(rows: PlannedRows, fed: dict[int, list[str]]) -> Iterator[str]:
+def compare_digests(rows: PlannedRows, fed: dict[int, list[str]]) -> Iterator[str]:
     """The same global order as one unbroken run."""
     if list(fed) != list(range(NUM_BATCHES)):
         yield f"{len(fed)} batches were fed, not {NUM_BATCHES}"

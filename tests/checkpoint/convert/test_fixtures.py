@@ -16,7 +16,7 @@ from overland.checkpoint.formats.lazy import digest
 from overland.checkpoint.formats.torch_file import scalar
 from overland.models import DecoderConfig
 from overland.tools.convert import convert
-from overland.tools.convert.verify import model_of
+from overland.tools.convert.verify import model_with_weights
 
 from .samples import DCP, DEEPSPEED, META, fixture, saved
 
@@ -32,7 +32,7 @@ def assert_logits(hf_folder: Path, folder: Path) -> None:
     source = open_source(hf_folder)
     assert source.config is not None
     with torch.no_grad():
-        ours = model_of(source, DecoderConfig.from_hf(source.config))(tokens_BS)
+        ours = model_with_weights(source, DecoderConfig.from_hf(source.config))(tokens_BS)
         assert (ours - wanted).abs().max() <= 1e-4
         transformers = pytest.importorskip("transformers")
         theirs, report = transformers.AutoModelForCausalLM.from_pretrained(

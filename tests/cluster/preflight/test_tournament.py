@@ -6,7 +6,7 @@ import pytest
 
 from overland.tools.preflight.tournament import (
     Match,
-    conclude,
+    conclude_rounds,
     faultless,
     judge_links,
     pairings,
@@ -103,14 +103,18 @@ def test_a_link_that_was_bad_once_is_played_again_with_others() -> None:
 def test_what_is_made_of_a_link_that_was_bad_once() -> None:
     bad = Match(("a", "b"), 1, error="hung")
     alone = judge_links([bad], SLOW, fewest_bad=2)
-    findings, notes = conclude(alone, [bad], SLOW, tried=set())
+    findings, notes = conclude_rounds(alone, [bad], SLOW, tried=set())
     assert [node for node, _ in findings] == ["a", "b"]
     assert findings[0][1] == "link with b in round 1: hung; it is unclear whose fault that is"
     assert notes == []
-    findings, notes = conclude(alone, [bad], SLOW, tried={"a", "b"})
+    findings, notes = conclude_rounds(alone, [bad], SLOW, tried={"a", "b"})
     assert findings == []
     assert notes == ["link of a and b: hung; both did well with others since"]
-    assert conclude(alone, [bad], SLOW, tried={"a"})[0] == [("b", "link with a in round 1: hung")]
+    assert conclude_rounds(alone, [bad], SLOW, tried={"a"})[0] == [
+        ("b", "link with a in round 1: hung")
+    ]
     three = [bad, Match(("a", "c"), 2, 20.0)]  # nobody was left to try with
     verdict = judge_links(three, SLOW, fewest_bad=2)
-    assert conclude(verdict, three, SLOW, tried=set())[0] == [("b", "link with a in round 1: hung")]
+    assert conclude_rounds(verdict, three, SLOW, tried=set())[0] == [
+        ("b", "link with a in round 1: hung")
+    ]

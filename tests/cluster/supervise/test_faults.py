@@ -20,7 +20,7 @@ from overland.errors import (
     TrainingError,
 )
 from overland.tools.jobs.supervise.faults import Fault, Findings, expand_ranks
-from overland.world.last_words import ENDED, SAYS, kind_of, place_of, say
+from overland.world.last_words import ENDED, SAYS, error_kind, error_place, say
 
 
 def caused_by(cause: Exception, error: Exception) -> Exception:
@@ -63,7 +63,7 @@ def caused_by(cause: Exception, error: Exception) -> Exception:
     ],
 )  # fmt: skip
 def test_an_error_has_a_kind(error: BaseException, kind: Kind) -> None:
-    assert kind_of(error) is kind
+    assert error_kind(error) is kind
 
 
 def raised(act: Callable[[], object]) -> Exception:
@@ -76,18 +76,18 @@ def raised(act: Callable[[], object]) -> Exception:
 
 def test_a_place_is_the_type_of_an_error_and_a_line_outside_of_torch() -> None:
     shapes = raised(lambda: torch.nn.Linear(2, 3)(torch.ones(1, 5)))
-    assert re.fullmatch(r"RuntimeError at .*supervise/test_faults\.py:\d+", place_of(shapes))
+    assert re.fullmatch(r"RuntimeError at .*supervise/test_faults\.py:\d+", error_place(shapes))
     missing = raised(lambda: {}["embedding"])
-    assert re.fullmatch(r"KeyError at .*supervise/test_faults\.py:\d+", place_of(missing))
-    assert place_of(shapes) != place_of(missing)
+    assert re.fullmatch(r"KeyError at .*supervise/test_faults\.py:\d+", error_place(missing))
+    assert error_place(shapes) != error_place(missing)
 
 
 def test_an_error_of_the_file_system_has_no_place() -> None:
     """Whatever reads next fails."""
-    assert place_of(OSError(errno.ESTALE, "Stale file handle")) == ""
+    assert error_place(OSError(errno.ESTALE, "Stale file handle")) == ""
     stale = caused_by(OSError(errno.ESHUTDOWN, "endpoint"), DataError("x: cannot be read"))
-    assert place_of(stale) == ""
-    assert place_of(FileNotFoundError(errno.ENOENT, "no such file")) == "FileNotFoundError"
+    assert error_place(stale) == ""
+    assert error_place(FileNotFoundError(errno.ENOENT, "no such file")) == "FileNotFoundError"
 
 
 def test_an_unknown_error_out_of_a_collective_is_the_networks() -> None:
@@ -95,7 +95,7 @@ def test_an_unknown_error_out_of_a_collective_is_the_networks() -> None:
     where = "/env/lib/site-packages/torch/distributed/distributed_c10d.py"
     scope: dict[str, Callable[[], object]] = {}
     exec(compile("def all_reduce():\n raise RuntimeError('code -6')", where, "exec"), scope)
-    assert kind_of(raised(scope["all_reduce"])) is Kind.NETWORK
+    assert error_kind(raised(scope["all_reduce"])) is Kind.NETWORK
 
 
 def findings(*lines: str) -> Findings:

@@ -9,8 +9,7 @@ from torch import nn
 
 from overland.checkpoint.folder import latest_checkpoint
 from overland.checkpoint.origin import Origin
-from overland.checkpoint.read import fill
-from overland.checkpoint.read import open_checkpoint as open_saved
+from overland.checkpoint.read import fill, open_checkpoint
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
@@ -27,7 +26,7 @@ from overland.run_folder import COMMITTED, CONFIG
 from overland.world.devices import device_type
 
 
-def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
+def open_model(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
     """The model with its weights, on this machine's device, with its tokenizer and config."""
     run, step = find_run(path)
     loaded = load_config(str(run / CONFIG), env={})
@@ -45,7 +44,7 @@ def open_checkpoint(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
     model = build_undivided(architecture, config)
     init_buffers(model, torch.device("cpu"))  # those that checkpoints do not hold
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    with open_saved(step) as saved:
+    with open_checkpoint(step) as saved:
         origin = Origin.from_json(saved.run)
         if origin is not None:
             load_hf(model, origin.find(), strict=False, only=origin.names)

@@ -13,7 +13,7 @@ from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.errors import CheckpointError, DataError
 from overland.parallel.apply import build_undivided
-from overland.tools.evaluation.checkpoint import find_run, open_checkpoint
+from overland.tools.evaluation.model import find_run, open_model
 from overland.world.pool import RankPool
 from overland.world.world import World
 from tests.jobs import run_job, tiny_job
@@ -45,9 +45,9 @@ def run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_opens_at_its_newest_checkpoint_and_at_any_other(run: Path) -> None:
-    newest, tokenizer, config = open_checkpoint(run)
-    last, _, _ = open_checkpoint(run / "checkpoint" / "step_2")
-    first, _, _ = open_checkpoint(run / "checkpoint" / "step_1")
+    newest, tokenizer, config = open_model(run)
+    last, _, _ = open_model(run / "checkpoint" / "step_2")
+    first, _, _ = open_model(run / "checkpoint" / "step_1")
     assert config.training.steps == 2
     assert tokenizer.decode(tokenizer.encode("import os")) == "import os"
     tokens_BS = torch.arange(8)[None]
@@ -76,8 +76,8 @@ def test_buffers_that_no_checkpoint_holds_have_their_values(
         model.table = Table()
         return model
 
-    monkeypatch.setattr("overland.tools.evaluation.checkpoint.build_undivided", with_table)
-    assert open_checkpoint(run)[0].table.angles.tolist() == [2, 2, 2]  # type: ignore[union-attr]
+    monkeypatch.setattr("overland.tools.evaluation.model.build_undivided", with_table)
+    assert open_model(run)[0].table.angles.tolist() == [2, 2, 2]  # type: ignore[union-attr]
 
 
 def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
     step.mkdir(parents=True)
     (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))
     with pytest.raises(CheckpointError, match="holds a model of arrays, not of text"):
-        open_checkpoint(tmp_path)
+        open_model(tmp_path)
 
 
 def test_a_relative_path_inside_the_run_is_found(
@@ -102,13 +102,13 @@ def test_a_relative_path_inside_the_run_is_found(
 @pytest.mark.parametrize("name", ["nothing_there", "checkpoint", "checkpoint/step_99", "logs"])
 def test_a_folder_that_is_no_checkpoint_is_named(run: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name} is neither a run folder nor a checkpoint"):
-        open_checkpoint(run / name)
+        open_model(run / name)
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     write_config(tiny_job(tmp_path), tmp_path / "config.toml")
     with pytest.raises(CheckpointError, match=f"{tmp_path} holds no checkpoint yet"):
-        open_checkpoint(tmp_path)
+        open_model(tmp_path)
 
 
 def test_a_run_on_random_tokens_has_no_tokenizer_and_says_so(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_a_run_on_random_tokens_has_no_tokenizer_and_says_so(tmp_path: Path) -> 
     step.mkdir(parents=True)
     (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))
     with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
-        open_checkpoint(tmp_path)
+        open_model(tmp_path)
 
 
 def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     config = tiny_job(tmp_path, job={"dump_folder": str(tmp_path), "custom_import": "not_there"})
     write_config(config, tmp_path / "config.toml")
     with pytest.raises(ConfigError, match=r'job.custom_import = "not_there": no such module'):
-        open_checkpoint(tmp_path)
+        open_model(tmp_path)
