@@ -70,7 +70,7 @@ def test_one_file_is_built_in_parts(
     tmp_path: Path, tokenizer: Tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By several processes and --part, so that a kill loses a shard and not the file."""
-    monkeypatch.setattr("overland.data.sources.lines.PART_BYTES", 4000)
+    monkeypatch.setattr("overland.data.sources.jsonl.PART_BYTES", 4000)
     lines = write_lines(tmp_path / "lines", 1, documents_per_file=300)
     texts = list(lines_of(lines).read("000.jsonl"))
     if suffix:

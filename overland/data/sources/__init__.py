@@ -4,18 +4,16 @@
 before. A chunk is a name, such as `part-3.parquet#7`: what of a file is read front to back.
 """
 
-from overland.data.sources.arrow import Arrow
+from overland.data.sources.arrow_parquet import Arrow, Parquet
 from overland.data.sources.jsonl import JsonLines
 from overland.data.sources.marks import FileMark
 from overland.data.sources.mds import MDS
 from overland.data.sources.megatron import Megatron
 from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.open import open_source
-from overland.data.sources.parquet import Parquet
 from overland.data.sources.random_tokens import RandomTokens
 from overland.data.sources.source import Document, FileSource, Kind, Source
-from overland.data.sources.stdlib import StandardLibrary
-from overland.data.sources.text import TextFolder
+from overland.data.sources.text import StandardLibrary, TextFolder
 
 __all__ = [
     "MDS",

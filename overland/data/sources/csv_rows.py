@@ -9,7 +9,7 @@ from typing import IO
 
 from overland.data.sources.columns import Column, choose_column, no_column
 from overland.data.sources.compression import bare_suffix, open_bytes, reading
-from overland.data.sources.lines import LONGEST_LINE
+from overland.data.sources.jsonl import LONGEST_LINE
 from overland.data.sources.source import Bad, FileSource
 from overland.errors import DataError
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.foreign import LARGEST_CONFIG, parse_yaml, read_json
-from overland.data.sources.source import inside
-from overland.data.sources.walk import SHOWN
+from overland.data.sources.columns import nearest_hint
+from overland.data.sources.source import SHOWN, inside
 from overland.errors import DataError, Unsettled
-from overland.words import nearest_name
 
 MOST_STARS = 4  # of a README's pattern
 SPLITS = {
@@ -65,10 +64,8 @@ def choose_split(
 def _chosen(what: str, wanted: str | None, names: Collection[str], where: object) -> str | None:
     if wanted is None or wanted in names:
         return wanted
-    near = nearest_name(wanted, names)
-    hint = f"; did you mean {near!r}?" if near else ""
     has = f"it has {', '.join(names)}" if names else "it has none"
-    raise DataError(f"{where} has no {what} {wanted!r}{hint}; {has}")
+    raise DataError(f"{where} has no {what} {wanted!r}{nearest_hint(wanted, names)}; {has}")
 
 
 def saved_files(

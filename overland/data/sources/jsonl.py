@@ -1,27 +1,50 @@
-"""JSON lines: an object per line, of which one value is the document."""
+"""JSON lines: an object per line, of which one value is the document; and files of lines, in parts.
+
+A part holds the lines that begin in it, so that several processes can share one file, and a build
+that is killed keeps the parts that it made. Parts are ranges of bytes; of a compressed file, of
+what it unfolds to. To reach a part of such a file, all before it must be unfolded, so it has few
+parts, and the reader stays open where a part ends: the next one continues there. How long the text
+is can only be estimated: the last part takes whatever is left.
+"""
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import io
 import json
+import lzma
+import math
+import re
+import threading
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from overland.data.sources.columns import Place, choose_column, did_you_mean, name_of
-from overland.data.sources.compression import times_smaller
-from overland.data.sources.lines import (
-    LONGEST_LINE,
-    Part,
-    line_chunks,
-    lines_before,
-    num_bytes,
-    read_part,
-    split_lines,
+from overland.data.sources.columns import (
+    Place,
+    Sample,
+    choose_column,
+    column_name,
+    kind_of,
+    nearest_hint,
+    values_at,
 )
-from overland.data.sources.records import Sample, kind_of, values_at
+from overland.data.sources.compression import (
+    READ_BYTES,
+    SUFFIXES,
+    XZ_MEMORY,
+    is_compressed,
+    open_bytes,
+    reading,
+    times_smaller,
+)
 from overland.data.sources.source import Bad, Document, FileSource, Kind
+from overland.packages import need
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 # Looked at to settle the column: of all files together, or a line of each file.
@@ -29,6 +52,17 @@ SAMPLE_RECORDS = 1000
 SAMPLE_BYTES = 4 << 20
 SAMPLE_FILES = 16
 NO_ARRAY = "; one object per line is read, no array"
+PART_BYTES = 4 << 20  # a second for one core; some form a shard
+LONGEST_LINE = 256 << 20  # four times as much is in memory while it is parsed
+MAX_PARTS = 32  # of a compressed file, which is unfolded up to each of them
+FEW_FILES = 64  # as many need no look at how much each unfolds to
+USUAL_EXPANSION = 3
+HEAD_BYTES = 1 << 20
+UNFOLDED_BYTES = 64 << 20
+SEGMENT_BYTES = 64 << 20  # a part under the rules of earlier versions, by its number
+BOM = b"\xef\xbb\xbf"
+RANGE = re.compile(r"(.*)#(\d+)-(\d*)", re.DOTALL)
+SEGMENT = re.compile(r"(.*)#(\d+)", re.DOTALL)
 
 
 class JsonLines(FileSource):
@@ -60,7 +94,7 @@ class JsonLines(FileSource):
         return [split_lines(chunk, self.names)[0]]
 
     def num_bytes(self, chunk: str) -> int | None:
-        return num_bytes(chunk, self.names)
+        return bytes_of_part(chunk, self.names)
 
     def about_documents(self) -> int | None:
         if not self._line_bytes:
@@ -73,7 +107,9 @@ class JsonLines(FileSource):
         return read_lines(self.root / file, part, self._path, self.kind, self.bad)
 
 
-def read_lines(path: Path, part: Part, column: Place, kind: Kind, bad: Bad) -> Iterator[Document]:
+def read_lines(
+    path: Path, part: LineRange, column: Place, kind: Kind, bad: Bad
+) -> Iterator[Document]:
     for line, start, place in read_part(path, part):
         is_too_long = len(line) > LONGEST_LINE
         if not is_too_long and not line.strip():
@@ -119,18 +155,20 @@ def _document(value: object, column: Place, kind: Kind, record: object, line: st
     if kind == "tokens" and isinstance(value, list) and kind_of(value) == "tokens":
         if value and not 0 <= min(value) <= max(value) < 1 << 63:
             wrong = min(value) if min(value) < 0 else max(value)
-            raise _Unusable(f"{name_of(column)} has {wrong:,}, which is no token id")
+            raise _Unusable(f"{column_name(column)} has {wrong:,}, which is no token id")
         return np.asarray(value, dtype=np.int64)
     if kind == "tokens" or not isinstance(value, str):
-        what = f'"{name_of(column)}"' + (" of token ids" if kind == "tokens" else "")
+        what = f'"{column_name(column)}"' + (" of token ids" if kind == "tokens" else "")
         near = NO_ARRAY if isinstance(record, list) else ""
         if isinstance(record, dict) and column[0] not in record:
-            near = did_you_mean(str(column[0]), record)
+            near = nearest_hint(str(column[0]), record)
         raise _Unusable(f"expected an object with a {what}, got {line.strip()[:60]!r}{near}")
     try:
         value.encode()
     except UnicodeEncodeError:  # JSON can say half of a surrogate pair, which is no text
-        raise _Unusable(f"{name_of(column)} has half of a surrogate pair, no UTF-8 text") from None
+        raise _Unusable(
+            f"{column_name(column)} has half of a surrogate pair, no UTF-8 text"
+        ) from None
     return value
 
 
@@ -141,7 +179,7 @@ def sample_lines(root: Path, files: Sequence[str]) -> Sample:
     chosen = list(dict.fromkeys(chosen))
     for file in chosen:
         num_bytes = 0
-        for number, (line, _, _) in enumerate(read_part(root / file, Part()), start=1):
+        for number, (line, _, _) in enumerate(read_part(root / file, LineRange()), start=1):
             with contextlib.suppress(ValueError, RecursionError):
                 if len(line) <= LONGEST_LINE:
                     sample.add(json.loads(line))
@@ -151,3 +189,183 @@ def sample_lines(root: Path, files: Sequence[str]) -> Sample:
             if number * len(chosen) >= SAMPLE_RECORDS or num_bytes * len(chosen) >= SAMPLE_BYTES:
                 break
     return sample
+
+
+class LineRange(NamedTuple):
+    """Lines that begin in [start, stop) of a file, or from `start` on."""
+
+    start: int = 0
+    stop: int | None = None
+
+
+def split_lines(chunk: str, files: frozenset[str]) -> tuple[str, LineRange]:
+    """The file and the part that a chunk names."""
+    if chunk in files:
+        return chunk, LineRange()
+    if found := RANGE.fullmatch(chunk):
+        return found[1], LineRange(int(found[2]), int(found[3]) if found[3] else None)
+    if found := SEGMENT.fullmatch(chunk):
+        start = int(found[2]) * SEGMENT_BYTES
+        return found[1], LineRange(start, start + SEGMENT_BYTES)
+    return chunk, LineRange()
+
+
+def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
+    """The chunks of all files; those of one follow each other."""
+    looks = sum(map(is_compressed, files)) < FEW_FILES
+    for file in files:
+        with reading(root / file):
+            size = (root / file).stat().st_size
+        if rules == 1:
+            yield from _segments(file, size)
+        elif is_compressed(file):
+            size *= _expansion(root / file) if looks else USUAL_EXPANSION
+            yield from _ranges(file, size, max(PART_BYTES, -(-size // MAX_PARTS)))
+        else:
+            yield from _ranges(file, size, PART_BYTES)
+
+
+def bytes_of_part(chunk: str, files: frozenset[str]) -> int | None:
+    """Of the text of a part, where its name tells."""
+    _, part = split_lines(chunk, files)
+    if SEGMENT.fullmatch(chunk) or not (part.start or part.stop):
+        return None
+    return PART_BYTES if part.stop is None else part.stop - part.start
+
+
+def read_part(path: Path, part: LineRange) -> Iterator[tuple[bytes, int, int]]:
+    """Each line, where the reading began, and the how-manieth line since then it is. Of a line
+    longer than `LONGEST_LINE` there is one byte more than that, and no end."""
+    with reading(path):
+        file, start = _open_at(path, part)
+        offset, place = start, 0
+        try:
+            while part.stop is None or offset < part.stop:
+                line = file.readline(LONGEST_LINE + 1)
+                if not line:
+                    break
+                offset, place = offset + len(line), place + 1
+                yield line.removeprefix(BOM) if place == 1 and not start else line, start, place
+                if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+                    offset += _skip_line(file)
+            if part.stop is not None and is_compressed(path.name):
+                file = _keep(path, file, offset, part.stop)
+        finally:
+            file.close()
+
+
+def lines_before(path: Path, offset: int) -> int:
+    """Takes reading the file up to there, so only a message asks for it."""
+    return sum(1 for _ in read_part(path, LineRange(0, offset))) if offset else 0
+
+
+def _segments(file: str, size: int) -> list[str]:
+    if size <= SEGMENT_BYTES or is_compressed(file):
+        return [file]
+    return [f"{file}#{part}" for part in range(-(-size // SEGMENT_BYTES))]
+
+
+def _ranges(file: str, size: int, step: int) -> list[str]:
+    starts = [step * i for i in range(max(1, round(size / step)))]
+    if len(starts) == 1:
+        return [file]
+    return [f"{file}#{start}-{start + step}" for start in starts[:-1]] + [f"{file}#{starts[-1]}-"]
+
+
+class _KeptReader(NamedTuple):
+    key: tuple[str, int, int]
+    file: IO[bytes]
+    offset: int
+    """Where it stands: at the beginning of a line."""
+    stop: int
+    """Of the part that it has read: no line begins between this and `offset`."""
+
+
+_kept: list[_KeptReader] = []  # one at most
+_lock = threading.Lock()
+
+
+def _open_at(path: Path, part: LineRange) -> tuple[IO[bytes], int]:
+    """A file at the first line that begins in the part, and where that is."""
+    if not part.start:
+        return open_bytes(path), 0
+    kept = _take(path, part.start) if is_compressed(path.name) else None
+    if kept is not None and kept.stop == part.start:
+        return kept.file, kept.offset
+    file, offset = (kept.file, kept.offset) if kept is not None else (open_bytes(path), 0)
+    # The line under way belongs to the part before.
+    if is_compressed(path.name):
+        while offset < part.start - 1:
+            data = file.read(min(READ_BYTES, part.start - 1 - offset))
+            if not data:
+                return file, offset
+            offset += len(data)
+    else:
+        offset = file.seek(part.start - 1)
+    return file, offset + _skip_line(file)
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    """Goes to where the next line begins; how many bytes that took."""
+    skipped = 0
+    while line := file.readline(READ_BYTES):
+        skipped += len(line)
+        if line.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _keep(path: Path, file: IO[bytes], offset: int, stop: int) -> IO[bytes]:
+    """Keeps a reader for the part that follows; returns what is to be closed in its place."""
+    with _lock:
+        _kept.append(_KeptReader(_key(path), file, offset, stop))
+        return _kept.pop(0).file if len(_kept) > 1 else io.BytesIO()
+
+
+def _take(path: Path, start: int) -> _KeptReader | None:
+    with _lock:
+        kept = _kept.pop() if _kept else None
+    if kept is None:
+        return None
+    if kept.key == _key(path) and (kept.stop == start or kept.offset < start):
+        return kept
+    kept.file.close()
+    return None
+
+
+def _key(path: Path) -> tuple[str, int, int]:
+    stat = path.stat()
+    return str(path), stat.st_size, stat.st_mtime_ns
+
+
+def _expansion(path: Path) -> int:
+    """How much longer the text is than the file: a power of two, by the file's beginning."""
+    with reading(path), path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    unfolded = 0
+    with suppress(OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):  # reading says why
+        unfolded, unused = _unfold(path, head)
+        head = head[: len(head) - unused]
+    return 2 ** max(0, round(math.log2(unfolded / len(head)))) if unfolded and head else 1
+
+
+def _unfold(path: Path, head: bytes) -> tuple[int, int]:
+    """How many bytes the beginning of a file unfolds to, and how many of it were not needed."""
+    makers: dict[str, Any] = {
+        ".gz": lambda: zlib.decompressobj(wbits=31),
+        ".xz": lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY),
+        ".bz2": bz2.BZ2Decompressor,
+    }
+    assert path.suffix.lower() in SUFFIXES
+    make = makers.get(path.suffix.lower())
+    if make is not None:
+        decompressor = make()
+        text = decompressor.decompress(head, UNFOLDED_BYTES)
+        rest = decompressor.unused_data or getattr(decompressor, "unconsumed_tail", b"")
+        return len(text), len(rest)
+    zstd: Any = need("zstandard", f"{path}: zstd")
+    try:
+        reader = zstd.ZstdDecompressor().stream_reader(io.BytesIO(head), read_across_frames=True)
+        return len(reader.read(UNFOLDED_BYTES)), 0
+    except zstd.ZstdError:
+        return 0, 0

@@ -1,28 +1,47 @@
-"""MosaicML's streaming format, read without its library: `index.json` and shards beside it.
+"""MosaicML's streaming format (MDS), read without its library: `index.json` and shards beside it.
 
 A shard is `uint32 n | uint32 offsets[n + 1] | JSON | samples`; a sample is the sizes of its
 variable columns (uint32 each) followed by the bytes of all columns. The index has every shard's
-size and, if the writer was asked for them, its hashes, before and after compression.
+size and, if the writer was asked for them, its hashes, before and after compression. Values are
+decoded by the name of their encoding; pickles are never loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from overland.data.sources.columns import Column, choose_column
-from overland.data.sources.mds_columns import decode_value, kind_of
-from overland.data.sources.mds_index import INDEX, read_index, read_shard
-from overland.data.sources.records import Sample
-from overland.data.sources.source import Document, FileSource, Kind, check_dtype, token_ids
+from overland.config.foreign import read_json, what_is_wrong
+from overland.data.sources.columns import Column, Sample, choose_column
+from overland.data.sources.compression import decompress, most_unfolded, reading
+from overland.data.sources.source import (
+    TOKEN_DTYPES,
+    Document,
+    FileSource,
+    Kind,
+    check_dtype,
+    inside,
+    token_ids,
+)
 from overland.errors import DataError, Unsettled
 
 LOOKED_AT = 100  # samples, to settle what a column of JSON holds
+INDEX = "index.json"
+LARGEST_SHARD = 2**32 - 1  # what a shard's own table of 32-bit offsets can reach
+# Codes that a value begins with where the encoding's name leaves the type open.
+DTYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64",
+    65: "int64", 18: "float16", 34: "float32", 66: "float64",
+}  # fmt: skip
+SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 
 
 class MDS(FileSource):
@@ -37,14 +56,14 @@ class MDS(FileSource):
         dtype: str | None = None,
         skip_bad: bool = False,
     ) -> None:
-        self._shards = read_index(root)
+        self._shards = read_mds_index(root)
         super().__init__(root, self._shards, skip_bad)
         self.dtype = check_dtype(dtype) or "int64"
         first = next(iter(self._shards.values()))
         self.columns = dict(first.encodings)
         in_json = self._kinds_of_json()
         columns = {
-            name: Column(code, (name,), in_json.get(name) or kind_of(code))
+            name: Column(code, (name,), in_json.get(name) or kind_of_encoding(code))
             for name, code in self.columns.items()
         }
         self.column = choose_column(root, column, columns, self._examples)
@@ -172,3 +191,182 @@ def _offsets(data: bytes, num_samples: int, path: Path) -> list[int]:
     if len(offsets) != count + 1 or offsets[-1] != len(data) or offsets != sorted(offsets):
         raise DataError(f"{path} is damaged: its table of samples does not fit its size")
     return offsets
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """A file as the index describes it."""
+
+    name: str
+    num_bytes: int
+    hashes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class MDSShard:
+    raw: ListedFile
+    zipped: ListedFile | None
+    compression: str
+    num_samples: int
+    encodings: dict[str, str]
+    """By column, in the order of a sample's bytes."""
+    sizes: list[int | None]
+    """Of each column; None: every sample says its own."""
+
+    def stored(self, root: Path) -> ListedFile:
+        """The shard as it lies there: decompressed already, or not."""
+        return self.raw if self.zipped is None or (root / self.raw.name).exists() else self.zipped
+
+
+def is_mds(folder: Path) -> bool:
+    """Whether it has an index of shards; or one that is wrong, next to shards."""
+    try:
+        index = read_json(folder / INDEX)
+    except OSError:
+        return False
+    except ValueError:
+        index = None
+    is_right = isinstance(index, dict) and isinstance(index.get("shards"), list)
+    return is_right or any(folder.glob("*.mds*"))
+
+
+def read_mds_index(root: Path) -> dict[str, MDSShard]:
+    """Shards by the name of their file before compression, in the index's order."""
+    path = root / INDEX
+    try:
+        with reading(path):
+            index = read_json(path)
+        shards = [_shard(entry, path) for entry in index["shards"]]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path} is no index of MDS shards: {what_is_wrong(error)}") from None
+    by_name = {shard.raw.name: shard for shard in shards}
+    if len(by_name) < len(shards):
+        raise DataError(f"{path} names a shard twice")
+    if not any(shard.num_samples for shard in shards):
+        raise DataError(f"{path} is empty: it lists no samples")
+    return by_name
+
+
+def read_shard(root: Path, shard: MDSShard) -> bytes:
+    """The bytes of a shard; what is stored and what comes out of it are both checked."""
+    part = shard.stored(root)
+    path = root / part.name
+    with reading(path):
+        _check_size(path.stat().st_size, part, path)
+        if shard.raw.num_bytes > (most := most_unfolded(part.num_bytes)):
+            raise DataError(
+                f"{path} would unfold to {shard.raw.num_bytes:,} bytes; of a file of its size "
+                f"{most:,} are read at most"
+            )
+        data = path.read_bytes()
+        _check(data, part, path)
+        if part is not shard.raw:
+            data = decompress(data, shard.compression, path, shard.raw.num_bytes)
+            _check(data, shard.raw, path)
+    return data
+
+
+def _shard(entry: dict[str, Any], index: Path) -> MDSShard:
+    if entry["format"] != "mds" or entry["version"] != 2:
+        raise DataError(
+            f"{index}: shards of format {entry['format']}, version {entry['version']}; "
+            "mds, version 2, is read"
+        )
+    if len(set(entry["column_names"])) != len(entry["column_sizes"]):
+        raise ValueError("its lists of columns differ in length, or a column comes twice")
+    zipped = entry["zip_data"]
+    counts = [entry["samples"], *(size for size in entry["column_sizes"] if size is not None)]
+    if any(not 0 <= int(count) <= LARGEST_SHARD for count in counts):
+        raise ValueError(f"a number of samples or bytes that no shard has: {counts}")
+    return MDSShard(
+        _part(entry["raw_data"], index),
+        None if zipped is None else _part(zipped, index),
+        str(entry["compression"]).partition(":")[0],  # zstd:7 is zstd
+        int(entry["samples"]),
+        dict(zip(entry["column_names"], entry["column_encodings"], strict=True)),
+        [None if size is None else int(size) for size in entry["column_sizes"]],
+    )
+
+
+def _part(entry: dict[str, Any], index: Path) -> ListedFile:
+    inside(index.parent, entry["basename"], index)
+    if not 0 <= int(entry["bytes"]) <= LARGEST_SHARD:
+        raise ValueError(f"{entry['basename']} of {entry['bytes']} bytes, which no shard has")
+    return ListedFile(entry["basename"], int(entry["bytes"]), dict(entry["hashes"]))
+
+
+def _check(data: bytes, part: ListedFile, path: Path) -> None:
+    """Size and hashes, as far as Python has the algorithm (xxhash it has not)."""
+    _check_size(len(data), part, path)
+    for name, expected in part.hashes.items():
+        if name in hashlib.algorithms_available and not name.startswith("shake"):  # of no length
+            found = hashlib.new(name, data, usedforsecurity=False).hexdigest()
+            if found != expected:
+                raise DataError(
+                    f"{path} is damaged: its {name} is {found}, the index says {expected}"
+                )
+
+
+def _check_size(size: int, part: ListedFile, path: Path) -> None:
+    if size != part.num_bytes:
+        what = "is cut short" if size < part.num_bytes else "is too long"
+        raise DataError(f"{path} {what}: {size:,} bytes where the index says {part.num_bytes:,}")
+
+
+def kind_of_encoding(encoding: str) -> Kind | None:
+    """What a column may hold for us; of json only its values tell."""
+    name, _, rest = encoding.partition(":")
+    if name == "str":
+        return "text"
+    dtype, *shape = rest.split(":")
+    is_ids = name == "ndarray" and dtype in ("", *TOKEN_DTYPES) and len(shape) < 2
+    return "tokens" if is_ids or name == "bytes" else None
+
+
+def decode_value(encoding: str, data: bytes) -> Any:
+    """Raises ValueError (UnicodeDecodeError among them) for bytes that are no such value."""
+    name, _, rest = encoding.partition(":")
+    if name == "str":
+        return data.decode("utf-8")
+    if name == "bytes":
+        return data
+    if name == "int":
+        return int(_array(data, "int64")[0])
+    if name in DTYPES.values():
+        return _array(data, name)[0].item()
+    if name == "json":
+        return _decode_json(data)
+    if name == "ndarray":
+        return _decode_ndarray(data, *rest.split(":")) if rest else _decode_ndarray(data)
+    raise ValueError(f"values of encoding {encoding!r} are not read")
+
+
+def _decode_json(data: bytes) -> Any:
+    try:
+        value = json.loads(data.decode("utf-8"))
+        if isinstance(value, str):
+            value.encode()  # JSON can say half of a surrogate pair, which is no text
+        return value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _decode_ndarray(data: bytes, dtype: str | None = None, shape: str | None = None) -> Any:
+    """Type and shape stand in the encoding's name, or else before the values."""
+    try:
+        if dtype is None:
+            dtype, data = DTYPES[data[0]], data[1:]
+        if shape is not None:
+            sizes = [int(size) for size in shape.split(",")]
+        else:
+            num_dims, code = data[0] >> 2, data[0] & 3
+            end = 1 + num_dims * 2**code
+            sizes = np.frombuffer(data[1:end], SHAPE_DTYPES[code]).tolist()
+            data = data[end:]
+    except (IndexError, KeyError):
+        raise ValueError("the array's head is damaged") from None
+    return _array(data, dtype).reshape(sizes)
+
+
+def _array(data: bytes, dtype: str) -> Any:
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))

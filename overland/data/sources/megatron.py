@@ -22,7 +22,7 @@ DOCUMENTS_PER_CHUNK = 8192
 
 
 @dataclass(frozen=True)
-class Index:
+class MegatronIndex:
     dtype: str
     lengths: npt.NDArray[np.int32]
     """Of each sequence, in tokens."""
@@ -40,7 +40,7 @@ class Megatron(FileSource):
 
     def __init__(self, root: Path, files: list[str], skip_bad: bool = False) -> None:
         super().__init__(root, files, skip_bad)  # files: the .idx files
-        self._counts = {file: len(read_index(root / file).documents) - 1 for file in files}
+        self._counts = {file: len(read_megatron_index(root / file).documents) - 1 for file in files}
         if not any(self._counts.values()):
             raise DataError(f"{root / files[0]} is empty: it lists no documents")
 
@@ -58,7 +58,7 @@ class Megatron(FileSource):
 
     def read(self, chunk: str) -> Iterator[Tokens]:
         file, part = split_part(chunk)
-        index = read_index(self.root / file)
+        index = read_megatron_index(self.root / file)
         first = (part or 0) * DOCUMENTS_PER_CHUNK
         path = (self.root / file).with_suffix(".bin")
         with reading(path):
@@ -90,7 +90,7 @@ def _pair(file: str) -> list[str]:
     return [file, str(Path(file).with_suffix(".bin"))]
 
 
-def read_index(path: Path) -> Index:
+def read_megatron_index(path: Path) -> MegatronIndex:
     """Checked against itself and the size of the .bin, so that reading cannot go astray."""
     tokens = path.with_suffix(".bin")
     with reading(path):
@@ -109,7 +109,7 @@ def read_index(path: Path) -> Index:
     ends = list(itertools.accumulate(sizes))  # of any size, where NumPy's numbers would wrap around
     if size not in (ends[-1], ends[-1] + num_sequences):  # the rest: one mode per sequence
         raise DataError(f"{path} is cut short or damaged: {size:,} bytes where {ends[-1]:,} fit")
-    index = Index(
+    index = MegatronIndex(
         DTYPES[code],
         data[ends[0] : ends[1]].view("<i4"),
         data[ends[1] : ends[2]].view("<i8"),

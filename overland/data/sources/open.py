@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from overland.data.sources.arrow import Arrow
+from overland.data.sources.arrow_parquet import Arrow, Parquet
 from overland.data.sources.compression import bare_suffix
 from overland.data.sources.csv_rows import CSV_SUFFIXES, CsvRows, header
 from overland.data.sources.huggingface import choose_split, read_together, saved_files, select_files
 from overland.data.sources.jsonl import JSON_SUFFIXES, JsonLines
-from overland.data.sources.mds import MDS
-from overland.data.sources.mds_index import is_mds
+from overland.data.sources.mds import MDS, is_mds
 from overland.data.sources.megatron import Megatron
 from overland.data.sources.numpy_tokens import NumpyTokens
-from overland.data.sources.parquet import Parquet
-from overland.data.sources.source import FileSource
+from overland.data.sources.source import FileSource, LeftOut, walk
 from overland.data.sources.text import TEXT_SUFFIXES, TextFolder
-from overland.data.sources.walk import LeftOut, walk
 from overland.errors import DataError
 
 SUFFIXES = {

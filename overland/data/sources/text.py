@@ -1,20 +1,33 @@
-"""Plain text: a file is a document. A folder may hold JSON lines and CSV beside it."""
+"""Plain text: a file is a document. A folder may hold JSON lines and CSV beside it.
+
+The built-in corpus is text, too: the source of Python's own standard library.
+"""
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from overland.data.sources.compression import bare_suffix, read_whole, reading
 from overland.data.sources.csv_rows import read_rows
-from overland.data.sources.jsonl import JSON_SUFFIXES, read_lines
-from overland.data.sources.lines import line_chunks, num_bytes, split_lines
-from overland.data.sources.source import Bad, FileSource, decode
-from overland.data.sources.walk import LeftOut, walk
+from overland.data.sources.jsonl import (
+    JSON_SUFFIXES,
+    bytes_of_part,
+    line_chunks,
+    read_lines,
+    split_lines,
+)
+from overland.data.sources.source import Bad, FileSource, LeftOut, decode, walk
 from overland.errors import DataError
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex"}
+# Left out: third-party packages, generated tables and the test suite, whose long literals are half
+# of all text and teach little.
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+HELD_OUT_EVERY = 20
 
 
 def read_text(path: Path, bad: Bad) -> Iterator[str]:
@@ -62,7 +75,7 @@ class TextFolder(FileSource):
         return [split_lines(chunk, self.names)[0]]
 
     def num_bytes(self, chunk: str) -> int | None:
-        return num_bytes(chunk, self.names)
+        return bytes_of_part(chunk, self.names)
 
     def num_documents(self, chunk: str) -> int | None:
         return 1 if _is_one(split_lines(chunk, self.names)[0]) else None
@@ -89,3 +102,42 @@ def _is_one(file: str) -> bool:
 
 def _is_text(file: str) -> bool:
     return bare_suffix(Path(file)) in TEXT_SUFFIXES | JSON_SUFFIXES
+
+
+class StandardLibrary(FileSource):
+    """On every machine, without a download. Every twentieth file is held out. `part` k of n takes
+    every n-th of the others, from the k-th on: small corpora that stand for large ones."""
+
+    format = "stdlib"
+
+    def __init__(self, held_out: bool = False, part: tuple[int, int] = (0, 1)) -> None:
+        self.held_out = held_out
+        which, of = part
+        if of < 1:
+            raise DataError(f"stdlib:{which}/{of}: expected at least one part, such as stdlib:0/1")
+        if not 0 <= which < of:
+            raise DataError(f"stdlib:{which}/{of}: parts are counted from 0 to {of - 1}")
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [
+            path for i, path in enumerate(_modules(root)) if (i % HELD_OUT_EVERY == 0) == held_out
+        ]
+        # Some __init__.py are empty, and a document without a token is an error.
+        files = [file for file in files if (root / file).stat().st_size]
+        super().__init__(root, files[which::of])
+
+    def num_documents(self, chunk: str) -> int | None:
+        return 1
+
+    def read(self, chunk: str) -> Iterator[str]:
+        yield (self.root / chunk).read_text(encoding="utf-8", errors="replace")
+
+
+@cache
+def _modules(root: Path) -> list[str]:
+    """Without a look into what is left out, which is most of it."""
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]
+        found += [os.path.relpath(os.path.join(folder, file), root)
+                  for file in files if file.endswith(".py")]  # fmt: skip
+    return sorted(found)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from overland.data.sources.huggingface import subset_files
-from overland.data.sources.mds_index import is_mds, read_index, read_shard
-from overland.data.sources.megatron import HEAD, MAGIC
-from overland.data.sources.megatron import read_index as read_megatron
+from overland.data.sources.mds import is_mds, read_mds_index, read_shard
+from overland.data.sources.megatron import HEAD, MAGIC, read_megatron_index
 from overland.data.tokenizer_files import Beside
 from overland.errors import DataError
 from tests.limited import limited
@@ -47,7 +46,7 @@ def test_an_mds_index_of_another_structure_is_one_sentence(text: str, tmp_path: 
     (tmp_path / "index.json").write_text(text)
     is_mds(tmp_path)
     with pytest.raises(DataError, match=r"index\.json"):
-        read_index(tmp_path)
+        read_mds_index(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["gz", "zstd"])
@@ -63,7 +62,7 @@ def test_a_shard_decompresses_to_the_size_it_claims(method: str, tmp_path: Path)
     entry["zip_data"] = {"basename": "a.zip", "bytes": len(data), "hashes": {}}
     (tmp_path / "a.zip").write_bytes(data)
     (tmp_path / "index.json").write_text(json.dumps({"shards": [entry]}))
-    (shard,) = read_index(tmp_path).values()
+    (shard,) = read_mds_index(tmp_path).values()
     ended = limited(partial(read_shard, tmp_path, shard), megabytes=600)
     assert ended.startswith("DataError: ") and "is too long" in ended, ended  # noqa: PT018
 
@@ -74,7 +73,7 @@ def test_a_small_shard_does_not_unfold_to_a_huge_one(tmp_path: Path) -> None:
     entry["zip_data"] = {"basename": "a.mds.gz", "bytes": len(data), "hashes": {}}
     (tmp_path / "a.mds.gz").write_bytes(data)
     (tmp_path / "index.json").write_text(json.dumps({"shards": [entry]}))
-    (shard,) = read_index(tmp_path).values()
+    (shard,) = read_mds_index(tmp_path).values()
     ended = limited(partial(read_shard, tmp_path, shard))
     assert "a.mds.gz would unfold to 2,147,483,648 bytes" in ended, ended
 
@@ -84,7 +83,7 @@ def test_a_shard_of_another_size_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "a.mds").open("wb") as file:
         file.truncate(2**33)  # takes no space on the disk
     (tmp_path / "index.json").write_text(json.dumps({"shards": [entry]}))
-    (shard,) = read_index(tmp_path).values()
+    (shard,) = read_mds_index(tmp_path).values()
     ended = limited(partial(read_shard, tmp_path, shard))
     assert "a.mds is too long" in ended, ended
 
@@ -104,7 +103,7 @@ def test_a_megatron_index_cannot_point_beyond_its_file(
 ) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(16))
     (tmp_path / "a.idx").write_bytes(HEAD.pack(MAGIC, 1, 5, *counts) + arrays)
-    ended = limited(partial(read_megatron, tmp_path / "a.idx"))
+    ended = limited(partial(read_megatron_index, tmp_path / "a.idx"))
     assert ended.startswith(f"DataError: {tmp_path}"), ended
 
 

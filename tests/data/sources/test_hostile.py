@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overland.data.sources import compression, csv_rows, jsonl, lines, open_source
+from overland.data.sources import compression, csv_rows, jsonl, open_source
 from overland.data.sources.megatron import HEAD, MAGIC
 from overland.data.sources.summary import summarise
 from tests.limited import limited
@@ -52,7 +52,7 @@ FOLD: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture
 def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (lines, jsonl, csv_rows):
+    for module in (jsonl, csv_rows):
         monkeypatch.setattr(module, "LONGEST_LINE", MIB)
 
 

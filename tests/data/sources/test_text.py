@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from overland.data.sources import JsonLines, TextFolder, open_source
-from overland.data.sources.lines import line_chunks
+from overland.data.sources.jsonl import line_chunks
 from overland.errors import DataError
 from tests.data.sources.samples import read_all
 
@@ -50,7 +50,7 @@ def test_parts_of_a_large_file_hold_every_line_once(
     texts = [f"{i} " + "x" * (i % 50) for i in range(60)]
     (tmp_path / "a.jsonl").write_bytes(lines(texts))
     for name in ("PART_BYTES", "SEGMENT_BYTES"):
-        monkeypatch.setattr(f"overland.data.sources.lines.{name}", size)
+        monkeypatch.setattr(f"overland.data.sources.jsonl.{name}", size)
     source = open_source(tmp_path)
     source.rules = rules
     assert read_all(source) == texts
@@ -71,7 +71,7 @@ def test_parts_of_a_compressed_file_hold_every_line_once(
 ) -> None:
     """In any order, as several processes read them; there are some also where text shrinks a lot,
     and where it does not shrink as usual."""
-    monkeypatch.setattr("overland.data.sources.lines.PART_BYTES", 5000)
+    monkeypatch.setattr("overland.data.sources.jsonl.PART_BYTES", 5000)
     draw = random.Random(0)
     for texts in (
         [f"{i} " + "x" * (i % 500) for i in range(400)],
@@ -109,7 +109,7 @@ def test_a_bad_line_in_a_later_part_has_its_number_in_the_file(
     text = lines(["x"] * 30) + b"{oops\n" + lines(["y"])
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(gzip.compress(text) if suffix else text)
-    monkeypatch.setattr("overland.data.sources.lines.PART_BYTES", 100)
+    monkeypatch.setattr("overland.data.sources.jsonl.PART_BYTES", 100)
     with pytest.raises(DataError, match=r"a\.jsonl(\.gz)?:31: not a JSON object"):
         read_all(open_source(tmp_path))
 

@@ -72,7 +72,7 @@ def test_what_is_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert source.chunks() == ["a.jsonl", "linked/deep/c.jsonl", "sub/b.jsonl"]
     assert read_all(source) == ["a", "c", "b"]
     assert source.not_read.startswith("7 files not read: ")
-    monkeypatch.setattr("overland.data.sources.walk.SHOWN", 9)
+    monkeypatch.setattr("overland.data.sources.source.SHOWN", 9)
     named = open_source(data).not_read
     for part in (
         "shut/ (a folder that cannot be opened: Permission denied)",
