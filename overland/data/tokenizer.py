@@ -12,20 +12,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from overland.data.tokenizer_encoder import Encoder, Ids
-from overland.data.tokenizer_files import Beside, find_file, is_ranks, read_bytes
-from overland.data.tokenizer_train import train_tokenizer
+from overland.data.tokenizer_encoders import (
+    HuggingFace,
+    Ids,
+    SentencePiece,
+    TextEncoder,
+    Tiktoken,
+    need_for_text,
+)
+from overland.data.tokenizer_files import Beside, find_file, is_ranks, read_tokenizer_file
 from overland.errors import DataError
 
 __all__ = ["UNKNOWN", "Policy", "Tokenizer", "train_tokenizer"]
 
 RULES = 1  # part of every fingerprint; counts up when the same files give other ids
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 257  # every byte, and the end of a document
 
 
 class Policy(NamedTuple):
@@ -61,7 +69,7 @@ class Tokenizer:
         self.path = find_file(path)
         self.add_eos = add_eos
         self._beside = Beside.of(self.path)
-        data = read_bytes(self.path)
+        data = read_tokenizer_file(self.path)
         self._encoder = _encoder(self.path, data, self._beside)
         self.vocab_size = self._encoder.vocab_size
         self.specials = self._encoder.specials
@@ -170,6 +178,23 @@ class Tokenizer:
         return _reopen, (self.path.absolute(), self.add_bos, self.add_eos, self.fingerprint)
 
 
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE tokenizer on the texts and writes it as tokenizer.json."""
+    library = need_for_text("tokenizers")
+    byte_level = library.pre_tokenizers.ByteLevel
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
+
+
 def _reopen(path: Path, add_bos: bool, add_eos: bool, fingerprint: str) -> Tokenizer:
     tokenizer = Tokenizer(path, add_bos=add_bos, add_eos=add_eos)
     if tokenizer.fingerprint != fingerprint:
@@ -177,17 +202,11 @@ def _reopen(path: Path, add_bos: bool, add_eos: bool, fingerprint: str) -> Token
     return tokenizer
 
 
-def _encoder(path: Path, data: bytes, beside: Beside) -> Encoder:
+def _encoder(path: Path, data: bytes, beside: Beside) -> TextEncoder:
     if path.suffix == ".json" or data.lstrip()[:1] == b"{":
-        from overland.data.tokenizer_hf import HuggingFace
-
         return HuggingFace(path, data, beside)
     if is_ranks(data):
-        from overland.data.tokenizer_tiktoken import Tiktoken
-
         return Tiktoken(path, data, beside)
-    from overland.data.tokenizer_sentencepiece import SentencePiece
-
     return SentencePiece(path, data, beside)
 
 

@@ -29,7 +29,7 @@ def find_file(path: Path) -> Path:
     raise DataError(f"{path} holds no tokenizer.json and no tokenizer.model, here or in original/")
 
 
-def read_bytes(path: Path) -> bytes:
+def read_tokenizer_file(path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -127,7 +127,7 @@ def _read_json(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        value = parse_json(read_bytes(path))
+        value = parse_json(read_tokenizer_file(path))
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -48,8 +48,7 @@ from overland.data.prepare import (
     trained_size,
 )
 from overland.data.rows import NoDocuments
-from overland.data.tokenizer import Tokenizer
-from overland.data.tokenizer_train import SMALLEST
+from overland.data.tokenizer import SMALLEST, Tokenizer
 from overland.data.wanted import (
     check_held_out,
     held_by,

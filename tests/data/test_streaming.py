@@ -68,7 +68,7 @@ def test_streamed_shards_are_those_of_a_build_whatever_their_order(
 
 def test_a_background_process_never_imports_torch() -> None:
     code = (
-        "import sys, overland.data.workers, overland.data.tokenizer_hf\n"
+        "import sys, overland.data.workers, overland.data.tokenizer_encoders\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)

@@ -6,7 +6,7 @@ import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
 from overland.data.tokenizer import Tokenizer
-from overland.data.tokenizer_tiktoken import LONG_BLANK, SPLIT, cut_long_blanks, llama3_specials
+from overland.data.tokenizer_encoders import LONG_BLANK, SPLIT, cut_long_blanks, llama3_specials
 from overland.errors import DataError
 from tests.data.tokenizer_folders import TEXTS, byte_level_bpe, write_ranks
 
