@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.documents import Reading
-from overland.data.loader import load
+from overland.data.loader import load_batch
 from overland.data.plan import Plan, PlannedSource, Segment
-from overland.data.rows import PlannedRows
+from overland.data.sampler import Sampler
+from overland.data.windows import Reading
 
 VOCABULARY = 50_000
 ROWS = 32
@@ -64,10 +64,10 @@ def mark_built(corpus: Corpus, sizes: np.ndarray) -> None:
 
 def rows_of(
     corpus: Corpus, seq_len: int, batch: int, window: int, memory: Path | None, **how: object
-) -> PlannedRows:
+) -> Sampler:
     segment = Segment(0, batch, seq_len, {"tokens": 1.0}, **how)  # type: ignore[arg-type]
     plan = Plan(0, window, "tokens", {"tokens": PlannedSource(corpus.fingerprint)}, (segment,))
-    return PlannedRows(plan, {"tokens": corpus}, Reading(0, True, window, memory, True))
+    return Sampler(plan, {"tokens": corpus}, Reading(0, True, window, memory, True))
 
 
 def best_of(work: Callable[[], None]) -> float:
@@ -106,11 +106,11 @@ def speed(root: Path) -> None:
                     rows = rows_of(
                         corpus, seq_len, ROWS, 20_000, None, packing=packing, document_mask=mask
                     )
-                    load(rows, 0)
+                    load_batch(rows, 0)
 
-                    def read(rows: PlannedRows = rows, batches: int = batches) -> None:
+                    def read(rows: Sampler = rows, batches: int = batches) -> None:
                         for number in range(batches):
-                            load(rows, number)
+                            load_batch(rows, number)
 
                     rate = count / best_of(read)
                     cells.append(f"{rate / 1e6:7.0f} ({rate / peer:4.2f} ×)")
@@ -137,7 +137,7 @@ def resume(root: Path) -> None:
         before, started = memory_in_use(), time.perf_counter()
         again = open_corpus(corpus.folder)
         rows = rows_of(again, 64, batch, 8, memory)
-        load(rows, at)
+        load_batch(rows, at)
         seconds = time.perf_counter() - started
         grown = (memory_in_use() - before) / 2**20
         print(f"  {name:<16} {seconds * 1e3:7.1f} ms   {grown:6.1f} MiB more")

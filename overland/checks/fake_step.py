@@ -32,7 +32,7 @@ from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.data import registry
 from overland.data.batch import Batch
-from overland.data.wanted import open_wanted, sources_of, training_table
+from overland.data.registry import open_wanted, sources_of, training_table
 from overland.errors import DataError
 from overland.models.flops import stage_costs
 from overland.models.inputs import Inputs

@@ -151,7 +151,8 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         message = "names no set to validate on: name one, or set validation.enable = false"
         yield Problem(message, loaded.where(key), key, validation.dataset)
         return
-    from overland.data.wanted import foreign_validation, held_out_sources
+    from overland.data.leakage import foreign_validation
+    from overland.data.registry import held_out_sources
 
     for name in held_out_sources(loaded.config):
         yield from _dataset(loaded, "validation.dataset", name)

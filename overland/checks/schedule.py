@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import IN_PLACE_OF
-from overland.data.registry import is_random
-from overland.data.wanted import sources_of
+from overland.data.registry import is_random, sources_of
 from overland.words import any_of
 
 WARMUP = "lr_scheduler.warmup_steps"

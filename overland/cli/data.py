@@ -18,7 +18,7 @@ from overland.words import bad_ones
 
 if TYPE_CHECKING:
     from overland.data.sources.source import Document
-    from overland.data.sources.summary import Summary
+    from overland.data.sources.summary import SourceSummary
 
 BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 160
@@ -105,7 +105,7 @@ def both(
     return each
 
 
-def page(summary: Summary) -> Iterator[str]:
+def page(summary: SourceSummary) -> Iterator[str]:
     """The summary as lines for a terminal."""
     column = f", column {summary.column}" if summary.column else ""
     yield f"  {'format':<12}{summary.format}"
@@ -146,9 +146,9 @@ def sample(document: Document) -> str:
         rest = len(document) - SAMPLE_CHARACTERS
         return repr(document[:SAMPLE_CHARACTERS]) + (f" and {rest:,} more" if rest > 0 else "")
     if isinstance(document, Mapping):
-        from overland.data.arrays import in_words
+        from overland.data.arrays import describe_array
 
-        return "; ".join(f"{name} {in_words(values)}" for name, values in document.items())
+        return "; ".join(f"{name} {describe_array(values)}" for name, values in document.items())
     rest = len(document) - SAMPLE_TOKENS
     ids = " ".join(map(str, document[:SAMPLE_TOKENS].tolist()))
     return ids + (f" and {rest:,} more" if rest > 0 else "")

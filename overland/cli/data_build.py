@@ -69,7 +69,8 @@ def build(
     """Make token shards of a corpus. The same command again goes on where it was stopped."""
     from overland.config.schema import Data
     from overland.data import build as builder
-    from overland.data.layout import lay_out, read_layout
+    from overland.data.corpus_folder import read_layout
+    from overland.data.layout import lay_out
     from overland.data.tokenizer import Tokenizer
 
     which = find_part(part, array, os.environ)
@@ -177,7 +178,7 @@ def find_source(
     from overland.data.sources import open_source
 
     if not Path(path).expanduser().exists() and path in registry.source_names():
-        return registry.open_source(path, DataSource(), Data())
+        return registry.open_by_name(path, DataSource(), Data())
     return open_source(
         path, column=column, subset=subset, split=split, dtype=dtype, skip_bad=skip_bad
     )

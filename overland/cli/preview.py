@@ -58,8 +58,9 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     from overland.config.errors import ConfigError
     from overland.config.load import load_config
     from overland.config.schema import Job
+    from overland.data.corpora import Preparer
     from overland.data.ledger import read_ledger
-    from overland.data.prepare import Place, planned_data, training_data
+    from overland.data.prepare import planned_data, training_data
     from overland.models.registry import model_config
     from overland.run_folder import CONFIG, PLAN, RunFolder
 
@@ -75,7 +76,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     if not is_run:
         rows = global_batch_size(loaded)
         memory = RunFolder.of(loaded).data
-        return training_data(loaded, rows, vocab_size, Place(), memory), step - 1
+        return training_data(loaded, rows, vocab_size, Preparer(), memory), step - 1
     folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
     fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
     ahead = step - max(fed, default=0)
@@ -105,7 +106,7 @@ def global_batch_size(config: JobConfig) -> int:
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:
     import numpy as np
 
-    from overland.data.fields import IGNORED, tokens_and_labels, with_borders
+    from overland.data.rows import IGNORED, tokens_and_labels, with_borders
 
     segment = dataset.plan.segment(batch)
     size, names = segment.global_batch_size, list(dataset.plan.sources)
@@ -147,7 +148,7 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
 
 def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, Any]:
     """A sample that is arrays, each in a few words."""
-    from overland.data.arrays import in_words
+    from overland.data.arrays import describe_array
 
     samples = dataset.rows.read_samples(batch, row, size)
     source, number = divmod(int(samples.sample[0]), 1 << 56)
@@ -164,7 +165,7 @@ def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, 
                 "samples": 1,
             }
         ],
-        "fields": {name: in_words(values[0]) for name, values in samples.arrays.items()},
+        "fields": {name: describe_array(values[0]) for name, values in samples.arrays.items()},
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overland.data.torch_loader import build_train_loader as build_train_loader
+    from overland.data.loader import build_train_loader as build_train_loader
 
 __all__ = ["build_train_loader"]
 
@@ -13,7 +13,7 @@ __all__ = ["build_train_loader"]
 def __getattr__(name: str) -> Any:
     """Late: the loader imports torch, which most of this package does without."""
     if name == "build_train_loader":
-        from overland.data.torch_loader import build_train_loader
+        from overland.data.loader import build_train_loader
 
         return build_train_loader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

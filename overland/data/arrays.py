@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overland.data.shard import TOKENS, WEIGHTS
 from overland.errors import DataError
 
 Values = npt.NDArray[Any]
@@ -82,12 +83,12 @@ class Arrays:
         return cls(known)
 
     def to_json(self) -> dict[str, Any]:
-        """In the form that a source declares, which `declared` reads."""
+        """Returns the fields in the form that a source declares, which `declared` reads."""
         return {name: [field.dtype, list(field.shape)] for name, field in self.fields.items()}
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of a record."""
+        """Returns the size of a record."""
         return sum(field.num_bytes for field in self.fields.values())
 
     def encode(self, document: Any) -> npt.NDArray[np.uint8]:
@@ -127,6 +128,50 @@ class Arrays:
         return ", ".join(f"{name} ({field})" for name, field in self.fields.items())
 
 
+def with_channels(document: Any, channels: Mapping[str, str], limit: int) -> Values:
+    """Returns the ids of a document; where it has channels, an array with a field for each."""
+    if not channels:
+        return _ids(document, limit)
+    expected = [TOKENS, *channels]
+    if not isinstance(document, Mapping) or set(document) != set(expected):
+        raise Unfit(f"is no dict of {', '.join(expected)}")
+    ids = _ids(document[TOKENS], limit)
+    joined = np.empty(len(ids), [(TOKENS, ids.dtype), *channels.items()])
+    joined[TOKENS] = ids
+    for name, dtype in channels.items():
+        joined[name] = _channel(document[name], name, np.dtype(dtype), len(ids))
+    return joined
+
+
+def _ids(values: Any, limit: int) -> Values:
+    ids = as_array(values, TOKENS)
+    if not ids.size:
+        raise Unfit("holds no tokens")
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise Unfit(f"is {ids.dtype} of shape {ids.shape}, where ids were expected")
+    if ids.min() < 0 or ids.max() >= limit:
+        wrong = ids[(ids < 0) | (ids >= limit)][0]
+        raise Unfit(f"has the id {wrong:,}, outside a vocabulary of {limit:,}")
+    return ids
+
+
+def _channel(given: Any, name: str, dtype: np.dtype[Any], num_tokens: int) -> Values:
+    """The elements of a channel, in the type that was declared. Floats are rounded to it, but what
+    is no whole number, or too large a one, becomes no other number unnoticed."""
+    values = as_array(given, name)
+    if values.shape != (num_tokens,) or values.dtype.kind not in "biuf":
+        found = f"{values.dtype} of shape {values.shape}"
+        raise Unfit(f"has {name} as {found}, where a {dtype.name} per token was expected")
+    with np.errstate(invalid="ignore", over="ignore"):
+        stored = values.astype(dtype)
+    if dtype.kind != "f" and (stored != values).any():
+        wrong = values[stored != values][0]
+        raise Unfit(f"has {wrong:,} in {name}, where a {dtype.name} was expected")
+    if name == WEIGHTS:
+        require_weights(stored, name)
+    return stored
+
+
 def as_array(values: Any, name: str) -> Values:
     try:
         return np.asarray(values)
@@ -135,7 +180,7 @@ def as_array(values: Any, name: str) -> Values:
 
 
 def require_weights(values: Values, name: str) -> None:
-    """Weights are summed up, and the loss is divided by that: it must mean something."""
+    """Refuses weights that are not finite or are negative: the loss is divided by their sum."""
     wrong = values[~(np.isfinite(values) & (values >= 0))]
     if wrong.size:
         raise Unfit(f"has {wrong.flat[0]:g} in {name}, where a weight from 0 up was expected")
@@ -165,8 +210,8 @@ def require_fields(
         )
 
 
-def in_words(values: Any) -> str:
-    """An array for people: its type and shape, and its range."""
+def describe_array(values: Any) -> str:
+    """Describes an array in words: its type and shape, and its range."""
     values = np.asarray(values)
     about = Field(values.dtype.str, values.shape)
     if values.ndim == 0:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from overland.data.blocks import Rows, Samples
-from overland.data.fields import IGNORED, tokens_and_labels, with_borders
+from overland.data.order import mix64
+from overland.data.rows import IGNORED, Rows, Samples, tokens_and_labels, with_borders
 
-__all__ = ["IGNORED", "Batch", "make_batch"]
+ABOUT_ROWS = ("sample_B", "epoch_B", "weight_B")
+"""Left out for rows of tokens: tokens and labels say it all, and earlier ledgers have no more."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Batch:
         return Batch({name: change(value) for name, value in self.fields.items()})
 
     def with_positions(self) -> Batch:
-        """With the place of each token in its row, where nothing else says its position."""
+        """Adds the place of each token in its row, where nothing else says its position."""
         if "positions_BS" in self or "tokens_BS" not in self:
             return self
         tokens_BS = self["tokens_BS"]
@@ -72,7 +76,7 @@ class Batch:
         return self.replace(**cut)
 
     def padded_from(self, row: int) -> Batch:
-        """Rows from this one on count nothing: their weight is 0, and their labels are ignored."""
+        """Lets rows from this one on count nothing: weight 0, and labels that are ignored."""
         weight_B = self.get("weight_B")
         weight_B = torch.ones(len(self)) if weight_B is None else weight_B.clone()
         weight_B[max(row, 0) :] = 0
@@ -93,7 +97,7 @@ class Batch:
 
 
 def make_batch(rows: Rows | Samples, document_mask: bool = False) -> Batch:
-    """With a document mask, the model is told where documents begin."""
+    """Makes tensors of rows. With a document mask, the model is told where documents begin."""
     fields = dict(rows.arrays) if isinstance(rows, Samples) else token_fields(rows, document_mask)
     fields |= {"sample_B": rows.sample, "epoch_B": rows.epoch}
     return Batch({name: torch.from_numpy(values) for name, values in fields.items()})
@@ -105,3 +109,33 @@ def token_fields(rows: Rows, document_mask: bool) -> dict[str, npt.NDArray[Any]]
     # A channel is of the token that is predicted: a weight is that of its label.
     channels = {f"{name}_BS": values[:, 1:] for name, values in rows.channels.items()}
     return dict(zip(names, arrays, strict=False)) | channels
+
+
+def digests(batch: Batch) -> Tensor:
+    """Returns a number per row, of all bytes in it. Each place of each field has a multiplier
+    of its own, and sums wrap around; one changed token always shows, any other change but for a
+    chance of about 2⁻⁴⁶."""
+    left_out = ABOUT_ROWS if "tokens_BS" in batch else ()
+    total = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
+    for name, values in sorted(batch.fields.items()):
+        if name not in left_out:
+            words = words_of(values)
+            total += (words * _multipliers(name, words.shape[1], words.device)).sum(dim=1)
+    return total
+
+
+def words_of(values: Tensor) -> Tensor:
+    """The bytes of each row as 64-bit integers, the last one filled up with zeros."""
+    rows = values.reshape(len(values), -1)
+    if rows.dtype == torch.int64:
+        return rows
+    rows = rows.contiguous().view(torch.uint8)
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))
+    return rows.view(torch.int64)
+
+
+@lru_cache(maxsize=16)
+def _multipliers(name: str, count: int, device: torch.device) -> Tensor:
+    first = np.uint64(zlib.crc32(name.encode())) << np.uint64(32)
+    numbers = mix64(first + np.arange(count, dtype=np.uint64)) | np.uint64(1)
+    return torch.from_numpy(numbers.view(np.int64)).to(device)

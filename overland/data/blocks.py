@@ -11,69 +11,21 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
-from overland.data.documents import Documents, Reading, Windows
-from overland.data.order import permute
+from overland.data.order import groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
-from overland.data.ranges import groups
-from overland.data.shard import WEIGHTS
+from overland.data.rows import Origins, Room
 from overland.data.sources.marks import digest_of
+from overland.data.windows import Documents, Reading, Windows
 
 Array = npt.NDArray[np.int64]
 OPEN_WINDOWS = 3
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Blocks as rows of `seq_len + 1` tokens."""
-
-    tokens: Array
-    num_tokens: Array
-    """Of each row, how many of its tokens are real; the rest is padding."""
-    piece_row: Array
-    piece_begin: Array
-    """Where each piece of a document begins: the row, and the place in it."""
-    sample: Array
-    """Of each row, the document that it begins with: source × 2⁵⁶ + its number there."""
-    epoch: Array
-    """How often that document was read before."""
-    channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What goes with each token, by name; 0 where there is padding."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Arrays by name, with a row for each sample; see `Rows` for its numbers."""
-
-    arrays: Mapping[str, npt.NDArray[Any]]
-    sample: Array
-    epoch: Array
-
-
-@dataclass(frozen=True)
-class Room:
-    """Where rows of tokens are written by those who have some of them; see `Rows`."""
-
-    tokens: Array
-    num_tokens: Array
-    sample: Array
-    epoch: Array
-    channels: Mapping[str, npt.NDArray[Any]]
-
-    @classmethod
-    def of(cls, rows: int, width: int, channels: Mapping[str, str]) -> Room:
-        """A document without weights counts as much as any; other channels are 0 where a source
-        has none."""
-        shape = (rows, width)
-        num_tokens, sample, epoch = np.empty((3, rows), np.int64)
-        filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
-        return cls(np.empty(shape, np.int64), num_tokens, sample, epoch, filled)
 
 
 @dataclass(frozen=True)
@@ -87,20 +39,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Origins:
-    """What rows are made of, piece by piece; each token counts where it is given to the model, so
-    the last of a row, which is only predicted, counts there only if it never comes again."""
-
-    row: Array
-    source: Array
-    number: Array
-    """Of the document in its source."""
-    start: Array
-    """Where in its document a piece begins."""
-    length: Array
-
-
-@dataclass(frozen=True)
 class Window:
     documents: Documents
     cut: Cut
@@ -111,7 +49,7 @@ class Window:
         return self.cut.pieces(self.order[places])
 
     def own_pieces(self, places: Array) -> Pieces:
-        """Without last tokens that come again elsewhere: over a window, every token once."""
+        """Leaves out last tokens that come again elsewhere: over a window, every token once."""
         pieces = self.pieces(places)
         documents, which = self.documents, pieces.document
         borrowed = documents.borrowed[which] & (pieces.stop == documents.length[which])
@@ -209,11 +147,12 @@ class BlockStream:
         return self._counts.find(numbers)
 
     def num_blocks(self, windows: int) -> int:
-        """In the first so many windows."""
+        """Returns the number of blocks in the first so many windows."""
         return self._counts.total(windows)
 
     def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int:
-        """Until so many epochs of the source are read, or `enough` if there are that many."""
+        """Returns the number of blocks until so many epochs of the source are read, or `enough` if
+        there are that many."""
         whole = int(epochs)
         count = self._counts.total_up_to(self.windows_before(whole), enough)
         if whole == epochs or count == enough:
@@ -251,7 +190,7 @@ class BlockStream:
         return window - self._lead + self.first
 
     def _find(self, numbers: Array) -> Iterator[tuple[Window, Array, Array]]:
-        """Window by window: which of `numbers` lie in it, and at which places."""
+        """Yields each window, which of `numbers` lie in it, and at which places."""
         windows, places = self._counts.find(numbers)
         for window, mine in groups(windows):
             yield self.open(window), mine, places[mine]

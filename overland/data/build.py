@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from overland.data.cache import sweep
-from overland.data.layout import Layout, read_layout
-from overland.data.make import Maker
+from overland.data.corpus_folder import CorpusLayout, read_layout
 from overland.data.shard import read_counts
+from overland.data.shard_maker import ShardMaker, sweep
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
@@ -42,7 +41,7 @@ class BuildState:
 
     @property
     def share(self) -> float:
-        """About which part is done, shards under way included."""
+        """Returns about which part is done, shards under way included."""
         begun = self.num_documents / max(self.documents_per_shard, 1)
         return min(max(self.num_made, min(begun, self.num_made + 1)) / max(self.num_shards, 1), 1.0)
 
@@ -58,7 +57,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Built:
-    layout: Layout
+    layout: CorpusLayout
     made: BuildState
     """In this session."""
     totals: Totals | None
@@ -109,7 +108,7 @@ def build(
     return Built(layout, state, finish(layout))
 
 
-def finish(layout: Layout) -> Totals | None:
+def finish(layout: CorpusLayout) -> Totals | None:
     """Marks the corpus complete if every shard is there.
 
     Each builder publishes its shards before it looks, so the last one sees them all. If two come
@@ -134,27 +133,27 @@ def finish(layout: Layout) -> Totals | None:
     return totals
 
 
-def _read_totals(layout: Layout) -> Totals | None:
+def _read_totals(layout: CorpusLayout) -> Totals | None:
     if not layout.sizes_path.exists():
         return None
     about = json.loads((layout.folder / "totals.json").read_bytes())
     return Totals(about["documents"], about["tokens"], about["bad"])
 
 
-def _missing(layout: Layout, numbers: Sequence[int]) -> list[int]:
+def _missing(layout: CorpusLayout, numbers: Sequence[int]) -> list[int]:
     made = layout.made()
     return [number for number in numbers if number not in made]
 
 
 def _make_here(
-    layout: Layout,
+    layout: CorpusLayout,
     source: Source,
     tokenizer: Tokenizer | None,
     numbers: Sequence[int],
     state: BuildState,
     progress: Callable[[BuildState], None],
 ) -> None:
-    maker = Maker(layout, source, tokenizer)
+    maker = ShardMaker(layout, source, tokenizer)
 
     def tick(documents: int, tokens: int) -> None:
         state.num_documents += documents
@@ -173,7 +172,7 @@ def _make_here(
 
 
 def _make_in_processes(
-    layout: Layout,
+    layout: CorpusLayout,
     source: Source,
     tokenizer: Tokenizer | None,
     numbers: Sequence[int],
@@ -196,7 +195,7 @@ def _make_in_processes(
 
 
 def _follow(workers: Workers, state: BuildState, progress: Callable[[BuildState], None]) -> None:
-    """Until every process has come to the end of its list."""
+    """Follows the processes until each has come to the end of its list."""
     idle: set[int] = set()
     while not workers.pids or not idle.issuperset(workers.pids):
         for pid, message in workers.messages(LOOK_SECONDS):

@@ -17,19 +17,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.cache import Cache
-from overland.data.claims import Claims
-from overland.data.layout import Layout, changes, lay_out, read_layout
-from overland.data.make import Maker
+from overland.data.corpus_folder import CorpusLayout, read_layout
+from overland.data.layout import lay_out
 from overland.data.shard import Shard, open_shard
+from overland.data.shard_maker import Claims, ShardMaker, sweep
 from overland.data.sources.source import Kind, Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
 from overland.errors import DataError
 from overland.words import bad_ones
 
-__all__ = ["Corpus", "changes", "lay_out", "open_corpus"]
+__all__ = ["Corpus", "lay_out", "open_corpus"]
 
+KEPT_CALLS = 3  # what was expected in this call and the two before is in use
 OPEN_SHARDS = 64  # each keeps a file open, and a process may often open 1,024
 GRACE_SECONDS = 1.5  # a background process starts within a second
 PATIENCE_SECONDS = 60.0  # where this process cannot make a shard itself
@@ -61,9 +61,11 @@ def open_corpus(
 
 
 class Corpus:
+    """The shards of one corpus by number, made beforehand or just in time."""
+
     def __init__(
         self,
-        layout: Layout,
+        layout: CorpusLayout,
         open_source: Callable[[], Source] | None,
         open_tokenizer: Callable[[], Tokenizer] | None,
         processes: int,
@@ -88,8 +90,10 @@ class Corpus:
         self._is_alone = not wait or (processes > 0 and self._is_little)
         """Nobody else was seen to make shards, so there is nobody to wait for."""
         self._claims = Claims(layout.folder)
-        self._cache = Cache(layout, cache_bytes) if processes and cache_bytes is not None else None
-        self._maker: Maker | None = None
+        self._cache = (
+            ShardCache(layout, cache_bytes) if processes and cache_bytes is not None else None
+        )
+        self._maker: ShardMaker | None = None
         self.workers: Workers | None = None
         """The background processes of this rank, once they were needed."""
         self._opened: OrderedDict[int, Shard] = OrderedDict()
@@ -110,8 +114,8 @@ class Corpus:
         return sum(self._bad.values())
 
     def num_tokens(self) -> int | None:
-        """Of the whole corpus, if it is built, or so small that it is made here at once. A sample
-        of arrays counts as one."""
+        """Counts the tokens of the whole corpus, if it is built, or so small that it is made here
+        at once. A sample of arrays counts as one."""
         sizes = self.sizes()
         if sizes is not None:
             return int(sizes[:, 1].sum())
@@ -149,8 +153,8 @@ class Corpus:
         return shard
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """These are needed next, in this order: background processes make those that are missing.
-        Others may be evicted."""
+        """Announces the shards that are needed next, in this order: background processes make those
+        that are missing. Others may be evicted."""
         numbers = list(numbers)
         with self._lock:
             if not self._processes or numbers == self._expected or self.is_complete:
@@ -211,7 +215,7 @@ class Corpus:
         with self._making:
             if self._maker is None:
                 source, tokenizer = self.parts()
-                self._maker = Maker(self.layout, source, tokenizer)
+                self._maker = ShardMaker(self.layout, source, tokenizer)
             self._maker.make(number, lambda documents, tokens: self._check_open())
 
     def _check_open(self) -> None:
@@ -255,3 +259,38 @@ class Corpus:
                 )
         if shard.info.num_bad:
             self._bad[number] = shard.info.num_bad
+
+
+class ShardCache:
+    """Bounds the shards that were made just in time: those not in use are deleted, least recently
+    expected first. Those of a build stay."""
+
+    def __init__(self, layout: CorpusLayout, max_bytes: int) -> None:
+        self.layout, self.max_bytes = layout, max_bytes
+        self._calls = 0
+        self._expected: dict[int, int] = {}
+        """The call that last named a shard."""
+
+    def expect(self, numbers: Sequence[int], num_missing: int) -> None:
+        """Makes room for the missing ones among those that are needed now."""
+        self._calls += 1
+        self._expected.update(dict.fromkeys(numbers, self._calls))
+        if self.layout.keep_path.exists():
+            return
+        if self._calls == 1:
+            sweep(self.layout)
+        made = self.layout.made()
+        self._expected = {n: call for n, call in self._expected.items() if self._is_kept(n, made)}
+        total = sum(made.values())
+        total += num_missing * max(made.values(), default=0)  # as large as any so far
+        for number in sorted(made, key=lambda number: (self._expected.get(number, 0), number)):
+            if total <= self.max_bytes or self._is_in_use(number):
+                return
+            self.layout.shard_path(number).unlink(missing_ok=True)
+            total -= made[number]
+
+    def _is_in_use(self, number: int) -> bool:
+        return self._expected.get(number, 0) > self._calls - KEPT_CALLS
+
+    def _is_kept(self, number: int, made: dict[int, int]) -> bool:
+        return number in made or self._is_in_use(number)

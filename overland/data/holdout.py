@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from overland.config.schema import Data as Settings
 from overland.data.corpus import Corpus
-from overland.data.layout import Layout
+from overland.data.corpus_folder import CorpusLayout
 from overland.data.shard import Shard
 from overland.data.sources.source import FileSource
 from overland.errors import DataError
@@ -31,15 +31,15 @@ FORMAT = 1
 Marks = npt.NDArray[np.uint64]
 
 
-def held_out(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]:
-    """Which documents of a shard are held out."""
+def held_out_documents(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]:
+    """Tells which documents of a shard are held out."""
     limit = np.uint64(min(round(share * 2**64), 2**64 - 1))
     return _kept_marks(corpus.layout, corpus.shard(number), number) < limit
 
 
 def share_of(data: Settings, corpus: Corpus) -> float:
-    """What `data.holdout` comes to for a corpus. A number of documents is taken as a share of all,
-    as far as these can be counted without reading them: it is met roughly."""
+    """Returns what `data.holdout` resolves to for a corpus. A number of documents is taken
+    as a share of all, as far as these can be counted without reading them: it is met roughly."""
     share = share_of_documents(data, corpus.name, partial(_num_documents, corpus))
     check_both_sides(corpus, share)
     return share
@@ -58,7 +58,7 @@ def share_of_documents(data: Settings, name: str, count: Callable[[], int]) -> f
 
 
 def require_both_sides(name: str, share: float, held_out: int, total: int) -> None:
-    """There must be documents to train on and documents to validate on."""
+    """Raises unless there are documents to train on and documents to validate on."""
     if total and held_out in (0, total):
         side = "no document" if held_out == 0 else "every document"
         raise DataError(
@@ -68,19 +68,19 @@ def require_both_sides(name: str, share: float, held_out: int, total: int) -> No
 
 
 def check_both_sides(corpus: Corpus, share: float) -> None:
-    """Where all shards are there already; else it shows while training."""
+    """Raises if one side is empty, where all shards are there; else it shows while training."""
     if not share or corpus.sizes() is None:
         return
     held = total = 0
     for number in range(corpus.num_shards):
-        found = held_out(corpus, number, share)
+        found = held_out_documents(corpus, number, share)
         held, total = held + int(found.sum()), total + len(found)
         if 0 < held < total:
             return
     require_both_sides(corpus.name, share, held, total)
 
 
-def marks_of(shard: Shard, layout: Layout) -> Marks:
+def marks_of(shard: Shard, layout: CorpusLayout) -> Marks:
     first, last = int(layout.add_bos), int(layout.add_eos)
     tokens = np.asarray(shard.tokens)
     marks = np.empty(shard.info.num_documents, np.uint64)
@@ -93,8 +93,8 @@ def marks_of(shard: Shard, layout: Layout) -> Marks:
     return marks
 
 
-def _kept_marks(layout: Layout, shard: Shard, number: int) -> Marks:
-    """From the file that keeps them, so that not every rank of a large run reads every token."""
+def _kept_marks(layout: CorpusLayout, shard: Shard, number: int) -> Marks:
+    """Reads marks from the file that keeps them, so that not every rank reads every token."""
     path = _path(layout, number)
     with contextlib.suppress(OSError, ValueError):
         marks: Marks = np.load(path)
@@ -108,7 +108,7 @@ def _kept_marks(layout: Layout, shard: Shard, number: int) -> Marks:
     return marks
 
 
-def _path(layout: Layout, number: int) -> Path:
+def _path(layout: CorpusLayout, number: int) -> Path:
     shard = layout.shard_path(number)
     return layout.folder / f"marks-{FORMAT}" / shard.parent.name / f"{shard.stem}.npy"
 

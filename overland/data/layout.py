@@ -1,13 +1,4 @@
-"""What a corpus is made of: which chunks form which shard, and how they become tokens.
-
-    <root>/<name>-<fingerprint>/
-      tokenizer/      a copy of the tokenizer, for text
-      corpus.json     counts, types and policy; small whatever the size of the corpus
-      chunks.jsonl    a line per shard: its chunks, and marks of the files they are read from; a
-                      last line with the files that every chunk depends on
-      lines.npy       where each line begins, and the end
-      shards/0012/0012345.shard
-      sizes.npy       documents and tokens per shard, once all are made
+"""Lays a corpus out: which chunks form which shard, and how they become tokens.
 
 Consecutive chunks form a shard: as many as come nearest to `shard_documents` documents or 64 MiB,
 whichever is less. It depends on the source's list alone, so that a corpus made beforehand and one
@@ -24,16 +15,22 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from overland.data import shard
 from overland.data.arrays import Arrays
+from overland.data.corpus_folder import (
+    FORMAT,
+    CorpusLayout,
+    is_corpus,
+    place_of,
+    read_layout,
+    source_changes,
+)
 from overland.data.sources.compression import times_smaller
 from overland.data.sources.marks import FileMark, digest_of, unsure_of
 from overland.data.sources.source import RULES, FileSource, Kind, Source, list_chunks
@@ -41,109 +38,14 @@ from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError, Unsettled
 from overland.files import new_file, publish, sync
 
-FORMAT = 1
 SHARD_DOCUMENTS = 4096
 SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which one core makes in about ten seconds
-SHARDS_PER_FOLDER = 1000
 DOCUMENT_BYTES = 4096  # a web page; where nothing says how many documents a file holds
 CHUNK_DOCUMENTS = 1000  # of a source that says nothing
 OWN_FIELDS = (shard.TOKENS, "labels", "positions", "documents")  # a batch has its own of these
 OPTIONAL = ("fields", "channels")  # in corpus.json only where a corpus has them
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Layout:
-    name: str
-    fingerprint: str
-    """Of everything that decides the tokens: files, tokenizer, policy, grouping."""
-    request: str
-    """Of what was asked for, without a look into the files."""
-    source: str
-    """What it was made from, for people."""
-    kind: Kind
-    dtype: str
-    vocab_size: int | None
-    bos_id: int | None
-    eos_id: int | None
-    add_bos: bool
-    add_eos: bool
-    """Whether the tokenizer ended each document with the EOS token."""
-    tokenizer: str | None
-    """Its fingerprint; none for token ids that came as such."""
-    skip_bad: bool
-    num_shards: int
-    documents_per_shard: float
-    """About how many, from what the source says of itself."""
-    folder: Path
-    fields: dict[str, Any] | None = None
-    """Of arrays, as their source declares them."""
-    channels: dict[str, str] | None = None
-    """Types of what goes with each token, by name."""
-
-    @property
-    def unit(self) -> str:
-        """What is counted."""
-        return "samples" if self.kind == "arrays" else "tokens"
-
-    @cached_property
-    def arrays(self) -> Arrays | None:
-        """What its samples hold, where they are arrays."""
-        return None if self.fields is None else Arrays.declared(self.name, self.fields)
-
-    def shard_path(self, number: int) -> Path:
-        part = f"{number // SHARDS_PER_FOLDER:04d}"
-        return self.folder / "shards" / part / f"{number:07d}.shard"
-
-    def claim_path(self, number: int) -> Path:
-        return self.shard_path(number).with_suffix(".claim")
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """A copy of the tokenizer that made it, so that its tokens can be read."""
-        folder = self.folder / "tokenizer"
-        return folder if folder.is_dir() else None
-
-    @property
-    def sizes_path(self) -> Path:
-        return self.folder / "sizes.npy"
-
-    @property
-    def keep_path(self) -> Path:
-        """There once a build was begun: nothing is evicted any more."""
-        return self.folder / "keep"
-
-    def chunks_of(self, number: int) -> tuple[list[str], dict[str, FileMark]]:
-        """The chunks of a shard, and marks of the files they are read from."""
-        start, stop = self._lines[number], self._lines[number + 1]
-        with (self.folder / "chunks.jsonl").open("rb") as file:
-            file.seek(start)
-            chunks, marks = json.loads(file.read(stop - start))
-        return chunks, {name: FileMark(*mark) for name, mark in marks.items()}
-
-    def all_chunks(self) -> tuple[list[str], dict[str, FileMark]]:
-        chunks, marks = [], {}
-        with (self.folder / "chunks.jsonl").open("rb") as file:
-            for line in file:
-                names, found = json.loads(line)
-                chunks += names
-                marks.update({name: FileMark(*mark) for name, mark in found.items()})
-        return chunks, marks
-
-    def made(self) -> dict[int, int]:
-        """Bytes of each shard that is there. Lists folders: not for 10⁶ shards in a hurry."""
-        found = {}
-        for folder in sorted((self.folder / "shards").glob("*")):
-            for entry in os.scandir(folder):
-                if entry.name.endswith(".shard"):
-                    with contextlib.suppress(FileNotFoundError):  # being evicted
-                        found[int(entry.name.removesuffix(".shard"))] = entry.stat().st_size
-        return found
-
-    @cached_property
-    def _lines(self) -> npt.NDArray[np.int64]:
-        return np.load(self.folder / "lines.npy", mmap_mode="r")
 
 
 def lay_out(
@@ -158,7 +60,7 @@ def lay_out(
     report: Report = lambda message: None,
     expected: str | None = None,
 ) -> Path:
-    """The folder of the corpus that these make, found under `root` or made there.
+    """Returns the folder of the corpus that these make, found under `root` or made there.
 
     One under any name is found if the same was asked for and no file changed since, which takes a
     look at the files' sizes and times only. Two processes may do it at once. If `expected` is the
@@ -192,7 +94,7 @@ def find_laid_out(
     skip_bad: bool = False,
     vocab_size: int | None = None,
 ) -> Path | None:
-    """What `lay_out` would find; it makes nothing."""
+    """Returns what `lay_out` would find; it makes nothing."""
     policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
     return _find_asked(name, source, root, policy, shard_documents, lambda message: None)
 
@@ -205,7 +107,7 @@ def _find_asked(
     shard_documents: int,
     report: Report,
 ) -> Path | None:
-    """Under the rules of today, or else as an earlier version laid it out."""
+    """Looks under the rules of today, then for what an earlier version laid out."""
     for rules in _rules(source):
         with _under(source, rules):
             asked = _ask(name, source, policy, shard_documents)
@@ -226,7 +128,7 @@ class _Asked(NamedTuple):
 
 @contextlib.contextmanager
 def _under(source: Source, rules: int) -> Iterator[None]:
-    """The source as it was under earlier rules."""
+    """Lets the source follow earlier rules."""
     if not isinstance(source, FileSource):
         yield
         return
@@ -255,22 +157,22 @@ def _describe(
     shard_documents: int,
     root: Path,
     asked: _Asked,
-) -> tuple[Layout, Iterator[bytes]]:
+) -> tuple[CorpusLayout, Iterator[bytes]]:
     """The layout, and the lines of its chunks."""
     request, chunks = asked
     if not chunks:
-        raise DataError(f"{_place(source)} is empty: it lists no chunks")
+        raise DataError(f"{place_of(source)} is empty: it lists no chunks")
     marks: dict[str, FileMark] = source.marks() if isinstance(source, FileSource) else {}
     arrays = Arrays.declared(name, policy["fields"]) if "fields" in policy else None
     weights = _weigh(source, chunks, marks, arrays.num_bytes if arrays is not None else 0)
     groups = _group(chunks, weights, shard_documents)
     content = source.fingerprint(marks) if isinstance(source, FileSource) else ""
     fingerprint = digest_of([request, content, [len(group) for group in groups]])[:16]
-    layout = Layout(
+    layout = CorpusLayout(
         name=name,
         fingerprint=fingerprint,
         request=request,
-        source=str(_place(source)),
+        source=str(place_of(source)),
         **policy,
         num_shards=len(groups),
         documents_per_shard=sum(documents for documents, _ in weights) / len(groups),
@@ -286,46 +188,19 @@ def sketch(
     *,
     skip_bad: bool = False,
     vocab_size: int | None = None,
-) -> Layout:
+) -> CorpusLayout:
     """How the documents of a source would become tokens. It has no folder and no shards: it is for
     trying out a source before anything is written."""
-    return Layout(
+    return CorpusLayout(
         name=name,
         fingerprint="",
         request="",
-        source=_place(source),
+        source=place_of(source),
         **_policy(name, source, tokenizer, skip_bad, vocab_size),
         num_shards=0,
         documents_per_shard=0,
         folder=Path(os.devnull),
     )
-
-
-def read_layout(folder: Path) -> Layout:
-    path = folder / "corpus.json"
-    try:
-        about = json.loads(path.read_bytes())
-        version = about.pop("format")
-        layout = Layout(**about, folder=folder) if version == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{folder} holds no corpus of token shards: {error}") from None
-    if layout is None:
-        raise DataError(f"{path}: format {version}, this version reads {FORMAT}: build it again")
-    return layout
-
-
-def is_corpus(folder: Path) -> bool:
-    return (folder / "corpus.json").is_file() and (folder / "lines.npy").is_file()
-
-
-def changes(folder: Path, source: Source) -> list[str]:
-    """A sentence for each file that is not as it was when the corpus was laid out."""
-    chunks, marks = read_layout(folder).all_chunks()
-    if marks and isinstance(source, FileSource):
-        return source.changes_since(marks)
-    if list(source.chunks()) != chunks:
-        return [f"{_place(source)} lists other chunks than when {folder} was laid out"]
-    return []
 
 
 def _policy(
@@ -388,7 +263,7 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
             layout = read_layout(folder)
             if layout.request != request:
                 continue
-            changed = changes(folder, source)
+            changed = source_changes(folder, source)
             if not changed:
                 _say_what_is_unsure(folder, source, report)
                 return folder
@@ -398,7 +273,7 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
 
 
 def _say_what_is_unsure(folder: Path, source: Source, report: Report) -> None:
-    """Touched files count as unchanged, if need be by samples; then that is said."""
+    """Reports touched files that count as unchanged by samples of them alone."""
     if not isinstance(source, FileSource):
         return
     unsure = unsure_of(source.root, read_layout(folder).all_chunks()[1])
@@ -461,8 +336,8 @@ def _lines(
     yield json.dumps([[], rest]).encode() + b"\n"
 
 
-def _write(layout: Layout, lines: Iterator[bytes], tokenizer: Sequence[Path]) -> None:
-    """The folder appears complete or not at all."""
+def _write(layout: CorpusLayout, lines: Iterator[bytes], tokenizer: Sequence[Path]) -> None:
+    """Writes the folder, which appears complete or not at all."""
     root = layout.folder.parent
     root.mkdir(parents=True, exist_ok=True)
     beside = root / f".{layout.folder.name}.{uuid.uuid4().hex}"
@@ -498,7 +373,7 @@ def _inside(folder: Path) -> Path:
 
 
 def _fingerprint(name: str, source: Source) -> str:
-    """Of a source of somebody's own. Where it gives none, its name and its list must do."""
+    """Returns the fingerprint of a user's own source. Where it gives none, its name must do."""
     if hasattr(source, "fingerprint"):
         return str(source.fingerprint())
     return digest_of([name, type(source).__qualname__])
@@ -509,7 +384,3 @@ def _digest(names: Sequence[str]) -> str:
     for name in names:
         digest.update(f"{len(name)}:{name}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
-
-
-def _place(source: Source) -> str:
-    return str(getattr(source, "place", type(source).__name__))

@@ -32,7 +32,6 @@ HEAD = struct.Struct("<4sIqqqq")  # magic, checksum of what follows, step, batch
 PLACE = struct.Struct("<qqqq")
 MAGIC = b"OVLL"
 KEPT_BYTES = 1 << 24  # of records until the disk has them for certain: at most some minutes' worth
-
 Digests = npt.NDArray[np.int64]
 
 
@@ -54,7 +53,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class History:
+class FedSteps:
     """What the model was given, by step; the run began after step `start`."""
 
     start: int
@@ -98,7 +97,7 @@ class Ledger:
         return self.sync() if sum(map(len, self.kept)) > KEPT_BYTES else self._write()
 
     def sync(self) -> str:
-        """What was written survives a power cut; or a word on why not."""
+        """Makes what was written survive a power cut, or returns why it may not."""
         if problem := self._write():
             return problem
         try:
@@ -147,7 +146,7 @@ class Ledger:
         return f"{path} cannot be written: {error.strerror}"
 
 
-def read_ledger(path: Path) -> History:
+def read_ledger(path: Path) -> FedSteps:
     if not path.is_file():
         raise DataError(f"{path} does not exist: the run has recorded nothing")
     fed: dict[int, Fed] = {}
@@ -163,11 +162,11 @@ def read_ledger(path: Path) -> History:
             marks[step] = Mark(batch, bool(rows.shape[1]))
         for i, row in enumerate(rows):
             fed[step + i] = Fed(step + i, batch + i, row)
-    return History(start or 0, dict(sorted(fed.items())), marks)
+    return FedSteps(start or 0, dict(sorted(fed.items())), marks)
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, int, Digests]]:
-    """Those that are whole, and where they are; after one that is not, the next that is."""
+    """Yields the records that are whole, and where they are."""
     if not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -2,25 +2,45 @@
 
 Batch t is a function of the plan and t. A rank takes its share of the rows at the last moment; no
 rank, worker or restart enters, so none can change what is read.
+
+`build_train_loader` is the loader by itself, for training scripts of one's own:
+
+loader = build_train_loader(mds_root="fineweb-edu", strategy="pack", tokenizer_name="llama",
+                            seq_len=2048, micro_blocks=64, local_cache="/tmp/mds_cache")
+for batch in loader:                       # never ends
+    model(**batch).loss.backward()         # a Hugging Face model; others: shifted=True
+torch.save(loader.state_dict(), …)         # a number, and the plan it counts in
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Generator, Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
 
+import numpy as np
+import torch
+
+from overland.config.commands import command
+from overland.config.schema import Data, Debug, JobConfig, Model, Training
 from overland.data.batch import Batch, make_batch
-from overland.data.rows import PlannedRows
+from overland.data.corpora import Preparer
+from overland.data.pack import Packing
+from overland.data.prepare import Dataset, training_data
+from overland.data.rows import Array, RowFields, Rows, tokens_and_labels, with_borders
+from overland.data.sampler import Sampler
+from overland.data.sources import open_source
+from overland.errors import DataError, Unsettled
 
 CLOSE_SECONDS = 10.0  # longest wait for a batch that is being read when the run ends
-
 T = TypeVar("T")
 
 
-def load(rows: PlannedRows, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
-    """One rank's share of a global batch. What lies beyond the last epoch counts nothing."""
+def load_batch(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
+    """Loads a rank's share of a global batch. What lies beyond the last epoch counts nothing."""
     segment = rows.plan.segment(batch)
     if rows.arrays is not None:
         share = make_batch(rows.read_samples(batch, part, num_parts))
@@ -33,16 +53,16 @@ def load(rows: PlannedRows, batch: int, part: int = 0, num_parts: int = 1) -> Ba
     return share.padded_from(count - part * len(share))
 
 
-def batches(rows: PlannedRows, start: int, part: int = 0, num_parts: int = 1) -> Iterator[Batch]:
-    """This rank's share of global batch `start` and of all that follow."""
+def batches(rows: Sampler, start: int, part: int = 0, num_parts: int = 1) -> Iterator[Batch]:
+    """Yields this rank's share of global batch `start` and of all that follow."""
     number = start
     while True:
-        yield load(rows, number, part, num_parts)
+        yield load_batch(rows, number, part, num_parts)
         number += 1
 
 
 def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """The same items, prepared by a thread while the consumer computes."""
+    """Yields the same items, prepared by a thread while the consumer computes."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
@@ -77,3 +97,181 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
         stop.set()
         # A daemon thread that is inside torch while Python ends aborts the whole process.
         thread.join(timeout=CLOSE_SECONDS)
+
+
+def build_train_loader(
+    mds_root: str | Path,
+    strategy: Literal["pack", "overflow", "trunc", "best_fit"] = "pack",
+    tokenizer_name: str | None = None,
+    seq_len: int = 2048,
+    micro_blocks: int = 64,
+    local_cache: str | Path | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    seed: int = 0,
+    document_mask: bool = False,
+    skip_bad: bool = True,
+    shifted: bool = False,
+    add_bos: bool | None = None,
+    column: str | None = None,
+) -> TrainLoader:
+    """Returns batches of `micro_blocks` sequences for this rank, from a corpus of any format.
+
+    A batch is what a Hugging Face model takes, `model(**batch).loss`: `labels` are the `input_ids`
+    themselves (-100 where no loss is taken) and the model shifts them by one. So the last token of
+    a row has nothing to predict there: a row of `seq_len` tokens gives `seq_len - 1` predictions,
+    and the one across the end of a full row is lost. With `shifted=True` none is.
+
+    Args:
+        mds_root: A folder of MDS shards, or any other that `overland data inspect` reads.
+        strategy: How documents become sequences; see `data.packing`.
+        tokenizer_name: A folder with a tokenizer, or a name whose files are in the Hugging Face
+            cache; not needed for token ids.
+        seq_len: Tokens per sequence.
+        micro_blocks: Sequences that each rank is given at once.
+        local_cache: Folder for token shards, shared by all ranks that see it; default: `./data`.
+        rank: This process among `world_size`; default: as torchrun or Slurm says.
+        world_size: Ranks that share the data.
+        seed: Of the order.
+        document_mask: Take no loss across documents, and count positions from their beginnings.
+            The batch then has `position_ids` and no `attention_mask`, from which a Hugging Face
+            model sees the borders; set `model.config.use_cache = False`, or it ignores them.
+        skip_bad: Skip documents that are empty or not UTF-8, and count them (`num_skipped`).
+        shifted: For a loss of one's own, `cross_entropy(logits, labels)`: each label is the token
+            after its input, also at the end of a row. The batch has `input_ids`, `labels`,
+            `position_ids` and `document_ids`. Do not give these labels to a Hugging Face model: it
+            would shift them again, and learn the token after next.
+        add_bos: Begin each document with BOS; default: as the tokenizer itself does. A state that
+            is loaded, and a corpus that is there already, keep what they began with.
+        column: Column that holds the documents; default: text, tokens, input_ids or content.
+    """
+    if micro_blocks < 1 or seq_len < 1:
+        raise DataError("micro_blocks and seq_len must be 1 or more")
+    if strategy not in get_args(Packing):
+        raise DataError(f"strategy is {strategy!r}; known: {', '.join(get_args(Packing))}")
+    rank = _from_environment("RANK", "SLURM_PROCID", 0) if rank is None else rank
+    if world_size is None:
+        world_size = _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)
+    try:
+        source = open_source(mds_root, column=column)
+    except Unsettled as error:
+        raise error.by(f"the argument {error.option}") from None
+    if source.kind == "arrays":
+        raise DataError(f"{mds_root} holds arrays, and this loader gives tokens")
+    if tokenizer_name is None and source.kind == "text":
+        raise DataError(f"{mds_root} is text: say which tokenizer makes tokens of it, by its name")
+    cache = Path(local_cache or "data").expanduser()
+    tokenizer = None if tokenizer_name is None else str(_find_tokenizer(tokenizer_name))
+    config = JobConfig(
+        model=Model(hf_assets_path=tokenizer),
+        training=Training(dataset_path=str(mds_root), seq_len=seq_len, column=column),
+        data=Data(
+            folder=str(cache),
+            packing=strategy,
+            document_mask=document_mask,
+            bad_documents="skip" if skip_bad else "error",
+            add_bos=add_bos,
+        ),
+        debug=Debug(seed=seed),
+    )
+    local_rank = _from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)
+    place = Preparer(tokenises=local_rank == 0)
+    dataset = training_data(config, micro_blocks * world_size, None, place)
+    return TrainLoader(dataset, rank, world_size, shifted)
+
+
+class TrainLoader:
+    """Batches without an end, epoch after epoch. After `load_state_dict` they follow the last row
+    that any rank was given, on any number of ranks."""
+
+    def __init__(self, dataset: Dataset, rank: int, world_size: int, shifted: bool) -> None:
+        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.shifted = shifted
+        self.step = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        ahead = read_ahead(self._batches(self.step), depth=2)
+        try:
+            for batch in ahead:
+                self.step += 1
+                yield batch
+        finally:
+            ahead.close()
+
+    @property
+    def num_skipped(self) -> int:
+        return self.dataset.num_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        plan = self.dataset.plan
+        return {"step": self.step, "fingerprint": plan.fingerprint, "plan": plan.to_json()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes. A changed or another corpus is an error; another number of ranks is not."""
+        if not {"plan", "step"} <= set(state):
+            raise DataError("this is no state of a loader: it has no plan and no step")
+        before = set(state["plan"]["sources"])
+        if before != set(self.dataset.plan.sources):
+            raise DataError(f"the state is of {', '.join(sorted(before))}, not of this corpus")
+        self.dataset = self.dataset.continued(state["plan"], state["step"])
+        self.step = state["step"]
+
+    def close(self) -> None:
+        self.dataset.close()
+
+    def _batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        form = _shifted if self.shifted else _aligned
+        while True:
+            rows = self.dataset.rows.read(step, self.rank, self.world_size)
+            fields = form(rows, self.dataset.plan.segment(step).document_mask)
+            yield {name: torch.from_numpy(np.array(field)) for name, field in fields.items()}
+            step += 1
+
+
+def _shifted(rows: Rows, mask: bool) -> dict[str, Array]:
+    fields = with_borders(rows)
+    if not mask:
+        tokens, labels = tokens_and_labels(rows)
+        places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        fields = RowFields(tokens, labels, places, fields.documents)
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    return dict(zip(names, fields, strict=True))
+
+
+def _aligned(rows: Rows, mask: bool) -> dict[str, Array]:
+    """Places each label at its own token, as Hugging Face does: the model shifts them."""
+    if mask:
+        tokens, labels, positions, _ = with_borders(rows)
+        more = {"position_ids": positions}
+    else:
+        tokens, labels = tokens_and_labels(rows)
+        real = np.arange(tokens.shape[1]) < rows.num_tokens[:, None]
+        more = {"attention_mask": real.astype(np.int64)}
+    # The first label of a row is never looked at: nothing comes before it.
+    labels = np.concatenate([tokens[:, :1], labels[:, :-1]], axis=1)
+    return {"input_ids": tokens, "labels": labels, **more}
+
+
+def _from_environment(name: str, slurm: str, default: int) -> int:
+    return int(os.environ.get(name) or os.environ.get(slurm) or default)
+
+
+def _find_tokenizer(name: str) -> Path:
+    """A folder, or the snapshot of a model in the Hugging Face cache; nothing is downloaded."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    repository = hub / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / "main"
+    if reference.is_file():
+        snapshot = repository / "snapshots" / reference.read_text().strip()
+        if snapshot.is_dir():
+            return snapshot
+    raise DataError(
+        f"there is no tokenizer {name!r}, neither as a folder nor in {hub}: "
+        f"`{command('overland', 'fetch', 'tokenizer', name)}` brings it to a folder, which can be "
+        "named here"
+    )

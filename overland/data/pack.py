@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.ranges import spread
+from overland.data.order import spread
 
 Array = npt.NDArray[np.int64]
 Packing = Literal["pack", "overflow", "trunc", "best_fit"]

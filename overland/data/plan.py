@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from overland.data.pack import LastBlock, Packing
 from overland.data.sources.marks import digest_of
 from overland.errors import DataError
 
-Mixture = Literal["rows", "tokens"]
+MixedBy = Literal["rows", "tokens"]
 FORMAT = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Holds from `first_batch` on, until the next one does."""
+    """How batches are made from `first_batch` on, until the next segment."""
 
     first_batch: int
     global_batch_size: int
@@ -55,9 +56,11 @@ class PlannedSource:
 
 @dataclass(frozen=True)
 class Plan:
+    """Which tokens every batch of a run holds."""
+
     seed: int
     window_documents: int
-    mixture: Mixture
+    mixture: MixedBy
     sources: Mapping[str, PlannedSource]
     segments: tuple[Segment, ...]
 
@@ -102,7 +105,7 @@ class Plan:
 
 
 def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str) -> None:
-    """What decides the order of all data is what the run began with."""
+    """Raises where what decides the order of all data is not what the run began with."""
     for what, ours, theirs in (
         ("debug.seed", plan.seed, seed),
         ("data.window_documents", plan.window_documents, window_documents),
@@ -125,7 +128,7 @@ def check_same_holdout(name: str, ours: float, theirs: float) -> None:
 
 
 class ChangedSource(DataError):
-    """A source that is not what the run was trained on."""
+    """Raised when a source is not what the run was trained on."""
 
     def __init__(self, name: str, changes: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -138,7 +141,7 @@ class ChangedSource(DataError):
 
 
 def differences(before: Segment, after: Segment) -> list[str]:
-    """What a new segment changes, for the user."""
+    """Lists what a new segment changes, for the user."""
     old, new = asdict(before), asdict(after)
     return [
         f"{key} {old[key]} → {new[key]}"
@@ -147,8 +150,31 @@ def differences(before: Segment, after: Segment) -> list[str]:
     ]
 
 
+def former_names(plan: Plan, wanted: Plan) -> dict[str, str]:
+    """The name that a plan has for each source whose name is new and whose content is not."""
+    gone = {
+        source.fingerprint: name
+        for name, source in plan.sources.items()
+        if name not in wanted.sources
+    }
+    new = {
+        name: one.fingerprint for name, one in wanted.sources.items() if name not in plan.sources
+    }
+    found = ((name, gone.pop(fingerprint, None)) for name, fingerprint in new.items())
+    return {name: former for name, former in found if former is not None}
+
+
+def under(names: Mapping[str, str], values: Mapping[str, T]) -> dict[str, T]:
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+def plan_under(names: Mapping[str, str], plan: Plan) -> Plan:
+    segments = tuple(replace(one, weights=under(names, one.weights)) for one in plan.segments)
+    return replace(plan, sources=under(names, plan.sources), segments=segments)
+
+
 def _source_to_json(source: PlannedSource) -> dict[str, Any]:
-    """Without what plans of before did not have, so that their fingerprint stays."""
+    """Leaves out what earlier plans did not have, so that their fingerprint stays."""
     values = asdict(source)
     if not source.holdout:
         del values["holdout"]
@@ -156,7 +182,7 @@ def _source_to_json(source: PlannedSource) -> dict[str, Any]:
 
 
 def _to_json(segment: Segment) -> dict[str, Any]:
-    """As the version that made it wrote it, so that the fingerprint of a plan stays."""
+    """Writes a segment as the version that made it did, so that a plan's fingerprint stays."""
     values = asdict(segment)
     if segment.rest_rules == 1:
         del values["rest_rules"]

@@ -1,19 +1,26 @@
-"""Data sources by name. A user's module (`job.custom_import`) adds its own: `register_source`."""
+"""Data sources by name, and those that a config asks for, to train and to validate on.
+
+A user's module (`job.custom_import`) adds sources of its own: `register_source`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from overland.config.commands import command
-from overland.config.schema import Data, DataSource
-from overland.data.sources import Source, StandardLibrary
-from overland.data.sources import open_source as open_path
-from overland.errors import DataError
+from overland.config.schema import Data, DataSource, JobConfig
+from overland.data.arrays import Arrays, require_fields
+from overland.data.corpus_folder import is_corpus
+from overland.data.sources import FileSource, Source, StandardLibrary, open_source
+from overland.errors import DataError, Unsettled
 
-RANDOM = "random"  # tokens without text: see random_blocks.py
+RANDOM = "random"  # tokens without text: `sampler.RandomBlocks`
 PART = re.compile(r"stdlib:(\d+)/(\d+)")  # one of so many parts, from 0: stand-ins for a mixture
+
+CHOICES = ("column", "subset", "split")
+"""Keys that say which part of a dataset is read; [training], [validation] and sources have them."""
 
 _sources: dict[str, Callable[[], Source]] = {
     "stdlib": lambda: StandardLibrary(),
@@ -53,12 +60,18 @@ def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
     return folder if folder.exists() else None
 
 
-def open_source(name: str, wanted: DataSource, data: Data, held_out: bool = False) -> Source:
+def find_built(name: str, wanted: DataSource, data: Data) -> Path | None:
+    """The folder of a source that is a built corpus; None for any other."""
+    folder = find_folder(name, wanted, data)
+    return folder if folder is not None and is_corpus(folder) else None
+
+
+def open_by_name(name: str, wanted: DataSource, data: Data, held_out: bool = False) -> Source:
     """The source of that name; a path wins over the names that are known. `held_out`: to validate
     on, which decides the split where none is asked for."""
     folder = find_folder(name, wanted, data)
     if folder is not None:
-        return open_path(
+        return open_source(
             folder,
             column=wanted.column,
             subset=wanted.subset,
@@ -77,3 +90,95 @@ def open_source(name: str, wanted: DataSource, data: Data, held_out: bool = Fals
         f"there is no dataset {name!r}: `{fetch}` brings it, or set data.datasets.{name} to its "
         "folder"
     )
+
+
+def sources_of(config: JobConfig) -> dict[str, DataSource]:
+    """Returns the sources to train on: the mixture, or the one dataset as a mixture of one."""
+    if config.data.sources:
+        return dict(config.data.sources)
+    training = config.training
+    name = Path(training.dataset_path).name if training.dataset_path else training.dataset
+    choices = {key: getattr(training, key) for key in CHOICES}
+    return {name: DataSource(path=training.dataset_path, **choices)}
+
+
+def validates_on_holdout(config: JobConfig) -> bool:
+    """Whether validation reads the documents that `data.holdout` keeps out of training."""
+    validation = config.validation
+    is_named = validation.dataset is not None or validation.dataset_path is not None
+    return bool(validation.enable and config.data.holdout and not is_named)
+
+
+def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
+    """The sets to validate on, by name; none where `data.holdout` gives them."""
+    validation = config.validation
+    if not validation.enable or validates_on_holdout(config):
+        return {}
+    choices = {key: getattr(validation, key) for key in CHOICES}
+    if validation.dataset_path is not None:
+        path = validation.dataset_path
+        return {Path(path).name: DataSource(path=path, **choices)}
+    names = validation.dataset or "stdlib_heldout"
+    return {name: DataSource(**choices) for name in ([names] if isinstance(names, str) else names)}
+
+
+def training_table(config: JobConfig, name: str) -> str:
+    """The table of the config that says where a source is."""
+    return f"data.sources.{name}" if config.data.sources else "training"
+
+
+def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Source:
+    """Opens a source as a table of the config describes it; messages name that table's keys."""
+    if find_folder(name, wanted, config.data) is None:
+        refuse_choices(wanted, table, wanted.dataset or name)
+    try:
+        source = open_by_name(name, wanted, config.data, held_out=table == "validation")
+        _refuse_own_output(config.data, source)
+        return source
+    except Unsettled as error:
+        key = f"{table}.{error.option}"
+        if key == "training.dtype":  # which is another thing; a table of sources names all of them
+            key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
+        elif key == "validation.dtype":
+            key = "--dtype (of `overland data build`, to validate on what it makes)"
+        raise error.by(key) from None
+
+
+def check_samples(
+    config: JobConfig, taken: Mapping[str, tuple[str, tuple[int, ...]]], model: str
+) -> None:
+    """Refuses sources without the arrays that the model takes, before anything is made of them."""
+    named = [(training_table(config, name), name, one) for name, one in sources_of(config).items()]
+    named += [("validation", name, one) for name, one in held_out_sources(config).items()]
+    for table, name, wanted in named:
+        held = None
+        if not is_random(name, wanted):
+            held = held_by(name, open_wanted(config, table, name, wanted))
+        require_fields(name, held, taken, model)
+
+
+def held_by(name: str, source: Source) -> Arrays | None:
+    """The arrays that a source has declared; None for text and tokens."""
+    is_arrays = getattr(source, "kind", "text") == "arrays"
+    return Arrays.declared(name, getattr(source, "fields", None)) if is_arrays else None
+
+
+def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
+    """Refuses keys for what has no columns, subsets or splits. A source's own table is left alone:
+    its path may have been changed from the files to the corpus that was built from them."""
+    for key in CHOICES:
+        if getattr(wanted, key) is not None and not table.startswith("data.sources"):
+            raise DataError(f"{table}.{key} = {getattr(wanted, key)!r}: {what} has no {key}s")
+
+
+def _refuse_own_output(data: Data, source: Source) -> None:
+    """Refuses to write into the folder that is read: it would become part of the data."""
+    if not isinstance(source, FileSource) or not source.is_walked:
+        return
+    for key in ("folder", "cache_folder"):
+        out = getattr(data, key)
+        if out and Path(out).expanduser().resolve().is_relative_to(source.root.resolve()):
+            raise DataError(
+                f"data.{key} = {out} is {source.root} or lies inside it, so what the run writes "
+                f"there would become part of what it reads: set data.{key} to a folder outside"
+            )

@@ -1,290 +1,126 @@
-"""Rows by the plan: which blocks the batch t holds, for the whole world or one rank's share of it.
+"""Rows of a batch: tokens or samples of arrays, and what goes with tokens.
 
-A mixture by tokens has a lane of blocks per source, and rows are taken from the lanes in turn. A
-mixture by rows has one lane, whose windows hold the documents of all sources in turn. Where a new
-segment begins, each lane goes on behind the last block that was read.
+That is labels and, where the borders of documents count, positions and documents.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.arrays import Arrays
-from overland.data.blocks import BlockStream, Origins, Rest, Room, Rows, Samples, Shape
-from overland.data.corpus import Corpus
-from overland.data.documents import MixedWindows, Reading, SourceWindows
-from overland.data.plan import Plan, Segment
-from overland.data.random_blocks import RandomBlocks
-from overland.data.ranges import groups
-from overland.data.schedule import Schedule
-from overland.errors import DataError
+from overland.data.shard import WEIGHTS
 
 Array = npt.NDArray[np.int64]
-
-
-# None: a source of an earlier segment that is not at hand any more, and that nothing is read from.
-Lane = BlockStream | RandomBlocks | None
+IGNORED = -100  # label that no loss is taken on
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """The lanes of a segment, how many blocks of each were read before it, and whose turn it is."""
+class Rows:
+    """Blocks as rows of `seq_len + 1` tokens."""
 
-    segment: Segment
-    lanes: list[Lane]
-    read_before: Array
-    schedule: Schedule
-    channels: Mapping[str, str]
-    """What goes with tokens, and its type."""
-
-    def read_until(self, batch: int) -> Array:
-        """How many blocks of each lane are read before a batch of this segment."""
-        rows = (batch - self.segment.first_batch) * self.segment.global_batch_size
-        return self.read_before + self.schedule.before(rows)
-
-
-class NoDocuments(DataError):
-    """Raised when random tokens are to be mixed by documents."""
-
-    def __init__(self) -> None:
-        super().__init__("random tokens are no documents: mix them by tokens (data.mixture)")
+    tokens: Array
+    num_tokens: Array
+    """Of each row, how many of its tokens are real; the rest is padding."""
+    piece_row: Array
+    piece_begin: Array
+    """Where each piece of a document begins: the row, and the place in it."""
+    sample: Array
+    """Of each row, the document that it begins with: source × 2⁵⁶ + its number there."""
+    epoch: Array
+    """How often that document was read before."""
+    channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """What goes with each token, by name; 0 where there is padding."""
 
 
-def one_kind(corpora: Mapping[str, Corpus | RandomBlocks]) -> Arrays | None:
-    """The arrays that all sources have, or None if all have tokens."""
-    kinds = {name: getattr(corpus, "arrays", None) for name, corpus in corpora.items()}
-    first = next(iter(kinds), "")
-    for name, kind in kinds.items():
-        if kind != kinds[first]:
-            what = (f"{one} has {kinds[one] or 'tokens'}" for one in (first, name))
-            raise DataError(f"{', '.join(what)}: sources that are mixed must hold the same")
-    return kinds.get(first)
+@dataclass(frozen=True)
+class Samples:
+    """Arrays by name, with a row for each sample; see `Rows` for its numbers."""
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    sample: Array
+    epoch: Array
 
 
-class PlannedRows:
-    """The rows of every batch, by the plan."""
+class RowFields(NamedTuple):
+    tokens: Array
+    labels: Array
+    positions: Array
+    documents: Array
+    """Number of the document in its row, from 0."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        corpora: Mapping[str, Corpus | RandomBlocks],
-        reading: Reading,
-    ) -> None:
-        self.plan, self.reading = plan, reading
-        self.names = list(plan.sources)
-        if plan.mixture == "rows" and any(
-            isinstance(one, RandomBlocks) for one in corpora.values()
-        ):
-            raise NoDocuments
-        self.corpora = corpora
-        self.arrays = one_kind(corpora)
-        self.windows = {
-            name: SourceWindows(
-                name,
-                number,
-                corpus,
-                reading,
-                plan.sources[name].max_epochs,
-                plan.sources[name].holdout,
-            )
-            for number, name in enumerate(self.names)
-            if isinstance(corpus := corpora.get(name), Corpus)
-        }
-        self._lanes: list[Lanes] = []
 
-    def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
-        """A share of a batch's rows, which are of tokens."""
-        assert self.arrays is None
-        self._check_end(batch)
-        lanes, whose, places = self._turns(batch, part, num_parts)
-        room = Room.of(len(whose), lanes.segment.seq_len + 1, lanes.channels)
-        pieces = []
-        for number, mine in groups(whose):
-            pieces.append(self._at_hand(lanes, number).read(places[mine], mine, room))
-        rows, begins = (np.concatenate(one) for one in zip(*pieces, strict=True))
-        return Rows(
-            room.tokens, room.num_tokens, rows, begins, room.sample, room.epoch, room.channels
-        )
+def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
+    """Returns the rows without their last token, and without their first; no loss is taken on
+    padding. Both are views of the same memory where possible: pinning it copies it anyway."""
+    labels = rows.tokens[:, 1:]
+    padded = _padded(rows).tolist()
+    if padded:
+        labels = labels.copy()
+    for row in padded:
+        labels[row, max(rows.num_tokens[row] - 1, 0) :] = IGNORED
+    return rows.tokens[:, :-1], labels
 
-    def read_samples(self, batch: int, part: int = 0, num_parts: int = 1) -> Samples:
-        """A share of a batch's rows, which are of arrays."""
-        assert self.arrays is not None
-        self._check_end(batch)
-        lanes, whose, places = self._turns(batch, part, num_parts)
-        into = self.arrays.empty(len(whose))
-        sample, epoch = np.zeros((2, len(whose)), np.int64)
-        for number, mine in groups(whose):
-            lane = self._at_hand(lanes, number)
-            assert isinstance(lane, BlockStream)
-            sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
-        return Samples(into, sample, epoch)
 
-    def num_batches(self, epochs: float = 1.0, at_most: int = -1, drop: bool = False) -> int:
-        """In so many epochs of the one source that is read, or `at_most` if there are that many.
-        The last may not be filled; `drop` leaves it out. Without an end for random tokens."""
-        lanes = self.lanes(self.plan.segments[-1].first_batch)
-        number, lane = self._only_lane(lanes)
-        if not isinstance(lane, BlockStream):
-            return max(at_most, 1)
-        first, size = lanes.segment.first_batch, lanes.segment.global_batch_size
-        before = int(lanes.read_before[number])
-        enough = before + at_most * size if at_most > 0 else sys.maxsize
-        rows = max(0, lane.num_blocks_in(epochs, enough) - before)
-        return first + (rows // size if drop else -(-rows // size))
+def with_borders(rows: Rows) -> RowFields:
+    """Takes no loss across the borders of documents, and counts each document's positions from 0.
+    Padding is a document of its own."""
+    tokens, labels = tokens_and_labels(rows)
+    labels = labels if labels.base is None else labels.copy()
+    width = rows.tokens.shape[1]
+    padded = _padded(rows)
+    begins = np.append(rows.piece_begin, rows.num_tokens[padded])
+    begins = np.sort(begins + width * np.append(rows.piece_row, padded))
+    row, begin = np.divmod(begins, width)
+    labels[row[begin > 0], begin[begin > 0] - 1] = IGNORED
+    row, begin = row[begin < width - 1], begin[begin < width - 1]
+    begins = row * (width - 1) + begin
+    sizes = np.diff(begins, append=tokens.size)
+    number = np.arange(len(row)) - np.searchsorted(row, row)
+    return RowFields(
+        tokens,
+        labels,
+        (np.arange(tokens.size) - np.repeat(begins, sizes)).reshape(tokens.shape),
+        np.repeat(number, sizes).reshape(tokens.shape),
+    )
 
-    def num_rows(self, batch: int) -> int:
-        """Rows of a batch that come before the end of its segment's epochs: all but in the last
-        batch. (Where batches were left out, further ones are read, and those are whole.)"""
-        lanes = self.lanes(batch)
-        segment, size = lanes.segment, lanes.segment.global_batch_size
-        if segment.epochs is None:
-            return size
-        number, lane = self._only_lane(lanes)
-        if not isinstance(lane, BlockStream):
-            return size
-        first = int(lanes.read_until(batch)[number])
-        rows = lane.num_blocks_in(segment.epochs, first + size) - first
-        return rows if rows > 0 else size
 
-    def _only_lane(self, lanes: Lanes) -> tuple[int, Lane]:
-        """The one lane that a segment reads from, and its number."""
-        (number,) = np.flatnonzero(lanes.schedule.shares).tolist()
-        return number, lanes.lanes[number]
+@dataclass(frozen=True)
+class Room:
+    """Where rows of tokens are written by those who have some of them; see `Rows`."""
 
-    def _read_after(self, lanes: Lanes, batch: int) -> Array:
-        """How many blocks of each lane are read after a batch, without rows that count nothing."""
-        read = lanes.read_until(batch + 1)
-        if lanes.segment.epochs is not None:
-            read[self._only_lane(lanes)[0]] -= lanes.segment.global_batch_size - self.num_rows(
-                batch
-            )
-        return read
+    tokens: Array
+    num_tokens: Array
+    sample: Array
+    epoch: Array
+    channels: Mapping[str, npt.NDArray[Any]]
 
-    def origins(self, batch: int, part: int = 0, num_parts: int = 1) -> list[Origins]:
-        """Where a share of a batch's rows comes from, in pieces; without rows that count
-        nothing."""
-        lanes, whose, places = self._turns(batch, part, num_parts)
-        counted = max(0, self.num_rows(batch) - part * len(whose))
-        return [
-            origins
-            for number, rows in groups(whose[:counted])
-            for origins in self._at_hand(lanes, number).origins(places[rows], rows)
-        ]
+    @classmethod
+    def of(cls, rows: int, width: int, channels: Mapping[str, str]) -> Room:
+        """Makes room for so many rows. A document without weights counts as much as any; other
+        channels are 0 where a source has none."""
+        shape = (rows, width)
+        num_tokens, sample, epoch = np.empty((3, rows), np.int64)
+        filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
+        return cls(np.empty(shape, np.int64), num_tokens, sample, epoch, filled)
 
-    def _check_end(self, batch: int) -> None:
-        """Where a source ends inside a batch, every rank says so, not only one that meets it."""
-        if all(source.max_epochs is None for source in self.plan.sources.values()):
-            return
-        lanes = self.lanes(batch)
-        after = self._read_after(lanes, batch)
-        for lane, before, last in zip(lanes.lanes, lanes.read_until(batch), after, strict=True):
-            if isinstance(lane, BlockStream) and last > before:
-                lane.places([last - 1])
 
-    def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
-        lane = lanes.lanes[number]
-        if lane is None:
-            raise DataError(f"the data source {self.names[number]} is not in the config any more")
-        return lane
+@dataclass(frozen=True)
+class Origins:
+    """What rows are made of, piece by piece; each token counts where it is given to the model, so
+    the last of a row, which is only predicted, counts there only if it never comes again."""
 
-    def _turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
-        lanes = self.lanes(batch)
-        segment = lanes.segment
-        share, rest = divmod(segment.global_batch_size, num_parts)
-        assert not rest, f"{segment.global_batch_size} rows are not shared evenly by {num_parts}"
-        first = (batch - segment.first_batch) * segment.global_batch_size + part * share
-        turns = np.arange(first, first + share)
-        whose = lanes.schedule.whose(turns)
-        places = lanes.read_before[whose] + lanes.schedule.places(turns)
-        if segment.epochs is not None:  # what fills up a batch is its last row once more
-            places = np.minimum(places, self._read_after(lanes, batch)[whose] - 1)
-        return lanes, whose, places
+    row: Array
+    source: Array
+    number: Array
+    """Of the document in its source."""
+    start: Array
+    """Where in its document a piece begins."""
+    length: Array
 
-    def lanes(self, batch: int) -> Lanes:
-        """Those of the segment that a batch lies in, after those of all segments before."""
-        number = self.plan.segments.index(self.plan.segment(batch))
-        while len(self._lanes) <= number:
-            segment = self.plan.segments[len(self._lanes)]
-            self._lanes.append(self._next(segment) if self._lanes else self._first(segment))
-        return self._lanes[number]
 
-    def _first(self, segment: Segment) -> Lanes:
-        lanes: list[Lane]
-        if self.plan.mixture == "rows":
-            lanes = [self._mixed(segment, [0] * len(self.names))]
-        else:
-            lanes = [self._lane(name, segment) for name in self.names]
-        return self._lanes_of(segment, lanes, np.zeros(len(lanes), np.int64))
-
-    def _next(self, segment: Segment) -> Lanes:
-        before = self._lanes[-1]
-        read = self._read_after(before, segment.first_batch - 1)
-        lanes: list[Lane] = []
-        same_shape = self._shape(segment) == self._shape(before.segment)
-        same_weights = segment.weights == before.segment.weights
-        for number, old in enumerate(before.lanes):
-            if old is None:
-                lanes.append(None)
-            elif isinstance(old, RandomBlocks):
-                lanes.append(old.as_lane(number, segment.seq_len))
-            elif same_shape and (self.plan.mixture == "tokens" or same_weights):
-                lanes.append(old)
-            else:
-                lanes.append(self._after(old, int(read[number]), segment))
-                read[number] = 0
-        return self._lanes_of(segment, lanes, read)
-
-    def _lanes_of(self, segment: Segment, lanes: list[Lane], read_before: Array) -> Lanes:
-        schedule = Schedule([1] if self.plan.mixture == "rows" else self._weights(segment))
-        return Lanes(segment, lanes, read_before, schedule, self._channels(segment))
-
-    def _after(self, old: BlockStream, read: int, segment: Segment) -> BlockStream:
-        """A lane that goes on where another one, of which so many blocks were read, stops."""
-        if read == 0:
-            rest, first = old.rest, old.first
-        else:
-            window, place = (int(one[0]) for one in old.places([read]))
-            first = old.window_behind(window)
-            is_cut = place or first < old.first
-            rest = Rest(old, window, place, segment.rest_rules) if is_cut else None
-            first += 1 if rest else 0
-        shape = self._shape(segment)
-        if not isinstance(old.windows, MixedWindows):
-            return BlockStream(old.windows, shape, self.reading, first, rest)
-        return self._mixed(segment, old.windows.taken(first), rest)
-
-    def _lane(self, name: str, segment: Segment) -> Lane:
-        corpus = self.corpora.get(name)
-        if corpus is None:
-            return None
-        if isinstance(corpus, RandomBlocks):
-            return corpus.as_lane(self.names.index(name), segment.seq_len)
-        return BlockStream(self.windows[name], self._shape(segment), self.reading)
-
-    def _mixed(self, segment: Segment, starts: list[int], rest: Rest | None = None) -> BlockStream:
-        schedule = Schedule(self._weights(segment))
-        sources = [self.windows[name] for name in self.names]
-        windows = MixedWindows(sources, schedule, self.reading, starts)
-        return BlockStream(windows, self._shape(segment), self.reading, rest=rest)
-
-    def _channels(self, segment: Segment) -> dict[str, str]:
-        """What goes with tokens in a segment: the channels of all sources that it reads."""
-        read = (self.corpora.get(name) for name, weight in segment.weights.items() if weight)
-        corpora = (corpus for corpus in read if isinstance(corpus, Corpus))
-        types: dict[str, list[str]] = {}
-        for corpus in corpora:
-            for name, dtype in corpus.channels.items():
-                types.setdefault(name, []).append(dtype)
-        # A type that holds the numbers of all: 0.5 is no weight of 8 bits.
-        return {name: np.result_type(*found).str for name, found in types.items()}
-
-    def _weights(self, segment: Segment) -> list[float]:
-        return [segment.weights.get(name, 0) for name in self.names]
-
-    def _shape(self, segment: Segment) -> Shape:
-        return Shape(segment.seq_len, segment.packing, segment.last_block, segment.pad_id)
+def _padded(rows: Rows) -> Array:
+    return np.flatnonzero(rows.num_tokens < rows.tokens.shape[1])

@@ -122,7 +122,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def read_counts(path: Path) -> tuple[int, int, int]:
-    """Documents, tokens and bad documents of a shard, from its head alone."""
+    """Reads how many documents, tokens and bad documents a shard has, from its head alone."""
     with path.open("rb") as file:
         about = _parse(file.read(HEAD.size), path)
     return about.num_documents, about.num_tokens, about.num_bad
@@ -221,7 +221,7 @@ def _padding(num_bytes: int) -> bytes:
 
 
 def _places(num_documents: int, num_tokens: int, types: Iterable[str]) -> list[int]:
-    """Where tokens, channels, offsets and note begin."""
+    """Returns where tokens, channels, offsets and note begin."""
     places = [HEAD.size]
     for one in types:
         num_bytes = num_tokens * np.dtype(one).itemsize

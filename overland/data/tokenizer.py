@@ -29,8 +29,6 @@ from overland.data.tokenizer_encoders import (
 from overland.data.tokenizer_files import Beside, find_file, is_ranks, read_tokenizer_file
 from overland.errors import DataError
 
-__all__ = ["UNKNOWN", "Policy", "Tokenizer", "train_tokenizer"]
-
 RULES = 1  # part of every fingerprint; counts up when the same files give other ids
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257  # every byte, and the end of a document

@@ -63,6 +63,8 @@ LONG_BLANK = 250_000
 
 
 class TextEncoder(Protocol):
+    """What each kind of tokenizer does."""
+
     vocab_size: int
     specials: dict[str, int]
     bos_id: int | None
@@ -73,17 +75,18 @@ class TextEncoder(Protocol):
     """What says so, for people."""
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """Ordinary tokens only. TypeError or UnicodeEncodeError for text that is not Unicode."""
+        """Encodes as ordinary tokens only. Raises TypeError or UnicodeEncodeError for text that is
+        not Unicode."""
 
     def decode(self, ids: list[int]) -> str:
-        """Of ordinary tokens."""
+        """Returns the text of ordinary tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Of any ids below vocab_size."""
+        """Returns the text of each of any ids below vocab_size."""
 
 
 def need_for_text(package: str) -> Any:
-    """A tokenizer's library."""
+    """Imports a tokenizer's library."""
     return need(package, "text", "text", note=" (random tokens and token shards do without)")
 
 
@@ -98,6 +101,8 @@ def num_threads() -> int:
 
 
 class HuggingFace:
+    """A tokenizer.json, read by Hugging Face's tokenizers."""
+
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
         library = need_for_text("tokenizers")
         try:
@@ -169,6 +174,8 @@ class HuggingFace:
 
 
 class SentencePiece:
+    """A tokenizer.model of sentencepiece."""
+
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
         library = need_for_text("sentencepiece")
         self._model = library.SentencePieceProcessor()
@@ -221,6 +228,8 @@ def _or_none(i: int) -> int | None:
 
 
 class Tiktoken:
+    """A tokenizer.model of tiktoken's ranks, as Llama 3 has it."""
+
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
         library = need_for_text("tiktoken")
         ranks = _read_ranks(path, data)

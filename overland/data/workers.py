@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.layout import Layout, read_layout
-from overland.data.make import Maker
+from overland.data.corpus_folder import CorpusLayout, read_layout
+from overland.data.shard_maker import ShardMaker
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
@@ -53,7 +53,7 @@ Message = list[Any]
 
 
 class CannotStart(Exception):
-    """A source that cannot be sent to another process."""
+    """Raised when a source cannot be sent to another process."""
 
 
 class Workers:
@@ -61,7 +61,7 @@ class Workers:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: CorpusLayout,
         source: Source,
         tokenizer: Tokenizer | None,
         count: int,
@@ -216,13 +216,13 @@ def main(pipe: int, payload: int, share: float) -> None:
             folder, source, tokenizer, numbers, reports = pickle.loads(data)
         except DataError as error:  # the tokenizer's files changed; the parent will find out, too
             sys.exit(str(error))
-        maker = Maker(read_layout(Path(folder)), source, tokenizer)
+        maker = ShardMaker(read_layout(Path(folder)), source, tokenizer)
         first = int(len(numbers) * share)
         _serve(parent, maker, [*numbers[first:].tolist(), *numbers[:first].tolist()], reports)
 
 
 class _Gone(Exception):
-    """The parent has ended or wants no more."""
+    """Raised when the parent has ended or wants no more."""
 
 
 class _Parent:
@@ -273,7 +273,7 @@ class _Progress:
         self.told = time.monotonic()
 
 
-def _serve(parent: _Parent, maker: Maker, todo: list[int], reports: bool) -> None:
+def _serve(parent: _Parent, maker: ShardMaker, todo: list[int], reports: bool) -> None:
     progress = _Progress(parent, reports)
     failed: set[int] = set()
     claimed: list[int] = []

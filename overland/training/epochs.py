@@ -12,15 +12,16 @@ from collections.abc import Callable
 from overland.config.schema import JobConfig, Training
 from overland.data import registry
 from overland.data.blocks import BlockStream
-from overland.data.layout import is_corpus
-from overland.data.prepare import Dataset, Place, training_data
-from overland.data.wanted import sources_of
+from overland.data.corpora import Preparer
+from overland.data.corpus_folder import is_corpus
+from overland.data.prepare import Dataset, training_data
+from overland.data.registry import sources_of
 from overland.errors import DataError
 
 ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
 
 
-def with_steps(config: JobConfig, dataset: Dataset, place: Place) -> JobConfig:
+def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfig:
     """The config with `training.steps`, where it asks for epochs."""
     training = config.training
     if training.epochs is None:
@@ -42,7 +43,7 @@ def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
     folder = registry.find_folder(name, wanted, config.data)
     if folder is None or not is_corpus(folder) or config.data.holdout:
         return None
-    dataset = training_data(config, global_batch_size, None, Place())
+    dataset = training_data(config, global_batch_size, None, Preparer())
     try:
         return num_steps(dataset, config.training)
     finally:

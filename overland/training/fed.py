@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from overland.data.batch import Batch
-from overland.data.digest import digests
+from overland.data.batch import Batch, digests
 from overland.data.ledger import Ledger
 from overland.errors import TrainingError
 from overland.parallel.comm import from_first_rank

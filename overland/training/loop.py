@@ -9,8 +9,8 @@ from overland.checkpoint.finite import in_words
 from overland.checkpoint.folder import committed
 from overland.checkpoint.store import Outcome
 from overland.data.batch import Batch
-from overland.data.documents import Exhausted
 from overland.data.loader import batches, read_ahead
+from overland.data.windows import Exhausted
 from overland.errors import NotSavedError, TrainingError
 from overland.parallel.comm import from_first_rank
 from overland.training.callbacks import Record

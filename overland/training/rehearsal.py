@@ -27,36 +27,38 @@ from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
 from overland.data import registry
 from overland.data.arrays import Arrays, require_fields
-from overland.data.corpus import Corpus
-from overland.data.holdout import require_both_sides, share_of_documents
-from overland.data.layout import is_corpus, sketch
-from overland.data.make import Maker
-from overland.data.plan import Plan, check_same_holdout, check_same_order
-from overland.data.prepare import (
-    OF_TRAINING,
-    Place,
-    asked_policy,
+from overland.data.corpora import (
+    Preparer,
     check_same_tokenizer,
-    check_still_there,
     check_vocabulary,
-    corpora_of,
     named_by_keys,
-    one_tokenizer,
     open_built,
-    open_tokenizer,
-    trained_path,
     trained_size,
 )
-from overland.data.rows import NoDocuments
-from overland.data.tokenizer import SMALLEST, Tokenizer
-from overland.data.wanted import (
-    check_held_out,
+from overland.data.corpus import Corpus
+from overland.data.corpus_folder import is_corpus
+from overland.data.holdout import require_both_sides, share_of_documents
+from overland.data.layout import sketch
+from overland.data.leakage import check_held_out
+from overland.data.plan import Plan, check_same_holdout, check_same_order
+from overland.data.prepare import check_still_there, corpora_of
+from overland.data.registry import (
     held_by,
     held_out_sources,
     open_wanted,
     refuse_choices,
     sources_of,
     training_table,
+)
+from overland.data.sampler import NoDocuments
+from overland.data.shard_maker import ShardMaker
+from overland.data.tokenizer import SMALLEST, Tokenizer
+from overland.data.tokenizer_choice import (
+    OF_TRAINING,
+    asked_policy,
+    one_tokenizer,
+    open_tokenizer,
+    trained_path,
 )
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf
@@ -204,7 +206,7 @@ class Rehearsal:
             path = folder.tokenizer
         if not path.exists():
             return None
-        place = Place(policy=policy_of_the_resumed(config.checkpoint, folder))
+        place = Preparer(policy=policy_of_the_resumed(config.checkpoint, folder))
         there = {name: one for name, one in wanted.items() if not self.is_missing(name, one)}
         return open_tokenizer(path, config, there, place)
 
@@ -242,7 +244,7 @@ class Rehearsal:
             )
         if layout.kind == "tokens":
             self.tokens.add(name)
-        maker = Maker(layout, source, tokenizer)
+        maker = ShardMaker(layout, source, tokenizer)
         documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
         if not tokens:
             raise DataError(f"{layout.source} is empty: it holds no {layout.unit}")

@@ -13,8 +13,8 @@ from overland.checkpoint.formats import open_source
 from overland.checkpoint.formats.lazy import counting
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.schema import Checkpoint
-from overland.data.prepare import kept_policy
 from overland.data.tokenizer import UNKNOWN, Policy
+from overland.data.tokenizer_choice import kept_policy
 from overland.errors import CheckpointError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
 from overland.models.transform import added_rule

@@ -22,10 +22,11 @@ from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.arrays import require_fields
+from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.prepare import Dataset, Place, corpora_of, training_data, validation_data
+from overland.data.prepare import Dataset, corpora_of, training_data, validation_data
+from overland.data.registry import check_samples
 from overland.data.tokenizer import UNKNOWN
-from overland.data.wanted import check_samples
 from overland.errors import FromFirstRank
 from overland.files import replace_file
 from overland.kernels.choice import has_triton
@@ -157,7 +158,7 @@ def build_run(
             f"{world.local_size}; every matrix product then waits for the network"
         )
     has_checkpoint = config.checkpoint.resume == "auto" and bool(committed(folder.checkpoints))
-    place = Place(
+    place = Preparer(
         once_for_all,
         tokenises=world.local_rank == 0,
         report=report,

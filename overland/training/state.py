@@ -22,8 +22,7 @@ from overland.checkpoint.origin import Origin
 from overland.checkpoint.plan import State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
 from overland.config.schema import Optimizer
-from overland.data.plan import Plan, differences
-from overland.data.renamed import former_names
+from overland.data.plan import Plan, differences, former_names
 from overland.errors import CheckpointError
 from overland.models.hf import load_hf
 from overland.models.registry import lacks_hf_form, own_model_name

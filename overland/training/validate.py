@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.data.loader import load
+from overland.data.loader import load_batch
 from overland.data.prepare import Dataset
 from overland.objectives.objective import count_of
 from overland.parallel.comm import sum_over
@@ -34,7 +34,7 @@ def loss_on(run: Run, held_out: Dataset) -> float:
     sums = torch.zeros(run.model.num_sums, dtype=torch.float64, device=run.device)
     count = torch.zeros((), dtype=torch.float64, device=run.device)
     for number in range(steps):
-        batch = load(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
+        batch = load_batch(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
         share = share_of_rows(batch.to(run.device), mesh)
         count += count_of(run.objective, share)
         sums += run.model.loss(with_passes(run, share))

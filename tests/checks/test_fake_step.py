@@ -18,7 +18,7 @@ from overland.config.load import load_config
 from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.data import registry as sources
-from overland.data.loader import load
+from overland.data.loader import load_batch
 from overland.errors import ObjectiveError, OptimizerError
 from overland.models.flops import count_parameters
 from overland.models.registry import model_config
@@ -113,7 +113,7 @@ class Held:
 def most_saved(world: World, config: JobConfig) -> int:
     """Bytes that this rank keeps at most in a real step."""
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
-    batch = load(run.dataset.rows, 0, run.mesh.dp_rank, run.mesh.dp_size)
+    batch = load_batch(run.dataset.rows, 0, run.mesh.dp_rank, run.mesh.dp_size)
     live = Live()
     with saved_tensors_hooks(live.pack, live.unpack):
         train_step(run, batch)

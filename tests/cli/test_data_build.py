@@ -6,7 +6,7 @@ import pytest
 
 from overland.cli.data_build import check_apart, find_part, framed
 from overland.data.corpus import lay_out, open_corpus
-from overland.data.layout import read_layout
+from overland.data.corpus_folder import read_layout
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError

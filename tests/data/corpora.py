@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.documents import Reading
 from overland.data.plan import Plan, PlannedSource, Segment
-from overland.data.rows import PlannedRows
+from overland.data.sampler import Sampler
+from overland.data.windows import Reading
 
 VOCABULARY = 50_000
 
@@ -65,6 +65,6 @@ def one_segment(
     return Plan(0, 24, mixture, planned, (segment,))  # type: ignore[arg-type]
 
 
-def rows_of(plan: Plan, corpora: Mapping[str, Any], memory: Path | None = None) -> PlannedRows:
+def rows_of(plan: Plan, corpora: Mapping[str, Any], memory: Path | None = None) -> Sampler:
     reading = Reading(plan.seed, True, plan.window_documents, memory, writes=memory is not None)
-    return PlannedRows(plan, corpora, reading)
+    return Sampler(plan, corpora, reading)

@@ -13,12 +13,15 @@ import numpy as np
 
 from overland.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.layout import read_layout
-from overland.data.sources import Document, JsonLines
+from overland.data.corpus_folder import read_layout
+from overland.data.sources import Document, JsonLines, Kind
+from overland.data.sources.marks import digest_of
+from overland.data.sources.source import Tokens
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = ["the", "a", "train", "went", "over", "land", "and", "sea", "with", "tokens"]
 LIMIT_SECONDS = 600.0
+DOCUMENTS_PER_CHUNK = 1024
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:
@@ -43,6 +46,34 @@ def write_lines(folder: Path, num_files: int, documents_per_file: int = 20) -> P
 
 def lines_of(folder: Path) -> JsonLines:
     return JsonLines(folder, sorted(path.name for path in folder.iterdir()))
+
+
+class RandomTokens:
+    """Random token ids; every document is a function of the seed and its chunk."""
+
+    format = "random"
+    kind: Kind = "tokens"
+    column: str | None = None
+
+    def __init__(self, vocab_size: int, num_documents: int, length: int, seed: int = 0) -> None:
+        self.vocab_size, self.length, self.seed = vocab_size, length, seed
+        self.total = num_documents
+        self.columns: dict[str, str] = {}
+        self.num_bad = 0
+
+    def chunks(self) -> list[str]:
+        return [str(number) for number in range(-(-self.total // DOCUMENTS_PER_CHUNK))]
+
+    def num_documents(self, chunk: str) -> int:
+        return min(DOCUMENTS_PER_CHUNK, self.total - int(chunk) * DOCUMENTS_PER_CHUNK)
+
+    def read(self, chunk: str) -> Iterator[Tokens]:
+        draw = np.random.default_rng([self.seed, int(chunk)])
+        for _ in range(self.num_documents(chunk)):
+            yield draw.integers(0, self.vocab_size, self.length, dtype=np.int64)
+
+    def fingerprint(self) -> str:
+        return digest_of([self.format, self.vocab_size, self.total, self.length, self.seed])
 
 
 class SlowLines(JsonLines):

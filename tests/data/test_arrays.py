@@ -16,18 +16,17 @@ from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data import registry
 from overland.data.arrays import Arrays, Unfit
-from overland.data.batch import Batch
+from overland.data.batch import Batch, digests
 from overland.data.build import build
+from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out
-from overland.data.digest import digests
 from overland.data.ledger import Ledger
-from overland.data.loader import load
-from overland.data.prepare import Dataset, Place, training_data, validation_data
+from overland.data.loader import build_train_loader, load_batch
+from overland.data.prepare import Dataset, training_data, validation_data
 from overland.data.registry import register_source
 from overland.data.shard import open_shard
 from overland.data.sources import open_source
 from overland.data.sources.summary import summarise
-from overland.data.torch_loader import build_train_loader
 from overland.errors import DataError
 from overland.tools.proofs.data import prove_data
 
@@ -94,11 +93,11 @@ def job(folder: Path, **data: Any) -> JobConfig:
 
 
 def open_data(config: JobConfig) -> Dataset:
-    return training_data(config, ROWS, None, Place())
+    return training_data(config, ROWS, None, Preparer())
 
 
 def samples(dataset: Dataset, batches: range) -> Batch:
-    parts = [load(dataset.rows, batch) for batch in batches]
+    parts = [load_batch(dataset.rows, batch) for batch in batches]
     return Batch({name: torch.cat([part[name] for part in parts]) for name in parts[0].fields})
 
 
@@ -137,7 +136,7 @@ def session(config: JobConfig, ledger: Ledger, steps: range, ranks: int, saved: 
         dataset = dataset.continued(saved, steps.start)
     ledger.mark(steps.start, steps.start)
     for step in steps:
-        shares = [load(dataset.rows, step, part, ranks) for part in range(ranks)]
+        shares = [load_batch(dataset.rows, step, part, ranks) for part in range(ranks)]
         fed = torch.cat([digests(share) for share in shares])
         ledger.add(step + 1, step, fed[None].numpy())
     dataset.close()
@@ -174,7 +173,7 @@ def test_killed_sessions_on_other_ranks_feed_what_an_unbroken_run_does(
 def test_held_out_samples_are_validated_on_and_never_trained_on(tmp_path: Path) -> None:
     config = job(tmp_path, holdout=0.3)
     config.validation.enable = True
-    (held_out,) = validation_data(config, 4, None, Place())
+    (held_out,) = validation_data(config, 4, None, Preparer())
     validated = samples(held_out, range(held_out.rows.num_batches()))
     kept = set(validated["label"][validated["epoch_B"] == 0].tolist())
     trained = set(samples(open_data(config), range(10))["label"].tolist())

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from overland.config.schema import JobConfig
+from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out, open_corpus
-from overland.data.prepare import Place, asked_policy, one_tokenizer, open_tokenizer
+from overland.data.registry import sources_of
 from overland.data.sources import open_source
 from overland.data.tokenizer import UNKNOWN, Tokenizer
-from overland.data.wanted import sources_of
+from overland.data.tokenizer_choice import asked_policy, one_tokenizer, open_tokenizer
 from overland.errors import DataError
 from overland.run_folder import RunFolder
 from overland.training.resume import policy_of_the_resumed
@@ -36,7 +37,7 @@ def job(folder: Path, dataset: Path | str, **data: object) -> JobConfig:
     return JobConfig.model_validate(sections)
 
 
-def opened(config: JobConfig, tokenizer: Tokenizer, place: Place) -> Tokenizer:
+def opened(config: JobConfig, tokenizer: Tokenizer, place: Preparer) -> Tokenizer:
     return open_tokenizer(tokenizer.path, config, sources_of(config), place)
 
 
@@ -55,7 +56,7 @@ def test_a_resumed_run_keeps_its_own(
     (run / "data" / "plan.json").write_text(json.dumps(noted))
     (folder.checkpoints / "step_1").mkdir(parents=True)
     (folder.checkpoints / "step_1" / "COMMITTED").write_text("{}")
-    place = Place(policy=policy_of_the_resumed(config.checkpoint, folder))
+    place = Preparer(policy=policy_of_the_resumed(config.checkpoint, folder))
     found = opened(config, tokenizer, place)
     assert found.add_bos == bool(add_bos)
     assert found.bos_because == "as this run began"
@@ -65,7 +66,7 @@ def test_a_resumed_run_keeps_its_own(
 def test_a_built_corpus_keeps_its_own(tmp_path: Path, tokenizer: Tokenizer, add_bos: bool) -> None:
     source = open_source(write_lines(tmp_path / "lines", 1))
     corpus = lay_out("lines", source, tokenizer.with_bos(add_bos), tmp_path / "built")
-    found = opened(job(tmp_path / "run", corpus), tokenizer, Place())
+    found = opened(job(tmp_path / "run", corpus), tokenizer, Preparer())
     assert found.add_bos == add_bos
     assert "was built" in found.bos_because
 
@@ -81,7 +82,7 @@ def test_a_corpus_is_trained_on_as_it_was_built(
     source = open_source(write_lines(tmp_path / "lines", 1))
     corpora = {"lines": open_corpus(lay_out("lines", source, built, tmp_path / "built"))}
     folder = corpora["lines"].folder
-    given = opened(job(tmp_path / "run", folder), tokenizer, Place())
+    given = opened(job(tmp_path / "run", folder), tokenizer, Preparer())
     assert given.fingerprint == built.fingerprint
     for one in (given, None):
         found = one_tokenizer(one, corpora)
@@ -89,7 +90,7 @@ def test_a_corpus_is_trained_on_as_it_was_built(
         assert found.policy == (add_bos, add_eos)
     for key, has in (("add_bos", add_bos), ("add_eos", add_eos)):
         config = job(tmp_path / "run", folder, **{key: not has})
-        for one in (opened(config, tokenizer, Place()), None):
+        for one in (opened(config, tokenizer, Preparer()), None):
             with pytest.raises(DataError, match=rf"data\.{key} is {str(not has).lower()}, and"):
                 one_tokenizer(one, corpora, asked_policy(config.data))
 

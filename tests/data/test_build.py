@@ -14,7 +14,7 @@ import pytest
 
 from overland.data.build import build
 from overland.data.corpus import lay_out, open_corpus
-from overland.data.layout import read_layout
+from overland.data.corpus_folder import read_layout
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import ROOT, environment

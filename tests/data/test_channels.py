@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from overland.data.batch import IGNORED
+from overland.data.batch import digests
 from overland.data.corpus import Corpus
-from overland.data.digest import digests
-from overland.data.loader import load
+from overland.data.loader import load_batch
 from overland.data.pack import Packing
+from overland.data.rows import IGNORED
 from overland.data.shard import open_shard, write_shard
 from overland.data.sources import open_source
 from overland.errors import DataError
@@ -48,7 +48,7 @@ def test_weights_stay_with_the_labels_that_they_are_for(
     half = replace(plan.segments[0], first_batch=9, seq_len=11)  # cuts what is left over again
     rows = rows_of(replace(plan, segments=(plan.segments[0], half)), corpora)
     for number in range(18):
-        batch = load(rows, number)
+        batch = load_batch(rows, number)
         labels, weights = batch["labels_BS"], batch["weights_BS"]
         assert weights.dtype == torch.float32
         expected = torch.where(labels >= 20_000, 1.0, labels / 2)
@@ -61,16 +61,16 @@ def test_sources_without_channels_make_the_batches_that_they_made(
     corpora: dict[str, Corpus],
 ) -> None:
     plain = {"plain": corpora["plain"]}
-    alone = load(rows_of(one_segment(plain, {"plain": 1.0}), plain), 3)
+    alone = load_batch(rows_of(one_segment(plain, {"plain": 1.0}), plain), 3)
     assert "weights_BS" not in alone
     # One that joins with weight 0 is not read, and changes nothing.
-    beside = load(rows_of(one_segment(corpora, {"plain": 1.0, "chat": 0.0}), corpora), 3)
+    beside = load_batch(rows_of(one_segment(corpora, {"plain": 1.0, "chat": 0.0}), corpora), 3)
     assert beside.fields.keys() == alone.fields.keys()
 
 
 def test_a_changed_weight_shows_in_the_digest(corpora: dict[str, Corpus]) -> None:
     chat = {"chat": corpora["chat"]}
-    batch = load(rows_of(one_segment(chat, {"chat": 1.0}), chat), 0)
+    batch = load_batch(rows_of(one_segment(chat, {"chat": 1.0}), chat), 0)
     weights = batch["weights_BS"].clone()
     weights[2, 7] += 0.25
     changed = digests(batch.replace(weights_BS=weights)) != digests(batch)
@@ -182,7 +182,7 @@ class Marked(Weighted):
 def test_a_mixture_holds_the_weights_of_all_its_sources(tmp_path: Path) -> None:
     sources = {"chat": Weighted(1, 40), "marked": Marked(20_000, 40)}
     corpora = {name: make_corpus(name, one, tmp_path) for name, one in sources.items()}
-    batch = load(rows_of(one_segment(corpora, {"chat": 1.0, "marked": 1.0}), corpora), 0)
+    batch = load_batch(rows_of(one_segment(corpora, {"chat": 1.0, "marked": 1.0}), corpora), 0)
     labels, weights = batch["labels_BS"], batch["weights_BS"]
     expected = torch.where(labels >= 20_000, labels % 2, labels / 2)
     assert torch.equal(weights[labels != IGNORED], expected[labels != IGNORED])

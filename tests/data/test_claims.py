@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.data import claims
-from overland.data.claims import Claims
+from overland.data import shard_maker as claims
+from overland.data.shard_maker import Claims
 
 
 def owner_of(path: Path) -> dict[str, object]:
@@ -29,7 +29,7 @@ def test_a_claim_is_held_by_one_and_free_once_released(tmp_path: Path) -> None:
 def test_the_claim_of_a_dead_process_is_taken_over_with_what_it_left(tmp_path: Path) -> None:
     path = tmp_path / "1.claim"
     code = (
-        "import sys; from pathlib import Path; from overland.data.claims import Claims\n"
+        "import sys; from pathlib import Path; from overland.data.shard_maker import Claims\n"
         "path = Path(sys.argv[1]); claim = Claims(path.parent).take(path)\n"
         "claim.part.write_text('half'); print(claim.part)"
     )
@@ -48,7 +48,7 @@ def test_the_claim_of_a_dead_process_is_taken_over_with_what_it_left(tmp_path: P
 def test_a_process_that_ended_unnoticed_by_its_parent_is_dead(tmp_path: Path) -> None:
     path = tmp_path / "1.claim"
     code = (
-        "import sys; from pathlib import Path; from overland.data.claims import Claims\n"
+        "import sys; from pathlib import Path; from overland.data.shard_maker import Claims\n"
         "path = Path(sys.argv[1]); Claims(path.parent).take(path)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)])

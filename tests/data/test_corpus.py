@@ -11,10 +11,11 @@ import pytest
 from overland.data import corpus as corpus_module
 from overland.data.build import build
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.sources import Document, RandomTokens, Source, open_source
+from overland.data.sources import Document, Source, open_source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.data.making import (
+    RandomTokens,
     built,
     bytes_of,
     documents_of,

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.data.counts import RECORD, Counts
+from overland.data.order import RECORD, Counts
 from overland.errors import DataError
 
 SIZES = [3, 0, 5, 1, 0, 0, 2] * 20

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from overland.data.batch import IGNORED
 from overland.data.corpus import Corpus
-from overland.data.loader import load
+from overland.data.loader import load_batch
 from overland.data.plan import PlannedSource
-from overland.data.rows import PlannedRows
+from overland.data.rows import IGNORED
+from overland.data.sampler import Sampler
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 
 COUNT = 97
@@ -25,7 +25,7 @@ def corpora(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return {"a": make_corpus("a", Numbered(1000, COUNT), root, built=request.param)}
 
 
-def times_begun(rows: PlannedRows, batches: range) -> Counter[int]:
+def times_begun(rows: Sampler, batches: range) -> Counter[int]:
     begun: Counter[int] = Counter()
     for batch in batches:
         for part in rows.origins(batch):
@@ -41,7 +41,7 @@ def test_an_epoch_ends_inside_its_last_batch(corpora: dict[str, Corpus], packing
     assert set(times_begun(rows, range(batches)).values()) == {2}
     total = 0
     for number in range(batches):
-        shares = [load(rows, number, part, 7) for part in range(7)]
+        shares = [load_batch(rows, number, part, 7) for part in range(7)]
         weights = [float(share["weight_B"]) if "weight_B" in share else 1.0 for share in shares]
         assert sorted(weights, reverse=True) == weights
         assert len({tuple(share.fields) for share in shares}) == 1
@@ -67,7 +67,7 @@ def test_a_source_may_be_read_no_more_often_than_that(corpora: dict[str, Corpus]
     plan = one_segment(corpora, {"a": 1.0}, epochs=1.0, packing="trunc", global_batch_size=10)
     once = {"a": PlannedSource(corpora["a"].fingerprint, max_epochs=1)}
     rows = rows_of(replace(plan, sources=once), corpora)
-    last = load(rows, rows.num_batches(1.0) - 1)
+    last = load_batch(rows, rows.num_batches(1.0) - 1)
     assert last["weight_B"].tolist() == [1] * 7 + [0] * 3
     assert (last["sample_B"][7:] == last["sample_B"][6]).all()  # the last row once more
 

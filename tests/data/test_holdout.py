@@ -12,14 +12,15 @@ import pytest
 
 from overland.checks import load_checked
 from overland.config.schema import JobConfig
+from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.holdout import held_out
+from overland.data.holdout import held_out_documents
+from overland.data.leakage import foreign_validation
 from overland.data.plan import Plan
-from overland.data.prepare import Dataset, Place, training_data, validation_data
-from overland.data.rows import PlannedRows
+from overland.data.prepare import Dataset, training_data, validation_data
+from overland.data.sampler import Sampler
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
-from overland.data.wanted import foreign_validation
 from overland.errors import DataError
 from tests.data.corpora import Numbered, make_corpus, one_segment, rows_of
 from tests.data.making import write_lines
@@ -28,7 +29,7 @@ SHARE = 0.2
 VALIDATES_ON_ITSELF = {"training": {"dataset": "stdlib_heldout"}, "validation": {"enable": True}}
 
 
-def documents_in_an_epoch(rows: PlannedRows, held: bool) -> list[int]:
+def documents_in_an_epoch(rows: Sampler, held: bool) -> list[int]:
     """The numbers that the documents of an epoch are made of, as often as they begin."""
     windows = next(iter(replaced(rows, held).windows.values()))
     found = [windows.open(number) for number in range(windows.per_epoch)]
@@ -39,8 +40,8 @@ def documents_in_an_epoch(rows: PlannedRows, held: bool) -> list[int]:
     ]
 
 
-def replaced(rows: PlannedRows, held: bool) -> PlannedRows:
-    return PlannedRows(rows.plan, rows.corpora, replace(rows.reading, held_out=held))
+def replaced(rows: Sampler, held: bool) -> Sampler:
+    return Sampler(rows.plan, rows.corpora, replace(rows.reading, held_out=held))
 
 
 def with_holdout(plan: Plan, share: float = SHARE) -> Plan:
@@ -125,11 +126,11 @@ def test_a_built_corpus_is_split_alike_whatever_stands_around_its_documents(
     for number, one in enumerate((tokenizer, bare)):
         folder = lay_out("a", source, one, tmp_path / str(number))
         corpus = open_corpus(folder, lambda: source, lambda one=one: one, wait=False)  # type: ignore[misc]
-        found.append(held_out(corpus, 0, SHARE).tolist())
+        found.append(held_out_documents(corpus, 0, SHARE).tolist())
         kept = list(folder.glob("marks-1/*/*.npy"))
         assert len(kept) == 1
         kept[0].write_bytes(b"cut short")
-        assert held_out(corpus, 0, SHARE).tolist() == found[-1]
+        assert held_out_documents(corpus, 0, SHARE).tolist() == found[-1]
     assert found[0] == found[1]
     assert 0 < sum(found[0]) < 100
 
@@ -162,8 +163,8 @@ def test_validation_reads_what_training_leaves_out(
 ) -> None:
     text = write_lines(tmp_path / "text", 5, 100)
     config = config_of(text, tmp_path / "data", tokenizer, holdout)
-    training = training_data(config, 4, None, Place())
-    (validation,) = validation_data(config, 4, None, Place())
+    training = training_data(config, 4, None, Preparer())
+    (validation,) = validation_data(config, 4, None, Preparer())
     assert validation.name == "text"
     trained, held = texts_of(training), texts_of(validation)
     records = [json.loads(line) for file in text.iterdir() for line in file.open()]
@@ -173,9 +174,9 @@ def test_validation_reads_what_training_leaves_out(
     assert validation.rows.num_batches() > 1
     without = config_of(text, tmp_path / "data", tokenizer, 0)
     with pytest.raises(DataError, match="this run began with"):
-        training_data(without, 4, None, Place()).continued(training.plan.to_json(), 1)
+        training_data(without, 4, None, Preparer()).continued(training.plan.to_json(), 1)
     with pytest.raises(DataError, match="would keep all of text out of training"):
-        training_data(config_of(text, tmp_path / "data", tokenizer, 1000), 4, None, Place())
+        training_data(config_of(text, tmp_path / "data", tokenizer, 1000), 4, None, Preparer())
 
 
 def test_validation_on_foreign_text_is_told(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from overland.data.build import build
-from overland.data.corpus import changes, lay_out
-from overland.data.layout import read_layout
-from overland.data.make import Maker
-from overland.data.sources import JsonLines, RandomTokens, TextFolder, open_source
+from overland.data.corpus import lay_out
+from overland.data.corpus_folder import read_layout, source_changes
+from overland.data.shard_maker import ShardMaker
+from overland.data.sources import JsonLines, TextFolder, open_source
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
-from tests.data.making import lines_of, write_lines
+from tests.data.making import RandomTokens, lines_of, write_lines
 
 
 class Sums:
@@ -86,14 +86,14 @@ def test_a_changed_file_makes_another_corpus_and_is_named(
 ) -> None:
     lines = write_lines(tmp_path / "lines", 3)
     folder = lay_out("a", lines_of(lines), tokenizer, tmp_path)
-    assert changes(folder, lines_of(lines)) == []
+    assert source_changes(folder, lines_of(lines)) == []
     with (lines / "001.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     said: list[str] = []
     other = lay_out("a", lines_of(lines), tokenizer, tmp_path, report=said.append)
     assert other != folder
     assert "001.jsonl changed" in said[0]
-    (sentence,) = changes(folder, lines_of(lines))
+    (sentence,) = source_changes(folder, lines_of(lines))
     assert "001.jsonl changed: it had" in sentence
 
 
@@ -118,7 +118,7 @@ def test_two_sources_of_ones_own_with_the_same_list_stay_apart(
     assert lay_out("first", Sums(), tokenizer, tmp_path) == first
     assert lay_out("second", Sums(), tokenizer, tmp_path) != first
     assert lay_out("first", Sums(11), tokenizer, tmp_path) != first
-    assert "lists other chunks" in changes(first, Sums(11))[0]
+    assert "lists other chunks" in source_changes(first, Sums(11))[0]
 
 
 def test_two_may_lay_out_a_corpus_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -151,7 +151,7 @@ def test_a_bad_document_names_the_option_of_whoever_reads(
     source = lines_of(tmp_path / "a")
     layout = read_layout(lay_out("a", source, tokenizer, tmp_path / "out"))
     with pytest.raises(DataError, match=r'nothing; data\.bad_documents = "skip" skips it'):
-        Maker(layout, source, tokenizer).make(0)
+        ShardMaker(layout, source, tokenizer).make(0)
     with pytest.raises(DataError, match="nothing; --skip-bad skips it"):
         build(layout.folder, source, tokenizer, processes=1)
 

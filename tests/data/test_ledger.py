@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from overland.data.batch import Batch
-from overland.data.digest import digests
+from overland.data.batch import Batch, digests
 from overland.data.ledger import Ledger, read_ledger
 from overland.errors import DataError
 

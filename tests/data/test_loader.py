@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from overland.data.batch import Batch
-from overland.data.loader import batches, load, read_ahead
-from overland.data.random_blocks import RandomBlocks
+from overland.data.loader import batches, load_batch, read_ahead
+from overland.data.sampler import RandomBlocks
 from overland.data.sources import StandardLibrary, TextFolder
 from overland.errors import DataError
 from tests.data.corpora import one_segment, rows_of
@@ -39,7 +39,7 @@ def test_starting_at_a_step_gives_what_an_unbroken_run_would_read() -> None:
 def test_documents_come_with_the_batch_where_they_are_asked_for() -> None:
     data = {"random": RandomBlocks(100)}
     plan = one_segment(data, {"random": 1.0}, seq_len=64, document_mask=True)
-    batch = load(rows_of(plan, data), 0)
+    batch = load_batch(rows_of(plan, data), 0)
     assert batch["documents_BS"].max() > 0
     begins = batch["positions_BS"] == 0
     assert torch.equal(begins.cumsum(1) - 1, batch["documents_BS"])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from overland.config.schema import JobConfig
-from overland.data.prepare import Dataset, Place, training_data
+from overland.data.corpora import Preparer
+from overland.data.prepare import Dataset, training_data
 from overland.errors import DataError
 from tests.data.making import tokenizer_in, write_lines
 
@@ -17,7 +18,7 @@ def opened(folder: Path, data: Path) -> Dataset:
         "training": {"dataset_path": str(data), "seq_len": 16},
         "data": {"folder": str(folder / "data"), "tokenise_processes": 0},
     }
-    return training_data(JobConfig.model_validate(sections), 2, None, Place())
+    return training_data(JobConfig.model_validate(sections), 2, None, Preparer())
 
 
 @pytest.fixture

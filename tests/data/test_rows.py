@@ -12,10 +12,9 @@ import pytest
 
 from overland.data.blocks import BlockStream
 from overland.data.corpus import Corpus
-from overland.data.documents import Reading
 from overland.data.plan import Plan
-from overland.data.random_blocks import RandomBlocks
-from overland.data.rows import PlannedRows
+from overland.data.sampler import RandomBlocks, Sampler
+from overland.data.windows import Reading
 from overland.errors import DataError
 from tests.data.corpora import Distinct, Numbered, make_corpus, one_segment, rows_of
 
@@ -37,7 +36,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
     return {name: make_corpus(name, one, root) for name, one in SOURCES.items()}
 
 
-def documents_begun(rows: PlannedRows, batches: range) -> Iterator[tuple[int, int]]:
+def documents_begun(rows: Sampler, batches: range) -> Iterator[tuple[int, int]]:
     """(source, document) in the order in which they begin."""
     for batch in batches:
         for part in rows.origins(batch):
@@ -97,7 +96,7 @@ def test_each_row_has_the_number_and_epoch_of_its_sample(
     assert max(seen.values()) > 2
 
 
-def pieces_of(rows: PlannedRows, batches: range) -> Counter[tuple[int, int, int]]:
+def pieces_of(rows: Sampler, batches: range) -> Counter[tuple[int, int, int]]:
     """How often each token of each document of each source was given."""
     fed: Counter[tuple[int, int, int]] = Counter()
     for batch in batches:
@@ -391,7 +390,7 @@ def test_counts_in_the_run_folder_spare_a_resume_all_windows_before(
 
 def test_held_out_data_is_read_in_order(streamed: dict[str, Corpus]) -> None:
     plan = one_segment({"b": streamed["b"]}, {"b": 1.0}, packing="trunc", global_batch_size=31)
-    rows = PlannedRows(plan, {"b": streamed["b"]}, Reading(0, False, 24))
+    rows = Sampler(plan, {"b": streamed["b"]}, Reading(0, False, 24))
     assert rows.read(0).tokens[:, 0].tolist() == list(range(5000, 5031))
     assert rows.num_batches() == 1
 

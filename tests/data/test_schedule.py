@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from overland.data.schedule import MAX_PERIOD, Schedule, shares_of
+from overland.data.mixture import MAX_PERIOD, Mixture, shares_of
 from overland.errors import DataError
 
 ZYDA = [40, 44, 3, 2, 10, 1]
@@ -11,7 +11,7 @@ ZYDA = [40, 44, 3, 2, 10, 1]
 def test_counts_are_the_rounded_shares_after_every_turn(seed: int) -> None:
     draw = np.random.default_rng(seed)
     weights = ZYDA if seed == 0 else draw.integers(1, 200, draw.integers(1, 9)).tolist()
-    schedule = Schedule(weights)
+    schedule = Mixture(weights)
     shares = np.array(weights) / sum(weights)
     for turn in range(2 * schedule.period + 3):
         counts = schedule.before(turn)
@@ -20,7 +20,7 @@ def test_counts_are_the_rounded_shares_after_every_turn(seed: int) -> None:
 
 
 def test_turns_and_counts_agree() -> None:
-    schedule = Schedule(ZYDA)
+    schedule = Mixture(ZYDA)
     turns = np.arange(1234)
     whose, places = schedule.whose(turns), schedule.places(turns)
     had = np.zeros(len(ZYDA), int)
@@ -31,7 +31,7 @@ def test_turns_and_counts_agree() -> None:
 
 
 def test_until_says_when_a_source_has_its_turn() -> None:
-    schedule = Schedule(ZYDA)
+    schedule = Mixture(ZYDA)
     turns = np.arange(1000)
     whose, places = schedule.whose(turns), schedule.places(turns)
     for turn in turns.tolist():
@@ -52,10 +52,10 @@ def test_weights_without_a_small_common_measure_are_rounded_and_none_is_lost() -
 
 
 def test_a_source_without_weight_gets_no_turn() -> None:
-    assert 1 not in Schedule([1, 0, 2]).whose(np.arange(30))
+    assert 1 not in Mixture([1, 0, 2]).whose(np.arange(30))
 
 
 @pytest.mark.parametrize("weights", [[], [0, 0], [1, -1]])
 def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
     with pytest.raises(DataError, match="weights must not be negative"):
-        Schedule(weights)
+        Mixture(weights)

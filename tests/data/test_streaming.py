@@ -10,7 +10,7 @@ import pytest
 
 from overland.data import corpus as corpus_module
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.layout import Layout
+from overland.data.corpus_folder import CorpusLayout
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 from tests.cli.processes import ROOT, environment
@@ -45,7 +45,7 @@ def pids(corpus: Corpus) -> list[int]:
     return corpus.workers.pids
 
 
-def claims_of(layout: Layout) -> list[Path]:
+def claims_of(layout: CorpusLayout) -> list[Path]:
     return list((layout.folder / "shards").glob("*/*.claim"))
 
 

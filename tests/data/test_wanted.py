@@ -9,8 +9,9 @@ import pytest
 
 from overland.config.schema import JobConfig
 from overland.data.corpus import lay_out
+from overland.data.leakage import check_held_out
+from overland.data.registry import held_out_sources, open_wanted, sources_of
 from overland.data.sources import Document
-from overland.data.wanted import check_held_out, held_out_sources, open_wanted, sources_of
 from overland.errors import DataError
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.sources.test_huggingface import parquet, save_to_disk

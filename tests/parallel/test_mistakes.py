@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from overland.data.batch import IGNORED, Batch
-from overland.data.loader import load
-from overland.data.prepare import Dataset, Place, validation_data
+from overland.data.batch import Batch
+from overland.data.corpora import Preparer
+from overland.data.loader import load_batch
+from overland.data.prepare import Dataset, validation_data
+from overland.data.rows import IGNORED
 from overland.parallel.comm import sum_over
 from overland.parallel.pipeline import Pipeline
 from overland.parallel.whole import Whole
@@ -146,7 +148,7 @@ def test_the_proof_finds_a_mistake(
 
 def test_held_out_rows_have_different_numbers_of_tokens(tmp_path: Path) -> None:
     job = proof_job(None, (), "float64", 1, tmp_path, {"validation": held_out_data(tmp_path)})
-    (dataset,) = validation_data(job, ROWS, TINY["vocab_size"], Place())
-    batches = [load(dataset.rows, number) for number in range(2)]
+    (dataset,) = validation_data(job, ROWS, TINY["vocab_size"], Preparer())
+    batches = [load_batch(dataset.rows, number) for number in range(2)]
     counts = [(row != IGNORED).sum().item() for batch in batches for row in batch["labels_BS"]]
     assert len(set(counts)) >= 3, counts  # full ones, one that is not, and empty ones

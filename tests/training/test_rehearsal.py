@@ -17,8 +17,9 @@ from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.data.build import build
+from overland.data.corpora import Preparer
 from overland.data.corpus import lay_out
-from overland.data.prepare import Place, training_data, validation_data
+from overland.data.prepare import training_data, validation_data
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import DataError
 from overland.training.rehearsal import require_start
@@ -293,7 +294,7 @@ def test_a_built_corpus_brings_the_tokenizer_for_validation(tmp_path: Path) -> N
         validation={"enable": True, "dataset_path": str(write_lines(tmp_path / "held", 2))},
     )
     assert rehearsed(config) == ""
-    (dataset,) = validation_data(config, 2, 512, Place())
+    (dataset,) = validation_data(config, 2, 512, Preparer())
     assert dataset.tokenizer is not None
     assert dataset.tokenizer.fingerprint == tokenizer.fingerprint
     dataset.close()
@@ -301,7 +302,7 @@ def test_a_built_corpus_brings_the_tokenizer_for_validation(tmp_path: Path) -> N
     message = "held is text: say which tokenizer makes tokens of it, by model.hf_assets_path"
     assert message in rehearsed(config)
     with pytest.raises(DataError, match=re.escape(message)):
-        validation_data(config, 2, 512, Place())
+        validation_data(config, 2, 512, Preparer())
 
 
 def test_held_out_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_held_out_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> Non
     for config in (by_corpus, by_text):
         assert message in rehearsed(config)
         with pytest.raises(DataError, match=message):
-            validation_data(config, 2, 512, Place())
+            validation_data(config, 2, 512, Preparer())
 
 
 def test_a_given_tokenizer_without_bos_is_one_problem(tmp_path: Path) -> None:
@@ -368,7 +369,7 @@ def test_a_corpus_that_is_read_over_and_over_is_noted(tmp_path: Path) -> None:
     assert "tiny.txt has at most 13 tokens, less than a batch of 32" in "\n".join(
         str(note) for note in require_start(Loaded(config, [], "run.toml"))
     )
-    dataset = training_data(config, 2, 512, Place())
+    dataset = training_data(config, 2, 512, Preparer())
     (note,) = dataset.repeats(100)
     tokens = len(dataset.tokenizer.encode("hello world\n")) + 1 if dataset.tokenizer else 0
     assert note.startswith(f"tiny.txt has only {tokens} tokens, 1 row of 16: this run")

@@ -17,10 +17,10 @@ import torch
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
-from overland.data.blocks import Room
 from overland.data.ledger import read_ledger
-from overland.data.loader import load
-from overland.data.random_blocks import RandomBlocks
+from overland.data.loader import load_batch
+from overland.data.rows import Room
+from overland.data.sampler import RandomBlocks
 from overland.errors import CheckpointError, DataError, NotSavedError
 from overland.files import Disk
 from overland.training import loop, stop
@@ -371,7 +371,7 @@ def test_another_batch_size_goes_on_with_the_next_row(
 
 def next_rows(world: World, config: JobConfig) -> list[list[int]]:
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
-    rows: list[list[int]] = load(run.dataset.rows, run.progress.batch)["tokens_BS"].tolist()
+    rows: list[list[int]] = load_batch(run.dataset.rows, run.progress.batch)["tokens_BS"].tolist()
     return rows
 
 

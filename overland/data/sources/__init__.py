@@ -11,7 +11,6 @@ from overland.data.sources.mds import MDS
 from overland.data.sources.megatron import Megatron
 from overland.data.sources.numpy_tokens import NumpyTokens
 from overland.data.sources.open import open_source
-from overland.data.sources.random_tokens import RandomTokens
 from overland.data.sources.source import Document, FileSource, Kind, Source
 from overland.data.sources.text import StandardLibrary, TextFolder
 
@@ -26,7 +25,6 @@ __all__ = [
     "Megatron",
     "NumpyTokens",
     "Parquet",
-    "RandomTokens",
     "Source",
     "StandardLibrary",
     "TextFolder",

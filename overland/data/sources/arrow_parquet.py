@@ -163,7 +163,7 @@ def _open_arrow(path: Path) -> Iterator[tuple[Any, bool]]:
 
 
 def _rows_per_batch(reader: Any) -> list[int]:
-    """Of a mapped file this touches the heads of the batches alone."""
+    """Reads the heads of the batches alone: the file is mapped."""
     return [_batch(reader, group).num_rows for group in range(reader.num_record_batches)]
 
 
@@ -231,7 +231,7 @@ def _examples_of(table: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
 def _documents(
     array: Any, place: Place, kind: Kind, path: Path, first: int, bad: Bad
 ) -> Iterator[Document]:
-    """Of one column, or of what lies at `place` in it; `first` is its first row in the file.
+    """Yields the documents of a column, or of what lies at `place` in it; `first` is its first row.
 
     Arrow takes lengths and offsets of a file for granted, and reads wherever they point; so they
     are looked at before they are used.

@@ -48,7 +48,7 @@ class Column:
 
 
 def column_name(place: Place) -> str:
-    """`files[].text` of ("files", None, "text")."""
+    """Returns `files[].text` for ("files", None, "text")."""
     return "".join("[]" if step is None else f".{step}" for step in place).removeprefix(".")
 
 
@@ -142,7 +142,7 @@ def values_at(record: object, place: Place) -> Iterator[object]:
         yield None
 
 
-def kind_of(value: object) -> Kind | None:
+def kind_of_value(value: object) -> Kind | None:
     if isinstance(value, str):
         return "text"
     is_ids = isinstance(value, list) and all(type(item) is int for item in value)
@@ -164,8 +164,8 @@ class Sample:
                 self._add((name,), value)
 
     def columns(self, wanted: str | None) -> dict[str, Column]:
-        """By name. A column that is asked for, or has the usual name of text, may be null in all
-        of the sample: it is text then, and its nulls are bad documents."""
+        """Returns columns by name. One that is asked for, or has the usual name of text, may be
+        null in all of the sample: it is text then, and its nulls are bad documents."""
         found: dict[str, Column] = {}
         containers = {place[:end] for place in self._types for end in range(1, len(place))}
         for place, type in self._types.items():
@@ -187,7 +187,7 @@ class Sample:
             for name, item in value.items():
                 self._add((*place, str(name)), item)
             return
-        if len(place) < MAX_DEPTH and isinstance(value, list) and kind_of(value) is None:
+        if len(place) < MAX_DEPTH and isinstance(value, list) and kind_of_value(value) is None:
             for item in value[:ITEMS]:
                 self._add((*place, None), item)
             return
@@ -199,7 +199,7 @@ class Sample:
             self._types[place] = _type_of(value)
         if value is not None:
             self.examples.setdefault(column_name(place), value)
-        kind = kind_of(value)
+        kind = kind_of_value(value)
         # An empty list may be one of anything; it settles nothing where there is more to see.
         if kind is not None:
             self._kinds[place][kind] += 1 if value or kind == "text" else 0
@@ -208,5 +208,5 @@ class Sample:
 def _type_of(value: object) -> str:
     names = {str: "string", bool: "bool", int: "int", float: "float", type(None): "null"}
     if isinstance(value, list):
-        return "list of int" if value and kind_of(value) else "list"
+        return "list of int" if value and kind_of_value(value) else "list"
     return names.get(type(value), "object")

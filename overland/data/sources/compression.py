@@ -38,7 +38,7 @@ def times_smaller(file: str) -> int:
 
 
 def bare_suffix(path: Path) -> str:
-    """`.jsonl` of A.JSONL.gz."""
+    """Returns `.jsonl` for A.JSONL.gz."""
     return (Path(path.stem) if is_compressed(path.name) else path).suffix.lower()
 
 
@@ -78,7 +78,7 @@ def most_unfolded(size: int) -> int:
 
 
 def decompress(data: bytes, method: str, path: Path, most: int) -> bytes:
-    """What `data` holds; of more than `most` bytes, one more, however much there would be."""
+    """Decompresses at most one byte more than `most`, however much there would be."""
     openers: dict[str, Callable[[IO[bytes]], Any]] = {
         "zstd": lambda file: io.BufferedReader(_ZstdFile(path, file)),
         "gz": lambda file: gzip.GzipFile(fileobj=file),
@@ -94,7 +94,7 @@ def decompress(data: bytes, method: str, path: Path, most: int) -> bytes:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A file that cannot be read is an error under every policy: it is no bad document."""
+    """Explains why a file cannot be read: an error under every policy, not a bad document."""
     try:
         yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # of a compressed file

@@ -13,7 +13,7 @@ from typing import Any
 
 from overland.config.foreign import LARGEST_CONFIG, parse_yaml, read_json
 from overland.data.sources.columns import nearest_hint
-from overland.data.sources.source import SHOWN, inside
+from overland.data.sources.source import SHOWN, inside_folder
 from overland.errors import DataError, Unsettled
 
 MOST_STARS = 4  # of a README's pattern
@@ -27,7 +27,9 @@ SPLIT_IN_NAME = re.compile(rf"(?:^|[-._ /\d])({'|'.join(ALIASES)})(?=[-._ /\d])"
 SPLIT_OF_SHARD = re.compile(r"(?:^|/)data/([\w.]+)-\d{5}-of-\d{5}")
 
 
-def choose(what: str, wanted: str | None, names: Collection[str], usual: str, where: object) -> str:
+def choose_name(
+    what: str, wanted: str | None, names: Collection[str], usual: str, where: object
+) -> str:
     """The wanted name, the usual one, or the only one."""
     found = _chosen(what, wanted, names, where)
     if found is not None:
@@ -44,7 +46,7 @@ def choose_split(
 ) -> str:
     """The wanted split; otherwise the one to train on or, `held_out`, one to validate on."""
     if not held_out:
-        return choose("split", wanted, names, "train", where)
+        return choose_name("split", wanted, names, "train", where)
     found = _chosen("split", wanted, names, where)
     if found is not None:
         return found
@@ -82,7 +84,7 @@ def saved_files(
     if is_dict:
         splits = _json(folder / "dataset_dict.json").get("splits", [])
         chosen = choose_split(split, splits, folder, held_out)
-        folder = inside(folder, chosen, folder / "dataset_dict.json")
+        folder = inside_folder(folder, chosen, folder / "dataset_dict.json")
     state_path = folder / "state.json"
     state = _json(state_path)
     if not is_dict and split is not None:
@@ -94,7 +96,7 @@ def saved_files(
         raise DataError(f"{state_path} lists no data files: it is not of `save_to_disk`")
     files = [entry.get("filename") for entry in entries]
     for file in files:
-        inside(folder, file, state_path)
+        inside_folder(folder, file, state_path)
     return folder, files
 
 
@@ -111,7 +113,7 @@ def select_files(
         return _by_readme(root, files, configs, subset, split, held_out)
     if subset is not None:
         folders = sorted({file.partition("/")[0] for file in files if "/" in file})
-        folder = choose("subset", subset, folders, "default", root)
+        folder = choose_name("subset", subset, folders, "default", root)
         files = [file for file in files if file.startswith(f"{folder}/")]
     return _by_split(root, files, split, held_out)
 
@@ -133,7 +135,7 @@ def subset_files(root: Path, files: Sequence[str], subset: str, where: str) -> l
     configs = _configs(root / "README.md")
     if not configs:
         folders = sorted({file.partition("/")[0] for file in files if "/" in file})
-        folder = choose("subset", subset, folders, "default", where)
+        folder = choose_name("subset", subset, folders, "default", where)
         return [file for file in files if file.startswith(f"{folder}/")]
     _, config = _config(configs, subset, where)
     patterns = [one for some in _patterns(config.get("data_files")).values() for one in some]
@@ -190,7 +192,7 @@ def _config(
 ) -> tuple[str, dict[str, Any]]:
     by_name = {str(config.get("config_name", "default")): config for config in configs}
     usual = [name for name, config in by_name.items() if config.get("default")]
-    name = choose("subset", subset, by_name, usual[0] if usual else "default", where)
+    name = choose_name("subset", subset, by_name, usual[0] if usual else "default", where)
     return name, by_name[name]
 
 
@@ -202,7 +204,9 @@ def _start(root: Path, config: dict[str, Any]) -> str:
     """The folder that a subset's patterns count from, with its slash."""
     if not config.get("data_dir"):
         return ""
-    folder = inside(root, config["data_dir"], root / "README.md").relative_to(root).as_posix()
+    folder = (
+        inside_folder(root, config["data_dir"], root / "README.md").relative_to(root).as_posix()
+    )
     return "" if folder == "." else f"{folder}/"
 
 
@@ -210,7 +214,7 @@ def _matching(
     root: Path, files: Sequence[str], config: dict[str, Any], patterns: Sequence[str]
 ) -> list[str]:
     for pattern in patterns:
-        inside(root, pattern, root / "README.md")
+        inside_folder(root, pattern, root / "README.md")
     matchers = [_glob(pattern.removeprefix("./")) for pattern in patterns]
     start = _start(root, config)
     return [

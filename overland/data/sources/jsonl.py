@@ -19,7 +19,6 @@ import re
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -30,7 +29,7 @@ from overland.data.sources.columns import (
     Sample,
     choose_column,
     column_name,
-    kind_of,
+    kind_of_value,
     nearest_hint,
     values_at,
 )
@@ -152,7 +151,7 @@ def _parse(line: bytes) -> tuple[object, str]:
 
 
 def _document(value: object, column: Place, kind: Kind, record: object, line: str) -> Document:
-    if kind == "tokens" and isinstance(value, list) and kind_of(value) == "tokens":
+    if kind == "tokens" and isinstance(value, list) and kind_of_value(value) == "tokens":
         if value and not 0 <= min(value) <= max(value) < 1 << 63:
             wrong = min(value) if min(value) < 0 else max(value)
             raise _Unusable(f"{column_name(column)} has {wrong:,}, which is no token id")
@@ -226,7 +225,7 @@ def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
 
 
 def bytes_of_part(chunk: str, files: frozenset[str]) -> int | None:
-    """Of the text of a part, where its name tells."""
+    """Returns the bytes of a part's text, where its name tells."""
     _, part = split_lines(chunk, files)
     if SEGMENT.fullmatch(chunk) or not (part.start or part.stop):
         return None
@@ -234,7 +233,7 @@ def bytes_of_part(chunk: str, files: frozenset[str]) -> int | None:
 
 
 def read_part(path: Path, part: LineRange) -> Iterator[tuple[bytes, int, int]]:
-    """Each line, where the reading began, and the how-manieth line since then it is. Of a line
+    """Yields each line, where the reading began, and its number since then. Of a line
     longer than `LONGEST_LINE` there is one byte more than that, and no end."""
     with reading(path):
         file, start = _open_at(path, part)
@@ -255,7 +254,7 @@ def read_part(path: Path, part: LineRange) -> Iterator[tuple[bytes, int, int]]:
 
 
 def lines_before(path: Path, offset: int) -> int:
-    """Takes reading the file up to there, so only a message asks for it."""
+    """Counts lines, which takes reading the file up to there: only a message asks for it."""
     return sum(1 for _ in read_part(path, LineRange(0, offset))) if offset else 0
 
 
@@ -343,7 +342,9 @@ def _expansion(path: Path) -> int:
     with reading(path), path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     unfolded = 0
-    with suppress(OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):  # reading says why
+    with contextlib.suppress(
+        OSError, EOFError, ValueError, zlib.error, lzma.LZMAError
+    ):  # reading says why
         unfolded, unused = _unfold(path, head)
         head = head[: len(head) - unused]
     return 2 ** max(0, round(math.log2(unfolded / len(head)))) if unfolded and head else 1

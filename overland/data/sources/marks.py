@@ -26,7 +26,7 @@ WHOLE = "whole:"
 
 
 class FileMark(NamedTuple):
-    """JSON keeps it as a list."""
+    """By which a changed file is found. JSON keeps it as a list."""
 
     size: int
     time_ns: int
@@ -39,7 +39,7 @@ class FileMark(NamedTuple):
         return self.size <= NUM_BLOCKS * BLOCK_BYTES or self.sample.startswith(WHOLE)
 
 
-def mark_files(root: Path, files: Iterable[str], whole: bool = True) -> dict[str, FileMark]:
+def marks_of_files(root: Path, files: Iterable[str], whole: bool = True) -> dict[str, FileMark]:
     """Marks of files; without `whole` those that earlier versions took."""
     paths = {file: root / file for file in files}
     stats = {file: os.stat(path) for file, path in paths.items()}
@@ -77,7 +77,7 @@ def unsure_of(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
 
 
 def digest_of(value: Any) -> str:
-    """Of marks and whatever else describes a source; times are left out."""
+    """Digests marks and whatever else describes a source; times are left out."""
     text = json.dumps(_without_times(value))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -97,7 +97,7 @@ def _change(path: Path, mark: FileMark) -> str | None:
 
 
 def _look(path: Path, stat: os.stat_result, mark: FileMark) -> str:
-    """Of as much of a file as the mark is of."""
+    """Digests as much of a file as the mark is of."""
     return (_whole if mark.sample.startswith(WHOLE) else _sample)(path, stat)
 
 

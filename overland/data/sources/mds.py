@@ -28,7 +28,7 @@ from overland.data.sources.source import (
     FileSource,
     Kind,
     check_dtype,
-    inside,
+    inside_folder,
     token_ids,
 )
 from overland.errors import DataError, Unsettled
@@ -116,7 +116,7 @@ class MDS(FileSource):
         return value
 
     def _kinds_of_json(self) -> dict[str, Kind]:
-        """Of the columns whose encoding leaves it open, by some samples."""
+        """Tells the kind of columns whose encoding leaves it open, by some samples."""
         names = [name for name, code in self.columns.items() if code == "json"]
         sample = Sample()
         for raw in self._some(names):
@@ -289,7 +289,7 @@ def _shard(entry: dict[str, Any], index: Path) -> MDSShard:
 
 
 def _part(entry: dict[str, Any], index: Path) -> ListedFile:
-    inside(index.parent, entry["basename"], index)
+    inside_folder(index.parent, entry["basename"], index)
     if not 0 <= int(entry["bytes"]) <= LARGEST_SHARD:
         raise ValueError(f"{entry['basename']} of {entry['bytes']} bytes, which no shard has")
     return ListedFile(entry["basename"], int(entry["bytes"]), dict(entry["hashes"]))
@@ -324,7 +324,7 @@ def kind_of_encoding(encoding: str) -> Kind | None:
 
 
 def decode_value(encoding: str, data: bytes) -> Any:
-    """Raises ValueError (UnicodeDecodeError among them) for bytes that are no such value."""
+    """Decodes a value. Raises ValueError (UnicodeDecodeError among them) if it is none."""
     name, _, rest = encoding.partition(":")
     if name == "str":
         return data.decode("utf-8")

@@ -74,7 +74,7 @@ def open_source(
         return _open(name, path.parent, [path.name], column, dtype, skip_bad)
     if (path / "corpus.json").is_file():
         # Late, because what a corpus is made of is itself described by means of sources.
-        from overland.data.sources.corpus import BuiltCorpus
+        from overland.data.corpus_folder import BuiltCorpus
 
         return BuiltCorpus(path, skip_bad)
     mds = _mds_folder(path, subset, split, held_out)

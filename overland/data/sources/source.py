@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from overland.data.sources.marks import FileMark, changed_files, digest_of, mark_files
+from overland.data.sources.marks import FileMark, changed_files, digest_of, marks_of_files
 from overland.errors import DataError
 
 Kind = Literal["text", "tokens", "arrays"]
@@ -39,6 +39,8 @@ SHOWN = 5
 
 
 class Source(Protocol):
+    """Anything that lists chunks and reads them; a user's own needs no more."""
+
     def chunks(self) -> Sequence[str]:
         """Names of the chunks, always in the same order."""
 
@@ -99,7 +101,7 @@ class FileSource:
         return sum(known) if len(known) == len(counts) else None
 
     def num_bytes(self, chunk: str) -> int | None:
-        """Of its text, about, where that is not an even share of its file."""
+        """Returns about the size of its text, where that is not an even share of its file."""
         return None
 
     def read(self, chunk: str) -> Iterator[Document]:
@@ -117,7 +119,7 @@ class FileSource:
 
     def marks(self) -> dict[str, FileMark]:
         """A mark of each of these files, to be kept and given to `changes_since`."""
-        return mark_files(self.root, self.depends_on(), whole=self.rules > 1)
+        return marks_of_files(self.root, self.depends_on(), whole=self.rules > 1)
 
     def changes_since(self, marks: Mapping[str, FileMark]) -> list[str]:
         """A sentence for each file that is not as it was when marked, is gone, or is new."""
@@ -167,7 +169,7 @@ def split_part(chunk: str) -> tuple[str, int | None]:
     return (file, int(number)) if mark and number.isdecimal() else (chunk, None)
 
 
-def inside(folder: Path, name: object, index: Path) -> Path:
+def inside_folder(folder: Path, name: object, index: Path) -> Path:
     """The file that an index names, which must lie in the index's own folder.
 
     By its name and not by where links lead: Hugging Face's cache is made of links.

@@ -16,8 +16,8 @@ from overland.words import bad_ones
 
 
 @dataclass
-class Summary:
-    """Lengths are in characters for text, in tokens for token ids, in bytes for arrays."""
+class SourceSummary:
+    """What was counted. Lengths are in characters for text, tokens for ids, bytes for arrays."""
 
     format: str
     kind: str
@@ -104,11 +104,11 @@ def summarise(
     num_samples: int = 0,
     each: Callable[[Document], None] = lambda document: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Summary:
+) -> SourceSummary:
     """Reads all of it in order; `each` is given every document. A user's own source may know no
     more than its chunks."""
     chunks = source.chunks()
-    summary = Summary(
+    summary = SourceSummary(
         getattr(source, "format", type(source).__name__),
         getattr(source, "kind", "text"),
         getattr(source, "column", None),
@@ -152,7 +152,7 @@ def document_hash(document: Document) -> str:
 
 
 def length_of(document: Document) -> int:
-    """In characters, tokens or bytes."""
+    """Returns the length in characters, tokens or bytes."""
     if not isinstance(document, Mapping):
         return len(document)
     if TOKENS in document:
@@ -161,7 +161,7 @@ def length_of(document: Document) -> int:
 
 
 def plain(document: Document) -> Any:
-    """As JSON has it."""
+    """Returns the document as JSON has it."""
     if isinstance(document, Mapping):
         return {name: np.asarray(values).tolist() for name, values in document.items()}
     return document if isinstance(document, str) else document.tolist()

@@ -30,7 +30,7 @@ STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", 
 HELD_OUT_EVERY = 20
 
 
-def read_text(path: Path, bad: Bad) -> Iterator[str]:
+def read_text_file(path: Path, bad: Bad) -> Iterator[str]:
     with reading(path):
         text = decode(read_whole(path), str(path), bad)
         if text is not None:
@@ -83,7 +83,11 @@ class TextFolder(FileSource):
     def read(self, chunk: str) -> Iterator[str]:
         file, part = split_lines(chunk, self.names)
         if not _is_lines(file):
-            read = read_text if _is_one(file) else partial(read_rows, column=self.column or "text")
+            read = (
+                read_text_file
+                if _is_one(file)
+                else partial(read_rows, column=self.column or "text")
+            )
             yield from read(self.root / file, bad=self.bad)
             return
         column = (self.column or "text",)
@@ -91,22 +95,12 @@ class TextFolder(FileSource):
             yield str(document)
 
 
-def _is_lines(file: str) -> bool:
-    return bare_suffix(Path(file)) in JSON_SUFFIXES
-
-
-def _is_one(file: str) -> bool:
-    """Whether all of the file is one document."""
-    return bare_suffix(Path(file)) in TEXT_SUFFIXES
-
-
-def _is_text(file: str) -> bool:
-    return bare_suffix(Path(file)) in TEXT_SUFFIXES | JSON_SUFFIXES
-
-
 class StandardLibrary(FileSource):
-    """On every machine, without a download. Every twentieth file is held out. `part` k of n takes
-    every n-th of the others, from the k-th on: small corpora that stand for large ones."""
+    """The source text of Python's own standard library, on every machine without a download.
+
+    Every twentieth file is held out. `part` k of n takes every n-th of the others, from the k-th
+    on: small corpora that stand for large ones.
+    """
 
     format = "stdlib"
 
@@ -132,9 +126,22 @@ class StandardLibrary(FileSource):
         yield (self.root / chunk).read_text(encoding="utf-8", errors="replace")
 
 
+def _is_lines(file: str) -> bool:
+    return bare_suffix(Path(file)) in JSON_SUFFIXES
+
+
+def _is_one(file: str) -> bool:
+    """Whether all of the file is one document."""
+    return bare_suffix(Path(file)) in TEXT_SUFFIXES
+
+
+def _is_text(file: str) -> bool:
+    return bare_suffix(Path(file)) in TEXT_SUFFIXES | JSON_SUFFIXES
+
+
 @cache
 def _modules(root: Path) -> list[str]:
-    """Without a look into what is left out, which is most of it."""
+    """Lists modules, without a look into what is left out, which is most of it."""
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]

@@ -14,8 +14,8 @@ from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
-from overland.data.prepare import tokenizer_of
 from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_choice import tokenizer_of
 from overland.errors import CheckpointError
 from overland.models.buffers import cast, init_buffers, persistent_buffers
 from overland.models.hf import load_hf

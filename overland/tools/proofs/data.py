@@ -19,12 +19,13 @@ from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.data.batch import digests
 from overland.data.blocks import BlockStream
-from overland.data.corpus import Corpus, changes
-from overland.data.digest import digests
-from overland.data.documents import MixedWindows
-from overland.data.ledger import Fed, History, read_ledger
-from overland.data.loader import load
+from overland.data.corpus import Corpus
+from overland.data.corpus_folder import source_changes
+from overland.data.ledger import Fed, FedSteps, read_ledger
+from overland.data.loader import load_batch
+from overland.data.mixture import MixedWindows
 from overland.data.plan import ChangedSource
 from overland.data.prepare import Dataset, planned_data
 from overland.errors import DataError
@@ -141,7 +142,7 @@ def prove_data(
 class Replay:
     """Goes through the steps once, and counts."""
 
-    def __init__(self, dataset: Dataset, history: History, verdict: DataVerdict) -> None:
+    def __init__(self, dataset: Dataset, history: FedSteps, verdict: DataVerdict) -> None:
         self.dataset, self.history, self.verdict = dataset, history, verdict
         self.names = list(dataset.plan.sources)
         verdict.sources = {name: SourceCount() for name in self.names}
@@ -190,7 +191,7 @@ class Replay:
 
     def _compare(self, step: Fed) -> Matches:
         """Which rows of a step were as planned."""
-        planned = digests(load(self.dataset.rows, step.batch)).numpy()
+        planned = digests(load_batch(self.dataset.rows, step.batch)).numpy()
         self.verdict.rows += len(planned)
         if len(planned) != len(step.digests):
             what = f"step {step.step}: {len(step.digests)} rows were fed, {len(planned)} planned"
@@ -280,7 +281,7 @@ def check_sources(dataset: Dataset) -> None:
             source = corpus.open_source()
         except DataError:  # not to be seen from here; what was made of it is
             continue
-        if changed := changes(corpus.folder, source):
+        if changed := source_changes(corpus.folder, source):
             raise ChangedSource(name, tuple(changed))
 
 

@@ -29,11 +29,12 @@ import numpy as np
 from overland.config.schema import JobConfig
 from overland.data.blocks import BlockStream
 from overland.data.build import build
+from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
-from overland.data.fields import with_borders
-from overland.data.prepare import Dataset, Place, training_data
-from overland.data.rows import PlannedRows
-from overland.data.schedule import Schedule
+from overland.data.mixture import Mixture
+from overland.data.prepare import Dataset, training_data
+from overland.data.rows import with_borders
+from overland.data.sampler import Sampler
 
 WORLD_SIZES = (1, 4, 3, 2, 8, 1, 3, 4, 2, 1)
 BATCH_SIZE = 24  # a multiple of every world size
@@ -167,7 +168,7 @@ def config_of(story: Story, folder: Path, cache: str) -> dict[str, Any]:
 def open_rows(
     config: dict[str, Any], tokenises: bool = True, memory: Path | None = None
 ) -> Dataset:
-    place = Place(tokenises=tokenises)
+    place = Preparer(tokenises=tokenises)
     job = JobConfig.model_validate(config)
     return training_data(job, BATCH_SIZE, None, place, memory, writes=tokenises)
 
@@ -231,7 +232,7 @@ def rank() -> None:
     time.sleep(LIMIT_SECONDS)  # until it is killed
 
 
-def digests_of(rows: PlannedRows, batch: int, part: int = 0, num_parts: int = 1) -> list[str]:
+def digests_of(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> list[str]:
     """Of everything that the model would be given, row by row."""
     fields = with_borders(rows.read(batch, part, num_parts))
     return [
@@ -249,7 +250,7 @@ def read_log(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in lines]
 
 
-def compare_digests(rows: PlannedRows, fed: dict[int, list[str]]) -> Iterator[str]:
+def compare_digests(rows: Sampler, fed: dict[int, list[str]]) -> Iterator[str]:
     """The same global order as one unbroken run."""
     if list(fed) != list(range(NUM_BATCHES)):
         yield f"{len(fed)} batches were fed, not {NUM_BATCHES}"
@@ -259,9 +260,9 @@ def compare_digests(rows: PlannedRows, fed: dict[int, list[str]]) -> Iterator[st
             return
 
 
-def check_mixture(story: Story, rows: PlannedRows) -> Iterator[str]:
+def check_mixture(story: Story, rows: Sampler) -> Iterator[str]:
     """The exact counts at every step: rows here, or documents, which are drawn before packing."""
-    schedule = Schedule(list(WEIGHTS.values()))
+    schedule = Mixture(list(WEIGHTS.values()))
     taken = np.zeros(len(WEIGHTS), np.int64)
     if story.mixture == "tokens":
         for batch in range(NUM_BATCHES):
@@ -289,7 +290,7 @@ def check_mixture(story: Story, rows: PlannedRows) -> Iterator[str]:
             yield f"a document of source {source} is drawn twice in an epoch"
 
 
-def documents_begun(rows: PlannedRows) -> Counter[tuple[int, int]]:
+def documents_begun(rows: Sampler) -> Counter[tuple[int, int]]:
     """How often each document of each source came."""
     begun: Counter[tuple[int, int]] = Counter()
     for batch in range(NUM_BATCHES):

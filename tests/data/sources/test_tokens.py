@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overland.data.sources import RandomTokens, open_source
+from overland.data.sources import open_source
 from overland.errors import DataError
+from tests.data.making import RandomTokens
 from tests.data.sources.samples import copied, read_all
 
 

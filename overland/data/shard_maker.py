@@ -1,32 +1,52 @@
-"""One shard from its chunks: read, encode, check, write. A pure function of source, tokenizer,
-policy and number, whoever runs it: a background process, a build, or a reader in need."""
+"""One shard from its chunks: read, encode, check, write.
+
+A shard is a pure function of source, tokenizer, policy and number, whoever makes it: a background
+process, a build, or a reader in need.
+
+Who is making which shard is told by a claim, a small file beside it, so that two do not do the same
+work. A claim saves work and guards nothing: a shard's bytes are the same whoever makes them, and
+they are published in one step. So a claim may be wrong at times (two take over a stale one at once)
+but must never last for ever. It is stale if
+
+- its process is gone, seen from the same machine,
+- it was not touched for `STALE_SECONDS` by the clock of the file system, which all nodes share, or
+- it did not change for `STALE_SECONDS` while we watched, should even that clock be wrong.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
-from overland.data.arrays import Unfit, as_array, require_weights
-from overland.data.claims import Claims
-from overland.data.layout import Layout
-from overland.data.shard import TOKENS, WEIGHTS, ShardInfo, write_shard
+from overland.data.arrays import Unfit, with_channels
+from overland.data.corpus_folder import CorpusLayout
+from overland.data.shard import ShardInfo, write_shard
 from overland.data.sources.marks import FileMark, changed_files
 from overland.data.sources.source import FileSource, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
+from overland.files import replace_file
+from overland.processes import host, is_running, this_process
 
 # Handed to the tokenizer at once: a third of a second for one core, and enough documents to spread
 # over the library's threads where it uses any.
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
-
 Ids: TypeAlias = npt.NDArray[Any]
 Tick: TypeAlias = Callable[[int, int], None]
 """Told after every batch how many documents and tokens it held; raises to give up."""
+STALE_SECONDS = 30.0
+TOUCH_SECONDS = 5.0  # a claim may miss five touches, as when a file system pauses
+LEFT_BEHIND_SECONDS = 3600.0  # a half-made shard that nobody has written to for so long
 
 
 class Record(NamedTuple):
@@ -37,10 +57,10 @@ class Record(NamedTuple):
     document: Any
 
 
-class Maker:
+class ShardMaker:
     """Makes shards of one corpus."""
 
-    def __init__(self, layout: Layout, source: Source, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, layout: CorpusLayout, source: Source, tokenizer: Tokenizer | None) -> None:
         self.layout, self.source, self.tokenizer = layout, source, tokenizer
         self.claims = Claims(layout.folder)
         self._num_bad = 0
@@ -108,7 +128,7 @@ class Maker:
         announced = getattr(self.source, "num_documents", lambda chunk: None)
         for chunk in chunks:
             bad_before, found = getattr(self.source, "num_bad", 0), 0
-            for number, document in enumerate(_read(self.source, chunk)):
+            for number, document in enumerate(_documents_of(self.source, chunk)):
                 yield Record(chunk, number, document)
                 found += 1
             found += getattr(self.source, "num_bad", 0) - bad_before
@@ -135,7 +155,7 @@ class Maker:
         return documents
 
     def _is_text(self, record: Record) -> bool:
-        """Files are checked by their sources; a source of somebody's own gives what it likes."""
+        """Checks a document: files are checked by their sources, a user's own source is not."""
         if not isinstance(record.document, str):
             self._bad(record, f"is {type(record.document).__name__}, where text was expected")
             return False
@@ -172,7 +192,7 @@ class Maker:
         documents = []
         for record in batch:
             try:
-                documents.append(_with_channels(record.document, channels, limit))
+                documents.append(with_channels(record.document, channels, limit))
             except Unfit as error:
                 self._bad(record, str(error))
         return documents
@@ -194,52 +214,8 @@ class Maker:
         return chunk if root is None else str(root / chunk)
 
 
-def _with_channels(document: Any, channels: Mapping[str, str], limit: int) -> Ids:
-    """The ids of a document; where it has channels, an array with a field for each."""
-    if not channels:
-        return _ids(document, limit)
-    expected = [TOKENS, *channels]
-    if not isinstance(document, Mapping) or set(document) != set(expected):
-        raise Unfit(f"is no dict of {', '.join(expected)}")
-    ids = _ids(document[TOKENS], limit)
-    joined = np.empty(len(ids), [(TOKENS, ids.dtype), *channels.items()])
-    joined[TOKENS] = ids
-    for name, dtype in channels.items():
-        joined[name] = _channel(document[name], name, np.dtype(dtype), len(ids))
-    return joined
-
-
-def _ids(values: Any, limit: int) -> Ids:
-    ids = as_array(values, TOKENS)
-    if not ids.size:
-        raise Unfit("holds no tokens")
-    if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise Unfit(f"is {ids.dtype} of shape {ids.shape}, where ids were expected")
-    if ids.min() < 0 or ids.max() >= limit:
-        wrong = ids[(ids < 0) | (ids >= limit)][0]
-        raise Unfit(f"has the id {wrong:,}, outside a vocabulary of {limit:,}")
-    return ids
-
-
-def _channel(given: Any, name: str, dtype: np.dtype[Any], num_tokens: int) -> Ids:
-    """The elements of a channel, in the type that was declared. Floats are rounded to it, but what
-    is no whole number, or too large a one, becomes no other number unnoticed."""
-    values = as_array(given, name)
-    if values.shape != (num_tokens,) or values.dtype.kind not in "biuf":
-        found = f"{values.dtype} of shape {values.shape}"
-        raise Unfit(f"has {name} as {found}, where a {dtype.name} per token was expected")
-    with np.errstate(invalid="ignore", over="ignore"):
-        stored = values.astype(dtype)
-    if dtype.kind != "f" and (stored != values).any():
-        wrong = values[stored != values][0]
-        raise Unfit(f"has {wrong:,} in {name}, where a {dtype.name} was expected")
-    if name == WEIGHTS:
-        require_weights(stored, name)
-    return stored
-
-
-def _read(source: Source, chunk: str) -> Iterator[Any]:
-    """Refuses what only a source of somebody's own can do wrong."""
+def _documents_of(source: Source, chunk: str) -> Iterator[Any]:
+    """Reads a chunk; refuses what only a user's own source can do wrong."""
     documents = source.read(chunk)
     if not isinstance(documents, Iterable):
         raise DataError(
@@ -271,3 +247,119 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
             batch, length = [], 0
     if batch:
         yield batch
+
+
+_numbers = itertools.count()
+
+
+class Claim:
+    """A claim that this process holds."""
+
+    def __init__(self, path: Path, owner: dict[str, Any]) -> None:
+        self.path, self.owner = path, owner
+        self.part = _part(path, owner)
+        """Where the holder lets the shard grow."""
+        self._touched = time.monotonic()
+
+    def touch(self) -> None:
+        """Keeps it fresh; called often, does little."""
+        now = time.monotonic()
+        if now - self._touched >= TOUCH_SECONDS:
+            self._touched = now
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.path)
+
+    def release(self) -> None:
+        if _owner_of(self.path) == self.owner:
+            self.path.unlink(missing_ok=True)
+
+
+class Claims:
+    """Claims on the shards of one corpus, as this process sees them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._clock = folder / ".clock"
+        self._seen: dict[Path, _Sight] = {}
+
+    def take(self, path: Path) -> Claim | None:
+        """The claim at `path`, or None if somebody else holds it."""
+        owner = {**this_process(), "number": next(_numbers)}
+        try:
+            with path.open("xb") as file:
+                file.write(json.dumps(owner).encode())
+            return Claim(path, owner)
+        except FileExistsError:
+            if self.is_live(path):
+                return None
+        _remove_part(path)
+        replace_file(path, json.dumps(owner), shared=True, durable=False)
+        return Claim(path, owner) if _owner_of(path) == owner else None
+
+    def is_live(self, path: Path) -> bool:
+        """Whether somebody holds this claim and is at work."""
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            self._seen.pop(path, None)
+            return False
+        owner = _owner_of(path)
+        if owner is not None and owner.get("host") == host() and not is_running(owner):
+            return False
+        sight = self._seen.get(path)
+        if sight is None or (sight.inode, sight.time_ns) != (stat.st_ino, stat.st_mtime_ns):
+            sight = self._seen[path] = _Sight(stat.st_ino, stat.st_mtime_ns, time.monotonic())
+        if time.monotonic() - sight.since >= STALE_SECONDS:
+            return False
+        return self.now() - stat.st_mtime < STALE_SECONDS
+
+    def now(self) -> float:
+        """The time by the clock that stamps the claims."""
+        self._clock.touch()
+        return self._clock.stat().st_mtime
+
+
+def sweep(layout: CorpusLayout) -> None:
+    """Removes what processes left that were killed at work."""
+    claims = Claims(layout.folder)
+    now = claims.now()
+    for path in (layout.folder / "shards").glob("*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.suffix == ".claim":
+                if not claims.is_live(path):
+                    path.unlink()
+            elif path.suffix != ".shard" and now - path.stat().st_mtime > LEFT_BEHIND_SECONDS:
+                path.unlink()
+
+
+class _Sight(NamedTuple):
+    inode: int
+    time_ns: int
+    since: float
+    """By our own clock, when the claim was first seen like this."""
+
+
+def _owner_of(path: Path) -> dict[str, Any] | None:
+    """Who holds it; None if nobody does or it is just being written."""
+    try:
+        owner = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) else None
+
+
+def _remove_part(path: Path) -> None:
+    """What the dead holder of a claim left half done. One on another machine may be alive and only
+    slow: its file stays."""
+    owner = _owner_of(path)
+    if owner is not None and owner.get("host") == host() and not is_running(owner):
+        with contextlib.suppress(OSError):
+            _part(path, owner).unlink(missing_ok=True)
+
+
+def _part(path: Path, owner: dict[str, Any]) -> Path:
+    return path.with_name(f"{path.stem}.{_owner_name(owner)}.part")
+
+
+def _owner_name(owner: dict[str, Any]) -> str:
+    host = str(owner.get("host")).replace("/", "-")
+    return f"{host}.{owner.get('process')}.{owner.get('number')}"

@@ -1,14 +1,13 @@
 """Which documents come when, window by window.
 
 Per epoch a corpus's shards are permuted, and some that follow each other form a *window*: as much
-as is worth mixing and small enough to hold ready. Inside it documents are permuted again. A mixture
-by rows takes its documents from several such streams in turn.
+as is worth mixing and small enough to hold ready. Inside it documents are permuted again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,11 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.corpus import Corpus
-from overland.data.counts import Counts
-from overland.data.holdout import held_out
-from overland.data.order import permute
-from overland.data.ranges import spread
-from overland.data.schedule import Schedule
+from overland.data.holdout import held_out_documents
+from overland.data.order import Counts, permute, spread
 from overland.data.shard import Shard
 from overland.data.sources.marks import digest_of
 from overland.errors import DataError
@@ -33,11 +29,10 @@ LOOK_AHEAD = 2  # windows that are made ready beyond the one that is read
 OPEN_WINDOWS = 3  # a batch that spans windows comes back to each of them
 COUNTED_AT_ONCE = 4096  # windows, where counting needs no look at the tokens
 EPOCHS_AT_ONCE = 64
-LEAST_MIXED = 1000  # documents in a window of a mixture by rows, if `window_documents` allows
 
 
 class Exhausted(DataError):
-    """A source that may not be read once more."""
+    """Raised when a source may not be read once more."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class Documents:
         return Documents(self.files, file, start, length, source, number, offset, borrowed, epoch)
 
     def numbers(self, which: Array) -> tuple[Array, Array]:
-        """Of some documents a number that no other has, source × 2⁵⁶ + number, and the epoch."""
+        """Returns a number that no other document has, source × 2⁵⁶ + number, and the epoch."""
         return (self.source[which] << 56) + self.number[which], self.epoch[which]
 
 
@@ -85,7 +80,7 @@ class Windows(Protocol):
     def open(self, window: int) -> Documents: ...
 
     def num_tokens(self, first: int) -> Array | None:
-        """Of windows `first`, `first + 1`, …, where that is known without opening them."""
+        """Counts the tokens of windows `first`, `first + 1`, …, if known without opening them."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ class SourceWindows:
         return True
 
     def num_documents(self) -> int:
-        """Of a stream that is exhausted."""
+        """Counts the documents of a stream that ends."""
         assert self.max_epochs is not None
         return self._documents.total(self.max_epochs * self.per_epoch)
 
@@ -175,7 +170,7 @@ class SourceWindows:
         return self._sums(first, 1)
 
     def tokens_before(self, document: int) -> int:
-        """In the first so many documents of the stream."""
+        """Counts the tokens in the first so many documents of the stream."""
         if document == 0:
             return 0
         (window,), (place,) = self._documents.find([document - 1])
@@ -218,7 +213,7 @@ class SourceWindows:
         return np.arange(first, last)
 
     def _places(self, windows: Array) -> tuple[Array, Array]:
-        """Windows of an epoch share its shards out evenly."""
+        """Returns where windows begin and end: those of an epoch share its shards out evenly."""
         window, total = windows % self.per_epoch, self.corpus.num_shards
         return window * total // self.per_epoch, (window + 1) * total // self.per_epoch
 
@@ -270,7 +265,7 @@ class SourceWindows:
 
     def _on_this_side(self, shards: Array) -> Array:
         """The documents of some shards that are held out, or those that are not."""
-        held = [held_out(self.corpus, number, self.holdout) for number in shards.tolist()]
+        held = [held_out_documents(self.corpus, number, self.holdout) for number in shards.tolist()]
         return np.flatnonzero(np.concatenate(held) == self.reading.held_out)
 
     def _check_any(self) -> None:
@@ -292,82 +287,3 @@ class SourceWindows:
                 f"{self.name} has been read {self.max_epochs} {times}, as often as its "
                 f"max_epochs allows: raise that, lower its weight, or train for fewer steps"
             )
-
-
-class MixedWindows:
-    """A mixture by rows: documents of several sources in turn, some at a time.
-
-    A window is at most as long as it takes until a source begins anew, so that its epochs do not
-    run into each other there; but a tiny source with a large weight must not make windows tiny.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[SourceWindows],
-        schedule: Schedule,
-        reading: Reading,
-        starts: Sequence[int],
-    ) -> None:
-        """`starts`: documents that each source has given before."""
-        self.sources, self.schedule, self.starts = sources, schedule, list(starts)
-        # A source without turns does not enter: one that joins later changes nothing before.
-        parts = zip(sources, schedule.shares, self.starts, strict=True)
-        used = [(source, share, start) for source, share, start in parts if share]
-        epoch = min(int(source.announced * schedule.period / share) for source, share, _ in used)
-        self.size = min(reading.window_documents, max(epoch, LEAST_MIXED))
-        self.per_epoch = max(source.per_epoch for source, _, _ in used)
-        self.key = digest_of([self.size, [[one.key, share, start] for one, share, start in used]])
-
-    def open(self, window: int) -> Documents:
-        first, last = self._turns(window)
-        whose = self.schedule.whose(np.arange(first, last))
-        parts, places = [], []
-        for number, source in enumerate(self.sources):
-            parts += source.take(self._given(first)[number], self._given(last)[number])
-            places.append(np.flatnonzero(whose == number))
-        return _joined(parts)[np.argsort(np.concatenate(places), kind="stable")]
-
-    def taken(self, window: int) -> list[int]:
-        """How many documents each source has given before this window."""
-        return self._given(window * self.size)
-
-    def num_tokens(self, first: int) -> Array | None:
-        """Without putting the documents together."""
-        begin, end = (self._given(turn) for turn in self._turns(first))
-        parts = (
-            source.tokens_before(last) - source.tokens_before(first)
-            for source, first, last in zip(self.sources, begin, end, strict=True)
-            if last > first
-        )
-        return np.array([sum(parts)])
-
-    def _given(self, turns: int) -> list[int]:
-        given = self.schedule.before(turns).tolist()
-        return [start + count for start, count in zip(self.starts, given, strict=True)]
-
-    def _turns(self, window: int) -> tuple[int, int]:
-        """Those of a window; the last one ends where a source has no more to give."""
-        first = last = window * self.size
-        last += self.size
-        for number, source in enumerate(self.sources):
-            if source.max_epochs is not None and not source.holds(self._given(last)[number]):
-                left = source.num_documents() - self.starts[number]
-                last = min(last, self.schedule.until(number, left))
-                if last <= first:
-                    source.check_epoch(source.max_epochs * source.per_epoch)
-        return first, last
-
-
-def _joined(parts: Sequence[Documents]) -> Documents:
-    shifts = np.cumsum([0, *(len(part.files) for part in parts)]).tolist()
-    return Documents(
-        [file for part in parts for file in part.files],
-        np.concatenate([part.file + shift for part, shift in zip(parts, shifts, strict=False)]),
-        np.concatenate([part.start for part in parts]),
-        np.concatenate([part.length for part in parts]),
-        np.concatenate([part.source for part in parts]),
-        np.concatenate([part.number for part in parts]),
-        np.concatenate([part.offset for part in parts]),
-        np.concatenate([part.borrowed for part in parts]),
-        np.concatenate([part.epoch for part in parts]),
-    )

@@ -1,0 +1,295 @@
+"""Opens the corpora that a config asks for, built ones and streamed ones.
+
+A streamed corpus is tokenised while it is read, ahead of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from overland.config.schema import Data as Settings
+from overland.config.schema import DataSource, JobConfig
+from overland.data.corpus import Corpus, lay_out, open_corpus
+from overland.data.corpus_folder import is_corpus, read_layout, source_changes
+from overland.data.layout import SHARD_DOCUMENTS
+from overland.data.plan import (
+    ChangedSource,
+    Plan,
+)
+from overland.data.registry import (
+    find_built,
+    is_random,
+    open_wanted,
+    refuse_choices,
+    sources_of,
+    training_table,
+)
+from overland.data.sampler import RandomBlocks
+from overland.data.sources import Source
+from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
+from overland.errors import DataError, Unsettled
+
+TOKENIZER_SIZE = 4096
+MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and the file system
+SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
+ANOTHER_TOKENIZER = "its text became tokens by another tokenizer, or another BOS or EOS policy"
+LAYOUT_SECONDS = 600.0  # marks of a hundred thousand files on a slow file system
+
+T = TypeVar("T")
+AnyCorpus = Corpus | RandomBlocks
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """Who prepares the data: one process alone, or a rank among others."""
+
+    once: Callable[[Callable[[], T]], T] = lambda make: make()
+    """Runs something on the first rank only; its result, or its error, is everybody's."""
+    tokenises: bool = True
+    """Whether background processes run here; on one rank per node."""
+    report: Callable[[str], None] = lambda message: None
+    tokenizer: Path | None = None
+    """Folder of the tokenizer that a run has trained before."""
+    policy: Policy = UNKNOWN
+    """What the run that is resumed began with, as far as it is known: `kept_policy`."""
+
+
+def open_named_corpus(
+    table: str,
+    name: str,
+    wanted: DataSource,
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    preparer: Preparer,
+) -> AnyCorpus:
+    """Opens a corpus that is built, or one that is made while it is read; `table` of the config
+    says where it is."""
+    if is_random(name, wanted):
+        return RandomBlocks(
+            trained_size(config.data, None) if vocab_size is None else vocab_size, config.debug.seed
+        )
+    if built := find_built(name, wanted, config.data):
+        refuse_choices(wanted, table, f"{built} is a built corpus, which")
+        corpus = open_built(built)
+    else:
+        source = partial(open_wanted, config, table, name, wanted)
+        corpus = _stream(name, source, config, tokenizer, vocab_size, preparer)
+    check_vocabulary(name, corpus.vocab_size, vocab_size)
+    return corpus
+
+
+def open_built(folder: Path) -> Corpus:
+    corpus = open_corpus(folder)
+    if not corpus.is_complete:
+        raise DataError(f"{folder} is not complete: `overland data build` finishes it")
+    return corpus
+
+
+def built_corpora(config: JobConfig) -> dict[str, AnyCorpus]:
+    """The sources to train on that are built."""
+    return {
+        name: open_built(folder)
+        for name, wanted in sources_of(config).items()
+        if (folder := find_built(name, wanted, config.data))
+    }
+
+
+def open_streamed(
+    folder: Path,
+    open_source: Callable[[], Source] | None,
+    tokenizer: Tokenizer | None,
+    config: JobConfig,
+    processes: int,
+) -> Corpus:
+    return open_corpus(
+        folder,
+        open_source,
+        (lambda: tokenizer) if tokenizer is not None else None,
+        processes=processes,
+        cache_bytes=int(config.data.cache_gb * 1e9),
+    )
+
+
+def reopen_earlier(
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    preparer: Preparer,
+    name: str,
+    fingerprint: str,
+) -> Corpus | None:
+    """The corpus of that fingerprint, as an earlier version laid it out; None if there is none.
+    Every rank does this by itself: some may have failed to read the checkpoint that asks."""
+    wanted = sources_of(config).get(name)
+    if wanted is None or is_random(name, wanted) or find_built(name, wanted, config.data):
+        return None
+    source = partial(open_wanted, config, training_table(config, name), name, wanted)
+    found = find_corpus(streams_root(config), fingerprint)
+    for one in _policies(config, tokenizer) if found is None else ():
+        path = _lay_out(name, source(), one, config, vocab_size, expected=fingerprint)
+        if path.name.endswith(fingerprint):
+            found = path
+            break
+    if found is None or source_changes(found, source()):
+        return None
+    if is_of_another_tokenizer(found, config, tokenizer):
+        return None
+    made_by = read_layout(found).tokenizer
+    tokenizers = [one for one in _policies(config, tokenizer) if one is not None]
+    tokenizer = next((one for one in tokenizers if one.fingerprint == made_by), None)
+    return open_streamed(found, source, tokenizer, config, _processes(config) * preparer.tokenises)
+
+
+def find_corpus(root: Path, fingerprint: str) -> Path | None:
+    """A corpus by its fingerprint; its name may be that of another run's source."""
+    return next((one for one in sorted(root.glob(f"*-{fingerprint}")) if is_corpus(one)), None)
+
+
+def check_vocabulary(name: str, of_data: int | None, of_model: int | None) -> None:
+    if of_model is not None and (of_data or 0) > of_model:
+        raise DataError(
+            f"{name} has a vocabulary of {of_data:,} tokens, the model only {of_model:,}: set "
+            f"model.overrides.vocab_size = {of_data}, or use the model's own tokenizer"
+        )
+
+
+def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raises where a run was trained on tokens of another tokenizer, as far as the corpora that it
+    read are still there to tell."""
+    for name, wanted in sources_of(config).items():
+        if name not in plan.sources or find_built(name, wanted, config.data):
+            continue
+        before = find_corpus(streams_root(config), plan.sources[name].fingerprint)
+        if before is not None and is_of_another_tokenizer(before, config, tokenizer):
+            raise ChangedSource(name, (ANOTHER_TOKENIZER,))
+
+
+def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenizer | None) -> bool:
+    """Whether the tokens of a corpus were made from text by a tokenizer that is not this one."""
+    made_by = read_layout(folder).tokenizer
+    ours = [one.fingerprint for one in _policies(config, tokenizer) if one is not None]
+    return made_by is not None and made_by not in ours
+
+
+def laid_out_by(
+    how: Callable[..., Path | None],
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    config: JobConfig,
+    vocab_size: int | None,
+) -> Path | None:
+    """What `lay_out` or `find_laid_out` makes or finds, by the settings of the config."""
+    data = config.data
+    shard_documents = max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW))
+    with named_by_keys():
+        return how(
+            name,
+            source,
+            tokenizer,
+            streams_root(config),
+            shard_documents=shard_documents,
+            skip_bad=data.bad_documents == "skip",
+            vocab_size=vocab_size,
+        )
+
+
+@contextlib.contextmanager
+def named_by_keys() -> Iterator[None]:
+    """Lets the error about a missing tokenizer name the config's key for it."""
+    try:
+        yield
+    except Unsettled as error:
+        raise error.by("model.hf_assets_path") from None
+
+
+def streams_root(config: JobConfig) -> Path:
+    """The folder that streamed corpora lie in."""
+    return Path(config.data.cache_folder or config.data.folder).expanduser()
+
+
+def trained_size(data: Settings, vocab_size: int | None) -> int:
+    """Tokens of a tokenizer that is trained here, for a model with a vocabulary of that size."""
+    if data.vocab_size is not None:
+        return data.vocab_size
+    return TOKENIZER_SIZE if vocab_size is None else min(TOKENIZER_SIZE, vocab_size)
+
+
+def _stream(
+    name: str,
+    open_source: Callable[[], Source],
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None,
+    preparer: Preparer,
+) -> Corpus:
+    root = streams_root(config)
+
+    def prepare() -> str:
+        source = open_source()
+        for note in getattr(source, "notes", ()):
+            preparer.report(f"note: {name}: {note}")
+        folder = _lay_out(name, source, tokenizer, config, vocab_size, preparer.report)
+        return folder.name.rpartition("-")[2]
+
+    fingerprint = preparer.once(prepare)
+    if preparer.tokenises and find_corpus(root, fingerprint) is None:
+        prepare()  # the folder is this node's own
+    folder = _wait_for(root, fingerprint, name)
+    if not (folder / "shards").exists():
+        how = "tokenised" if read_layout(folder).kind == "text" else "made into shards"
+        preparer.report(f"{name} is {how} ahead of training, into {folder}")
+    return open_streamed(
+        folder, open_source, tokenizer, config, _processes(config) * preparer.tokenises
+    )
+
+
+def _lay_out(
+    name: str,
+    source: Source,
+    tokenizer: Tokenizer | None,
+    config: JobConfig,
+    vocab_size: int | None,
+    report: Callable[[str], None] = lambda message: None,
+    expected: str | None = None,
+) -> Path:
+    how = partial(lay_out, report=report, expected=expected)
+    found = laid_out_by(how, name, source, tokenizer, config, vocab_size)
+    assert found is not None
+    return found
+
+
+def _processes(config: JobConfig) -> int:
+    """Background processes for one source, on a node."""
+    processes = config.data.tokenise_processes
+    if processes is None:
+        processes = min(MAX_PROCESSES, (os.cpu_count() or 1) // 2)
+    return max(1, processes // max(len(config.data.sources), 1)) if processes else 0
+
+
+def _policies(config: JobConfig, tokenizer: Tokenizer | None) -> list[Tokenizer | None]:
+    """The tokenizer and, where nobody says whether documents begin with BOS, the other way too."""
+    if tokenizer is None or tokenizer.bos_id is None or config.data.add_bos is not None:
+        return [tokenizer]
+    return [tokenizer, tokenizer.with_bos(not tokenizer.add_bos)]
+
+
+def _wait_for(root: Path, fingerprint: str, name: str) -> Path:
+    """Waits for the corpus, which another rank of this node may be laying out."""
+    deadline = time.monotonic() + LAYOUT_SECONDS
+    while (folder := find_corpus(root, fingerprint)) is None:
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"{root} does not hold {name} ({fingerprint}), which rank 0 has found: do all "
+                f"nodes see the same files?"
+            )
+        time.sleep(0.1)
+    return folder

@@ -1,0 +1,204 @@
+"""What the folder of a corpus holds.
+
+<root>/<name>-<fingerprint>/
+  tokenizer/      a copy of the tokenizer, for text
+  corpus.json     counts, types and policy; small whatever the size of the corpus
+  chunks.jsonl    a line per shard: its chunks, and marks of the files they are read from; a
+                  last line with the files that every chunk depends on
+  lines.npy       where each line begins, and the end
+  shards/0012/0012345.shard
+  sizes.npy       documents and tokens per shard, once all are made
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.arrays import Arrays
+from overland.data.shard import TOKENS, Shard, open_shard, read_counts
+from overland.data.sources.compression import reading
+from overland.data.sources.marks import FileMark
+from overland.data.sources.source import Document, FileSource, Kind, Source
+from overland.errors import DataError
+
+FORMAT = 1
+SHARDS_PER_FOLDER = 1000
+
+
+@dataclass(frozen=True)
+class CorpusLayout:
+    """A corpus as its `corpus.json` describes it, and where its files are."""
+
+    name: str
+    fingerprint: str
+    """Of everything that decides the tokens: files, tokenizer, policy, grouping."""
+    request: str
+    """Of what was asked for, without a look into the files."""
+    source: str
+    """What it was made from, for people."""
+    kind: Kind
+    dtype: str
+    vocab_size: int | None
+    bos_id: int | None
+    eos_id: int | None
+    add_bos: bool
+    add_eos: bool
+    """Whether the tokenizer ended each document with the EOS token."""
+    tokenizer: str | None
+    """Its fingerprint; none for token ids that came as such."""
+    skip_bad: bool
+    num_shards: int
+    documents_per_shard: float
+    """About how many, from what the source says of itself."""
+    folder: Path
+    fields: dict[str, Any] | None = None
+    """Of arrays, as their source declares them."""
+    channels: dict[str, str] | None = None
+    """Types of what goes with each token, by name."""
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "samples" if self.kind == "arrays" else "tokens"
+
+    @cached_property
+    def arrays(self) -> Arrays | None:
+        """What its samples hold, where they are arrays."""
+        return None if self.fields is None else Arrays.declared(self.name, self.fields)
+
+    def shard_path(self, number: int) -> Path:
+        part = f"{number // SHARDS_PER_FOLDER:04d}"
+        return self.folder / "shards" / part / f"{number:07d}.shard"
+
+    def claim_path(self, number: int) -> Path:
+        return self.shard_path(number).with_suffix(".claim")
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """A copy of the tokenizer that made it, so that its tokens can be read."""
+        folder = self.folder / "tokenizer"
+        return folder if folder.is_dir() else None
+
+    @property
+    def sizes_path(self) -> Path:
+        return self.folder / "sizes.npy"
+
+    @property
+    def keep_path(self) -> Path:
+        """A file that is there once a build was begun: nothing is evicted any more."""
+        return self.folder / "keep"
+
+    def chunks_of(self, number: int) -> tuple[list[str], dict[str, FileMark]]:
+        """The chunks of a shard, and marks of the files they are read from."""
+        start, stop = self._lines[number], self._lines[number + 1]
+        with (self.folder / "chunks.jsonl").open("rb") as file:
+            file.seek(start)
+            chunks, marks = json.loads(file.read(stop - start))
+        return chunks, {name: FileMark(*mark) for name, mark in marks.items()}
+
+    def all_chunks(self) -> tuple[list[str], dict[str, FileMark]]:
+        chunks, marks = [], {}
+        with (self.folder / "chunks.jsonl").open("rb") as file:
+            for line in file:
+                names, found = json.loads(line)
+                chunks += names
+                marks.update({name: FileMark(*mark) for name, mark in found.items()})
+        return chunks, marks
+
+    def made(self) -> dict[int, int]:
+        """Bytes of each shard that is there. Lists folders: not for 10⁶ shards in a hurry."""
+        found = {}
+        for folder in sorted((self.folder / "shards").glob("*")):
+            for entry in os.scandir(folder):
+                if entry.name.endswith(".shard"):
+                    with contextlib.suppress(FileNotFoundError):  # being evicted
+                        found[int(entry.name.removesuffix(".shard"))] = entry.stat().st_size
+        return found
+
+    @cached_property
+    def _lines(self) -> npt.NDArray[np.int64]:
+        return np.load(self.folder / "lines.npy", mmap_mode="r")
+
+
+def read_layout(folder: Path) -> CorpusLayout:
+    path = folder / "corpus.json"
+    try:
+        about = json.loads(path.read_bytes())
+        version = about.pop("format")
+        layout = CorpusLayout(**about, folder=folder) if version == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder} holds no corpus of token shards: {error}") from None
+    if layout is None:
+        raise DataError(f"{path}: format {version}, this version reads {FORMAT}: build it again")
+    return layout
+
+
+def is_corpus(folder: Path) -> bool:
+    return (folder / "corpus.json").is_file() and (folder / "lines.npy").is_file()
+
+
+def source_changes(folder: Path, source: Source) -> list[str]:
+    """A sentence for each file that is not as it was when the corpus was laid out."""
+    chunks, marks = read_layout(folder).all_chunks()
+    if marks and isinstance(source, FileSource):
+        return source.changes_since(marks)
+    if list(source.chunks()) != chunks:
+        return [f"{place_of(source)} lists other chunks than when {folder} was laid out"]
+    return []
+
+
+class BuiltCorpus(FileSource):
+    """A chunk is a shard; its checksum is verified as it is read."""
+
+    format = "corpus"
+    kind: Kind = "tokens"
+    fields: dict[str, Any] | None
+    channels: dict[str, str] | None
+
+    def __init__(self, root: Path, skip_bad: bool = False) -> None:
+        self.layout = read_layout(root)
+        if not self.layout.sizes_path.exists():
+            made = len(self.layout.made())
+            raise DataError(
+                f"{root} has {made:,} of its {self.layout.num_shards:,} shards: the same "
+                "`overland data build` again makes the rest"
+            )
+        self.kind = "arrays" if self.layout.arrays is not None else "tokens"
+        self.fields, self.channels = self.layout.fields, self.layout.channels
+        paths = map(self.layout.shard_path, range(self.layout.num_shards))
+        super().__init__(root, [str(path.relative_to(root)) for path in paths], skip_bad)
+
+    def num_documents(self, chunk: str) -> int:
+        with reading(self.root / chunk):
+            return read_counts(self.root / chunk)[0]
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        with reading(self.root / chunk):
+            shard = open_shard(self.root / chunk)
+            shard.verify()
+        for number in range(shard.info.num_documents):
+            yield self._document(shard, number)
+
+    def _document(self, shard: Shard, number: int) -> Document:
+        document = shard.document(number)
+        if self.layout.arrays is not None:
+            return self.layout.arrays.decode(document, number, epoch=0)
+        tokens = document.astype(np.int64)
+        if not shard.channels:
+            return tokens
+        place = slice(*shard.offsets[number : number + 2])
+        return {TOKENS: tokens, **{name: one[place] for name, one in shard.channels.items()}}
+
+
+def place_of(source: Source) -> str:
+    return str(getattr(source, "place", type(source).__name__))

@@ -1,0 +1,335 @@
+"""The sampler: which blocks batch t holds, for the whole world or one rank's share of it.
+
+A mixture by tokens has a lane of blocks per source, and rows are taken from the lanes in turn. A
+mixture by rows has one lane, whose windows hold the documents of all sources in turn. Where a new
+segment begins, each lane goes on behind the last block that was read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.arrays import Arrays
+from overland.data.blocks import BlockStream, Rest, Shape
+from overland.data.corpus import Corpus
+from overland.data.mixture import MixedWindows, Mixture
+from overland.data.order import groups
+from overland.data.plan import Plan, Segment
+from overland.data.rows import Origins, Room, Rows, Samples
+from overland.data.windows import Reading, SourceWindows
+from overland.errors import DataError
+
+Array = npt.NDArray[np.int64]
+DOCUMENTS_PER_BLOCK = 4
+
+
+# None: a source of an earlier segment that is not at hand any more, and that nothing is read from.
+Lane: TypeAlias = "BlockStream | RandomBlocks | None"
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of a segment, how many blocks of each were read before it, and whose turn it is."""
+
+    segment: Segment
+    lanes: list[Lane]
+    read_before: Array
+    mixture: Mixture
+    channels: Mapping[str, str]
+    """What goes with tokens, and its type."""
+
+    def read_until(self, batch: int) -> Array:
+        """How many blocks of each lane are read before a batch of this segment."""
+        rows = (batch - self.segment.first_batch) * self.segment.global_batch_size
+        return self.read_before + self.mixture.before(rows)
+
+
+class NoDocuments(DataError):
+    """Raised when random tokens are to be mixed by documents."""
+
+    def __init__(self) -> None:
+        super().__init__("random tokens are no documents: mix them by tokens (data.mixture)")
+
+
+def one_kind(corpora: Mapping[str, Corpus | RandomBlocks]) -> Arrays | None:
+    """The arrays that all sources have, or None if all have tokens."""
+    kinds = {name: getattr(corpus, "arrays", None) for name, corpus in corpora.items()}
+    first = next(iter(kinds), "")
+    for name, kind in kinds.items():
+        if kind != kinds[first]:
+            what = (f"{one} has {kinds[one] or 'tokens'}" for one in (first, name))
+            raise DataError(f"{', '.join(what)}: sources that are mixed must hold the same")
+    return kinds.get(first)
+
+
+class Sampler:
+    """Gives the rows of every batch, by the plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        corpora: Mapping[str, Corpus | RandomBlocks],
+        reading: Reading,
+    ) -> None:
+        self.plan, self.reading = plan, reading
+        self.names = list(plan.sources)
+        if plan.mixture == "rows" and any(
+            isinstance(one, RandomBlocks) for one in corpora.values()
+        ):
+            raise NoDocuments
+        self.corpora = corpora
+        self.arrays = one_kind(corpora)
+        self.windows = {
+            name: SourceWindows(
+                name,
+                number,
+                corpus,
+                reading,
+                plan.sources[name].max_epochs,
+                plan.sources[name].holdout,
+            )
+            for number, name in enumerate(self.names)
+            if isinstance(corpus := corpora.get(name), Corpus)
+        }
+        self._lanes: list[Lanes] = []
+
+    def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
+        """Reads a share of a batch's rows, which are of tokens."""
+        assert self.arrays is None
+        self._check_end(batch)
+        lanes, whose, places = self._turns(batch, part, num_parts)
+        room = Room.of(len(whose), lanes.segment.seq_len + 1, lanes.channels)
+        pieces = []
+        for number, mine in groups(whose):
+            pieces.append(self._at_hand(lanes, number).read(places[mine], mine, room))
+        rows, begins = (np.concatenate(one) for one in zip(*pieces, strict=True))
+        return Rows(
+            room.tokens, room.num_tokens, rows, begins, room.sample, room.epoch, room.channels
+        )
+
+    def read_samples(self, batch: int, part: int = 0, num_parts: int = 1) -> Samples:
+        """Reads a share of a batch's rows, which are of arrays."""
+        assert self.arrays is not None
+        self._check_end(batch)
+        lanes, whose, places = self._turns(batch, part, num_parts)
+        into = self.arrays.empty(len(whose))
+        sample, epoch = np.zeros((2, len(whose)), np.int64)
+        for number, mine in groups(whose):
+            lane = self._at_hand(lanes, number)
+            assert isinstance(lane, BlockStream)
+            sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
+        return Samples(into, sample, epoch)
+
+    def num_batches(self, epochs: float = 1.0, at_most: int = -1, drop: bool = False) -> int:
+        """Counts the batches in so many epochs of the one source that is read, or `at_most` if
+        there are that many. The last may not be filled; `drop` leaves it out. Random tokens never
+        end."""
+        lanes = self.lanes(self.plan.segments[-1].first_batch)
+        number, lane = self._only_lane(lanes)
+        if not isinstance(lane, BlockStream):
+            return max(at_most, 1)
+        first, size = lanes.segment.first_batch, lanes.segment.global_batch_size
+        before = int(lanes.read_before[number])
+        enough = before + at_most * size if at_most > 0 else sys.maxsize
+        rows = max(0, lane.num_blocks_in(epochs, enough) - before)
+        return first + (rows // size if drop else -(-rows // size))
+
+    def num_rows(self, batch: int) -> int:
+        """Rows of a batch that come before the end of its segment's epochs: all but in the last
+        batch. (Where batches were left out, further ones are read, and those are whole.)"""
+        lanes = self.lanes(batch)
+        segment, size = lanes.segment, lanes.segment.global_batch_size
+        if segment.epochs is None:
+            return size
+        number, lane = self._only_lane(lanes)
+        if not isinstance(lane, BlockStream):
+            return size
+        first = int(lanes.read_until(batch)[number])
+        rows = lane.num_blocks_in(segment.epochs, first + size) - first
+        return rows if rows > 0 else size
+
+    def _only_lane(self, lanes: Lanes) -> tuple[int, Lane]:
+        """The one lane that a segment reads from, and its number."""
+        (number,) = np.flatnonzero(lanes.mixture.shares).tolist()
+        return number, lanes.lanes[number]
+
+    def _read_after(self, lanes: Lanes, batch: int) -> Array:
+        """How many blocks of each lane are read after a batch, without rows that count nothing."""
+        read = lanes.read_until(batch + 1)
+        if lanes.segment.epochs is not None:
+            read[self._only_lane(lanes)[0]] -= lanes.segment.global_batch_size - self.num_rows(
+                batch
+            )
+        return read
+
+    def origins(self, batch: int, part: int = 0, num_parts: int = 1) -> list[Origins]:
+        """Where a share of a batch's rows comes from, in pieces; without rows that count
+        nothing."""
+        lanes, whose, places = self._turns(batch, part, num_parts)
+        counted = max(0, self.num_rows(batch) - part * len(whose))
+        return [
+            origins
+            for number, rows in groups(whose[:counted])
+            for origins in self._at_hand(lanes, number).origins(places[rows], rows)
+        ]
+
+    def _check_end(self, batch: int) -> None:
+        """Raises on every rank where a source ends inside a batch, not only where it is met."""
+        if all(source.max_epochs is None for source in self.plan.sources.values()):
+            return
+        lanes = self.lanes(batch)
+        after = self._read_after(lanes, batch)
+        for lane, before, last in zip(lanes.lanes, lanes.read_until(batch), after, strict=True):
+            if isinstance(lane, BlockStream) and last > before:
+                lane.places([last - 1])
+
+    def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
+        lane = lanes.lanes[number]
+        if lane is None:
+            raise DataError(f"the data source {self.names[number]} is not in the config any more")
+        return lane
+
+    def _turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
+        lanes = self.lanes(batch)
+        segment = lanes.segment
+        share, rest = divmod(segment.global_batch_size, num_parts)
+        assert not rest, f"{segment.global_batch_size} rows are not shared evenly by {num_parts}"
+        first = (batch - segment.first_batch) * segment.global_batch_size + part * share
+        turns = np.arange(first, first + share)
+        whose = lanes.mixture.whose(turns)
+        places = lanes.read_before[whose] + lanes.mixture.places(turns)
+        if segment.epochs is not None:  # what fills up a batch is its last row once more
+            places = np.minimum(places, self._read_after(lanes, batch)[whose] - 1)
+        return lanes, whose, places
+
+    def lanes(self, batch: int) -> Lanes:
+        """Returns the lanes of the segment that contains this batch."""
+        number = self.plan.segments.index(self.plan.segment(batch))
+        while len(self._lanes) <= number:
+            segment = self.plan.segments[len(self._lanes)]
+            self._lanes.append(self._next(segment) if self._lanes else self._first(segment))
+        return self._lanes[number]
+
+    def _first(self, segment: Segment) -> Lanes:
+        lanes: list[Lane]
+        if self.plan.mixture == "rows":
+            lanes = [self._mixed(segment, [0] * len(self.names))]
+        else:
+            lanes = [self._lane(name, segment) for name in self.names]
+        return self._lanes_of(segment, lanes, np.zeros(len(lanes), np.int64))
+
+    def _next(self, segment: Segment) -> Lanes:
+        before = self._lanes[-1]
+        read = self._read_after(before, segment.first_batch - 1)
+        lanes: list[Lane] = []
+        same_shape = self._shape(segment) == self._shape(before.segment)
+        same_weights = segment.weights == before.segment.weights
+        for number, old in enumerate(before.lanes):
+            if old is None:
+                lanes.append(None)
+            elif isinstance(old, RandomBlocks):
+                lanes.append(old.as_lane(number, segment.seq_len))
+            elif same_shape and (self.plan.mixture == "tokens" or same_weights):
+                lanes.append(old)
+            else:
+                lanes.append(self._after(old, int(read[number]), segment))
+                read[number] = 0
+        return self._lanes_of(segment, lanes, read)
+
+    def _lanes_of(self, segment: Segment, lanes: list[Lane], read_before: Array) -> Lanes:
+        mixture = Mixture([1] if self.plan.mixture == "rows" else self._weights(segment))
+        return Lanes(segment, lanes, read_before, mixture, self._channels(segment))
+
+    def _after(self, old: BlockStream, read: int, segment: Segment) -> BlockStream:
+        """A lane that goes on where another one, of which so many blocks were read, stops."""
+        if read == 0:
+            rest, first = old.rest, old.first
+        else:
+            window, place = (int(one[0]) for one in old.places([read]))
+            first = old.window_behind(window)
+            is_cut = place or first < old.first
+            rest = Rest(old, window, place, segment.rest_rules) if is_cut else None
+            first += 1 if rest else 0
+        shape = self._shape(segment)
+        if not isinstance(old.windows, MixedWindows):
+            return BlockStream(old.windows, shape, self.reading, first, rest)
+        return self._mixed(segment, old.windows.taken(first), rest)
+
+    def _lane(self, name: str, segment: Segment) -> Lane:
+        corpus = self.corpora.get(name)
+        if corpus is None:
+            return None
+        if isinstance(corpus, RandomBlocks):
+            return corpus.as_lane(self.names.index(name), segment.seq_len)
+        return BlockStream(self.windows[name], self._shape(segment), self.reading)
+
+    def _mixed(self, segment: Segment, starts: list[int], rest: Rest | None = None) -> BlockStream:
+        mixture = Mixture(self._weights(segment))
+        sources = [self.windows[name] for name in self.names]
+        windows = MixedWindows(sources, mixture, self.reading, starts)
+        return BlockStream(windows, self._shape(segment), self.reading, rest=rest)
+
+    def _channels(self, segment: Segment) -> dict[str, str]:
+        """What goes with tokens in a segment: the channels of all sources that it reads."""
+        read = (self.corpora.get(name) for name, weight in segment.weights.items() if weight)
+        corpora = (corpus for corpus in read if isinstance(corpus, Corpus))
+        types: dict[str, list[str]] = {}
+        for corpus in corpora:
+            for name, dtype in corpus.channels.items():
+                types.setdefault(name, []).append(dtype)
+        # A type that holds the numbers of all: 0.5 is no weight of 8 bits.
+        return {name: np.result_type(*found).str for name, found in types.items()}
+
+    def _weights(self, segment: Segment) -> list[float]:
+        return [segment.weights.get(name, 0) for name in self.names]
+
+    def _shape(self, segment: Segment) -> Shape:
+        return Shape(segment.seq_len, segment.packing, segment.last_block, segment.pad_id)
+
+
+@dataclass(frozen=True)
+class RandomBlocks:
+    """Uniform random ids, for proofs and benchmarks: block i depends on the seed and i alone.
+
+    Blocks hold about `DOCUMENTS_PER_BLOCK` documents, for those who ask for borders.
+    """
+
+    vocab_size: int
+    seed: int = 0
+    source: int = 0
+    """Its number in the plan."""
+    seq_len: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        return f"random-{self.vocab_size}"
+
+    def as_lane(self, source: int, seq_len: int) -> RandomBlocks:
+        return replace(self, source=source, seq_len=seq_len)
+
+    def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
+        begins = [
+            self._read(number, into.tokens[row])
+            for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)
+        ]
+        piece_rows = np.repeat(rows, [len(one) for one in begins])
+        into.num_tokens[rows] = self.seq_len + 1
+        into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
+        return piece_rows, np.concatenate(begins)
+
+    def origins(self, numbers: Array, rows: Array) -> list[Origins]:
+        none = np.zeros_like(rows)
+        return [Origins(rows, none + self.source, numbers, none, none + self.seq_len + 1)]
+
+    def _read(self, number: int, row: Array) -> Array:
+        draw = np.random.default_rng((self.seed, number))
+        row[:] = draw.integers(self.vocab_size, size=self.seq_len + 1)
+        borders = draw.random(self.seq_len + 1) < DOCUMENTS_PER_BLOCK / self.seq_len
+        borders[0] = True
+        return np.flatnonzero(borders)

@@ -1,0 +1,218 @@
+"""Which tokenizer a run uses, and whether its documents begin with BOS and end with EOS.
+
+The tokenizer is the model's own, or one that is trained on the text; a corpus that is built brings
+its own. Where the config does not say what stands around a document, the run that is resumed, a
+corpus that is there already, or the tokenizer itself does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from overland.config.schema import Data as Settings
+from overland.config.schema import DataSource, JobConfig
+from overland.data.corpora import AnyCorpus, Preparer, laid_out_by, streams_root, trained_size
+from overland.data.corpus import Corpus
+from overland.data.corpus_folder import CorpusLayout, read_layout
+from overland.data.layout import find_laid_out
+from overland.data.registry import (
+    CHOICES,
+    find_built,
+    find_folder,
+    is_random,
+    open_wanted,
+    training_table,
+)
+from overland.data.sources import Source
+from overland.data.sources.marks import digest_of
+from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer, train_tokenizer
+from overland.errors import DataError
+from overland.files import publish
+from overland.run_folder import PLAN, TOKENIZER
+
+# Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
+TOKENIZER_DOCUMENTS = 20_000
+OF_TRAINING = "that of the training data"
+
+
+def tokenizer_for(
+    config: JobConfig, wanted: Mapping[str, DataSource], vocab_size: int | None, preparer: Preparer
+) -> Tokenizer | None:
+    """The model's own tokenizer, or one trained on the training text and kept in `data.folder`."""
+    opened = partial(open_tokenizer, config=config, wanted=wanted, preparer=preparer)
+    if config.model.hf_assets_path is not None:
+        return opened(Path(config.model.hf_assets_path).expanduser())
+    if preparer.tokenizer is not None and preparer.tokenizer.is_dir():
+        return opened(preparer.tokenizer)  # a source that joins does not change it
+    path = preparer.once(partial(_trained, config, wanted, vocab_size, preparer.report))
+    return opened(Path(path)) if path else None
+
+
+def open_tokenizer(
+    path: Path, config: JobConfig, wanted: Mapping[str, DataSource], preparer: Preparer
+) -> Tokenizer:
+    """The tokenizer, with the policy of the config, of the run that is resumed, of a corpus that is
+    there already, or its own: in this order."""
+    asked = asked_policy(config.data)
+    built, folder = preparer.once(partial(_built_policy, config, wanted))
+    known = (asked.add_eos, preparer.policy.add_eos, built.add_eos)
+    add_eos = next((one for one in known if one is not None), True)
+    tokenizer = Tokenizer(path, add_bos=asked.add_bos, add_eos=add_eos)
+    if asked.add_bos is not None or tokenizer.bos_id is None:
+        return tokenizer
+    kept, because = preparer.policy.add_bos, "as this run began"
+    if kept is None:
+        kept, because = built.add_bos, f"as {folder} was built"
+    if kept is None:
+        kept, because = preparer.once(partial(_former_bos, config, wanted, tokenizer))
+    if kept is None:
+        return tokenizer
+    tokenizer = tokenizer.with_bos(kept)
+    tokenizer.bos_because = because
+    return tokenizer
+
+
+def tokenizer_of(run: Path, data: Settings) -> Tokenizer:
+    """The tokenizer that a run keeps, with the policy of its documents."""
+    kept = kept_policy(run)
+    add_bos = kept.add_bos if data.add_bos is None else data.add_bos
+    add_eos = kept.add_eos if data.add_eos is None else data.add_eos
+    return Tokenizer(run / TOKENIZER, add_bos=add_bos, add_eos=add_eos is not False)
+
+
+def one_tokenizer(
+    given: Tokenizer | None,
+    corpora: Mapping[str, AnyCorpus],
+    asked: Policy = UNKNOWN,
+    whose: str = "the model's",
+) -> Tokenizer | None:
+    """The tokenizer that made all of them; a corpus that is built brings its own. `whose`: what
+    errors call the one that is given."""
+    made_by = {
+        name: corpus.layout
+        for name, corpus in corpora.items()
+        if isinstance(corpus, Corpus) and corpus.layout.tokenizer is not None
+    }
+    first = next(iter(made_by), None)
+    for name, layout in made_by.items():
+        _check_policy(name, layout, asked)
+        other = given.fingerprint if given is not None else made_by[first or name].tokenizer
+        if layout.tokenizer != other:
+            expected = whose if given is not None else f"that of {first}"
+            raise DataError(
+                f"{name} was made by another tokenizer than {expected}, or with another BOS and "
+                f"EOS policy ({_words(layout)}): build it again with the same one"
+            )
+    if given is None and first is not None and (path := made_by[first].tokenizer_path):
+        layout = made_by[first]
+        return Tokenizer(path, add_bos=layout.add_bos, add_eos=layout.add_eos)
+    return given if made_by else None
+
+
+def asked_policy(data: Settings) -> Policy:
+    return Policy(data.add_bos, data.add_eos)
+
+
+def kept_policy(run: Path) -> Policy:
+    """What stands around the documents of a run, if there is such a run. Runs from before BOS was
+    noted began without, unless their config said so."""
+    try:
+        kept = json.loads((run / PLAN).read_text())
+    except (OSError, ValueError):
+        return UNKNOWN
+    if not isinstance(kept, dict):
+        return UNKNOWN
+    found = (kept.get("add_bos", False), kept.get("add_eos"))
+    return Policy(*(one if isinstance(one, bool) else None for one in found))
+
+
+def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) -> Path:
+    """Where the tokenizer that was trained on these sources is kept."""
+    names = list(wanted)
+    places = [str(find_folder(name, wanted[name], data) or wanted[name].dataset) for name in names]
+    choices = [[getattr(one, key) for key in CHOICES] for one in wanted.values()]
+    parts = [names, places, *([choices] if any(map(any, choices)) else [])]
+    label = f"{names[0] if len(names) == 1 else 'mixture'}-{digest_of(parts)[:8]}"
+    return Path(data.folder).expanduser() / f"tokenizer-{label}-{size}" / "tokenizer.json"
+
+
+def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[Policy, str]:
+    """What was done in the first corpus of text among the sources that is built, and its folder."""
+    for name, source in wanted.items():
+        if folder := find_built(name, source, config.data):
+            layout = read_layout(folder)
+            if layout.kind == "text":
+                return Policy(layout.add_bos, layout.add_eos), str(folder)
+    return UNKNOWN, ""
+
+
+def _former_bos(
+    config: JobConfig, wanted: Mapping[str, DataSource], tokenizer: Tokenizer
+) -> tuple[bool | None, str]:
+    """What was done in a corpus that was laid out from these sources before BOS came by default."""
+    if not tokenizer.add_bos or not any(streams_root(config).glob("*/corpus.json")):
+        return None, ""
+    for name, one in wanted.items():
+        source = _text(name, one, config)
+        if source is None or laid_out_by(find_laid_out, name, source, tokenizer, config, None):
+            continue
+        former = tokenizer.with_bos(False)
+        if found := laid_out_by(find_laid_out, name, source, former, config, None):
+            return False, f"as {found} was made"
+    return None, ""
+
+
+def _trained(
+    config: JobConfig,
+    wanted: Mapping[str, DataSource],
+    vocab_size: int | None,
+    report: Callable[[str], None],
+) -> str | None:
+    """The path of a tokenizer for the text among the sources; none if there is no text."""
+    data, size = config.data, trained_size(config.data, vocab_size)
+    path = trained_path(data, wanted, size)
+    if path.exists():
+        return str(path)
+    texts = [source for name, one in wanted.items() if (source := _text(name, one, config))]
+    if not texts:
+        return None
+    report(f"training a tokenizer of {size:,} tokens (data.vocab_size) on {', '.join(wanted)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    train_tokenizer(_documents(texts), size, beside)
+    publish(beside, path)
+    return str(path)
+
+
+def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
+    """The source, if it is text that has yet to become tokens."""
+    if is_random(name, wanted) or find_built(name, wanted, config.data):
+        return None
+    source = open_wanted(config, training_table(config, name), name, wanted)
+    return source if getattr(source, "kind", "text") == "text" else None
+
+
+def _documents(sources: list[Source]) -> Iterator[str]:
+    for source in sources:
+        texts = (str(text) for chunk in source.chunks() for text in source.read(chunk))
+        yield from itertools.islice(texts, TOKENIZER_DOCUMENTS // len(sources))
+
+
+def _check_policy(name: str, layout: CorpusLayout, asked: Policy) -> None:
+    """Raises where the config asks for other documents than those of a corpus."""
+    for key, wanted in asked._asdict().items():
+        if wanted is not None and getattr(layout, key) != wanted:
+            raise DataError(
+                f"data.{key} is {str(wanted).lower()}, and the documents of {name} are "
+                f"{_words(layout)}: leave data.{key} out to keep them so, or build it again"
+            )
+
+
+def _words(layout: CorpusLayout) -> str:
+    bos, eos = ("with" if added else "without" for added in (layout.add_bos, layout.add_eos))
+    return f"{bos} BOS and {eos} EOS"
