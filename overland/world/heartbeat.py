@@ -32,8 +32,8 @@ MEMORY = Path("/dev/shm")
 
 
 class Phase(IntEnum):
-    """In the order in which a rank goes through them: among ranks that wait for one another, the
-    one that is behind is the one the others wait for."""
+    """What a rank is at, in order: among ranks that wait for one another, the one that is behind is
+    the one the others wait for."""
 
     STARTING = 0
     JOINING = 1
@@ -109,7 +109,7 @@ class Pulse:
         self._set(Transfer.MOVING, num_bytes)
 
     def wait(self) -> None:
-        """From now on it is not for the disk that this rank waits."""
+        """Says that this rank waits for something other than the disk from now on."""
         self._set(Transfer.WAITING)
 
     def end(self) -> None:
@@ -156,7 +156,7 @@ class Heartbeat:
 
 
 def node_name(env: Mapping[str, str] = os.environ) -> str:
-    """As Slurm calls this node; several of its nodes may be on one host."""
+    """Returns Slurm's name for this node; several of its nodes may be on one host."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 

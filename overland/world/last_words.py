@@ -117,7 +117,7 @@ def _frames(error: BaseException) -> list[str]:
 
 
 def say(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> None:
-    """For whoever reads this rank's output."""
+    """Prints a rank's last words for the supervisor, which reads its output."""
     print(last_words(rank, kind, what, step, place), flush=True)
 
 

@@ -29,7 +29,7 @@ SAME_PRESS_SECONDS = 1.0
 
 
 def end_at_signal(words: str) -> None:
-    """From now on a signal ends this process, as stopped, with these words on rank 0."""
+    """Lets a signal end this process from now on, as stopped, with these words on rank 0."""
 
     def end(number: int, frame: FrameType | None) -> None:
         leave(STOPPED, words)

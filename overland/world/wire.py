@@ -98,7 +98,7 @@ class Switchboard:
         self._thread.start()
 
     def environment(self) -> dict[str, str]:
-        """For the processes that are to call; never for their command lines, which all can read."""
+        """Variables for the processes that are to call; command lines could be read by all."""
         host, port = self._listener.getsockname()
         return {ADDRESS: f"{host}:{port}", KEY: self._key}
 
@@ -144,8 +144,8 @@ class Switchboard:
 
 
 def own_address(others: Sequence[str], env: Mapping[str, str] = os.environ) -> str:
-    """Of the interface that training uses, if it is named; else the one that leads to the others;
-    loopback where there are none."""
+    """Returns the address of the interface that training uses, if it is named; else of the one that
+    leads to the others; loopback where there are none."""
     for variable in INTERFACES:
         name = env.get(variable, "").split(",")[0].lstrip("=")
         if name and not name.startswith("^"):

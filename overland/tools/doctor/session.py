@@ -109,7 +109,7 @@ def check_token(env: Mapping[str, str]) -> Finding:
 
 
 def check_token_files(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Those that a login with Hugging Face's own tools leaves; Overland reads none."""
+    """Checks the files that a login with Hugging Face's own tools leaves; Overland reads none."""
     home = cache_path(next(one for one in CACHES if one.variable == "HF_HOME"), env)
     token = Path(env.get("HF_TOKEN_PATH") or home / "token")
     for path in (token, token.with_name("stored_tokens")):

@@ -36,7 +36,7 @@ def choose_tokenizer(names: Iterable[str]) -> list[str]:
 
 
 def choose_included(names: Sequence[str], patterns: Sequence[str], where: str) -> list[str]:
-    """Those that match a pattern, in which `*` also stands for `/`; `folder/` is all below it."""
+    """Returns names that match a pattern; `*` also stands for `/`, and `folder/` is all below."""
     for pattern in patterns:
         if not any(_included(name, pattern) for name in names):
             some = ", ".join(list(names)[:5]) or "none"

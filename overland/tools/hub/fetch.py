@@ -99,7 +99,7 @@ def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fet
 
 
 def verify_folder(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> dict[str, str]:
-    """Without a network: name -> `missing` or `damaged`."""
+    """Checks the folder without a network; returns name -> `missing` or `damaged`."""
     had = read_snapshot(folder)
     if had is None:
         raise HubError(f"{folder} holds no snapshot that `overland fetch` made: nothing to verify")
@@ -111,7 +111,7 @@ def verify_folder(wanted: Wanted, folder: Path, report: Report = lambda *_: None
 
 
 def default_folder(kind: FetchKind, name: str, env: Mapping[str, str] = os.environ) -> Path:
-    """With SCRATCH_ROOT, one folder per repository below it. Without, where a config looks anyway:
+    """Returns one folder per repository below SCRATCH_ROOT; without that, where a config looks:
     `assets/hf/NAME`, as the recipes and torchtitan have it, and `data/NAME`, where `data.folder` is
     searched for datasets by name."""
     root = env.get("SCRATCH_ROOT")
@@ -170,7 +170,7 @@ def ask_hub(wanted: Wanted, repo: Repo, folder: Path, had: HubSnapshot | None) -
 
 
 def merge(folder: Path, new: HubSnapshot, repo: Repo) -> HubSnapshot:
-    """With what the folder's list holds by now; it is locked."""
+    """Adds what the folder's list holds by now; the folder is locked."""
     had = read_snapshot(folder)
     if had is None:
         return new
@@ -221,7 +221,7 @@ def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, HubFile]) -
 
 
 def check_space(folder: Path, snapshot: HubSnapshot, problems: dict[str, str]) -> None:
-    """Before hours of download, not after."""
+    """Refuses a full disk before hours of download, not after."""
     free = shutil.disk_usage(folder).free
     partial = folder / OWN / "partial"
     here = sum(path.stat().st_size for path in partial.iterdir()) if partial.is_dir() else 0

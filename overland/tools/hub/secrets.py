@@ -47,7 +47,7 @@ LONGEST_KEY = 128
 def refuse_secret_files(
     folder: Path, files: list[str], env: Mapping[str, str] = os.environ
 ) -> None:
-    """By names first, which costs nothing; then every byte is read."""
+    """Looks at names first, which costs nothing; then reads every byte."""
     for file in files:
         if looks_secret(file):
             raise HubError(

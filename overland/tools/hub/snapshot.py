@@ -107,7 +107,7 @@ def read_snapshot(folder: Path) -> HubSnapshot | None:
 
 
 def write_snapshot(folder: Path, snapshot: HubSnapshot) -> None:
-    """In one step: a list is there as a whole or as it was before."""
+    """Replaces the list in one step: it is there as a whole or as it was before."""
     path = folder / LIST
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = {

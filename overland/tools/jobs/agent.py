@@ -97,7 +97,7 @@ def start_agent(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
 
 
 def _keep(agent: subprocess.Popen[bytes], env: Mapping[str, str], over: threading.Event) -> None:
-    """Without an agent, nobody would know how the ranks of this node are."""
+    """Starts another agent where one is gone: nobody else knows how the ranks here are."""
     waits, looks_stopped = calling_again(), 0
     while not over.wait(LOOK_SECONDS):
         looks_stopped = looks_stopped + 1 if state_of(agent.pid) in ("T", "t") else 0

@@ -154,7 +154,7 @@ def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
 
 
 def job_name(run: Path) -> str:
-    """Of the folder's path, so that only jobs of one run wait for each other."""
+    """Returns a name made of the folder's path: only jobs of one run wait for each other."""
     mark = hashlib.sha256(str(run).encode()).hexdigest()[:6]
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)}-{mark}"
 

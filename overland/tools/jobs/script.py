@@ -136,7 +136,7 @@ def _inside(job: BatchJob) -> str:
 
 
 def python(job: BatchJob) -> str:
-    """On the node itself; a container has its own."""
+    """Returns the Python on the node itself; a container has its own."""
     packed = job.wanted.packed_env
     return '"$node_env/bin/python"' if packed else shlex.quote(job.place.python)
 

@@ -28,7 +28,7 @@ def next_files(run: Path) -> tuple[Path, Path]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """For this user's eyes alone, from the first byte on."""
+    """Writes a file that only this user can read, from the first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(handle, "w", encoding="utf-8") as file:
@@ -37,7 +37,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def check_scheduler(job: BatchJob) -> None:
-    """Before anything is written."""
+    """Refuses, before anything is written, where nothing can be submitted."""
     if job.site.facts.scheduler == "slurm" and shutil.which("sbatch") is None:
         raise ClusterError(
             f"there is no sbatch here: submit from a login node of {job.site.name}, or look at the "
@@ -60,7 +60,7 @@ def check_folder_is_free(job: BatchJob) -> None:
 
 
 def names_before(run: Path) -> set[str]:
-    """Of the jobs that were submitted for a run."""
+    """Returns the names of the jobs that were submitted for a run."""
     names = set()
     for script in (run / SUBMITTED).glob("*.sh"):
         with contextlib.suppress(OSError):  # another user's

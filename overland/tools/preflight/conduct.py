@@ -308,7 +308,7 @@ def _store(world: World) -> Store:
 
 
 def _nodes(world: World, env: Mapping[str, str]) -> list[str] | int:
-    """By name under srun; elsewhere their number: they tell their names when they call."""
+    """Returns the nodes' names under srun; elsewhere their number: they say their names later."""
     names = expand_hosts(env["SLURM_STEP_NODELIST"]) if "SLURM_STEP_NODELIST" in env else []
     return names if len(names) == world.num_nodes else world.num_nodes
 

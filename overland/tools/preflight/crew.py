@@ -75,7 +75,7 @@ class Crew:
         self._number = 0
 
     def alive(self) -> list[Task]:
-        """In the order of nodes and of tasks on them."""
+        """Returns the tasks that still answer, by node and by local rank."""
         order = {node: place for place, node in enumerate(self.nodes)}
         here = [task for task in self.tasks.values() if task.node not in self.lost]
         return sorted(here, key=lambda task: (order[task.node], task.local))

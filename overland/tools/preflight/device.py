@@ -173,7 +173,7 @@ def measure_memory(device: torch.device, sizes: Sizes) -> Message:
 
 
 def measure_copies(device: torch.device, sizes: Sizes) -> Message:
-    """Between pinned memory and the device, both ways."""
+    """Measures copies between pinned memory and the device, both ways."""
     import torch
 
     here = torch.ones(sizes.host_bytes, dtype=torch.uint8, pin_memory=True)
@@ -200,7 +200,7 @@ def _seconds_each(work: Callable[[], object], device: torch.device, sizes: Sizes
 
 
 def factors(n: int) -> tuple[Array, Array]:
-    """From one seed, on the CPU: the same numbers on every node."""
+    """Draws two matrices from one seed, on the CPU: the same numbers on every node."""
     import numpy as np
 
     random = np.random.default_rng(SEED)
@@ -215,7 +215,7 @@ def _digest(content: bytes) -> str:
 
 
 def is_near(product: Array, a: Array, b: Array, precision: float) -> bool:
-    """Against float64, in rows that are spread over the whole. Written so that nan is not near."""
+    """Compares some rows, spread over the whole, with float64. A nan is not near."""
     import numpy as np
 
     n = len(a)

@@ -36,7 +36,7 @@ def measure_clock(wire: Wire) -> Message:
 
 
 def measure_versions(config: str | None, with_torch: bool) -> dict[str, str]:
-    """By name. Of torch without its import, which takes seconds, there is the version alone."""
+    """Returns versions by name. torch's import takes seconds: without it, only its version."""
     found = {
         "overland": overland.__version__,
         "Python": platform.python_version(),

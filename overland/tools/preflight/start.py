@@ -103,7 +103,7 @@ class Started:
 
 
 def with_launch(launch: Sequence[str], env: Mapping[str, str]) -> Started:
-    """As training is started; but a task that fails must not take the others with it."""
+    """Starts tasks as training is started; but one that fails must not take others with it."""
     words = list(launch)
     if Path(words[0]).name == "srun":
         words = [word for word in words if not word.startswith("--kill-on-bad-exit")]
@@ -114,7 +114,7 @@ def with_launch(launch: Sequence[str], env: Mapping[str, str]) -> Started:
 
 
 def here(num_tasks: int, env: Mapping[str, str]) -> Started:
-    """On this machine, under torchrun's names."""
+    """Starts tasks on this machine, with torchrun's variables."""
     started = Started()
     shared = {
         **env,
@@ -149,7 +149,7 @@ def nodes_of(env: Mapping[str, str], only: str | None = None) -> list[str]:
 
 
 def tasks_per_node(env: Mapping[str, str]) -> int:
-    """As the job asked for; else one per GPU that Slurm gives; else what fits on every node."""
+    """Returns what the job asked for; else one per GPU that Slurm gives; else what fits."""
     for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         found = re.search(r"[1-9]\d*$", env.get(name, ""))  # GPUs may have a type: h100:4
         if found:

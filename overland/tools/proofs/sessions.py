@@ -233,7 +233,7 @@ def rank() -> None:
 
 
 def digests_of(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Of everything that the model would be given, row by row."""
+    """Returns a digest of everything that the model would be given, row by row."""
     fields = with_borders(rows.read(batch, part, num_parts))
     return [
         hashlib.blake2b(b"".join(map(bytes, row)), digest_size=8).hexdigest()

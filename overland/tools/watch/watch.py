@@ -232,7 +232,7 @@ def supervisors_word(live: Event) -> tuple[str, str] | None:
 
 
 def waits_for_disk(seen: RunStatus, live: Event) -> str:
-    """In words, where training has stopped for a save or a load; empty where it goes on."""
+    """Says, in words, that training has stopped for a save or a load; empty where it goes on."""
     late = max(LATE_STEP_SECONDS, LATE_STEPS * (seen.step_seconds or 0))
     if live.get("phase") not in AT_DISK or seen.time - (seen.stepped or 0) < late:
         return ""
@@ -281,7 +281,7 @@ def started_after(job: QueuedJob, sign: float) -> bool:
 
 
 def read_checkpoints(folder: Path) -> Checkpoints:
-    """By their names and markers alone."""
+    """Looks at the checkpoints' names and markers alone."""
     found, saving, broken = [], [], []
     try:
         children = list(folder.iterdir())

@@ -105,7 +105,7 @@ class Attempt:
         return code
 
     def signal(self, number: int) -> bool:
-        """To all ranks; returns whether there are any to send it to, as far as is known."""
+        """Signals all ranks; returns whether there are any, as far as is known."""
         if self.step_id:
             signal_step(self.step_id, number)
         return bool(self.step_id)
@@ -272,8 +272,8 @@ def keep_stacks(folder: Path, stacks: Mapping[int, str], ranks: Iterable[Heard])
 
 
 def odd_ranks(stacks: Mapping[int, str]) -> list[int]:
-    """Those that do not wait for the others, where most do; else those that are elsewhere in the
-    code than most. None, where none are clearly fewer."""
+    """Returns the ranks that do not wait for the others, where most do; else those that are
+    elsewhere in the code than most; none where none are clearly fewer."""
     waiting = {rank: _is_waiting(text) for rank, text in stacks.items()}
     own_way = sorted(rank for rank, waits in waiting.items() if not waits)
     if own_way and 2 * len(own_way) < len(stacks):

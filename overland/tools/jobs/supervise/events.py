@@ -56,8 +56,8 @@ def read_events(run: Path) -> list[Event]:
 
 
 def of_submission(events: list[Event], config: str) -> list[Event]:
-    """Those of the chain that trains this config, a copy of its own for every submission. A run
-    that was submitted anew may go back to an earlier step, and has someone's attention."""
+    """Returns the events of the chain that trains this config; each submission has its own copy.
+    A run that was submitted again may go back to an earlier step, and has someone's attention."""
     first = len(events)
     for number in reversed(range(len(events))):
         if events[number]["event"] == "session":

@@ -104,8 +104,8 @@ class Findings:
             self.first_word = time.monotonic()
 
     def _note_end(self, end: TaskEnd) -> None:
-        """Of ranks that the supervisor ends nothing is to be learned but of those that were gone
-        before: srun may be late to tell."""
+        """Notes how tasks ended. Nothing is learned from ranks that the supervisor ends itself,
+        except from those that were gone before: srun may be late to tell."""
         if self.is_closed:
             nodes = tuple(dict.fromkeys(self.gone[r] for r in end.ranks if r in self.gone))
             end = TaskEnd(nodes, tuple(r for r in end.ranks if r in self.gone), end.how)
@@ -143,7 +143,7 @@ class Findings:
         return min(causes, key=lambda fault: order.index(fault.kind), default=self._unexplained())
 
     def _said_causes(self) -> list[Fault]:
-        """Of each kind, who said so first. What several nodes say is not the fault of one."""
+        """Returns who first said so, for each kind. What several nodes say is not one's fault."""
         by_kind: dict[Kind, list[Said]] = {}
         for said in sorted(self.said, key=lambda said: said.time):
             by_kind.setdefault(said.kind, []).append(said)

@@ -45,7 +45,7 @@ class Logbook:
             self._unwritten.insert(0, "\n")  # half of a line may be there
 
     def live(self, **facts: Any) -> None:
-        """At once where the state has changed, else now and then."""
+        """Writes live.json at once where the state has changed, else now and then."""
         state = facts.get("state"), facts.get("attempt")
         if state == self._live_state and time.monotonic() - self._live_at < LIVE_SECONDS:
             return
@@ -125,6 +125,6 @@ class Logbook:
 
 
 def tell(words: str) -> None:
-    """Into the job's log, which may be on the disk that is full."""
+    """Writes into the job's log, which may be on the disk that is full."""
     with suppress(OSError):
         print(f"{time.strftime('%F %T')} {words}", flush=True)

@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """To a failure."""
+    """What to do after a failure."""
 
     action: Literal["restart", "stop", "give back", "next session", "requeue"]
     reason: str = ""
@@ -80,7 +80,7 @@ def with_failure(streak: Sequence[Failure], failure: Failure) -> list[Failure]:
 
 
 def read_streak(events: Iterable[dict[str, Any]]) -> tuple[list[Failure], int]:
-    """From a chain's logbook: its failures since the last new step, and its number of sessions."""
+    """Returns a chain's failures since the last new step, and its number of sessions."""
     streak: list[Failure] = []
     sessions = 0
     for event in events:
@@ -112,7 +112,7 @@ def _rules_out_the_node(past: Failure, last: Failure) -> bool:
 
 
 def _tries(streak: Sequence[Failure], max_failed_starts: int) -> int:
-    """Of the session that runs: half of the tries of the one before, if that has used them up."""
+    """Returns the tries of this session: half of those of the one before, if it used them up."""
     failed = Counter(past.session for past in streak if past.is_barren)
     tries = max_failed_starts
     for session in sorted(failed):

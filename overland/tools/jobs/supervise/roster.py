@@ -26,7 +26,7 @@ class Roster:
         return [node for node in self.nodes if node not in self.out]
 
     def choose(self) -> list[str] | None:
-        """Those to train on, if there are enough. The batch host is the last to be taken: the job
+        """Returns the nodes to train on, if there are enough. The batch host comes last: the job
         ends with it anyway, and without it rank 0 may be lost."""
         order = {node: number for number, node in enumerate(self.nodes)}
 

@@ -203,7 +203,7 @@ class Supervisor:
         return attempt.findings.fault()
 
     def watch(self, watched: Watched) -> None:
-        """Until the ranks have ended, or must be."""
+        """Watches until the ranks have ended, or must be ended."""
         attempt, dog, findings = watched.attempt, watched.dog, watched.attempt.findings
         passed_on, looked = False, time.monotonic()
         unheard: list[str] = []
@@ -293,7 +293,7 @@ class Supervisor:
         return answer
 
     def decide(self, fault: Fault) -> Answer:
-        """As the policy has it, unless the job is about to end anyway."""
+        """Follows the policy, unless the job is about to end anyway."""
         answer = decide(self.streak, self.job.max_failed_starts)
         if answer.action == "restart" and (reason := self.reason_to_end()):
             return Answer("next session", reason)
@@ -307,14 +307,14 @@ class Supervisor:
         return Answer(answer.action, f"{fault.kind}: {fault.what}{why}")
 
     def reason_to_end(self) -> str:
-        """Before the last step, without a fault."""
+        """Returns why to end before the last step, without a fault; empty to go on."""
         if self.asked_to_end:
             self.note_signal()
             return f"{self.why_asked}; the last checkpoint is kept"
         return "too little of the job is left to start again" if self.is_late() else ""
 
     def note_signal(self) -> None:
-        """At once: Slurm may give this process only seconds."""
+        """Writes at once who asked to end: Slurm may give this process only seconds."""
         if not self.why_asked:
             name = signal.Signals(self.asked_to_end).name
             self.why_asked = f"{name} came"
@@ -413,7 +413,7 @@ class Supervisor:
         return left < self.job.margin_seconds + 30
 
     def pause(self, seconds: float) -> None:
-        """For what may pass by itself."""
+        """Waits for what may pass by itself."""
         until = time.monotonic() + seconds
         if seconds:
             tell(f"starting again in {seconds:.0f} s")
@@ -422,7 +422,7 @@ class Supervisor:
             time.sleep(LOOK_SECONDS)
 
     def wait_for_room(self) -> None:
-        """As long as the job lasts."""
+        """Waits until the disk has room, as long as the job lasts."""
         checkpoints = self.job.checkpoints
         while not self.job.has_room() and not self.reason_to_end():
             needed = room_needed(checkpoints) / 1e9

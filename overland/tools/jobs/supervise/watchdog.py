@@ -138,7 +138,7 @@ class Watchdog:
             self._heard[node] = now
 
     def all_have_ended(self) -> bool:
-        """And srun does not know it, after two minutes."""
+        """Whether all ranks have ended and srun, after two minutes, does not know it."""
         ended = [r.phase >= Phase.STOPPED and r.age > 120 for r in self.ranks.values()]
         return bool(ended) and all(ended)
 
@@ -180,7 +180,7 @@ class Watchdog:
         return now - self.stepped <= max(ADVANCING_SECONDS, 2 * usual)
 
     def late_ranks(self) -> list[Heard]:
-        """Those that have been in one phase for longer than it may last. A process that was
+        """Returns ranks that have been in one phase for longer than it may last. A process that was
         stopped by a signal never goes on by itself, whatever its phase."""
         is_moving = any(rank.is_moving and not self._is_stuck(rank) for rank in self.ranks.values())
         return [
