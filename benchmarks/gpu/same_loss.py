@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import overland.kernels.choice
 import overland.models.decoder
 import overland.models.float8
-import overland.parallel.single
+import overland.parallel.sharding
 from overland.config.schema import JobConfig
 from overland.kernels.float8 import E4M3
 from overland.models.loss import plain_cross_entropy
@@ -98,7 +98,7 @@ def curve(
 
 def be_plain() -> None:
     """Takes away what makes the fast path fast."""
-    overland.parallel.single.HALVES = ()  # type: ignore[assignment]
+    overland.parallel.sharding.HALVES = ()  # type: ignore[assignment]
     overland.kernels.choice.has_triton = lambda: False  # type: ignore[assignment]
     overland.models.decoder.chunked_cross_entropy = plain_cross_entropy
 

@@ -46,7 +46,7 @@ from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
 from overland.parallel.mesh import build_mesh
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
-from overland.parallel.single import splits
+from overland.parallel.sharding import splits
 from overland.world.pool import forget_meshes
 
 # Raised where a user's code reads numbers: nothing is known of it then, here.

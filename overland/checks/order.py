@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from overland.checks.fake_step import made_up_fields
 from overland.config.degrees import Degrees
 from overland.config.schema import JobConfig
-from overland.models.errors import ModelError
+from overland.errors import ModelError
 from overland.models.inputs import Inputs
 from overland.models.registry import own_model_name
 from overland.models.structure import blocks_of, structure_of

@@ -1,6 +1,6 @@
 """float32 master weights on one device: a bfloat16 weight and a 16-bit remainder.
 
-A parameter *is* its bfloat16 number there (see parallel/single.py), and the 16 bits that rounding
+A parameter *is* its bfloat16 number there (see parallel/sharding.py), and the 16 bits that rounding
 left over are kept next to it for the optimizer (see kernels/split.py). The two together are the
 float32 master weight, bit for bit.
 """

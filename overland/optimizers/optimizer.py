@@ -24,7 +24,7 @@ from overland.optimizers.registry import rule_for, rules_of, state_of
 from overland.optimizers.rule import Rule
 from overland.optimizers.shard import Shard, Step, packed, unpacked
 from overland.optimizers.state import Kinds, Packed, Scalar
-from overland.parallel.parts import parameter_names, shard_of, tied_copies
+from overland.parallel.sharding import names_by_parameter, shard_of, tied_copies
 
 PREFIX = "optimizer."
 
@@ -59,7 +59,7 @@ class Optimizer:
     unpacked."""
 
     def __init__(self, parts: Sequence[nn.Module], settings: schema.Optimizer) -> None:
-        names = parameter_names(parts)
+        names = names_by_parameter(parts)
         some = next(iter(names))  # trained or not: a stage's parameters may all be frozen
         self.num_updates = torch.zeros((), device=some.device)
         self.rules = rules_of(settings)

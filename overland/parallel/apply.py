@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
+from torch.distributed.tensor import DTensor
 
 from overland.config.degrees import Degrees
-from overland.config.schema import JobConfig
+from overland.config.schema import Compile, JobConfig
 from overland.errors import ModelError
 from overland.models.buffers import cast, require_starts
 from overland.models.float8 import Float8
@@ -40,15 +42,13 @@ from overland.models.transform import (
     make_transforms,
     transforms_of,
 )
-from overland.parallel.compile import compile_blocks
+from overland.parallel.activation_checkpointing import checkpoint_activations
+from overland.parallel.cuda_graphs import Replayed
 from overland.parallel.mesh import Mesh
+from overland.parallel.micro_batches import Whole
 from overland.parallel.pipeline import Pipeline, deal_blocks, keep_stage, stages_of_rank
-from overland.parallel.plans import Plan, plan_for
-from overland.parallel.recompute import recompute
-from overland.parallel.replay import Replayed
-from overland.parallel.shard import shard
-from overland.parallel.single import is_single
-from overland.parallel.whole import Whole
+from overland.parallel.plans import ParallelPlan, plan_for
+from overland.parallel.sharding import is_single, shard
 
 ParallelModel = Whole | Pipeline
 
@@ -66,7 +66,7 @@ def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mod
     return parts
 
 
-def parallelize(model: nn.Module, plan: Plan | None, mesh: Mesh, config: JobConfig) -> None:
+def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config: JobConfig) -> None:
     """A model, or one pipeline stage of it. One that does not describe its blocks is sharded as a
     whole."""
     structure = structure_of(model)
@@ -79,9 +79,34 @@ def parallelize(model: nn.Module, plan: Plan | None, mesh: Mesh, config: JobConf
         assert plan is not None
         plan.split_context(model, mesh.axis("cp"))
     if structure is not None:
-        recompute(blocks, config.activation_checkpoint, structure.random)
+        checkpoint_activations(blocks, config.activation_checkpoint, structure.random)
         compile_blocks(model, config.compile)
     shard(model, blocks, mesh, config.training)
+
+
+def compile_blocks(model: nn.Module, settings: Compile) -> None:
+    """Compiles block by block: one compilation serves all layers, and start-up stays short."""
+    assert settings.enable != "auto"  # it was settled by now
+    if not settings.enable:
+        return
+    # What is compiled of 8-bit products is kept for the next start as all else is: both of their
+    # passes are part of the graph that it is found by.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    structure = structure_of(model)
+    assert structure is not None
+    others = (find_module(model, path) for path in structure.compiled)
+    # A decoder's last norm is fourteen small kernels by itself; under tensor parallelism such
+    # modules are left alone.
+    whole = [
+        module
+        for module in others
+        if module is not None and not any(isinstance(p, DTensor) for p in module.parameters())
+    ]
+    for block in [*blocks_of(model).values(), *whole]:
+        # Only the forward: the hooks of sharding stay outside the graph.
+        block.forward = torch.compile(
+            block.forward, backend=settings.backend, fullgraph=True, dynamic=False
+        )
 
 
 def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:

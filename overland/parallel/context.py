@@ -30,10 +30,10 @@ def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
     whole, cp = batch.with_positions(), mesh.axis("cp")
     if cp.size() == 1:
         return whole
-    return whole.at_places(lambda seq_len: places_of(seq_len, cp.get_local_rank(), cp.size()))
+    return whole.at_places(lambda seq_len: places_of_rank(seq_len, cp.get_local_rank(), cp.size()))
 
 
-def places_of(seq_len: int, rank: int, size: int) -> Tensor:
+def places_of_rank(seq_len: int, rank: int, size: int) -> Tensor:
     """The places in the row that a rank holds: its head piece, then its tail piece."""
     piece = seq_len // (2 * size)
     head, tail = rank * piece, (2 * size - 1 - rank) * piece
@@ -42,7 +42,7 @@ def places_of(seq_len: int, rank: int, size: int) -> Tensor:
 
 def row_order(seq_len: int, size: int) -> Tensor:
     """Where each place of the row lies among the gathered shares."""
-    gathered = torch.cat([places_of(seq_len, rank, size) for rank in range(size)])
+    gathered = torch.cat([places_of_rank(seq_len, rank, size) for rank in range(size)])
     return torch.argsort(gathered)
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,10 @@ from overland.models.structure import (
     ties_of,
 )
 from overland.parallel.mesh import Mesh
-from overland.parallel.parts import shard_of
+from overland.parallel.sharding import shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 
 def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
@@ -197,15 +201,14 @@ class Pipeline:
         """The schedule, for batches that begin with such a field."""
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        from overland.parallel.stage import Stage
-
         rows = self._shape[0]
         wide = torch.promote_types(self._dtype, torch.float32)
         given = torch.empty(rows, *first.shape[1:], dtype=first.dtype, device="meta")
         hidden = torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True)
         sums = torch.empty(1, self.num_sums, dtype=wide, device="meta", requires_grad=True)
+        stage = stage_class()
         stages = [
-            Stage(
+            stage(
                 part,
                 number,
                 self._num_stages,
@@ -229,6 +232,27 @@ class Pipeline:
         self._sums.append((sums_1k.detach()[0] * self._scale).double())
         # A tensor of its own: schedules that split the backward pass detach it in place.
         return sums_1k[0, 0] * self._scale
+
+
+@cache
+def stage_class() -> type[PipelineStage]:
+    """Returns our kind of stage. Made when it is needed: torch's pipelining takes a second to
+    import."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        """A stage that can also be run forward only where the next stage is on the same rank, as
+        under the schedules that turn back: torch hands gradients over there even if none were
+        computed, and fails."""
+
+        def get_local_bwd_output(self, mb_index: int) -> Any:
+            return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+        def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+            if self.has_backward:
+                super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    return Stage
 
 
 class TiedEnds:

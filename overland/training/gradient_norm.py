@@ -11,7 +11,7 @@ from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel
 from overland.parallel.comm import sum_over
 from overland.parallel.mesh import Mesh
-from overland.parallel.parts import shard_of
+from overland.parallel.sharding import shard_of
 
 
 def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Tensor:

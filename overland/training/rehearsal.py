@@ -69,7 +69,7 @@ from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_of
 from overland.optimizers.state import Scalar
 from overland.parallel.apply import freeze, transforms_for
-from overland.parallel.parts import named_parameters
+from overland.parallel.sharding import named_parameters
 from overland.run_folder import RunFolder
 from overland.training.readme import model_name
 from overland.training.resume import policy_of_the_resumed

@@ -19,7 +19,7 @@ from overland.errors import CheckpointError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
 from overland.models.transform import added_rule
 from overland.parallel.comm import all_of, first_problem, from_first_rank
-from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
+from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
 from overland.run_folder import RunFolder
 from overland.training.state import check_finite, restore
 

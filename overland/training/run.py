@@ -41,8 +41,7 @@ from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.comm import from_first_rank, warm_up
 from overland.parallel.mesh import Mesh, build_mesh
-from overland.parallel.parts import local_part
-from overland.parallel.single import splits
+from overland.parallel.sharding import local_part, splits
 from overland.run_folder import MODEL_CONFIG, RunFolder
 from overland.training.auto import settle
 from overland.training.callbacks import Callback, user_callbacks

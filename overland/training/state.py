@@ -29,7 +29,7 @@ from overland.models.registry import lacks_hf_form, own_model_name
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
-from overland.parallel.parts import local_part, named_buffers, named_parameters, tied_copies
+from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
 from overland.training.random_state import random_state, set_random_state
 from overland.training.schedule import learning_rate
 

@@ -15,7 +15,7 @@ from overland.objectives.objective import count_of
 from overland.parallel.comm import from_first_rank, sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import Mesh
-from overland.parallel.shard import reshard
+from overland.parallel.sharding import reshard
 from overland.training.gradient_norm import gradient_norm
 from overland.training.health import SpikeGuard
 from overland.training.schedule import learning_rate

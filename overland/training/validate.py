@@ -11,7 +11,7 @@ from overland.data.prepare import Dataset
 from overland.objectives.objective import count_of
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
-from overland.parallel.shard import reshard
+from overland.parallel.sharding import reshard
 from overland.training.callbacks import Record
 from overland.training.step import total_sums, with_passes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overland.config.schema import JobConfig
-from overland.parallel.parts import named_parameters, shard_of
+from overland.parallel.sharding import named_parameters, shard_of
 from overland.tools.proofs.layout import curve, difference, proof_job
 from overland.tools.proofs.layouts import parse
 from overland.training.loop import train

@@ -21,8 +21,8 @@ from overland.data.loader import load_batch
 from overland.data.prepare import Dataset, validation_data
 from overland.data.rows import IGNORED
 from overland.parallel.comm import sum_over
+from overland.parallel.micro_batches import Whole
 from overland.parallel.pipeline import Pipeline
-from overland.parallel.whole import Whole
 from overland.tools.proofs.layout import ROWS, TINY, held_out_data, proof_job, prove_layouts
 from overland.tools.proofs.layouts import SHORT, parse
 from overland.training import loop, step, validate

@@ -7,13 +7,13 @@ from overland.config.degrees import DegreeError, resolve_degrees
 from overland.config.schema import Parallelism
 from overland.models import resolve_config
 from overland.models.flops import StageCosts, stage_costs
-from overland.parallel.context import places_of, row_order
+from overland.parallel.context import places_of_rank, row_order
 from overland.parallel.pipeline import deal_blocks, stages_of_rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_context_shares_hold_every_place_once_and_weigh_the_same(size: int) -> None:
-    shares = [places_of(64, rank, size) for rank in range(size)]
+    shares = [places_of_rank(64, rank, size) for rank in range(size)]
     gathered = torch.cat(shares)
     assert sorted(gathered.tolist()) == list(range(64))
     assert gathered[row_order(64, size)].tolist() == list(range(64))

@@ -17,10 +17,10 @@ from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.models.registry import build_model, model_config
-from overland.parallel import replay
+from overland.parallel import cuda_graphs as replay
 from overland.parallel.apply import can_replay
-from overland.parallel.replay import PLAIN_STEPS, Replayed
-from overland.parallel.whole import Whole
+from overland.parallel.cuda_graphs import PLAIN_STEPS, Replayed
+from overland.parallel.micro_batches import Whole
 
 
 class Model(nn.Module):

@@ -12,7 +12,7 @@ from overland.config import schema
 from overland.config.schema import JobConfig
 from overland.optimizers.masters import Masters
 from overland.optimizers.optimizer import Optimizer
-from overland.parallel import single
+from overland.parallel import sharding as single
 from overland.tools.proofs.layout import Curve, curve, difference, proof_job
 from overland.world.pool import RankPool
 from overland.world.world import World

@@ -12,7 +12,7 @@ from overland.checkpoint.folder import list_checkpoints
 from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
 from overland.errors import TrainingError
-from overland.parallel.parts import shard_of
+from overland.parallel.sharding import shard_of
 from overland.tools.watch.watch import read_checkpoints
 from overland.training import loop as loop_module
 from overland.training import step as step_module

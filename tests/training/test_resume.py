@@ -477,7 +477,7 @@ def test_a_run_starts_from_weights_in_any_format(
 
 def first_weights(world: World, config: JobConfig) -> tuple[dict[str, torch.Tensor], int]:
     """Of all parameters, and how many bytes this rank has said that it read."""
-    from overland.parallel.parts import named_parameters
+    from overland.parallel.sharding import named_parameters
 
     beats = Path(config.job.dump_folder) / f"beats{world.rank}"
     beats.mkdir(parents=True)

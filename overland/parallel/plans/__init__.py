@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from overland.config.degrees import Degrees
 
 
-class Plan(Protocol):
+class ParallelPlan(Protocol):
     @property
     def axes(self) -> tuple[str, ...]:
         """Which of `tp` and `cp` it can split a model over."""
@@ -38,24 +38,24 @@ class Plan(Protocol):
         """Makes a model work on this rank's share of each row."""
 
 
-def register_plan(config_class: type, open_plan: Callable[[], Plan]) -> None:
+def register_plan(config_class: type, open_plan: Callable[[], ParallelPlan]) -> None:
     """The plan for models of a config class, and of its subclasses without one of their own."""
     if config_class in _PLANS:
         raise ModelError(f"{config_class.__name__} has a plan already")
     _PLANS[config_class] = open_plan
 
 
-def plan_for(config: Any) -> Plan | None:
+def plan_for(config: Any) -> ParallelPlan | None:
     for kind in type(config).__mro__:
         if kind in _PLANS:
             return _PLANS[kind]()
     return None
 
 
-def _decoder() -> Plan:
+def _decoder() -> ParallelPlan:
     from overland.parallel.plans.decoder import DecoderPlan
 
     return DecoderPlan()
 
 
-_PLANS: dict[type, Callable[[], Plan]] = {DecoderConfig: _decoder}
+_PLANS: dict[type, Callable[[], ParallelPlan]] = {DecoderConfig: _decoder}

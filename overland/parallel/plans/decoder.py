@@ -38,7 +38,7 @@ from overland.models.float8 import Float8Linear
 from overland.models.mask import Mask, Masks, build_mask, compute_dtype
 from overland.models.parameters import ROLES
 from overland.models.structure import find_module
-from overland.parallel.context import ContextAttention, gather_row, places_of
+from overland.parallel.context import ContextAttention, gather_row, places_of_rank
 from overland.parallel.tensor import (
     ROWS,
     SplitFloat8Linear,
@@ -200,7 +200,7 @@ class ContextMasks(Masks):
     ) -> dict[int | None, Mask]:
         device, size = x_BSD.device, self.cp.size()
         whole_len = seq_len * size
-        queries_1Q = places_of(whole_len, self.cp.get_local_rank(), size).to(device)[None]
+        queries_1Q = places_of_rank(whole_len, self.cp.get_local_rank(), size).to(device)[None]
         keys_1K = torch.arange(whole_len, device=device)[None]
         k_documents_BK = None
         if documents_BS is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.data.batch import Batch
-from overland.parallel.whole import Whole
+from overland.parallel.micro_batches import Whole
 
 PLAIN_STEPS = 3  # first: they compile and choose kernels, which a recording cannot
 

@@ -32,7 +32,9 @@ KEPT_OPS = {
 }
 
 
-def recompute(blocks: Iterable[nn.Module], settings: ActivationCheckpoint, random: bool) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module], settings: ActivationCheckpoint, random: bool
+) -> None:
     """Changes the forward of the blocks that are recomputed; names and hooks stay as they are.
     `random`: blocks may draw random numbers, and the same ones when they are recomputed."""
     assert settings.mode != "auto"  # it was settled by now

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from overland.data.batch import Batch
 from overland.models.inputs import Inputs
-from overland.parallel.shard import sync_gradients
+from overland.parallel.sharding import sync_gradients
 
 
 class Whole:

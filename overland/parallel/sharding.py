@@ -1,0 +1,166 @@
+"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard`, replicated
+over `dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2; and which part of what lies here.
+
+    stage   dp_shard   reshard after forward
+    zero0      1              –               every rank holds everything, as in classic DDP
+    zero2      n             no               parameters stay gathered until the backward pass
+    zero3      n            yes               gathered again for the backward pass
+
+Gradients are summed, not averaged: the loss is already divided by the number of tokens of the whole
+global batch.
+
+A world of one is not sharded at all. FSDP would keep float32 parameters there and make a bfloat16
+copy of each, through the buffers of its collectives, twice a step, and take gradients back the same
+way: 42 bytes of traffic per parameter and step for nothing. Instead a parameter *is* its bfloat16
+number, and the optimizer keeps the 16 bits that rounding left over (see optimizers/masters.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from overland.config.schema import Training
+from overland.models.buffers import persistent_buffers
+from overland.models.init import plain_name
+from overland.models.structure import ties_of
+from overland.parallel.mesh import Mesh
+
+
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Training) -> None:
+    """Shards each block by itself, so that the next one is gathered while this one computes."""
+    if is_single(mesh, training):
+        return
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cast_forward_inputs=False,
+    )
+    # On a CPU everything is in host memory already.
+    offloads = training.enable_cpu_offload and mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    reshard = mesh.degrees.reshard_after_forward
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh.shard_axes,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+        )
+    # The root keeps its parameters (embedding and head): the backward pass begins with them.
+    fully_shard(
+        model,
+        mesh=mesh.shard_axes,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=False,
+    )
+    prefetch(blocks)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def prefetch(blocks: list[nn.Module]) -> None:
+    """While a block computes, its neighbour is gathered: the next one in the forward pass, the one
+    before in the backward pass."""
+    for block, following in itertools.pairwise(blocks):
+        assert isinstance(block, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+def reshard(parts: Sequence[nn.Module]) -> None:
+    """Frees parameters that a forward pass without a backward pass has left gathered."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def sync_gradients(model: nn.Module, last: bool) -> None:
+    """Reduce gradients only in the last of several accumulated backward passes."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+HALVES = ("float32", "bfloat16")  # kept in the one, computed with in the other
+
+
+def is_single(mesh: Mesh, training: Training) -> bool:
+    """Whether a model stays whole and plain. Offloading and float16 are left to FSDP."""
+    kinds = (training.dtype, training.mixed_precision_param)
+    plain = kinds[0] == kinds[1] or kinds == HALVES
+    return mesh.degrees.world_size == 1 and not training.enable_cpu_offload and plain
+
+
+def splits(mesh: Mesh, training: Training) -> bool:
+    """Whether parameters are kept in halves."""
+    kinds = (training.dtype, training.mixed_precision_param)
+    return is_single(mesh, training) and kinds == HALVES
+
+
+def local_part(
+    parameter: torch.Tensor,
+) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """(the tensor to fill, its offset in the whole parameter, the whole parameter's shape)."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.ndim, tuple(parameter.shape)
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter.to_local(), tuple(offset), tuple(parameter.shape)
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that lie here, as a plain tensor on the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's parts by their name in the undivided model."""
+    return {name: found[0] for name, found in _by_name(parts).items()}
+
+
+def named_buffers(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """The buffers of this rank's parts that belong to the model's state, by their name in the
+    undivided model. Every rank that has such a module holds them whole."""
+    return {name: buffer for part in parts for name, buffer in persistent_buffers(part).items()}
+
+
+def names_by_parameter(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """The same the other way round: copies of a tied matrix have one name."""
+    return {parameter: name for name, found in _by_name(parts).items() for parameter in found}
+
+
+def tied_copies(parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """(parameter, its copy) where both ends of a pipeline, and so both copies of a tied matrix,
+    are on this rank."""
+    return [(found[0], copy) for found in _by_name(parts).values() for copy in found[1:]]
+
+
+def _by_name(parts: Sequence[nn.Module]) -> dict[str, list[nn.Parameter]]:
+    found: dict[str, list[nn.Parameter]] = {}
+    for part in parts:
+        ties = ties_of(part)
+        for wrapped_name, parameter in part.named_parameters():
+            name = plain_name(wrapped_name)
+            # A tied parameter may be alone, on the last stage of a pipeline.
+            found.setdefault(ties.get(name, name), []).append(parameter)
+    return found
