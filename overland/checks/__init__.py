@@ -10,17 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from overland.checks import (
-    batch,
-    combinations,
-    files,
-    machine,
-    model,
-    objective,
-    optimizer,
-    parallelism,
-    schedule,
-)
+from overland.checks import files, hyperparameters, machine, model, parallelism
 from overland.config.errors import ConfigError, Mending, Problem
 from overland.config.load import Loaded, in_order, load_config
 
@@ -38,26 +28,26 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_start, ("model", "checkpoint.initial_load_path")),
     (model.check_flavor, ("model",)),
     (model.check_length, ("model", "training.seq_len")),
-    (objective.check_transforms, ("model.transforms", "job.custom_import")),
+    (model.check_transforms, ("model.transforms", "job.custom_import")),
     (
-        objective.check_objective,
+        hyperparameters.check_objective,
         ("model", "training", "parallelism", "validation", "job.custom_import"),
     ),
     (parallelism.check_splits, ("model", "parallelism")),
     (parallelism.check_lengths, ("model", "parallelism", "training.seq_len", "validation")),
-    (schedule.check_units, ("lr_scheduler", "training")),
-    (schedule.check_epochs, ("training.epochs", "training.dataset", "data")),
-    (schedule.check_warmup, ("lr_scheduler", "training.steps", "training.epochs")),
-    (schedule.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
-    (optimizer.check_optimizer, ("optimizer", "job.custom_import")),
-    (optimizer.check_groups, ("optimizer.groups", "model", "job.custom_import")),
-    (optimizer.check_moments, ("optimizer.bf16_moments", "training.dtype")),
-    (combinations.check_recompute, ("activation_checkpoint",)),
-    (combinations.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
-    (combinations.check_compiler, ("compile",)),
-    (combinations.check_profiling, ("profiling",)),
+    (hyperparameters.check_units, ("lr_scheduler", "training")),
+    (hyperparameters.check_epochs, ("training.epochs", "training.dataset", "data")),
+    (hyperparameters.check_warmup, ("lr_scheduler", "training.steps", "training.epochs")),
+    (hyperparameters.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
+    (hyperparameters.check_optimizer, ("optimizer", "job.custom_import")),
+    (hyperparameters.check_groups, ("optimizer.groups", "model", "job.custom_import")),
+    (hyperparameters.check_moments, ("optimizer.bf16_moments", "training.dtype")),
+    (machine.check_recompute, ("activation_checkpoint",)),
+    (machine.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
+    (machine.check_compiler, ("compile",)),
+    (machine.check_profiling, ("profiling",)),
     (
-        combinations.check_attention,
+        machine.check_attention,
         ("model", "data.document_mask", "parallelism", "training", "debug"),
     ),
     (files.check_paths, ("model.config", "model.hf_assets_path", "data.datasets")),
@@ -69,7 +59,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
         (*(f"training.{key}" for key in ("dataset", "dataset_path", *files.CHOICES)), "data"),
     ),
     (files.check_validation_data, ("validation", "data")),
-    (machine.check_backend, ("comm.backend",)),
+    (machine.check_comm_backend, ("comm.backend",)),
     (machine.check_schedule, ("parallelism",)),
     (machine.check_float8, ("training.float8",)),
     (machine.check_packages, ("metrics.enable_wandb",)),
@@ -78,7 +68,7 @@ SIZED_CHECKS: list[tuple[SizedCheck, tuple[str, ...]]] = [
     (parallelism.check_degrees, ("parallelism",)),
     (parallelism.check_microbatches, ("parallelism", "training")),
     (
-        batch.check_batch,
+        parallelism.check_batch,
         ("parallelism", "training.local_batch_size", "training.global_batch_size"),
     ),
 ]

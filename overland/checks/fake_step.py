@@ -174,8 +174,8 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     return FakeStep(
         rank,
         sum(p.numel() for p in parameters),
-        num_bytes(parameters),
-        num_bytes(trained),
+        bytes_of(parameters),
+        bytes_of(trained),
         optimizer.num_bytes,
         saved.total,
         tuple(each),
@@ -203,7 +203,11 @@ def stage_inputs(
     fields = fields_of_pass(architecture, config, degrees)
     first, others = Inputs(part).of(fields)
     structure = structure_of(part)
-    if structure is not None and structure.between is not None and not has_start(part, structure):
+    if (
+        structure is not None
+        and structure.between is not None
+        and not is_first_stage(part, structure)
+    ):
         dtype = getattr(torch, config.training.mixed_precision_param)
         tokens = config.training.seq_len // degrees.cp
         shape = (len(first), *structure.between(tokens // degrees.tp))
@@ -262,7 +266,7 @@ def found_in_pass(
     return {field: torch.cat(found)} if found else {}
 
 
-def has_start(part: nn.Module, structure: Structure) -> bool:
+def is_first_stage(part: nn.Module, structure: Structure) -> bool:
     """Whether it is the first stage, or the whole model."""
     return all(find_module(part, path) is not None for path in structure.before)
 
@@ -315,5 +319,5 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def num_bytes(tensors: list[Tensor]) -> int:
+def bytes_of(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

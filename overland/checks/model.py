@@ -150,6 +150,15 @@ def _transformed(section: Model, config: Any) -> nn.Module:
     return model
 
 
+def check_transforms(loaded: Loaded) -> Iterator[Problem]:
+    for name, options in loaded.config.model.transforms.items():
+        key = f"model.transforms.{name}"
+        try:
+            make_transforms({name: options})
+        except ModelError as error:
+            yield Problem(str(error), loaded.where(key), key, options)
+
+
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:
     """Every pattern freezes something, and something is left to train."""
     key, patterns = "model.freeze", loaded.config.model.freeze

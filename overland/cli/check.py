@@ -97,7 +97,7 @@ def order_notes(config: Any, world_size: int) -> list[str]:
     degrees = resolve_degrees(config.parallelism, world_size)
     if degrees.pp == 1:  # without waiting for torch
         return []
-    from overland.checks.order import require_order
+    from overland.checks.block_order import require_order
 
     note = require_order(model_config(config.model), config, degrees)
     return [note] if note else []
@@ -136,8 +136,8 @@ def describe(config: Any, world_size: int) -> dict[str, Any]:
     from overland.models.flops import causal_flops_per_token, count_parameters
     from overland.models.measure import measure_of
     from overland.models.registry import model_config
-    from overland.training.epochs import known_steps
     from overland.training.readme import model_name, strategy_in_words
+    from overland.training.schedule import known_steps
 
     training = config.training
     degrees = resolve_degrees(config.parallelism, world_size)

@@ -147,7 +147,7 @@ def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
     import torch
 
     from overland.models.registry import model_config
-    from overland.training.memory_words import rank_killed
+    from overland.training.out_of_memory import rank_killed
     from overland.world.devices import device_type
 
     device = torch.device(device_type())
@@ -159,7 +159,7 @@ def memory_in_words(config: JobConfig, world: World, device: torch.device) -> It
     """Turns an error of the allocator into one sentence with ways out."""
     from overland.config.degrees import resolve_degrees
     from overland.models.registry import model_config
-    from overland.training.memory_words import is_out_of_memory, out_of_memory
+    from overland.training.out_of_memory import is_out_of_memory, out_of_memory
 
     try:
         yield

@@ -49,9 +49,9 @@ class Console(Callback):
 
     def on_log(self, run: Run, record: Record) -> None:
         if self.bar is not None:
-            self.bar.update(self.task, status=describe_shortly(record))
+            self.bar.update(self.task, status=short_line_of(record))
             return
-        self._print(f"step {record['step']}/{run.config.training.steps}  {describe(record)}")
+        self._print(f"step {record['step']}/{run.config.training.steps}  {line_of(record)}")
 
     def on_validation(self, run: Run, record: Record) -> None:
         losses = "  ".join(
@@ -78,7 +78,7 @@ class Console(Callback):
             self.screen.print(self.prefix + text, markup=False)
 
 
-def describe_shortly(record: Record) -> str:
+def short_line_of(record: Record) -> str:
     """What fits beside a bar on 80 columns."""
     mfu = f"{record['mfu']:.0%} MFU  " if record["mfu"] is not None else ""
     usual = f"loss {record['loss']:.3f}  {speed(record)}  {mfu}{record['memory_gib']:.1f} GiB"
@@ -92,7 +92,7 @@ def speed(record: Record) -> str:
     return ""
 
 
-def describe(record: Record) -> str:
+def line_of(record: Record) -> str:
     """A logged record in one short line."""
     parts = [
         f"loss {record['loss']:.4f}",

@@ -15,8 +15,8 @@ from overland.errors import NotSavedError, TrainingError
 from overland.parallel.comm import from_first_rank
 from overland.training.callbacks import Record
 from overland.training.export import export_hf
-from overland.training.fed import FedRows
 from overland.training.health import BadSteps
+from overland.training.ledger_writer import LedgerWriter
 from overland.training.metrics import Meter
 from overland.training.resume import resume_newest
 from overland.training.run import Run, write_plan
@@ -38,7 +38,7 @@ def train(run: Run) -> bool:
     bad_steps = BadSteps(config.health.max_bad_steps)
     clock = Clock(config.checkpoint, run.folder.root) if run.world.is_first else None
     meter = Meter(run)
-    fed = FedRows(run)
+    fed = LedgerWriter(run)
     if run.world.is_first:  # after the ledger's mark: what it replaces is void by now
         write_plan(run)
         if progress.step < steps:  # it was done with fewer steps, or went back to an earlier one
@@ -124,14 +124,14 @@ def conclude(run: Run) -> None:
             run.call("on_message", f"{run.folder.done} cannot be written: {error.strerror}")
 
 
-def save_last(run: Run, fed: FedRows) -> None:
+def save_last(run: Run, fed: LedgerWriter) -> None:
     if run.config.checkpoint.enable and run.progress.step > max(run.saved_step, 0):
         save(run, fed)
 
 
 def save(
     run: Run,
-    fed: FedRows,
+    fed: LedgerWriter,
     preempt: bool = False,
     validation_loss: float | None = None,
     in_fallback: bool = False,
@@ -173,7 +173,7 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
             clock.saved(outcome.seconds)
 
 
-def insist_on_last_save(run: Run, fed: FedRows, clock: Clock | None, preempt: bool) -> None:
+def insist_on_last_save(run: Run, fed: LedgerWriter, clock: Clock | None, preempt: bool) -> None:
     """Waits for the last save. One that fails as a full disk does is tried again, until the job's
     end is near, and then in `checkpoint.fallback_folder`. Nobody is asked anything."""
     report_saves(run, run.store.finish(), clock)
@@ -258,7 +258,7 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         run.call("on_message", f"{what}: step {', '.join(map(str, empty))}")
 
 
-def answer_spike(run: Run, data: Data, result: StepResult, fed: FedRows) -> Data:
+def answer_spike(run: Run, data: Data, result: StepResult, fed: LedgerWriter) -> Data:
     """The update was skipped already; "rewind" also goes back, and on to batches not seen yet."""
     what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
     assert run.guard is not None

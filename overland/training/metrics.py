@@ -57,7 +57,7 @@ class Meter:
         return record
 
 
-class JsonLines(Callback):
+class MetricsFile(Callback):
     """One JSON object per logged step, appended to metrics.jsonl.
 
     A resumed run continues the same file. What an earlier session logged after the step that is

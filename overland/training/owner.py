@@ -65,7 +65,7 @@ def owned(folder: Path, is_first: bool) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnerRecord:
     """An owner as its file tells of it."""
 
     owner: Owner
@@ -86,13 +86,13 @@ class Ownership:
     def release(self) -> None:
         self._over.set()
         self._thread.join()
-        held = read(self.path)
+        held = read_owner(self.path)
         if held is not None and held.id == self.owner["id"]:
             self.path.unlink(missing_ok=True)
 
-    def renew(self) -> Held | None:
+    def renew(self) -> OwnerRecord | None:
         """Tells that we live; returns who has the folder if it is not us any more."""
-        held = read(self.path)
+        held = read_owner(self.path)
         if held is None:  # removed by hand, as if we were dead
             with _written_beside(self.path, self.owner) as beside:
                 _link(beside, self.path)
@@ -114,7 +114,7 @@ class Ownership:
 def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
     """The folder as ours, or a TakenError that says whose it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, mine = folder / OWNER, describe(env)
+    path, mine = folder / OWNER, this_owner(env)
     deadline = time.monotonic() + PATIENCE_SECONDS
     with _written_beside(path, mine) as beside:
         while not _link(beside, path):
@@ -134,7 +134,7 @@ def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
     return Ownership(path, mine)
 
 
-def describe(env: Mapping[str, str]) -> Owner:
+def this_owner(env: Mapping[str, str]) -> Owner:
     """This process, and what started it."""
     return {
         "id": uuid.uuid4().hex,
@@ -150,7 +150,7 @@ def describe(env: Mapping[str, str]) -> Owner:
     }
 
 
-def verdict(held: Held, mine: Owner, now: float) -> str:
+def verdict(held: OwnerRecord, mine: Owner, now: float) -> str:
     """Whether an owner is "alive", "leaving" or "dead"."""
     owner = held.owner
     job = str(owner.get("job", ""))
@@ -162,7 +162,7 @@ def verdict(held: Held, mine: Owner, now: float) -> str:
     if same_torchrun and mine["torchrun_restart"] > owner.get("torchrun_restart", 0):
         return "dead"  # all workers are ended before any is started again
     clusters = {owner.get("cluster", ""), mine["cluster"]} - {""}  # two may share the disk
-    state = job_state(job) if job.isdecimal() and len(clusters) < 2 else None
+    state = slurm_state(job) if job.isdecimal() and len(clusters) < 2 else None
     if state == "COMPLETING":
         return "leaving" if now - held.renewed < LEAVING_SECONDS else "dead"
     if state is not None:
@@ -170,13 +170,13 @@ def verdict(held: Held, mine: Owner, now: float) -> str:
     return "alive" if now - held.renewed < STALE_SECONDS else "dead"
 
 
-def job_state(job: str) -> str | None:
+def slurm_state(job: str) -> str | None:
     """Slurm's word for a job; empty if it is gone; None if Slurm cannot be asked."""
     found = squeue("--jobs", job, form="%T", timeout=SQUEUE_SECONDS)
     return "\n".join(found) if found is not None else None
 
 
-def refusal(folder: Path, held: Held, now: float) -> str:
+def refusal(folder: Path, held: OwnerRecord, now: float) -> str:
     job = str(held.owner.get("job", ""))
     stops = f"`touch {folder}/STOP`" + (f" or `scancel {job}`" if job else "")
     return (
@@ -194,7 +194,7 @@ def _who(owner: Owner) -> str:
     return f"{job}process {owner['process']} on {owner.get('machine')} (since {since})"
 
 
-def read(path: Path) -> Held | None:
+def read_owner(path: Path) -> OwnerRecord | None:
     """None if nobody is there. What cannot be read may be just being written: it has an owner,
     judged by its age alone."""
     try:
@@ -206,25 +206,27 @@ def read(path: Path) -> Held | None:
     except ValueError:
         owner = {}
     owner = owner if isinstance(owner, dict) else {}
-    return Held(owner, str(owner.get("id") or f"{stat.st_ino}-{stat.st_mtime_ns}"), stat.st_mtime)
+    return OwnerRecord(
+        owner, str(owner.get("id") or f"{stat.st_ino}-{stat.st_mtime_ns}"), stat.st_mtime
+    )
 
 
-def succession(path: Path) -> list[Held]:
+def succession(path: Path) -> list[OwnerRecord]:
     """The owner; its heir, where one was about to take its place; that one's heir, and so on."""
     line = []
-    held = read(path)
+    held = read_owner(path)
     while held is not None:
         line.append(held)
-        held = read(_heir(path, held))
+        held = read_owner(_heir(path, held))
     return line
 
 
-def _inherit(path: Path, dead: Held, beside: Path) -> bool:
+def _inherit(path: Path, dead: OwnerRecord, beside: Path) -> bool:
     """Follows a dead owner, unless another one does."""
     heir = _heir(path, dead)
     if not _link(beside, heir):
         return False
-    line, mine = succession(path), read(beside)
+    line, mine = succession(path), read_owner(beside)
     if mine is None or not line or line[-1].id != mine.id:
         # Somebody followed and tidied up since we looked, so that nothing leads to us.
         heir.unlink(missing_ok=True)
@@ -235,7 +237,7 @@ def _inherit(path: Path, dead: Held, beside: Path) -> bool:
     return True
 
 
-def _heir(path: Path, held: Held) -> Path:
+def _heir(path: Path, held: OwnerRecord) -> Path:
     return path.with_name(f".owner.{held.id}.heir")
 
 
@@ -254,7 +256,7 @@ def _link(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except FileExistsError:  # NFS may lose the answer to a link that it has made
-        made, wanted = read(target), read(source)
+        made, wanted = read_owner(target), read_owner(source)
         return made is not None and wanted is not None and made.id == wanted.id
     except OSError as error:
         if error.errno not in NO_LINKS:

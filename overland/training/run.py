@@ -17,7 +17,7 @@ from overland.checkpoint.folder import committed
 from overland.checkpoint.formats.source import companions_in
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
-from overland.checks.order import require_order
+from overland.checks.block_order import require_order
 from overland.config.degrees import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
@@ -44,23 +44,23 @@ from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.sharding import local_part, splits
 from overland.run_folder import MODEL_CONFIG, RunFolder
 from overland.training.auto import settle
-from overland.training.callbacks import Callback, user_callbacks
-from overland.training.compiled import CompileCache, KernelCache
+from overland.training.callbacks import (
+    Callback,
+    GarbageCollection,
+    Pace,
+    Profiler,
+    Timeouts,
+    user_callbacks,
+)
+from overland.training.compile_cache import CompileCache, KernelCache
 from overland.training.console import Console
-from overland.training.epochs import with_steps
-from overland.training.garbage import GarbageCollection
-from overland.training.health import SpikeGuard
-from overland.training.inner import InnerState
-from overland.training.metrics import JsonLines, LossPlot, TensorBoard, WeightsAndBiases
-from overland.training.pace import Pace
-from overland.training.precision import LossScaler
-from overland.training.profile import Profiler
-from overland.training.progress import Progress
+from overland.training.health import LossScaler, SpikeGuard
+from overland.training.metrics import LossPlot, MetricsFile, TensorBoard, WeightsAndBiases
 from overland.training.readme import model_name, write_readme
 from overland.training.resume import policy_of_the_resumed, start_from
-from overland.training.seeds import set_seeds
-from overland.training.state import learned_names, run_facts, saved_state
-from overland.training.timeouts import Timeouts
+from overland.training.schedule import with_steps
+from overland.training.state import Progress, learned_names, run_facts, saved_state, set_seeds
+from overland.training.step import InnerState
 from overland.world.heartbeat import Heartbeat, Phase
 from overland.world.world import World
 
@@ -302,7 +302,7 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
         (config.compile.enable is True, CompileCache),
         (run.device.type == "cuda" and has_triton(), KernelCache),
         (run.world.rank in log_ranks, Console),
-        (first, JsonLines),
+        (first, MetricsFile),
         (first, LossPlot),
         (first and config.metrics.enable_tensorboard, TensorBoard),
         (first and config.metrics.enable_wandb, WeightsAndBiases),

@@ -1,10 +1,25 @@
-"""The learning rate of a step: a pure function, so there is nothing to save or restore."""
+"""The learning rate of a step, and how many steps there are.
+
+The rate is a pure function of the step, so there is nothing to save or restore. Epochs become steps
+by counting the batches that the data gives, before training starts. Where windows of text are
+packed, their tokens decide how many rows they give. So all of the text is tokenised once; its
+shards are kept, and so are the counts, in the run folder: a resume reads them.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, Training
+from overland.data import registry
+from overland.data.blocks import BlockStream
+from overland.data.corpora import Preparer
+from overland.data.corpus_folder import is_corpus
+from overland.data.prepare import Dataset, training_data
+from overland.data.registry import sources_of
+from overland.errors import DataError
 
 
 def learning_rate(step: int, config: JobConfig) -> float:
@@ -35,3 +50,69 @@ def _remaining(progress: float, decay_type: str) -> float:
     if decay_type == "sqrt":
         return 1 - math.sqrt(progress)
     return 1 - progress
+
+
+ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
+
+
+def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfig:
+    """The config with `training.steps`, where it asks for epochs."""
+    training = config.training
+    if training.epochs is None:
+        return config
+    while not place.once(lambda: count_windows(dataset, training.epochs or 0, place.report)):
+        pass
+    steps = place.once(lambda: num_steps(dataset, training))
+    name = source_name(dataset)
+    place.report(f"training.epochs = {training.epochs:g} of {name} comes to {steps:,} steps")
+    settled = training.model_copy(update={"steps": steps})
+    return config.model_copy(update={"training": settled})
+
+
+def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
+    """Steps of a run, if they can be told without tokenising anything."""
+    if config.training.epochs is None:
+        return config.training.steps
+    ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
+    folder = registry.find_folder(name, wanted, config.data)
+    if folder is None or not is_corpus(folder) or config.data.holdout:
+        return None
+    dataset = training_data(config, global_batch_size, None, Preparer())
+    try:
+        return num_steps(dataset, config.training)
+    finally:
+        dataset.close()
+
+
+def num_steps(dataset: Dataset, training: Training) -> int:
+    assert training.epochs is not None
+    rows = dataset.rows
+    steps = rows.num_batches(training.epochs, drop=training.last_batch == "drop")
+    if steps < 1:
+        size = rows.plan.segments[-1].global_batch_size
+        raise DataError(
+            f"training.epochs = {training.epochs:g} of {source_name(dataset)} does not fill one "
+            f'batch of {size:,} rows: set training.last_batch = "pad", or a smaller '
+            "training.global_batch_size"
+        )
+    return steps
+
+
+def source_name(dataset: Dataset) -> str:
+    """The one source that is read."""
+    return next(name for name, weight in dataset.plan.segments[-1].weights.items() if weight)
+
+
+def count_windows(dataset: Dataset, epochs: float, report: Callable[[str], None]) -> bool:
+    """Counts the rows of windows for a while; returns whether all were counted."""
+    started = time.monotonic()
+    for lane in dataset.rows.lanes(dataset.plan.segments[-1].first_batch).lanes:
+        if not isinstance(lane, BlockStream):
+            continue
+        total = lane.windows_before(-int(-epochs // 1))
+        for window in range(lane.num_counted, total):
+            lane.num_blocks(window + 1)
+            if time.monotonic() - started > ROUND_SECONDS:
+                report(f"counting rows for training.epochs: {window + 1:,} of {total:,} windows")
+                return False
+    return True

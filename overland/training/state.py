@@ -1,17 +1,24 @@
-"""What a checkpoint of a run holds: tensors by name, and everything that is no tensor.
+"""What a checkpoint of a run holds: tensors by name, random streams, and everything that is no
+tensor, such as the progress.
 
 Names are those of the undivided model, so that any layout can read what another one wrote; loading
-into the tensors is loading the run.
+into the tensors is loading the run. Weights and data order draw from no random stream, being pure
+functions of the seed; dropout, users' models and libraries do.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import platform
+import random
+import struct
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +28,7 @@ from overland.checkpoint.origin import KEY as LEFT_OUT
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.plan import State, local_name, local_tensor
 from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
-from overland.config.schema import Optimizer
+from overland.config.schema import Debug, Optimizer
 from overland.data.plan import Plan, differences, former_names
 from overland.errors import CheckpointError
 from overland.models.hf import load_hf
@@ -30,7 +37,6 @@ from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
-from overland.training.random_state import random_state, set_random_state
 from overland.training.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -282,3 +288,69 @@ def _restore_random(run: Run, checkpoint: Checkpoint) -> None:
     if names:
         state = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
         set_random_state(state, run.device)
+
+
+@dataclass
+class Progress:
+    """`batch` is the next global batch; it runs ahead of `step` where batches were left out."""
+
+    step: int = 0
+    batch: int = 0
+    tokens: int = 0
+    """Of samples that are arrays: their number."""
+    best_validation_loss: float = math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            setattr(self, key, math.inf if value is None else value)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    version, internal, gauss = random.getstate()
+    python = [version, *internal, gauss is not None, _bits(gauss or 0.0)]
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy = [*np.asarray(keys).tolist(), position, has_gauss, _bits(float(cached))]
+    state = {
+        "python": torch.tensor(python, dtype=torch.int64),
+        "numpy": torch.tensor(numpy, dtype=torch.int64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    version, *internal, has_gauss, gauss = state["python"].tolist()
+    random.setstate((version, tuple(internal), _number(gauss) if has_gauss else None))
+    *keys, position, has_gauss, gauss = state["numpy"].tolist()
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _number(gauss))
+    )
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "device" in state:
+        torch.cuda.set_rng_state(state["device"], device)
+
+
+def _bits(number: float) -> int:
+    """A float64 as the int64 of the same bits."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def set_seeds(debug: Debug) -> None:
+    """Weights and data order do not draw from these: they are pure functions of the seed. User code
+    and libraries may."""
+    random.seed(debug.seed)
+    np.random.seed(debug.seed % 2**32)
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)

@@ -1,22 +1,30 @@
 """One optimizer step: accumulate gradients over the global batch, clip, update.
 
-What the loss is a mean of, and over what, is the objective's to say (see objectives/).
+What the loss is a mean of, and over what, is the objective's to say (see objectives/); what a step
+does for losses, statistics and state inside the model stands below, in `InnerState`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overland.data.batch import Batch
+from overland.kernels.norm import sum_of_squares
+from overland.models.inner import InnerLoss, Statistic
 from overland.objectives.objective import count_of
+from overland.optimizers.optimizer import Optimizer
+from overland.parallel.apply import ParallelModel
 from overland.parallel.comm import from_first_rank, sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.mesh import Mesh
-from overland.parallel.sharding import reshard
-from overland.training.gradient_norm import gradient_norm
+from overland.parallel.sharding import reshard, shard_of
 from overland.training.health import SpikeGuard
 from overland.training.schedule import learning_rate
 
@@ -84,3 +92,100 @@ def with_passes(run: Run, share: Batch) -> Batch:
 def total_sums(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Summed over the ranks that hold different tokens, and known on every stage."""
     return sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())
+
+
+def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Tensor:
+    """The 2-norm of all gradients together, over every shard and stage.
+
+    Gradients are grouped by the axes they are sharded over, so that it takes one small sum per
+    axis, however many parameters there are.
+    """
+    groups: dict[tuple[str, ...], list[Tensor]] = {}
+    for parameter in optimizer.parameters:
+        if parameter.grad is not None and model.counted_once(parameter):
+            axes = sharded_axes(parameter.grad)
+            groups.setdefault(axes, []).append(shard_of(parameter.grad))
+    squares = {axes: sum_of_squares(gradients) for axes, gradients in groups.items()}
+    for axis in ("fsdp", "tp"):
+        together = [axes for axes in squares if axis in axes]
+        if together and mesh.parameters[axis].size() > 1:
+            summed = torch.stack([squares[axes] for axes in together])
+            sum_over(summed, mesh.parameters.get_group(axis))
+            squares.update(zip(together, summed, strict=True))
+    # A stage whose parameters are all frozen takes part in the sum too.
+    total = torch.stack([no_squares(model), *squares.values()]).sum()
+    return sum_over(total, mesh.parameters.get_group("pp")).sqrt()
+
+
+def no_squares(model: ParallelModel) -> Tensor:
+    """Zero, in the type and on the device of the sums."""
+    some = next(parameter for part in model.parts for parameter in part.parameters())
+    wide = torch.promote_types(some.dtype, torch.float32)
+    return torch.zeros((), dtype=wide, device=some.device)
+
+
+def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
+    """The mesh axes along which ranks hold different parts."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return tuple(name for name, placement in axes if not placement.is_replicate())
+
+
+class InnerState:
+    """All that notes or changes something in the middle of the model; for most models, nothing."""
+
+    def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        modules = [module for part in parts for module in part.modules()]
+        self._mesh = mesh
+        self._statistics = [one for one in modules if isinstance(one, Statistic)]
+        self._losses = [one for one in modules if isinstance(one, InnerLoss)]
+        self._changing = [
+            one for one in modules if callable(getattr(type(one), "after_step", None))
+        ]
+        self._reduced = {  # each once, though several modules around it may read it
+            inside: None
+            for one in self._changing
+            for inside in one.modules()
+            if isinstance(inside, Statistic) and not isinstance(inside, InnerLoss)
+        }
+        self._names = self._names_of_all_stages()
+
+    def begin_step(self, scale: Tensor) -> None:
+        """`scale`: the loss scale, divided by the number of rows of the global batch."""
+        for statistic in self._statistics:
+            statistic.total.zero_()
+        for loss in self._losses:
+            loss.scale.copy_(scale * loss.weight)
+
+    def after_step(self, skip: Tensor) -> None:
+        """Calls every `after_step()` with statistics that are summed over the global batch; a step
+        that is skipped leaves buffers as they were."""
+        for statistic in self._reduced:
+            sum_over(statistic.total, self._mesh.token_group)
+        with torch.no_grad():
+            for module in self._changing:
+                before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+                module.after_step()  # type: ignore[operator]
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(torch.where(skip, before[name], buffer))
+
+    def logged(self, num_rows: int) -> dict[str, float]:
+        """Means of the losses inside the model in the last step. All ranks together."""
+        if not self._names:
+            return {}
+        device = torch.device(self._mesh.device_type)
+        sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
+        for loss in self._losses:
+            sums[self._names.index(loss.name)] += loss.total
+        mesh = self._mesh
+        sums = sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())
+        return dict(zip(self._names, (sums / num_rows).tolist(), strict=True))
+
+    def _names_of_all_stages(self) -> list[str]:
+        mine = sorted({loss.name for loss in self._losses})
+        if self._mesh.degrees.pp == 1:
+            return mine
+        found: list[list[str]] = [[] for _ in range(self._mesh.degrees.pp)]
+        dist.all_gather_object(found, mine, group=self._mesh.axis("pp").get_group())
+        return sorted(set().union(*found))

@@ -79,7 +79,9 @@ weight_decay = 0.01
 
 
 def test_optimizers_are_checked_without_torch() -> None:
-    code = "import overland.checks.optimizer, overland.training.memory, sys; print(*sys.modules)"
+    code = (
+        "import overland.checks.hyperparameters, overland.training.memory, sys; print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch" not in done.stdout.split()
 

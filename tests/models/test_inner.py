@@ -12,7 +12,7 @@ from overland.models.buffers import cast
 from overland.models.inner import InnerLoss, Statistic
 from overland.parallel.apply import require_splittable
 from overland.parallel.mesh import build_mesh
-from overland.training.inner import InnerState
+from overland.training.step import InnerState
 from overland.world.pool import RankPool
 from overland.world.world import World
 

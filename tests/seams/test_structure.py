@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from overland.checks import check_config
+from overland.checks.block_order import require_order
 from overland.checks.fake_step import fake_steps
-from overland.checks.order import require_order
 from overland.cli.main import app
 from overland.config.degrees import resolve_degrees
 from overland.config.load import load_config

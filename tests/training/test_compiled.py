@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.training.compiled import (
+from overland.training.compile_cache import (
     COMPILED,
     KERNELS,
     CompileCache,
@@ -19,7 +19,7 @@ from overland.training.compiled import (
     kernels_in,
     packed_as_tar,
     put,
-    unpacked,
+    unpacked_tar,
 )
 from overland.world.world import World
 
@@ -163,6 +163,6 @@ def test_kernels_that_cannot_be_used_do_no_harm(
         KernelCache(run).on_start(run)
     assert not (tmp_path / "outside").exists()
     assert len(said) >= 4
-    assert unpacked(good) == {"abc/kernel.cubin": b"123"}
-    put(unpacked(good), tmp_path / "elsewhere")
-    assert kernels_in(tmp_path / "elsewhere", 0.0) == unpacked(good)
+    assert unpacked_tar(good) == {"abc/kernel.cubin": b"123"}
+    put(unpacked_tar(good), tmp_path / "elsewhere")
+    assert kernels_in(tmp_path / "elsewhere", 0.0) == unpacked_tar(good)

@@ -12,13 +12,13 @@ import pytest
 
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
-from overland.training.console import Console, describe, describe_shortly
+from overland.training.console import Console, line_of, short_line_of
 from overland.world.world import World
 
 PROFILED = """
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
-from overland.training.profile import quieten
+from overland.training.callbacks import quieten
 
 quieten()
 with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=1)) as p:
@@ -45,8 +45,8 @@ def test_a_bar_is_drawn_on_a_terminal_of_ones_own(
 def test_what_an_objective_logs_is_shown_by_name() -> None:
     record = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "accuracy": 0.75}
     record |= {"mfu": None, "memory_gib": 1.0, "data_wait": 0.0, "tokens_per_second": 10.0}
-    assert describe(record).endswith("1.00 GiB  accuracy 0.75")
-    assert describe_shortly(record).endswith("1.0 GiB  accuracy 0.75")
+    assert line_of(record).endswith("1.00 GiB  accuracy 0.75")
+    assert short_line_of(record).endswith("1.0 GiB  accuracy 0.75")
 
 
 def test_the_profiler_says_nothing() -> None:

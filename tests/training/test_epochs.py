@@ -15,7 +15,7 @@ from overland.errors import DataError
 from overland.run_folder import RunFolder
 from overland.tools.proofs.data import prove_data
 from overland.tools.watch.watch import Watch
-from overland.training.epochs import known_steps
+from overland.training.schedule import known_steps
 from overland.world.pool import RankPool
 from overland.world.world import World
 from tests.data.corpora import Numbered, make_corpus

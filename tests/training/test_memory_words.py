@@ -11,7 +11,7 @@ import torch
 from overland.config.degrees import resolve_degrees
 from overland.errors import Kind
 from overland.models.registry import model_config
-from overland.training.memory_words import is_out_of_memory, out_of_memory, rank_killed
+from overland.training.out_of_memory import is_out_of_memory, out_of_memory, rank_killed
 from overland.world.last_words import error_kind
 from tests.jobs import tiny_job
 

@@ -18,8 +18,8 @@ from overland.training.callbacks import Callback
 from overland.training.history import History
 from overland.training.loop import train
 from overland.training.metrics import (
-    JsonLines,
     LossPlot,
+    MetricsFile,
     TensorBoard,
     drop_torn_line,
     newest_records,
@@ -135,9 +135,9 @@ def test_no_run_ends_for_a_picture(tmp_path: Path) -> None:
     assert said == [f"{folder.plot} was not drawn: No such file or directory"]
 
 
-@pytest.mark.parametrize("kind", [JsonLines, TensorBoard])
+@pytest.mark.parametrize("kind", [MetricsFile, TensorBoard])
 def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
-    tmp_path: Path, kind: type[JsonLines] | type[TensorBoard], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: type[MetricsFile] | type[TensorBoard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told once while it lasts; later logs write what is late."""
     said: list[str] = []
@@ -156,7 +156,7 @@ def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        if isinstance(metrics, JsonLines):
+        if isinstance(metrics, MetricsFile):
             metrics.file.close()
             metrics.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
         else:
@@ -167,12 +167,12 @@ def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
         assert "cannot be written: No space left on device; the run continues" in said[0]
         metrics.on_end(run)
         assert "lacks its last 2 l" in said[1]
-    if isinstance(metrics, JsonLines):
+    if isinstance(metrics, MetricsFile):
         metrics.file = folder.metrics.open("ab", buffering=0)
     metrics.on_log(run, {"step": 4, "loss": 4.0})
     metrics.on_end(run)
     assert len(said) == 2
-    if isinstance(metrics, JsonLines):
+    if isinstance(metrics, MetricsFile):
         lines = folder.metrics.read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     else:

@@ -18,20 +18,20 @@ import pytest
 from overland.errors import TrainingError
 from overland.run_folder import OWNER
 from overland.training import owner
-from overland.training.owner import Ownership, describe, owned, read, take
+from overland.training.owner import Ownership, owned, read_owner, take, this_owner
 from overland.world.pool import RankPool
 from overland.world.world import World
 
 
 @pytest.fixture(autouse=True)
 def without_squeue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "job_state", lambda job: None)
+    monkeypatch.setattr(owner, "slurm_state", lambda job: None)
 
 
 def held_by(folder: Path, **facts: Any) -> Path:
     """An owner on another machine, alive as far as anyone can tell."""
     path = folder / OWNER
-    other = {**describe({}), "host": "elsewhere-1", "machine": "elsewhere", "process": 4711}
+    other = {**this_owner({}), "host": "elsewhere-1", "machine": "elsewhere", "process": 4711}
     path.write_text(json.dumps({**other, **facts}))
     return path
 
@@ -107,7 +107,7 @@ def test_an_owner_nobody_can_be_asked_about_is_judged_by_its_last_sign(
 def test_slurm_knows_whether_a_job_elsewhere_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str | None, seconds: float, free: bool
 ) -> None:
-    monkeypatch.setattr(owner, "job_state", lambda job: state)
+    monkeypatch.setattr(owner, "slurm_state", lambda job: state)
     age(held_by(tmp_path, job="123"), seconds)
     if free:
         take(tmp_path).release()
@@ -119,7 +119,7 @@ def test_slurm_knows_whether_a_job_elsewhere_lives(
 def test_a_job_of_another_cluster_is_unknown_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "job_state", lambda job: "")  # gone, says the wrong squeue
+    monkeypatch.setattr(owner, "slurm_state", lambda job: "")  # gone, says the wrong squeue
     held_by(tmp_path, job="123", cluster="one")
     with pytest.raises(TrainingError):
         take(tmp_path, {"SLURM_CLUSTER_NAME": "two"})
@@ -131,12 +131,12 @@ def test_a_link_waits_for_the_one_before_it_to_leave(
 ) -> None:
     """Slurm starts the next job of a chain while it still ends the processes of the last."""
     states = iter(["COMPLETING", "COMPLETING", ""])
-    monkeypatch.setattr(owner, "job_state", lambda job: next(states))
+    monkeypatch.setattr(owner, "slurm_state", lambda job: next(states))
     monkeypatch.setattr(owner.time, "sleep", lambda seconds: None)
     held_by(tmp_path, job="123")
     take(tmp_path).release()
 
-    monkeypatch.setattr(owner, "job_state", lambda job: "COMPLETING")
+    monkeypatch.setattr(owner, "slurm_state", lambda job: "COMPLETING")
     monkeypatch.setattr(owner, "PATIENCE_SECONDS", 0.0)
     held_by(tmp_path, job="123")
     with pytest.raises(TrainingError):
@@ -159,7 +159,7 @@ def test_the_next_attempt_of_a_job_follows_the_one_before(
     if free:
         after = take(tmp_path, {"SLURM_JOB_ID": "7", **second})
         before.release()  # takes nothing away from the one that follows
-        held = read(tmp_path / OWNER)
+        held = read_owner(tmp_path / OWNER)
         assert held is not None
         assert held.id == after.owner["id"]
         after.release()
@@ -209,14 +209,14 @@ def test_of_those_that_start_at_the_same_instant_one_wins(
             age(held_by(folder, id="x"), 1000)
         if before == "a dead heir":
             heir = folder / ".owner.x.heir"
-            heir.write_text(json.dumps({**describe({}), "host": "elsewhere-2"}))
+            heir.write_text(json.dumps({**this_owner({}), "host": "elsewhere-2"}))
             age(heir, 1000)
         if before == "rubbish":
             (folder / OWNER).write_text("{")
             age(folder / OWNER, 1000)
         won = race(folder, 6)
         assert len(won) == 1
-        held = read(folder / OWNER)
+        held = read_owner(folder / OWNER)
         assert held is not None
         assert held.id == won[0].owner["id"]
         won[0].release()
@@ -242,14 +242,14 @@ def race(folder: Path, num: int) -> list[Ownership]:
 def test_a_slow_one_does_not_follow_an_owner_that_has_been_followed(tmp_path: Path) -> None:
     """It found the owner dead, and slept while another one took the place and tidied up."""
     path = held_by(tmp_path)
-    dead = read(path)
+    dead = read_owner(path)
     assert dead is not None
     age(path, 1000)
     quick = take(tmp_path)
-    slow = describe({})
+    slow = this_owner({})
     with owner._written_beside(path, slow) as beside:
         assert not owner._inherit(path, dead, beside)
-    held = read(path)
+    held = read_owner(path)
     assert held is not None
     assert held.id == quick.owner["id"]
     assert leftovers(tmp_path) == []

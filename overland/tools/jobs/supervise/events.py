@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.run_folder import ATTEMPTS
-from overland.training.tail import Tail
+from overland.training.history import Tail
 
 Event = dict[str, Any]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from overland.training.run import Run
 
 
-class FedRows:
+class LedgerWriter:
     def __init__(self, run: Run) -> None:
         self._run, self._mesh = run, run.mesh
         self._ledger = None

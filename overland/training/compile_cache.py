@@ -53,7 +53,7 @@ class CompileCache(Callback):
         self.is_saved = True
         made = torch.compiler.save_cache_artifacts()
         if made is not None:
-            write_whole(run, self.path, made[0])
+            write_cache(run, self.path, made[0])
 
 
 class KernelCache(Callback):
@@ -69,7 +69,7 @@ class KernelCache(Callback):
     def on_start(self, run: Run) -> None:
         for stage, packed in enumerate(read_for_all(run, KERNELS)):
             try:
-                kernels = unpacked(packed)
+                kernels = unpacked_tar(packed)
                 if run.world.local_rank == 0:
                     put(kernels, triton_folder())
             except (OSError, ValueError, tarfile.TarError) as error:
@@ -86,7 +86,7 @@ class KernelCache(Callback):
         made = kernels_in(triton_folder(), self.began)
         kernels = {**self.kept, **made}
         if made.keys() - self.kept.keys() and sum(map(len, kernels.values())) <= MOST_BYTES:
-            write_whole(run, self.path, packed_as_tar(kernels))
+            write_cache(run, self.path, packed_as_tar(kernels))
 
 
 def stage_of(run: Run) -> int:
@@ -99,10 +99,10 @@ def is_first_of_stage(run: Run) -> bool:
 
 
 def path_of(run: Run, name: str) -> Path:
-    return run.folder.root / name_of(name, stage_of(run))
+    return run.folder.root / stage_file(name, stage_of(run))
 
 
-def name_of(name: str, stage: int) -> str:
+def stage_file(name: str, stage: int) -> str:
     first, ending = name.split(".")
     return name if stage == 0 else f"{first}_{stage}.{ending}"
 
@@ -112,7 +112,7 @@ def read_for_all(run: Run, name: str) -> list[bytes]:
     is not run."""
     read = []
     for stage in range(run.mesh.degrees.pp):
-        path = run.folder.root / name_of(name, stage)
+        path = run.folder.root / stage_file(name, stage)
         try:
             is_ours = run.world.is_first and path.stat().st_uid == os.getuid()
             read.append(path.read_bytes() if is_ours else b"")
@@ -121,7 +121,7 @@ def read_for_all(run: Run, name: str) -> list[bytes]:
     return broadcast(read, run.store.group)
 
 
-def write_whole(run: Run, path: Path, data: bytes) -> None:
+def write_cache(run: Run, path: Path, data: bytes) -> None:
     """A full disk costs the next session some time, and must not end this one."""
     try:
         replace_file(path, data, durable=False)
@@ -176,7 +176,7 @@ def packed_as_tar(kernels: Mapping[str, bytes]) -> bytes:
     return file.getvalue()
 
 
-def unpacked(packed: bytes) -> dict[str, bytes]:
+def unpacked_tar(packed: bytes) -> dict[str, bytes]:
     """Plain files two levels deep, and nothing else. ValueError for a path that leads elsewhere."""
     kernels: dict[str, bytes] = {}
     if not packed:

@@ -1,0 +1,165 @@
+"""The optimizer, the learning-rate schedule and the objective exist, take their options, and fit
+the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from overland.checks.model import nearest_parameters, parameter_names
+from overland.config.errors import Problem
+from overland.config.load import Loaded
+from overland.config.schema import IN_PLACE_OF, Optimizer
+from overland.data.registry import is_random, sources_of
+from overland.errors import ModelError, ObjectiveError, OptimizerError
+from overland.models.registry import model_config
+from overland.objectives import objective_for
+from overland.optimizers.adamw import AdamW
+from overland.optimizers.registry import optimizer_names, rules_of
+from overland.words import any_of
+
+ADAMW_KEYS = ("beta1", "beta2", "eps", "bf16_moments")
+
+
+def check_optimizer(loaded: Loaded) -> Iterator[Problem]:
+    settings = loaded.config.optimizer
+    try:
+        rules = rules_of(settings)
+    except OptimizerError as error:
+        known = settings.name in optimizer_names()
+        key = "options" if known and settings.options else "name"
+        key, value = f"optimizer.{key}", getattr(settings, key)
+        yield Problem(str(error), loaded.where(key), key, value)
+        return
+    if any(isinstance(rule, AdamW) for rule in rules):
+        return
+    for name in ADAMW_KEYS:  # a run folder's config sets them all
+        value = getattr(settings, name)
+        if value != Optimizer.model_fields[name].default:
+            key = f"optimizer.{name}"
+            message = f"is an option of AdamW; {settings.name} takes its own in [optimizer.options]"
+            yield Problem(message, loaded.where(key), key, value)
+
+
+def check_moments(loaded: Loaded) -> Iterator[Problem]:
+    key, dtype = "optimizer.bf16_moments", loaded.config.training.dtype
+    if loaded.config.optimizer.bf16_moments and dtype != "float32":
+        message = f"needs training.dtype = float32, not {dtype}"
+        yield Problem(message, loaded.where(key), key, True)
+
+
+def check_groups(loaded: Loaded) -> Iterator[Problem]:
+    """Every pattern matches a parameter, and not only such that belong to an earlier group."""
+    key, groups = "optimizer.groups", loaded.config.optimizer.groups
+    if not groups:
+        return
+    try:
+        names = parameter_names(loaded.config.model, all_names=False)
+    except (ModelError, OSError):
+        return
+    left = set(names)
+    for group in groups:
+        matched = {name for name in names if fnmatchcase(name, group.pattern)}
+        if not matched:
+            near = nearest_parameters(group.pattern, names)
+            message = f"'{group.pattern}' matches no parameter; the nearest names are {near}"
+            yield Problem(message, loaded.where(key), key)
+        elif not matched & left:
+            message = (
+                f"'{group.pattern}' matches only parameters of earlier groups, and the first match "
+                "counts: put the narrower pattern first"
+            )
+            yield Problem(message, loaded.where(key), key)
+        left -= matched
+
+
+WARMUP = "lr_scheduler.warmup_steps"
+EPOCHS = "training.epochs"
+
+
+def check_units(loaded: Loaded) -> Iterator[Problem]:
+    """What can be said in two units is said in one."""
+    for key, other in IN_PLACE_OF.items():
+        section, name = key.split(".")
+        value = getattr(getattr(loaded.config, section), name)
+        if value is not None and loaded.is_set(other):
+            message = f"{other} is set too ({loaded.where(other)}): remove one of them"
+            yield Problem(message, loaded.where(key), key, value)
+
+
+def check_epochs(loaded: Loaded) -> Iterator[Problem]:
+    """Epochs are those of a single source that ends."""
+    config = loaded.config
+    epochs, sources = config.training.epochs, sources_of(config)
+    if epochs is None:
+        return
+    names = [name for name, source in sources.items() if source.weight]
+    if len(names) > 1:
+        message = f"{any_of(names, 'and')} have epochs of their own: set training.steps"
+    elif config.data.mixture == "rows":
+        message = 'with data.mixture = "rows" an epoch has no end: set data.mixture = "tokens"'
+    elif any(is_random(name, sources[name]) for name in names):
+        message = "random tokens have no end, and so no epochs: set training.steps"
+    else:
+        return
+    yield Problem(message, loaded.where(EPOCHS), EPOCHS, epochs)
+
+
+def check_warmup(loaded: Loaded) -> Iterator[Problem]:
+    """Warm-up and decay within the steps of the schedule. Only notes: a run cut short to try it
+    (`training.steps=20`) ends in its warm-up, and that is what was asked for."""
+    schedule, training = loaded.config.lr_scheduler, loaded.config.training
+    if training.epochs is not None and not schedule.total_steps:
+        return  # so many steps are known when the data is counted
+    spans = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
+    total = schedule.total_steps or training.steps
+    warmup, decay = schedule.warmup(total), round((schedule.decay_ratio or 0) * total)
+    if warmup > total:
+        message = f"the warm-up is longer than the schedule ({spans} = {total})"
+        yield Problem(message, loaded.where(WARMUP), WARMUP, warmup, kind="note")
+    elif warmup + decay > total:
+        key = "lr_scheduler.decay_ratio"
+        message = f"{warmup} steps of warm-up and {decay} of decay are more than {spans} = {total}"
+        yield Problem(message, loaded.where(key), key, schedule.decay_ratio, kind="note")
+
+
+def check_lowest_rate(loaded: Loaded) -> Iterator[Problem]:
+    lowest, peak = loaded.config.lr_scheduler.min_lr, loaded.config.optimizer.lr
+    if lowest is not None and lowest > peak:
+        key = "lr_scheduler.min_lr"
+        message = f"expected at most the peak rate (optimizer.lr = {peak:g})"
+        yield Problem(message, loaded.where(key), key, lowest)
+
+
+def check_objective(loaded: Loaded) -> Iterator[Problem]:
+    """The objective exists, and rows that belong together stay together."""
+    training, layout = loaded.config.training, loaded.config.parallelism
+    try:
+        architecture = model_config(loaded.config.model)
+    except (ModelError, OSError):
+        return
+    if training.objective == "auto" and not training.z_loss and not training.objective_options:
+        return  # it needs no torch to know that this is fine
+    key = "training.objective_options" if training.objective_options else "training.z_loss"
+    key = key if training.objective == "auto" else "training.objective"
+    try:
+        objective = objective_for(training, architecture)
+    except ObjectiveError as error:
+        value = getattr(training, key.partition(".")[2])
+        yield Problem(str(error), loaded.where(key), key, value)
+        return
+    sizes = {"training.local_batch_size": training.local_batch_size}
+    if training.global_batch_size != -1:
+        sizes["training.global_batch_size"] = training.global_batch_size
+    if layout.pipeline_parallel_degree > 1:
+        name = "parallelism.pipeline_parallel_microbatch_size"
+        sizes[name] = layout.pipeline_parallel_microbatch_size
+    if loaded.config.validation.enable and loaded.config.validation.local_batch_size is not None:
+        sizes["validation.local_batch_size"] = loaded.config.validation.local_batch_size
+    for name, size in sizes.items():
+        if size % objective.rows_per_sample:
+            message = (
+                f"{training.objective} takes {objective.rows_per_sample} rows together: expected a "
+                f"multiple of {objective.rows_per_sample}"
+            )
+            yield Problem(message, loaded.where(name), name, size)
