@@ -26,6 +26,6 @@ def test_the_marker_is_there_when_and_only_when_all_steps_are_done(
 
 
 def test_a_marker_that_a_full_disk_does_not_take_is_told(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / ".done").symlink_to("/dev/full")
+    (tmp_path / ".done.part").symlink_to("/dev/full")
     (recorder,) = ranks.run(1, run_job, tiny_job(tmp_path, training={"steps": 1}))
     assert f"{tmp_path}/done cannot be written: No space left on device" in recorder.messages
