@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import overland.checkpoint.write as writing
-from overland.checkpoint.plan import Box, check_whole, drop_copies, lay_out
+from overland.checkpoint.plan import Box, check_whole, drop_copies, lay_out_files
 from overland.checkpoint.read import load
 from overland.checkpoint.store import Store
 from overland.checkpoint.write import Written, build_index
@@ -158,7 +158,7 @@ def plan(num_ranks: int) -> None:
     dropped = drop_copies(boxes_of_ranks)
     assert not any(dropped)
     check_whole(boxes_of_ranks)
-    files = [lay_out(boxes, rank) for rank, boxes in enumerate(boxes_of_ranks)]
+    files = [lay_out_files(boxes, rank) for rank, boxes in enumerate(boxes_of_ranks)]
     planning = time.monotonic() - started
     written = [[Written(0, 0, [[0]] * len(file.boxes)) for file in some] for some in files]
     started = time.monotonic()

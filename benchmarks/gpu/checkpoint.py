@@ -28,8 +28,8 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import overland.checkpoint.write as writing
-from overland.checkpoint.checksum import BLOCK
 from overland.checkpoint.folder import delete, latest_checkpoint, list_checkpoints
+from overland.checkpoint.format import BLOCK
 from overland.checkpoint.read import open_checkpoint
 from overland.checkpoint.snapshot import Snapshot
 from overland.checkpoint.store import Outcome, Store

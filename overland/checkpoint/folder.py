@@ -30,7 +30,7 @@ from overland.words import size
 
 
 @dataclass(frozen=True)
-class Found:
+class CommittedCheckpoint:
     """A committed checkpoint and what its marker says."""
 
     path: Path
@@ -48,12 +48,12 @@ def broken(path: Path) -> Path:
     return path.with_name(f"{path.name}.nonfinite")
 
 
-def list_checkpoints(folder: Path) -> list[Found]:
+def list_checkpoints(folder: Path) -> list[CommittedCheckpoint]:
     """The committed checkpoints, oldest first."""
     found = []
     for path in committed(folder):
         try:
-            found.append(Found(path, step_of(path), read_marker(path)))
+            found.append(CommittedCheckpoint(path, step_of(path), read_marker(path)))
         except CheckpointError:
             continue
     return found
@@ -93,7 +93,9 @@ def step_of(path: Path) -> int:
     return int(named[1])
 
 
-def superfluous(found: Sequence[Found], settings: Settings, newest: str) -> list[Found]:
+def superfluous(
+    found: Sequence[CommittedCheckpoint], settings: Settings, newest: str
+) -> list[CommittedCheckpoint]:
     """What the settings do not keep; `found` is ordered, oldest first. The one that was just
     written stays whatever its number: a run may have gone back."""
     if not settings.keep_latest_k:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from overland.checkpoint.checksum import BLOCK
 from overland.errors import CheckpointError
 
 INDEX = "index.json"
@@ -63,7 +62,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Entry:
+class TensorEntry:
     """A tensor and where its parts are."""
 
     dtype: torch.dtype
@@ -92,7 +91,7 @@ class Index:
 
     kind: str
     world_size: int
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     files: dict[str, FileInfo]
     run: dict[str, Any]
 
@@ -141,7 +140,7 @@ class Index:
         names = list(files)
         stored = sum(info.num_bytes for info in files.values())
         tensors = {
-            name: Entry(
+            name: TensorEntry(
                 DTYPES[entry["dtype"]],
                 tuple(entry["shape"]),
                 [
@@ -170,7 +169,7 @@ def _is_shape(shape: tuple[Any, ...]) -> bool:
     return len(shape) <= 64 and all(type(size) is int and 0 <= size < 2**63 for size in shape)
 
 
-def check_part(entry: Entry, part: Part, info: FileInfo) -> None:
+def check_part(entry: TensorEntry, part: Part, info: FileInfo) -> None:
     """ValueError if a part does not lie in its tensor and in its file, with its checksums."""
     inside = len(part.start) == len(part.shape) == len(entry.shape) and all(
         type(first) is type(size) is int and 0 <= first <= first + size <= whole
@@ -220,7 +219,9 @@ def header_of(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> byte
 MOST_UNEVEN = 2000
 
 
-def tile(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+def is_tiled_by(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> bool:
     """Whether boxes (start, shape) fill a tensor, each element once."""
     boxes = [box for box in boxes if math.prod(box[1])]
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
@@ -291,3 +292,14 @@ def _plain_name(name: str) -> str:
     if name != Path(name).name or name in ("", ".", ".."):
         raise ValueError(f"it names a file outside its folder: {name!r}")
     return name
+
+
+BLOCK = 16 * 2**20
+
+
+def checksum(data: memoryview | bytes) -> int:
+    return zlib.crc32(data)
+
+
+def num_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK)

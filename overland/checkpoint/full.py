@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.checksum import BLOCK, checksum
-from overland.checkpoint.format import Entry, FileInfo, Index, Part
+from overland.checkpoint.format import BLOCK, FileInfo, Index, Part, TensorEntry, checksum
 from overland.checkpoint.formats.lazy import Stored
-from overland.checkpoint.formats.overland import source_of
-from overland.checkpoint.formats.torch_files import open_torch, write_torch
-from overland.checkpoint.read import Checkpoint
-from overland.checkpoint.write import commit, write_whole
+from overland.checkpoint.formats.overland import as_lazy_checkpoint
+from overland.checkpoint.formats.torch import open_torch, write_torch
+from overland.checkpoint.read import CheckpointReader
+from overland.checkpoint.write import commit, write_whole_tensors
 from overland.files import Disk, Moved, ignore
 
 
@@ -33,17 +32,19 @@ def write_full(
     disk.remove_folder(shards)
     disk.rename(beside, shards)
     try:
-        with Checkpoint(shards, index, about, moved) as parts:
+        with CheckpointReader(shards, index, about, moved) as parts:
             if full_format == "torch":
                 write_four_files(parts, beside, about, disk, moved)
             else:
                 tensors = whole_tensors(parts)
-                write_whole(beside, tensors, index.run, about, disk, index.world_size, moved)
+                write_whole_tensors(
+                    beside, tensors, index.run, about, disk, index.world_size, moved
+                )
     finally:
         disk.remove_folder(shards)
 
 
-def whole_tensors(checkpoint: Checkpoint) -> list[Any]:
+def whole_tensors(checkpoint: CheckpointReader) -> list[Any]:
     return [
         (name, entry.dtype, entry.shape, lambda name=name: checkpoint.read(name))
         for name, entry in checkpoint.tensors.items()
@@ -51,7 +52,7 @@ def whole_tensors(checkpoint: Checkpoint) -> list[Any]:
 
 
 def write_four_files(
-    parts: Checkpoint,
+    parts: CheckpointReader,
     folder: Path,
     about: dict[str, Any],
     disk: Disk,
@@ -60,14 +61,14 @@ def write_four_files(
     """model_state_dict.pt and its companions. Tensors lie in such files as plain bytes, so an index
     can name their places, and we read and verify them as we do our own."""
     disk.make_folder(folder)
-    write_torch(source_of(parts, with_random_state=True), folder)
+    write_torch(as_lazy_checkpoint(parts, with_random_state=True), folder)
     disk.sync_folder(folder)
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for name, lazy in open_torch(folder).tensors.items():
         assert isinstance(lazy, Stored), name
         sums = tuple(_checksums(lazy.path, lazy.offset, lazy.nbytes, moved))
         part = Part(lazy.path.name, lazy.offset, (0,) * len(lazy.shape), lazy.shape, sums)
-        tensors[name] = Entry(lazy.dtype, lazy.shape, [part] if lazy.nbytes else [])
+        tensors[name] = TensorEntry(lazy.dtype, lazy.shape, [part] if lazy.nbytes else [])
     files = {path.name: _file_info(path, moved) for path in sorted(folder.iterdir())}
     index = Index("full", parts.index.world_size, tensors, files, parts.run)
     commit(folder, index, about, disk)

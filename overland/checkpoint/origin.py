@@ -17,7 +17,7 @@ from typing import Any
 
 from overland.errors import CheckpointError
 
-KEY = "left_out"  # of the run's facts in the index
+LEFT_OUT = "left_out"  # of the run's facts in the index
 READ_BYTES = 1 << 24
 
 
@@ -40,7 +40,7 @@ class Origin:
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Origin | None:
         """What a checkpoint has left out, by its facts; None if it is whole."""
-        found = facts.get(KEY)
+        found = facts.get(LEFT_OUT)
         if not found:
             return None
         try:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensor:
     """A tensor that its owner keeps in others: they are copied to the host as they are, and
     `unpack` makes of them there what is saved. `like` has its shape and placement. Each block of so
     many numbers is unpacked by itself; the first dimension of what is kept counts the blocks, and
@@ -47,7 +47,7 @@ class Packed:
     block: int = 1
 
 
-State = Mapping[str, Tensor | Packed]
+State = Mapping[str, Tensor | PackedTensor]
 
 
 class Box(NamedTuple):
@@ -82,7 +82,7 @@ class FilePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """This rank's files; rank 0 also has everyone's, because it writes the index."""
 
     files: list[FilePlan]
@@ -93,7 +93,7 @@ class Plan:
         return sum(file.num_bytes for file in self.files)
 
 
-def plan_save(state: State, group: dist.ProcessGroup | None) -> Plan:
+def plan_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
     """All ranks together. `group` is None for a process that is alone."""
     rank = dist.get_rank(group) if group else 0
     boxes = boxes_to_write(state)
@@ -102,7 +102,9 @@ def plan_save(state: State, group: dist.ProcessGroup | None) -> Plan:
     kept = without(boxes, scatter(dropped_of_ranks, group))
     kept_of_ranks = list(map(without, boxes_of_ranks, dropped_of_ranks))
     check_whole(kept_of_ranks)
-    return Plan(lay_out(kept, rank), [lay_out(some, r) for r, some in enumerate(kept_of_ranks)])
+    return SavePlan(
+        lay_out_files(kept, rank), [lay_out_files(some, r) for r, some in enumerate(kept_of_ranks)]
+    )
 
 
 def boxes_to_write(state: State) -> list[Box]:
@@ -145,7 +147,7 @@ def check_whole(boxes_of_ranks: Sequence[Sequence[Box]]) -> None:
         raise CheckpointError(f"the ranks' parts of {wrong[0]} do not add up to it")
 
 
-def plan_local_save(state: State, group: dist.ProcessGroup | None) -> Plan:
+def plan_local_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
     """Each rank writes what it holds (see `local_state`); nothing is shared out."""
     rank = dist.get_rank(group) if group else 0
     boxes = []
@@ -153,10 +155,12 @@ def plan_local_save(state: State, group: dist.ProcessGroup | None) -> Plan:
         shape = tuple(_shaped(value).shape)
         boxes.append(Box(name, value.dtype, shape, (0,) * len(shape), shape))
     boxes_of_ranks = gather(boxes, group)
-    return Plan(lay_out(boxes, rank), [lay_out(b, r) for r, b in enumerate(boxes_of_ranks)])
+    return SavePlan(
+        lay_out_files(boxes, rank), [lay_out_files(b, r) for r, b in enumerate(boxes_of_ranks)]
+    )
 
 
-def lay_out(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
+def lay_out_files(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
     """Files of about equal size."""
     boxes = [box for box in boxes if box.num_bytes]
     num_files = min(MAX_FILES_PER_RANK, 1 + sum(box.num_bytes for box in boxes) // FILE_BYTES)
@@ -177,7 +181,7 @@ def local_state(state: State, rank: int) -> State:
     """What this rank holds, under names of its own."""
     return {
         local_name(name, rank): replace(value, like=local_tensor(value.like))
-        if isinstance(value, Packed)
+        if isinstance(value, PackedTensor)
         else local_tensor(value)
         for name, value in state.items()
     }
@@ -191,9 +195,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shaped(value: Tensor | Packed) -> Tensor:
+def _shaped(value: Tensor | PackedTensor) -> Tensor:
     """Something to plan with."""
-    return value.like if isinstance(value, Packed) else value
+    return value.like if isinstance(value, PackedTensor) else value
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

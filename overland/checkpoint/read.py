@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.format import (
+    BLOCK,
     INDEX,
-    Entry,
     Index,
     Part,
+    TensorEntry,
     check_part,
+    checksum,
     parse_marker,
 )
 from overland.checkpoint.plan import broadcast, local_name, local_tensor
@@ -46,7 +47,7 @@ PIECE = 4 * BLOCK  # what one thread reads at a time
 READ_BYTES = 2**22  # between two signs of progress
 
 
-class Checkpoint:
+class CheckpointReader:
     """A committed checkpoint, open for reading. Usable from several threads."""
 
     def __init__(
@@ -61,7 +62,7 @@ class Checkpoint:
         self.run = index.run
         self._descriptors: dict[str, int] = {}
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,7 +105,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} lacks a part of {name}")
 
     def _copies(
-        self, name: str, entry: Entry, part: Part, offsets: Sequence[int], target: Tensor
+        self, name: str, entry: TensorEntry, part: Part, offsets: Sequence[int], target: Tensor
     ) -> Iterator[Callable[[], None]]:
         """Copies of the box at `offsets` of a part. Where the box lies in one piece, piece by
         piece, so that memory stays small; where it does not, in one go."""
@@ -172,7 +173,7 @@ class Checkpoint:
                 "after it was written"
             ) from None
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         try:
             return self.tensors[name]
         except KeyError:
@@ -186,11 +187,13 @@ class Checkpoint:
         return self._descriptors[file]
 
 
-def open_checkpoint(path: Path, moved: Moved = ignore) -> Checkpoint:
+def open_checkpoint(path: Path, moved: Moved = ignore) -> CheckpointReader:
     return _open(path, *_read_index(path), moved)
 
 
-def open_together(path: Path, group: dist.ProcessGroup | None, moved: Moved = ignore) -> Checkpoint:
+def open_together(
+    path: Path, group: dist.ProcessGroup | None, moved: Moved = ignore
+) -> CheckpointReader:
     """As `open_checkpoint`, by all ranks of a group: one of them reads marker and index, and the
     others get their bytes from it, to verify them as if they had read them. The index names every
     part of every rank; at 5,120 ranks one file would be asked for 59 GB."""
@@ -211,7 +214,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], bytes]:
     return read_marker(path), read_bytes(path / INDEX)
 
 
-def _open(path: Path, about: dict[str, Any], data: bytes, moved: Moved) -> Checkpoint:
+def _open(path: Path, about: dict[str, Any], data: bytes, moved: Moved) -> CheckpointReader:
     named = CHECKPOINT.match(path.name)
     if named and int(named[1]) != about["step"]:
         raise CheckpointError(
@@ -221,7 +224,7 @@ def _open(path: Path, about: dict[str, Any], data: bytes, moved: Moved) -> Check
         raise CheckpointError(
             f"{path / INDEX} is damaged: it is not the one that {COMMITTED} was written for"
         )
-    return Checkpoint(path, Index.from_json(data, path / INDEX), about, moved)
+    return CheckpointReader(path, Index.from_json(data, path / INDEX), about, moved)
 
 
 def read_marker(path: Path) -> dict[str, Any]:
@@ -249,7 +252,7 @@ def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
         return checkpoint.run
 
 
-def fill(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> None:
+def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
     missing = [name for name in state if name not in checkpoint.tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -276,7 +279,7 @@ def fill(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> None:
 
 
 def fill_local(
-    checkpoint: Checkpoint, state: Mapping[str, Tensor], rank: int, world_size: int
+    checkpoint: CheckpointReader, state: Mapping[str, Tensor], rank: int, world_size: int
 ) -> None:
     """The counterpart of a local save: this rank's own tensors, and no other layout will do."""
     if checkpoint.index.world_size != world_size:
@@ -342,11 +345,11 @@ def _on_device(device: torch.device, job: Callable[[], None]) -> None:
         job()
 
 
-def part_bytes(entry: Entry, part: Part) -> int:
+def part_bytes(entry: TensorEntry, part: Part) -> int:
     return math.prod(part.shape) * entry.dtype.itemsize
 
 
-def _metadata(entry: Entry) -> TensorStorageMetadata:
+def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
     chunks = [
         ChunkStorageMetadata(torch.Size(part.start), torch.Size(part.shape)) for part in entry.parts
     ]

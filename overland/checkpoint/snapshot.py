@@ -14,16 +14,16 @@ these.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from overland.checkpoint.finite import Largest
-from overland.checkpoint.plan import Box, Packed, Plan, State, local_tensor
+from overland.checkpoint.plan import Box, PackedTensor, SavePlan, State, local_tensor
 from overland.world.devices import available_memory
 
 ALIGNMENT = 64
@@ -36,7 +36,7 @@ COPIES_AT_ONCE = 256
 class Snapshot:
     """OSError if there is no memory for it."""
 
-    def __init__(self, plan: Plan, device: torch.device, state: State) -> None:
+    def __init__(self, plan: SavePlan, device: torch.device, state: State) -> None:
         self.device = device
         self.boxes = [box for file in plan.files for box in file.boxes]
         self._make_rooms(state)
@@ -45,7 +45,7 @@ class Snapshot:
         self._ready: torch.cuda.Event | None = None
         self._copied: torch.cuda.Event | None = None
         self._tested: Collection[str] = ()
-        self._largest = Largest([])
+        self._largest = LargestValues([])
         self._broken: set[str] = set()
         self._queued = threading.Event()
         self._queued.set()
@@ -65,7 +65,7 @@ class Snapshot:
                     room.copy_(tensor)
             return
         self._state = state
-        self._largest = Largest(
+        self._largest = LargestValues(
             (box.name, tensor)
             for box in self.boxes
             if box.name in tested and box.name not in self._unpacks
@@ -93,7 +93,7 @@ class Snapshot:
     def not_finite(self) -> list[str]:
         """Which of the tested tensors hold values that are not finite; once all are written."""
         done = self._largest.names | self._unpacks.keys()
-        in_host_memory = Largest(
+        in_host_memory = LargestValues(
             (box.name, room)
             for box, rooms in zip(self.boxes, self._rooms, strict=True)
             if box.name in self._tested and box.name not in done
@@ -130,7 +130,7 @@ class Snapshot:
             region.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(region, dtype=torch.uint8)
         self._number = {(box.name, box.start): i for i, box in enumerate(self.boxes)}
-        packed = {name: value for name, value in state.items() if isinstance(value, Packed)}
+        packed = {name: value for name, value in state.items() if isinstance(value, PackedTensor)}
         self._unpacks = {name: (value.unpack, value.block) for name, value in packed.items()}
         self._rooms: list[list[Tensor]] = []
         place = 0
@@ -180,8 +180,10 @@ class Direct:
 
     def not_finite(self) -> list[str]:
         values = [(name, value) for name, value in self._state.items() if name in self._tested]
-        plain = [(name, value) for name, value in values if not isinstance(value, Packed)]
-        found = Largest((name, one) for name, value in plain for one in _kept(value)).not_finite()
+        plain = [(name, value) for name, value in values if not isinstance(value, PackedTensor)]
+        found = LargestValues(
+            (name, one) for name, value in plain for one in _kept(value)
+        ).not_finite()
         return sorted(self._broken & set(self._tested)) + found
 
     def wait_on_device(self) -> None:
@@ -189,16 +191,16 @@ class Direct:
 
     def read(self, box: Box, begin: int, end: int) -> memoryview:
         value = self._state[box.name]
-        unpack = (value.unpack, value.block) if isinstance(value, Packed) else None
+        unpack = (value.unpack, value.block) if isinstance(value, PackedTensor) else None
         return _bytes(box, _kept(value), unpack, begin, end, self._broken)
 
     def close(self) -> None:
         self._state = {}
 
 
-def _kept(value: Tensor | Packed) -> list[Tensor]:
+def _kept(value: Tensor | PackedTensor) -> list[Tensor]:
     """The tensors that a value is kept in, on this rank."""
-    return list(value.kept) if isinstance(value, Packed) else [local_tensor(value).detach()]
+    return list(value.kept) if isinstance(value, PackedTensor) else [local_tensor(value).detach()]
 
 
 def _bytes(
@@ -233,3 +235,35 @@ def _aligned(num_bytes: int) -> int:
 def fits_in_memory(num_bytes: int, num_ranks: int) -> bool:
     """Whether every rank of this machine can have so much."""
     return num_bytes * num_ranks <= available_memory() * (1 - SPARE_SHARE)
+
+
+class LargestValues:
+    """The largest absolute values of tensors, each with the name it is reported by. Tensors of
+    integers and empty ones are always finite."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and tensor.numel():
+                groups.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
+        self.names = {name for group in groups.values() for name, _ in group}
+        self._values: list[tuple[list[str], Tensor]] = []
+        for group in groups.values():
+            names, some = [name for name, _ in group], [tensor for _, tensor in group]
+            self._values.append((names, torch.stack(torch._foreach_norm(some, math.inf))))
+
+    def not_finite(self) -> list[str]:
+        """Names of the tensors with a value that is not finite; waits for the device."""
+        found: list[str] = []
+        for names, values in self._values:
+            bad = (~values.isfinite()).tolist()
+            found += [name for name, is_bad in zip(names, bad, strict=True) if is_bad]
+        return list(dict.fromkeys(found))
+
+
+def tensors_in_words(names: list[str]) -> str:
+    """`a`, or `a and 3 other tensors`."""
+    others = len(names) - 1
+    if not others:
+        return names[0]
+    return f"{names[0]} and {others} other tensor{'s' if others > 1 else ''}"

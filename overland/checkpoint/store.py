@@ -42,7 +42,7 @@ from overland.checkpoint.folder import (
 )
 from overland.checkpoint.full import write_full
 from overland.checkpoint.plan import (
-    Plan,
+    SavePlan,
     State,
     broadcast,
     gather,
@@ -117,7 +117,7 @@ class Store:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = None if alone else dist.new_group(backend="gloo", timeout=PATIENCE)
         self._rank = 0 if alone else dist.get_rank()
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._snapshot: Snapshot | Direct = Direct()
         self._writing: threading.Thread | None = None
         self._is_waited_for = True
@@ -153,7 +153,7 @@ class Store:
                 f"node), so training waits while checkpoints are written"
             )
 
-    def _make_snapshot(self, plan: Plan, state: State) -> Snapshot | None:
+    def _make_snapshot(self, plan: SavePlan, state: State) -> Snapshot | None:
         """On all ranks or on none: one that waits for the disk would make all others wait."""
         snapshot = None
         if fits_in_memory(plan.num_bytes, self._local_ranks):
@@ -241,7 +241,7 @@ class Store:
 
     def _write(
         self,
-        plan: Plan,
+        plan: SavePlan,
         name: str,
         run: dict[str, Any],
         about: dict[str, Any],
@@ -351,7 +351,7 @@ class Store:
 
     def _commit(
         self,
-        plan: Plan,
+        plan: SavePlan,
         name: str,
         run: dict[str, Any],
         about: dict[str, Any],

@@ -13,15 +13,22 @@ from typing import Any
 
 import torch
 
-from overland.checkpoint.checksum import BLOCK, checksum
 from overland.checkpoint.format import (
+    BLOCK,
     DTYPE_NAMES,
     INDEX,
     NOT_AN_INDEX,
+    checksum,
+    is_tiled_by,
     name_of_part,
-    tile,
 )
-from overland.checkpoint.read import NUM_THREADS, PIECE, Checkpoint, open_checkpoint, part_bytes
+from overland.checkpoint.read import (
+    NUM_THREADS,
+    PIECE,
+    CheckpointReader,
+    open_checkpoint,
+    part_bytes,
+)
 from overland.errors import CheckpointError
 from overland.run_folder import CHECKPOINT, COMMITTED
 
@@ -77,7 +84,7 @@ def total_bytes(path: Path) -> int:
         return 0
 
 
-def _headers(checkpoint: Checkpoint) -> Iterator[Callable[[], int]]:
+def _headers(checkpoint: CheckpointReader) -> Iterator[Callable[[], int]]:
     for file, info in checkpoint.index.files.items():
 
         def job(
@@ -93,7 +100,7 @@ def _headers(checkpoint: Checkpoint) -> Iterator[Callable[[], int]]:
             yield partial(_verify_block, checkpoint, file, i * BLOCK, right)
 
 
-def _verify_block(checkpoint: Checkpoint, file: str, begin: int, right: int) -> int:
+def _verify_block(checkpoint: CheckpointReader, file: str, begin: int, right: int) -> int:
     size = min(BLOCK, checkpoint.index.files[file].num_bytes - begin)
     if checksum(memoryview(checkpoint.read_raw(file, begin, size).numpy().data)) != right:
         raise CheckpointError(
@@ -103,7 +110,7 @@ def _verify_block(checkpoint: Checkpoint, file: str, begin: int, right: int) -> 
     return 0
 
 
-def _pieces(checkpoint: Checkpoint) -> Iterator[Callable[[], int]]:
+def _pieces(checkpoint: CheckpointReader) -> Iterator[Callable[[], int]]:
     cpu = torch.device("cpu")
     for name, entry in checkpoint.tensors.items():
         for part in entry.parts:
@@ -120,14 +127,14 @@ def _by_step(path: Path) -> tuple[int, str]:
     return int(named[1]) if named else 0, path.name
 
 
-def _unknown_files(checkpoint: Checkpoint) -> Iterator[str]:
+def _unknown_files(checkpoint: CheckpointReader) -> Iterator[str]:
     known = {*checkpoint.index.files, INDEX, COMMITTED}
     for path in sorted(checkpoint.path.iterdir()):
         if path.name not in known:
             yield f"{path} does not belong to this checkpoint"
 
 
-def _gaps(checkpoint: Checkpoint) -> Iterator[str]:
+def _gaps(checkpoint: CheckpointReader) -> Iterator[str]:
     """A tensor whose parts do not add up to it, or lie where they cannot."""
     for name, entry in checkpoint.tensors.items():
         try:
@@ -135,11 +142,11 @@ def _gaps(checkpoint: Checkpoint) -> Iterator[str]:
         except CheckpointError as error:
             yield str(error)
             continue
-        if not tile(entry.shape, [(part.start, part.shape) for part in entry.parts]):
+        if not is_tiled_by(entry.shape, [(part.start, part.shape) for part in entry.parts]):
             yield f"{checkpoint.path}: the parts of {name} do not make up the whole"
 
 
-def _contradictions(checkpoint: Checkpoint) -> Iterator[str]:
+def _contradictions(checkpoint: CheckpointReader) -> Iterator[str]:
     """What marker, index and files say about the same thing in different words: an edit that made
     the checksums right again does not make these agree."""
     index, where = checkpoint.index, checkpoint.path / INDEX
@@ -161,7 +168,7 @@ def _contradictions(checkpoint: Checkpoint) -> Iterator[str]:
         yield from _other_layout(checkpoint, layout)
 
 
-def _other_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> Iterator[str]:
+def _other_layout(checkpoint: CheckpointReader, layout: dict[str, Any]) -> Iterator[str]:
     index, where = checkpoint.index, checkpoint.path / INDEX
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     shown = ", ".join(f"{axis} {layout.get(axis)!s:.50}" for axis in axes)
@@ -178,7 +185,7 @@ def _other_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> Iterator[st
             return
 
 
-def _other_headers(checkpoint: Checkpoint) -> Iterator[str]:
+def _other_headers(checkpoint: CheckpointReader) -> Iterator[str]:
     """Every file of tensors says itself which parts it holds, and where."""
     in_index: dict[str, dict[str, Any]] = {
         file: {} for file in checkpoint.index.files if file.endswith(".safetensors")

@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overland.checkpoint.checksum import BLOCK, checksum, num_blocks
-from overland.checkpoint.format import INDEX, Entry, FileInfo, Index, Part, marker
-from overland.checkpoint.plan import Box, FilePlan, lay_out
+from overland.checkpoint.format import (
+    BLOCK,
+    INDEX,
+    FileInfo,
+    Index,
+    Part,
+    TensorEntry,
+    checksum,
+    marker,
+    num_blocks,
+)
+from overland.checkpoint.plan import Box, FilePlan, lay_out_files
 from overland.files import Disk, Moved, ignore
 from overland.run_folder import COMMITTED
 
@@ -174,7 +183,7 @@ def build_index(
     run: dict[str, Any],
 ) -> Index:
     """The index of files that lie written, from everyone's plans and checksums."""
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     infos: dict[str, FileInfo] = {}
     for files, done in zip(files_of_ranks, written, strict=True):
         for file, result in zip(files, done, strict=True):
@@ -182,7 +191,7 @@ def build_index(
             for (box, offset), sums in zip(
                 _placed(file.boxes, result.header), result.sums, strict=True
             ):
-                entry = tensors.setdefault(box.name, Entry(box.dtype, box.whole))
+                entry = tensors.setdefault(box.name, TensorEntry(box.dtype, box.whole))
                 entry.parts.append(Part(file.name, offset, box.start, box.shape, sums))
                 end = offset + box.num_bytes
             infos[file.name] = FileInfo(end, result.header, result.header_checksum)
@@ -198,7 +207,7 @@ def commit(folder: Path, index: Index, about: dict[str, Any], disk: Disk) -> Non
     disk.sync_folder(folder)
 
 
-def write_whole(
+def write_whole_tensors(
     folder: Path,
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], Callable[[], Tensor]]],
     run: dict[str, Any],
@@ -220,12 +229,12 @@ def write_whole(
             held[box.name] = bytes_of(fetch[box.name]())
         return held[box.name][begin:end]
 
-    files = lay_out(boxes, 0)
+    files = lay_out_files(boxes, 0)
     written = write_files(folder, files, read, disk, num_threads=1, moved=moved)
     missing = [box for box in boxes if not box.num_bytes]
     index = build_index("full", [files], [written], run)
     index.world_size = world_size  # of the run: its random streams are in here, too
-    index.tensors |= {box.name: Entry(box.dtype, box.whole) for box in missing}
+    index.tensors |= {box.name: TensorEntry(box.dtype, box.whole) for box in missing}
     commit(folder, index, about, disk)
 
 

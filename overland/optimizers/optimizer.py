@@ -28,7 +28,7 @@ from overland.parallel.sharding import names_by_parameter, shard_of, tied_copies
 
 PREFIX = "optimizer."
 
-Saved = dict[str, Tensor | plan.Packed]
+Saved = dict[str, Tensor | plan.PackedTensor]
 Updater = Callable[[Sequence[Shard], Step], None]
 
 
@@ -160,17 +160,19 @@ class Optimizer:
             for name, kept in entry.packed.items():
                 kind = entry.packing(name)
                 like, unpack = parameter.detach(), kind.unpack
-                found[entry.saved_name(name)] = plan.Packed(
+                found[entry.saved_name(name)] = plan.PackedTensor(
                     like, torch.float32, kept, unpack, kind.block
                 )
         return found
 
-    def saved_parameter(self, parameter: nn.Parameter) -> Tensor | plan.Packed:
+    def saved_parameter(self, parameter: nn.Parameter) -> Tensor | plan.PackedTensor:
         """What is saved of a parameter: a split one as the float32 master weight that it is."""
         remainder = self._masters.remainders.get(parameter)
         if remainder is None:
             return parameter.detach()
-        return plan.Packed(parameter.detach(), torch.float32, (parameter.detach(), remainder), join)
+        return plan.PackedTensor(
+            parameter.detach(), torch.float32, (parameter.detach(), remainder), join
+        )
 
     def copy_state(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
         """Gives a tied copy the state of its parameter. Only inside of `whole`."""

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from overland.checkpoint.finite import in_words
+from overland.checkpoint.formats.checkpoint import Options, companions_in
 from overland.checkpoint.formats.hf import write_hf
-from overland.checkpoint.formats.lazy import cast
-from overland.checkpoint.formats.options import Options
-from overland.checkpoint.formats.overland import source_of
-from overland.checkpoint.formats.source import companions_in
-from overland.checkpoint.origin import KEY as LEFT_OUT
+from overland.checkpoint.formats.lazy import cast_lazily
+from overland.checkpoint.formats.overland import as_lazy_checkpoint
+from overland.checkpoint.origin import LEFT_OUT
 from overland.checkpoint.plan import broadcast, gather, plan_save
-from overland.checkpoint.read import Checkpoint
-from overland.checkpoint.snapshot import Direct
+from overland.checkpoint.read import CheckpointReader
+from overland.checkpoint.snapshot import Direct, tensors_in_words
 from overland.checkpoint.store import Stalled
 from overland.checkpoint.write import Written, build_index, write_files
 from overland.errors import CheckpointError, sentence
@@ -46,7 +44,10 @@ def export_hf(run: Run) -> Path:
             written = write_files(shards, plan.files, parts.read, Disk(), moved=moved)
             store.pulse.wait()  # for the device, or this processor
             names = parts.not_finite()
-            return f"{in_words(names)} holds values that are not finite" if names else "", written
+            return (
+                f"{tensors_in_words(names)} holds values that are not finite" if names else "",
+                written,
+            )
         except OSError as problem:
             return sentence(problem), []
 
@@ -59,7 +60,7 @@ def export_hf(run: Run) -> Path:
                 done = [some for _, some in reports]
                 facts = {**run_facts(run), LEFT_OUT: None}  # here all of it is written
                 index = build_index("shard", plan.files_of_ranks, done, facts)
-                with Checkpoint(shards, index, {}, moved) as checkpoint:
+                with CheckpointReader(shards, index, {}, moved) as checkpoint:
                     _write(checkpoint, run)
         except (OSError, CheckpointError) as problem:
             error = sentence(problem)
@@ -79,10 +80,10 @@ def export_hf(run: Run) -> Path:
     return run.folder.hf
 
 
-def _write(checkpoint: Checkpoint, run: Run) -> None:
+def _write(checkpoint: CheckpointReader, run: Run) -> None:
     dtype = getattr(torch, run.config.checkpoint.export_dtype)
-    source = source_of(checkpoint)
-    source.tensors = {name: cast(lazy, dtype) for name, lazy in source.tensors.items()}
+    source = as_lazy_checkpoint(checkpoint)
+    source.tensors = {name: cast_lazily(lazy, dtype) for name, lazy in source.tensors.items()}
     source.companions = companions_in(run.folder.tokenizer)
     beside = run.folder.hf.with_name(".hf.new")
     shutil.rmtree(beside, ignore_errors=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from overland.checkpoint.finite import in_words
 from overland.checkpoint.folder import committed
+from overland.checkpoint.snapshot import tensors_in_words
 from overland.checkpoint.store import Outcome
 from overland.data.batch import Batch
 from overland.data.loader import batches, read_ahead
@@ -161,7 +161,7 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
         if outcome.error:
             run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
         elif outcome.not_finite:
-            what = in_words(list(outcome.not_finite))
+            what = tensors_in_words(list(outcome.not_finite))
             run.call("on_message", f"NOT FINITE: {what}; kept as {outcome.path}, not to be resumed")
             if clock is not None:
                 clock.gives_up = True
@@ -204,8 +204,9 @@ def check_last_save(run: Run) -> None:
         raise NotSavedError(f"the last save failed, {last.path} is not there: {last.error}")
     if last.not_finite:
         good = committed(run.store.folder)
+        names = tensors_in_words(list(last.not_finite))
         raise TrainingError(
-            f"the state is not finite any more ({in_words(list(last.not_finite))}), and training "
+            f"the state is not finite any more ({names}), and training "
             f"cannot recover from that. It is kept as {last.path}, which is never resumed. "
             + (
                 f"The newest good checkpoint is {good[-1]}: resume from it with the same command "

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
-from overland.checkpoint.formats import open_source
-from overland.checkpoint.formats.source import MODEL
+from overland.checkpoint.formats import open_any
+from overland.checkpoint.formats.checkpoint import MODEL
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint
 from overland.config.errors import ConfigError, Problem
@@ -375,7 +375,7 @@ def try_weights(path: Path, config: JobConfig) -> None:
         load_hf(model, path, lambda one: (torch.empty(0), (0,) * one.ndim, tuple(one.shape)))
         return
     describe = getattr(model_config(config.model), "to_hf", None)
-    weights = open_source(path, describe() if describe else None).weights()
+    weights = open_any(path, describe() if describe else None).weights()
     own = {n: shape for n, shape in shapes_of(model).items() if added_rule(model, n) is None}
     compare(path, own, {name: tuple(one.shape) for name, one in weights.items()})
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
-from overland.checkpoint.formats import open_source
+from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.lazy import counting
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.schema import Checkpoint
@@ -108,7 +108,7 @@ def load_weights(run: Run, path: Path) -> None:
 
 def _load_foreign(run: Run, path: Path) -> None:
     describe = getattr(run.model_config, "to_hf", None)
-    weights = open_source(path, describe() if describe else None).weights()
+    weights = open_any(path, describe() if describe else None).weights()
     parameters = named_parameters(run.model.parts)
     parameters = {n: p for n, p in parameters.items() if not is_added(run, n)}
     missing = [name for name in parameters if name not in weights]

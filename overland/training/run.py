@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from overland.checkpoint.folder import committed
-from overland.checkpoint.formats.source import companions_in
+from overland.checkpoint.formats.checkpoint import companions_in
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
 from overland.checks.block_order import require_order

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 import overland
-from overland.checkpoint.finite import Largest, in_words
-from overland.checkpoint.origin import KEY as LEFT_OUT
-from overland.checkpoint.origin import Origin
+from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.plan import State, local_name, local_tensor
-from overland.checkpoint.read import Checkpoint, fill, fill_local, open_together
+from overland.checkpoint.read import CheckpointReader, fill, fill_local, open_together
+from overland.checkpoint.snapshot import LargestValues, tensors_in_words
 from overland.config.schema import Debug, Optimizer
 from overland.data.plan import Plan, differences, former_names
 from overland.errors import CheckpointError
@@ -124,7 +123,7 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
         return [*notes, *_find_place_in_data(run, facts), *changes(run, facts)]
 
 
-def load_tensors(run: Run, checkpoint: Checkpoint, skip_optimizer: bool) -> list[str]:
+def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -> list[str]:
     """Reads weights, and unless told otherwise the optimizer's state; returns what the user should
     know."""
     run.store.wait_on_device()  # what is being copied must not change yet
@@ -190,7 +189,7 @@ def load_left_out(run: Run, origin: Origin) -> None:
 
 
 def check_same_optimizer(
-    checkpoint: Checkpoint, settings: Optimizer, wanted: Collection[str]
+    checkpoint: CheckpointReader, settings: Optimizer, wanted: Collection[str]
 ) -> None:
     """Refuses another optimizer's state, be it under the same names."""
     saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
@@ -207,7 +206,7 @@ def check_same_optimizer(
         )
 
 
-def _of_another(checkpoint: Checkpoint, wanted: Collection[str]) -> str | None:
+def _of_another(checkpoint: CheckpointReader, wanted: Collection[str]) -> str | None:
     """State of a parameter of which other state is wanted: a conversion does not say whose it is,
     and Lion's average has the name of AdamW's."""
     parameters = {name.rpartition(".")[0] for name in wanted if name.startswith(PREFIX)}
@@ -225,11 +224,11 @@ def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:
     """Refuses weights or optimizer state that nothing can be learned from."""
     tested = learned_names(run)
     tensors = run_tensors(run, skip_optimizer).items()
-    found = Largest((name, local_tensor(one)) for name, one in tensors if name in tested)
+    found = LargestValues((name, local_tensor(one)) for name, one in tensors if name in tested)
     if names := found.not_finite():
         raise CheckpointError(
-            f"{path} holds values that are not finite, in {in_words(names)}: nothing can be "
-            f"learned from there on"
+            f"{path} holds values that are not finite, in {tensors_in_words(names)}: nothing can "
+            f"be learned from there on"
         )
 
 
@@ -277,7 +276,7 @@ def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _restore_random(run: Run, checkpoint: Checkpoint) -> None:
+def _restore_random(run: Run, checkpoint: CheckpointReader) -> None:
     """Every rank takes its own streams up again. Other ranks than those that saved start anew."""
     if checkpoint.index.world_size != run.world.size:
         return

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overland.checkpoint.format import marker, parse_marker, tile
+from overland.checkpoint.format import is_tiled_by, marker, parse_marker
 from overland.checkpoint.read import load
 from overland.checkpoint.verify import verify
 from overland.errors import CheckpointError
@@ -145,7 +145,7 @@ def test_every_byte_of_the_four_files_counts(tmp_path: Path) -> None:
     ],
 )
 def test_boxes_that_overlap_or_leave_holes_are_noticed(boxes: list[Any], fills: bool) -> None:
-    assert tile((4, 4), boxes) == fills
+    assert is_tiled_by((4, 4), boxes) == fills
 
 
 def test_swapped_files_are_found(tmp_path: Path, ranks: object) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from overland.checkpoint import write
 from overland.checkpoint.folder import list_checkpoints
 from overland.checkpoint.format import marker
-from overland.checkpoint.plan import Packed
+from overland.checkpoint.plan import PackedTensor
 from overland.checkpoint.read import fill, load, open_checkpoint
 from overland.checkpoint.store import Store
 from overland.checkpoint.verify import verify
@@ -210,7 +210,7 @@ def test_saving_a_step_again_keeps_the_earlier_one_aside(tmp_path: Path) -> None
 
 def test_a_tensor_in_another_form_is_saved_as_what_it_stands_for(tmp_path: Path) -> None:
     whole = torch.randn(40, 30)
-    packed = Packed(whole, torch.float32, split(whole), join)
+    packed = PackedTensor(whole, torch.float32, split(whole), join)
     for mode in ("async", "disabled"):
         store = Store(tmp_path / mode, Settings.model_validate({"async_mode": mode}))
         store.save(1, {"x": packed}, {})
@@ -448,7 +448,7 @@ def test_a_master_weight_in_two_parts_is_tested(
     upper, rest = split(wide)
     assert upper[7].isinf()
     store = Store(tmp_path, Settings.model_validate({"async_mode": mode}))
-    store.save(1, {"model.w": Packed(upper, torch.float32, (upper, rest), join)}, {})
+    store.save(1, {"model.w": PackedTensor(upper, torch.float32, (upper, rest), join)}, {})
     store.close()
     assert store.last is not None
     assert store.last.not_finite == not_finite

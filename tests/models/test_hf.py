@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from overland.checkpoint.formats import Options, Source
+from overland.checkpoint.formats import LazyCheckpoint, Options
 from overland.checkpoint.formats.hf import write_hf
-from overland.checkpoint.formats.lazy import cast, held
+from overland.checkpoint.formats.lazy import cast_lazily, held
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf
 from overland.models.init import Part, init_weights
@@ -40,9 +40,9 @@ def save(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 10**9,
 ) -> Path:
-    weights = {f"model.{name}": cast(held(p), dtype) for name, p in model.named_parameters()}
+    weights = {f"model.{name}": cast_lazily(held(p), dtype) for name, p in model.named_parameters()}
     folder.mkdir()
-    source = Source("test", folder, weights, config=model.config.to_hf())
+    source = LazyCheckpoint("test", folder, weights, config=model.config.to_hf())
     write_hf(source, folder, Options(max_shard_bytes=max_shard_bytes))
     return folder
 

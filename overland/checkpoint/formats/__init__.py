@@ -1,7 +1,75 @@
-"""Checkpoints of other programs, read and written. See docs/convert.md."""
+"""Checkpoints of other programs, and of ours, read and written. See docs/convert.md.
 
-from overland.checkpoint.formats.formats import FORMATS, TARGETS, open_source
-from overland.checkpoint.formats.options import Options
-from overland.checkpoint.formats.source import Source
+Here are the formats by name, and which of them a path is. A new format is a module and a line here.
+"""
 
-__all__ = ["FORMATS", "TARGETS", "Options", "Source", "open_source"]
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from overland.checkpoint.formats.checkpoint import Config, LazyCheckpoint, Options
+from overland.checkpoint.formats.dcp import detect_dcp, open_dcp, write_dcp
+from overland.checkpoint.formats.deepspeed import detect_deepspeed, open_deepspeed
+from overland.checkpoint.formats.hf import detect_hf, open_hf, write_hf
+from overland.checkpoint.formats.meta import detect_meta, open_meta, write_meta
+from overland.checkpoint.formats.overland import detect_overland, open_overland, write_overland
+from overland.checkpoint.formats.safetensors import detect_single, open_single, write_single
+from overland.checkpoint.formats.torch import detect_torch, open_torch, write_torch
+from overland.errors import CheckpointError
+
+__all__ = ["FORMATS", "TARGETS", "LazyCheckpoint", "Options", "open_any"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """`weights_only`: it has no place for an optimizer. `is_file`: one file, not a folder."""
+
+    detect: Callable[[Path], bool]
+    open: Callable[[Path, Config], LazyCheckpoint]
+    write: Callable[[LazyCheckpoint, Path, Options], None] | None = None
+    weights_only: bool = False
+    is_file: bool = False
+
+
+# In the order in which they are tried.
+FORMATS = {
+    "overland": Format(detect_overland, open_overland, write_overland),
+    "dcp": Format(detect_dcp, open_dcp, write_dcp),
+    "meta": Format(detect_meta, open_meta, write_meta, weights_only=True),
+    "deepspeed": Format(detect_deepspeed, open_deepspeed),
+    "hf": Format(detect_hf, open_hf, write_hf, weights_only=True),
+    "safetensors": Format(
+        detect_single, open_single, write_single, weights_only=True, is_file=True
+    ),
+    "torch": Format(detect_torch, open_torch, write_torch),
+}
+TARGETS = [name for name, one in FORMATS.items() if one.write is not None]
+
+
+# Files can hold anything: a list where a dict should be, a key that is not there.
+_NOT_AS_IT_SHOULD_BE = (
+    KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError, OverflowError,
+)  # fmt: skip
+
+
+def open_any(path: str | Path, config: Config = None) -> LazyCheckpoint:
+    """A checkpoint of whatever format. `config`: a config.json's contents, where it has none."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    for name, one in FORMATS.items():
+        if one.detect(path):
+            try:
+                return one.open(path, config)
+            except _NOT_AS_IT_SHOULD_BE as error:
+                raise CheckpointError(
+                    f"{path} looks like a {name} checkpoint, but what is in it does not fit "
+                    f"together: {type(error).__name__} {error!s:.100}"
+                ) from error
+    raise CheckpointError(
+        f"{path} is no checkpoint of a known format. Known: a run folder or one of its step_N; a "
+        "Hugging Face folder; a DCP folder with .metadata; a Meta folder with params.json; a "
+        "DeepSpeed folder; model_state_dict.pt; a .safetensors or .pt file"
+    )

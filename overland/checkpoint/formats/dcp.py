@@ -1,11 +1,13 @@
-"""Plain torch.distributed.checkpoint folders, read.
+"""Plain torch.distributed.checkpoint folders, read and written, as `dcp.save` and `dcp.load` do.
 
 `.metadata` is a pickle that says which boxes each tensor consists of and where they lie; each box
 is a small torch.save file somewhere inside a `.distcp` file. The metadata is taken as inert data.
+torch's own writer keeps every tensor until the end, so files are written here, tensor by tensor.
 """
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -15,24 +17,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.checkpoint.format import tile as fills
-from overland.checkpoint.formats import llama
-from overland.checkpoint.formats.known import KNOWN
-from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Shape, Stored, Tiled
-from overland.checkpoint.formats.source import (
+from overland.checkpoint.format import is_tiled_by
+from overland.checkpoint.formats.checkpoint import (
     MODEL,
     MOMENTS,
+    NUM_UPDATES,
     OPTIMIZER,
     Config,
-    Source,
+    LazyCheckpoint,
+    Options,
     companions_in,
     config_near,
     file_inside,
     num_updates,
+    split_by_size,
+    split_state,
+    write_companions,
 )
-from overland.checkpoint.formats.torch_file import read_torch_file, scalar
-from overland.checkpoint.pickles import StandIn, load_pickle
+from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Shape, Stored, Tiled, held
+from overland.checkpoint.formats.meta import (
+    check_is_plain_llama,
+    has_meta_names,
+    head_dim_of,
+    meta_name,
+    to_hf_names,
+    to_meta_names,
+)
+from overland.checkpoint.formats.pickles import StandIn, load_pickle
+from overland.checkpoint.formats.safe_globals import SAFE_GLOBALS
+from overland.checkpoint.formats.torch_save import read_torch_file, scalar, write_torch_file
 from overland.errors import CheckpointError
+from overland.files import new_file
 
 METADATA = ".metadata"
 # Some 140 bytes for every part of a tensor: ten million parts.
@@ -43,7 +58,7 @@ def detect_dcp(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def open_dcp(path: Path, config: Config = None) -> Source:
+def open_dcp(path: Path, config: Config = None) -> LazyCheckpoint:
     """The config is needed for torchtitan's names: it says how rotary rows lie."""
     tensors, objects = read_dcp(path)
     config = config or config_near(path, path.parent)
@@ -58,11 +73,11 @@ def open_dcp(path: Path, config: Config = None) -> Source:
         name: lazy for name, lazy in tensors.items() if name.removeprefix(prefix) not in weights
     }
     states, steps, rest = _states(rest, objects, weights)
-    if llama.is_meta(weights):
+    if has_meta_names(weights):
         weights, states = _from_torchtitan(path, weights, states, config)
     canonical = {MODEL + name: lazy for name, lazy in weights.items()}
     canonical |= {f"{OPTIMIZER}{name}.{kind}": lazy for (name, kind), lazy in states.items()}
-    return Source(
+    return LazyCheckpoint(
         "dcp",
         path,
         canonical | num_updates(steps) | rest,
@@ -139,7 +154,7 @@ def _read_metadata(path: Path) -> StandIn:
     file = path / METADATA
     if file.stat().st_size > MAX_METADATA_BYTES:
         raise CheckpointError(f"{file} is larger than any metadata")
-    metadata = load_pickle(file.read_bytes(), str(file), KNOWN)
+    metadata = load_pickle(file.read_bytes(), str(file), SAFE_GLOBALS)
     if not isinstance(metadata, StandIn) or not metadata.kind.endswith(".Metadata"):
         raise CheckpointError(f"{file} is not the metadata of a DCP checkpoint")
     return metadata
@@ -165,7 +180,7 @@ def _tensor(path: Path, name: str, entry: StandIn, places: dict[Any, Any]) -> La
             raise CheckpointError(f"{path / METADATA}: {name} claims more than is stored of it")
         tiles.append((corner, tile))
     whole = Tiled(shape, dtype, tiles)
-    if not fills(shape, [(corner, part.shape) for corner, part in tiles]):
+    if not is_tiled_by(shape, [(corner, part.shape) for corner, part in tiles]):
         raise CheckpointError(f"{path / METADATA}: parts of {name} are missing or overlap")
     return whole
 
@@ -231,12 +246,12 @@ def _from_torchtitan(
     states: dict[tuple[str, str], Lazy],
     config: Config,
 ) -> tuple[dict[str, Lazy], dict[tuple[str, str], Lazy]]:
-    head_dim = llama.head_dim_of(config, f"{path} has torchtitan's names and")
+    head_dim = head_dim_of(config, f"{path} has torchtitan's names and")
     renamed: dict[tuple[str, str], Lazy] = {}
     for (name, kind), lazy in states.items():
-        ((hf_name, rows),) = llama.in_hf_words({name: lazy}, head_dim).items()
+        ((hf_name, rows),) = to_hf_names({name: lazy}, head_dim).items()
         renamed[hf_name, kind] = rows
-    return llama.in_hf_words(weights, head_dim), renamed
+    return to_hf_names(weights, head_dim), renamed
 
 
 def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]:
@@ -268,3 +283,95 @@ def _param_groups(objects: dict[str, Any]) -> Iterator[dict[str, Any]]:
         key = owner if owner.isdigit() else repr(sorted(values.items(), key=str))
         together.setdefault(key, {**values, "names": []})["names"] += names
     yield from together.values()
+
+
+Key = tuple[str, ...]
+"""Where an entry stands in the nested state dict; its flat name is the same with dots."""
+
+
+def write_dcp(source: LazyCheckpoint, folder: Path, options: Options) -> None:
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors, objects = _entries(source, options)
+    described: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    by_name = {".".join(key): lazy for key, lazy in tensors.items()}
+    for number, shard in enumerate(split_by_size(by_name, options.max_shard_bytes)):
+        name = f"__0_{number}.distcp"
+        with new_file(folder / name) as file:
+            for key, value in objects.items() if number == 0 else ():
+                flat = ".".join(key)
+                described[flat] = BytesStorageMetadata()
+                start = file.tell()
+                length = write_torch_file(file, value)
+                places[MetadataIndex(flat)] = _StorageInfo(name, start, length)
+            for flat, lazy in shard.items():
+                start = file.tell()
+                length = write_torch_file(file, lazy)
+                origin, size = torch.Size([0] * len(lazy.shape)), torch.Size(lazy.shape)
+                chunk = ChunkStorageMetadata(origin, size)
+                properties = TensorProperties(dtype=lazy.dtype)
+                described[flat] = TensorStorageMetadata(properties, size, [chunk])
+                places[MetadataIndex(flat, origin)] = _StorageInfo(name, start, length)
+    metadata = Metadata(
+        described,
+        planner_data={".".join(key): key for key in (*tensors, *objects)},
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
+    with new_file(folder / METADATA) as file:
+        pickle.dump(metadata, file)
+    write_companions(source.config, source.companions, folder)
+
+
+def _entries(source: LazyCheckpoint, options: Options) -> tuple[dict[Key, Lazy], dict[Key, Any]]:
+    """Tensors and objects under the keys that {"model": …, "optimizer": …} gets from torch:
+    `optimizer.state.<name>.exp_avg`, with a step for each parameter. Other optimizers' state keeps
+    its own names."""
+    tensors, groups = source.tensors, source.extras.get("param_groups", [])
+    is_titan = options.names == "torchtitan"
+    if is_titan:
+        head_dim = head_dim_of(source.config, "writing torchtitan's names")
+        check_is_plain_llama(source.config or {}, "a checkpoint with torchtitan's names")
+        tensors = to_meta_names(tensors, head_dim)
+        groups = [g | {"names": [meta_name(name) for name in g["names"]]} for g in groups]
+    prefix = options.key_prefix if options.key_prefix is not None else "" if is_titan else MODEL
+    outer: Key = (prefix.rstrip("."),) if prefix else ()
+    updates = source.tensors.get(NUM_UPDATES)
+    steps = updates.load() if updates is not None else torch.zeros(())
+    found: dict[Key, Lazy] = {}
+    for name, lazy in tensors.items():
+        if (state := split_state(name, tensors)) is not None:
+            parameter, kind = state
+            found["optimizer", "state", parameter, kind] = lazy
+            found["optimizer", "state", parameter, "step"] = held(steps)
+        elif name.startswith(MODEL):
+            found[*outer, name.removeprefix(MODEL)] = lazy
+        elif name != NUM_UPDATES:
+            found[name,] = lazy
+    objects: dict[Key, Any] = {}
+    if "step" in source.extras:
+        objects["train_state", "step"] = int(source.extras["step"])
+    if any(key[0] == "optimizer" for key in found):
+        for group in groups:
+            for parameter in group["names"]:
+                for setting, value in group.items():
+                    if setting != "names" and _is_plain(value):
+                        objects["optimizer", "param_groups", parameter, setting] = value
+    return found, objects
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

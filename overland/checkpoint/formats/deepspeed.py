@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from overland.checkpoint.formats.lazy import Joined, Lazy, Shape, Stored, cast
-from overland.checkpoint.formats.source import (
+from overland.checkpoint.formats.checkpoint import (
     MODEL,
     MOMENTS,
     OPTIMIZER,
     Config,
-    Source,
+    LazyCheckpoint,
     companions_in,
     config_near,
     num_updates,
 )
-from overland.checkpoint.formats.torch_file import read_torch_file, scalar, tensors_in
-from overland.checkpoint.pickles import StandIn
+from overland.checkpoint.formats.lazy import Joined, Lazy, Shape, Stored, cast_lazily
+from overland.checkpoint.formats.pickles import StandIn
+from overland.checkpoint.formats.torch_save import read_torch_file, scalar, tensors_in
 from overland.errors import CheckpointError
 
 
@@ -37,7 +37,7 @@ def detect_deepspeed(path: Path) -> bool:
     return path.is_dir() and _tag_folder(path) is not None
 
 
-def open_deepspeed(path: Path, config: Config = None) -> Source:
+def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
     folder = _tag_folder(path)
     if folder is None:
         raise CheckpointError(f"{path} is not a DeepSpeed checkpoint")
@@ -58,11 +58,11 @@ def open_deepspeed(path: Path, config: Config = None) -> Source:
         buffer = first["module"].get(name)
         if isinstance(buffer, Stored):
             is_float = buffer.dtype.is_floating_point
-            weights[name] = cast(buffer, torch.float32) if is_float else buffer
+            weights[name] = cast_lazily(buffer, torch.float32) if is_float else buffer
     for name, shared_with in (first.get("shared_params") or {}).items():
         if shared_with in weights:
             weights[name] = weights[shared_with]
-    return Source(
+    return LazyCheckpoint(
         "deepspeed",
         path,
         {MODEL + name: lazy for name, lazy in weights.items()} | moments | num_updates(steps),
@@ -184,13 +184,13 @@ class _Zero:
         for name, shape in shapes.items():
             pieces = [state["frozen_param_fragments"][name] for state in self.states]
             if self.stage < 3:
-                yield name, cast(pieces[0], torch.float32)
+                yield name, cast_lazily(pieces[0], torch.float32)
                 continue
             count, parts = math.prod(shape), []
             for piece in pieces:
                 parts.append(piece.part(0, min(piece.numel, count)))
                 count -= parts[-1].numel
-            yield name, cast(Joined(tuple(shape), pieces[0].dtype, parts), torch.float32)
+            yield name, cast_lazily(Joined(tuple(shape), pieces[0].dtype, parts), torch.float32)
 
 
 class _Vector:

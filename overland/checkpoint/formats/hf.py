@@ -1,5 +1,12 @@
 """Hugging Face folders: weights in safetensors (or, read only, `pytorch_model.bin`), config.json,
-tokenizer and generation config."""
+tokenizer and generation config.
+
+Which tokens begin, end and pad a text is said where Hugging Face looks for it: `config.json` and
+`generation_config.json` name them by id, and `generate` stops at the latter's `eos_token_id`;
+`tokenizer_config.json` names them as text, and without that file `AutoTokenizer` does not know
+them. A tokenizer that was trained here has no such file, and the config of a model that was
+trained here says nothing about a tokenizer that was chosen with the data.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +14,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from overland.checkpoint.formats import llama
-from overland.checkpoint.formats.lazy import Lazy, digest
-from overland.checkpoint.formats.options import Options
-from overland.checkpoint.formats.safetensors_file import read_safetensors, write_safetensors
-from overland.checkpoint.formats.shards import copy_files, split, write_json
-from overland.checkpoint.formats.source import (
+from overland.checkpoint.formats.checkpoint import (
     MODEL,
     Config,
-    Source,
+    LazyCheckpoint,
+    Options,
     companions_in,
     config_near,
+    copy_files,
     file_inside,
-    read_json,
+    read_json_object,
+    split_by_size,
+    write_json,
 )
-from overland.checkpoint.formats.special_tokens import name_special_tokens
-from overland.checkpoint.formats.torch_file import read_torch_file, tensors_in
-from overland.errors import CheckpointError, ModelError
+from overland.checkpoint.formats.lazy import Lazy, digest
+from overland.checkpoint.formats.meta import is_computed
+from overland.checkpoint.formats.safetensors import read_safetensors, write_safetensors
+from overland.checkpoint.formats.torch_save import read_torch_file, tensors_in
+from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_files import is_ranks
+from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.config import RMSNORM
 from overland.models.hf import INDEX, SINGLE, shapes_in_files
 from overland.models.parameters import EMBEDDING, HEAD
@@ -36,17 +46,13 @@ def detect_hf(path: Path) -> bool:
     return any((path / name).is_file() for name in (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE))
 
 
-def open_hf(path: Path, config: Config = None) -> Source:
+def open_hf(path: Path, config: Config = None) -> LazyCheckpoint:
     config = config or config_near(path)
     weights, own_name = _weights(path), _names(config)
-    return Source(
+    return LazyCheckpoint(
         "hf",
         path,
-        {
-            MODEL + own_name(name): lazy
-            for name, lazy in weights.items()
-            if not llama.is_computed(name)
-        },
+        {MODEL + own_name(name): lazy for name, lazy in weights.items() if not is_computed(name)},
         config=config,
         companions=companions_in(path),
     )
@@ -61,7 +67,7 @@ def _names(config: Config) -> Callable[[str], str]:
     return getattr(known, "own_name", lambda name: name)
 
 
-def write_hf(source: Source, folder: Path, options: Options) -> None:
+def write_hf(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     if source.config is None and source.own_model:
         raise CheckpointError(
             f"{source.own_model}, the config of this model, has no to_hf() of its own, and Hugging "
@@ -79,7 +85,7 @@ def write_hf(source: Source, folder: Path, options: Options) -> None:
         weights = _without_head(weights)
     if not options.partial and not source.own_model:  # which may have more than the family has
         _check_complete(source.config, weights, source.folder)
-    shards = split(weights, options.max_shard_bytes)
+    shards = split_by_size(weights, options.max_shard_bytes)
     count = len(shards)
     files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     files = [SINGLE] if count == 1 else files
@@ -114,7 +120,7 @@ def _weights(path: Path) -> dict[str, Lazy]:
     for name in (INDEX, OLD_INDEX):
         index = path / name
         if index.is_file():
-            file_of = read_json(index).get("weight_map")
+            file_of = read_json_object(index).get("weight_map")
             if not isinstance(file_of, dict):
                 raise CheckpointError(f"{index} has no weight_map")
             opened = {file: _open(file_inside(path, file, index)) for file in set(file_of.values())}
@@ -165,3 +171,95 @@ def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Pat
             f"{where} has {unexpected[0]}, which its config.json does not ask for; leave it out "
             f"with --exclude {unexpected[0]}"
         )
+
+
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
+PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+FILES = ("tokenizer.json", "tokenizer.model")
+
+
+def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool) -> dict[str, Any]:
+    """Completes the tokenizer's and the generation config in `folder`; returns the model's config
+    with the ids. What a model from elsewhere says about itself is only completed; a model that was
+    trained here ends its documents as its tokenizer does."""
+    tokenizer = _tokenizer_in(folder)
+    if tokenizer is None:
+        _write_generation(folder, config)
+        return config
+    known = set(tokenizer.specials.values())
+    ends = [i for i in _ids(config.get("eos_token_id")) if i in known or not trained_here]
+    end = tokenizer.eos_id
+    if end is not None and end not in ends and (trained_here or not ends):
+        ends.insert(0, end)
+    begin = config.get("bos_token_id")
+    if begin is None or (trained_here and begin not in known):
+        begin = tokenizer.bos_id
+    pad = config.get("pad_token_id")
+    if pad is None or (trained_here and pad not in known):
+        pad = next((tokenizer.specials[name] for name in PADS if name in tokenizer.specials), None)
+        pad = end if pad is None else pad
+    ids = {
+        "bos_token_id": begin,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": pad,
+    }
+    _write_tokenizer_config(folder, tokenizer, ids, config)
+    _write_generation(folder, ids)
+    return {**config, **ids}
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
+    """None where there is none, or one of a kind that Overland cannot read."""
+    if not any((folder / name).is_file() for name in FILES):
+        return None
+    try:
+        return Tokenizer(folder, add_eos=False)  # which one may do without
+    except (DataError, ImportError):
+        return None
+
+
+def _write_tokenizer_config(
+    folder: Path, tokenizer: Tokenizer, ids: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """Keeps what is there. AutoTokenizer needs a class, and the special tokens as text."""
+    path = folder / TOKENIZER
+    given = read_json_object(path) if path.is_file() else {}
+    names = {i: name for name, i in tokenizer.specials.items()}
+    made: dict[str, Any] = {"tokenizer_class": _class_of(tokenizer.path)}
+    for key in ("bos_token", "eos_token", "pad_token"):
+        number = tokenizer.eos_id if key == "eos_token" else ids[f"{key}_id"]
+        if number in names:
+            made[key] = names[number]
+    if length := config.get("max_position_embeddings"):
+        made["model_max_length"] = length
+    made["clean_up_tokenization_spaces"] = False
+    write_json(path, {**made, **{key: value for key, value in given.items() if value is not None}})
+
+
+def _class_of(path: Path) -> str:
+    """transformers' name for the kind of tokenizer; it converts tiktoken's files itself."""
+    is_fast = path.suffix == ".json" or is_ranks(path.read_bytes())
+    return "PreTrainedTokenizerFast" if is_fast else "LlamaTokenizer"
+
+
+def _write_generation(folder: Path, ids: dict[str, Any]) -> None:
+    """Temperatures and the like stay as they came with the model."""
+    path = folder / GENERATION
+    given = read_json_object(path) if path.is_file() else {"_from_model_config": True}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    found = {name: ids[name] for name in names if ids.get(name) is not None}
+    ends = [*_ids(given.get("eos_token_id")), *_ids(found.get("eos_token_id"))]
+    if ends:
+        ends = list(dict.fromkeys(ends))
+        found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    write_json(path, {**found, **given, **_kept(found, "eos_token_id")})
+
+
+def _kept(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: values[name]} if name in values else {}
+
+
+def _ids(value: Any) -> list[int]:
+    """`eos_token_id` is a number, a list of numbers, or nothing."""
+    some = value if isinstance(value, list | tuple) else [value]
+    return [one for one in some if isinstance(one, int)]

@@ -169,7 +169,7 @@ class Changed(Lazy):
 
 
 @dataclass(frozen=True, eq=False)
-class Held(Lazy):
+class InMemory(Lazy):
     """A small tensor that is in memory after all: a count, a scalar."""
 
     tensor: Tensor = field(repr=False)
@@ -178,11 +178,11 @@ class Held(Lazy):
         return self.tensor.contiguous()
 
 
-def held(tensor: Tensor) -> Held:
-    return Held(tuple(tensor.shape), tensor.dtype, tensor.detach())
+def held(tensor: Tensor) -> InMemory:
+    return InMemory(tuple(tensor.shape), tensor.dtype, tensor.detach())
 
 
-def cast(lazy: Lazy, dtype: torch.dtype) -> Lazy:
+def cast_lazily(lazy: Lazy, dtype: torch.dtype) -> Lazy:
     if lazy.dtype == dtype:
         return lazy
     return Changed(lazy.shape, dtype, lazy, lambda tensor: tensor.to(dtype))

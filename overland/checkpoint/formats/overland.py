@@ -15,22 +15,21 @@ from torch import Tensor
 
 import overland
 from overland.checkpoint.folder import latest_checkpoint
-from overland.checkpoint.formats.hf import open_hf
-from overland.checkpoint.formats.lazy import Lazy, Slices, counter, held
-from overland.checkpoint.formats.options import Options
-from overland.checkpoint.formats.source import (
+from overland.checkpoint.formats.checkpoint import (
     MODEL,
     MOMENTS,
     Config,
-    Source,
+    LazyCheckpoint,
+    Options,
     companions_in,
-    read_json,
+    read_json_object,
     split_state,
 )
-from overland.checkpoint.origin import KEY as LEFT_OUT
-from overland.checkpoint.origin import Origin
-from overland.checkpoint.read import Checkpoint, open_checkpoint
-from overland.checkpoint.write import write_whole
+from overland.checkpoint.formats.hf import open_hf
+from overland.checkpoint.formats.lazy import Lazy, Slices, counter, held
+from overland.checkpoint.origin import LEFT_OUT, Origin
+from overland.checkpoint.read import CheckpointReader, open_checkpoint
+from overland.checkpoint.write import write_whole_tensors
 from overland.config.groups import Group, group_of
 from overland.config.schema import Optimizer
 from overland.errors import CheckpointError
@@ -41,7 +40,7 @@ def detect_overland(path: Path) -> bool:
     return (path / COMMITTED).is_file() or (path / CONFIG).is_file()
 
 
-def open_overland(path: Path, config: Config = None) -> Source:
+def open_overland(path: Path, config: Config = None) -> LazyCheckpoint:
     step = path if (path / COMMITTED).is_file() else _newest(path)
     checkpoint = open_checkpoint(step, counter())
     if checkpoint.index.kind == "local":
@@ -49,7 +48,7 @@ def open_overland(path: Path, config: Config = None) -> Source:
             f"{step} was saved with checkpoint.type = local, which only the same ranks can read; "
             "resume the run there and save it with checkpoint.type = shard"
         )
-    source = source_of(checkpoint)
+    source = as_lazy_checkpoint(checkpoint)
     weakref.finalize(source, checkpoint.close)
     source.config = config or source.config
     source.companions = companions_in(step)
@@ -57,12 +56,14 @@ def open_overland(path: Path, config: Config = None) -> Source:
         if (folder / CONFIG).is_file():
             source.companions += companions_in(folder / TOKENIZER)
             if source.config is None and not source.own_model and (folder / MODEL_CONFIG).is_file():
-                source.config = read_json(folder / MODEL_CONFIG)
+                source.config = read_json_object(folder / MODEL_CONFIG)
             break
     return source
 
 
-def source_of(checkpoint: Checkpoint, with_random_state: bool = False) -> Source:
+def as_lazy_checkpoint(
+    checkpoint: CheckpointReader, with_random_state: bool = False
+) -> LazyCheckpoint:
     """An open checkpoint as a source; random streams are of no use to anyone but its run."""
     run = checkpoint.run
     tensors: dict[str, Lazy] = {
@@ -78,10 +79,10 @@ def source_of(checkpoint: Checkpoint, with_random_state: bool = False) -> Source
     extras = {**(run.get("progress") or {}), "run": run}
     if groups := _param_groups(run.get("config") or {}, run, tensors):
         extras["param_groups"] = groups
-    return Source("overland", checkpoint.path, tensors, extras, run.get("model_config"))
+    return LazyCheckpoint("overland", checkpoint.path, tensors, extras, run.get("model_config"))
 
 
-def write_overland(source: Source, folder: Path, options: Options) -> None:
+def write_overland(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     """Progress starts at the source's step; the data and the config of a run it never had."""
     extras = source.extras
     step = int(extras.get("step", 0))
@@ -109,7 +110,7 @@ def write_overland(source: Source, folder: Path, options: Options) -> None:
     if any(True for _ in source.states()):  # a run that resumes asks for a loss scale, too
         tensors = _NO_SCALING | tensors
     listed = ((name, lazy.dtype, lazy.shape, lazy.load) for name, lazy in tensors.items())
-    write_whole(folder, listed, run, about)
+    write_whole_tensors(folder, listed, run, about)
 
 
 _NO_SCALING: dict[str, Lazy] = {
@@ -122,7 +123,7 @@ _NO_SCALING: dict[str, Lazy] = {
 class _Kept(Lazy):
     """A tensor of a checkpoint, verified as it is read."""
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointReader
     name: str
 
     def load(self) -> Tensor:

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats.formats import FORMATS, TARGETS, open_source
-from overland.checkpoint.formats.lazy import Lazy, cast, digest
-from overland.checkpoint.formats.options import Options
-from overland.checkpoint.formats.source import (
+from overland.checkpoint.formats import FORMATS, TARGETS, open_any
+from overland.checkpoint.formats.checkpoint import (
     MODEL,
     Config,
-    Source,
+    LazyCheckpoint,
+    Options,
     companions_in,
-    read_json,
+    read_json_object,
     split_state,
 )
+from overland.checkpoint.formats.lazy import Lazy, cast_lazily, digest
 from overland.errors import CheckpointError
 from overland.files import publish, sync
 from overland.tools.convert.verify import verify_hashes, verify_logits
@@ -90,7 +90,7 @@ def convert(
     _check_apart(Path(source).expanduser(), target)
     memory = PeakMemory()
     given_config, companions = _given_config(config)
-    opened = open_source(source, given_config)
+    opened = open_any(source, given_config)
     if companions:
         opened.companions = companions
     kept = _without(_selected(opened, weights_only or format_.weights_only), exclude)
@@ -141,7 +141,7 @@ def _check_apart(source: Path, target: Path) -> None:
         )
 
 
-def _selected(source: Source, weights_only: bool) -> dict[str, Lazy]:
+def _selected(source: LazyCheckpoint, weights_only: bool) -> dict[str, Lazy]:
     """Weights, and the optimizer where it is wanted; a source's other tensors mean nothing to
     others, unless both ends are Overland's."""
     if not any(name.startswith(MODEL) for name in source.tensors):
@@ -186,7 +186,7 @@ def _with_dtype(tensors: dict[str, Lazy], dtype: torch.dtype | None) -> dict[str
         return tensors
     changed: dict[int, Lazy] = {}
     return {
-        name: changed.setdefault(id(lazy), cast(lazy, dtype))
+        name: changed.setdefault(id(lazy), cast_lazily(lazy, dtype))
         if name.startswith(MODEL) and lazy.dtype.is_floating_point
         else lazy
         for name, lazy in tensors.items()
@@ -242,7 +242,7 @@ def _given_config(path: str | Path | None) -> tuple[Config, list[Path]]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"--config {path}: there is no {file}")
-    return read_json(file), companions_in(path) if path.is_dir() else []
+    return read_json_object(file), companions_in(path) if path.is_dir() else []
 
 
 @contextmanager

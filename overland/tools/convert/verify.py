@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint
 from overland.checkpoint.formats.lazy import digest
-from overland.checkpoint.formats.source import MODEL, Source
 from overland.errors import CheckpointError
 from overland.models.buffers import init_buffers
 from overland.models.hf import shapes_in_files
@@ -27,7 +27,7 @@ Sent = Mapping[str, tuple[tuple[int, ...], torch.dtype, str]]
 """Name → shape, type and digest of what the writer was given."""
 
 
-def verify_hashes(written: Source, sent: Sent, done: Callable[[int], None]) -> None:
+def verify_hashes(written: LazyCheckpoint, sent: Sent, done: Callable[[int], None]) -> None:
     """Compares every tensor that was sent."""
     for name, (shape, dtype, wanted) in sent.items():
         lazy = written.tensors.get(name)
@@ -40,7 +40,7 @@ def verify_hashes(written: Source, sent: Sent, done: Callable[[int], None]) -> N
         done(lazy.nbytes)
 
 
-def verify_logits(source: Source, written: Source) -> float | None:
+def verify_logits(source: LazyCheckpoint, written: LazyCheckpoint) -> float | None:
     """The largest difference of logits between the two, on fixed tokens, in float32 (of a model of
     arrays: of the loss, on fixed noise); None for a user's own model, which is not known here."""
     if source.own_model:
@@ -77,7 +77,7 @@ def verify_logits(source: Source, written: Source) -> float | None:
     return difference
 
 
-def model_with_weights(source: Source, config: Any) -> nn.Module:
+def model_with_weights(source: LazyCheckpoint, config: Any) -> nn.Module:
     """Overland's own model with the source's weights, in float32."""
     model = build_model(config)
     init_buffers(model, torch.device("cpu"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.checkpoint.formats import Source
+from overland.checkpoint.formats import LazyCheckpoint
 from overland.checkpoint.formats.lazy import Lazy, held
 from overland.models import DecoderConfig
 from tests.cli.processes import ROOT
@@ -53,7 +53,7 @@ def tiny_source(
     optimizer: bool = True,
     seed: int = 0,
     moments: torch.dtype = torch.float32,
-) -> Source:
+) -> LazyCheckpoint:
     """Weights of order one and moments, all different, with some progress."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -83,10 +83,10 @@ def tiny_source(
                 {**settings, "weight_decay": 0.0, "names": vectors},
             ],
         }
-    return Source("memory", Path("memory"), tensors, extras, config)
+    return LazyCheckpoint("memory", Path("memory"), tensors, extras, config)
 
 
-def contents(source: Source) -> dict[str, torch.Tensor]:
+def contents(source: LazyCheckpoint) -> dict[str, torch.Tensor]:
     return {name: source.read(name) for name in source.tensors}
 
 

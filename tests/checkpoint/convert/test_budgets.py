@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from overland.checkpoint.formats import open_source
-from overland.checkpoint.formats.known import KNOWN
-from overland.checkpoint.formats.torch_file import read_torch_file
-from overland.checkpoint.pickles import load_pickle
+from overland.checkpoint.formats import open_any
+from overland.checkpoint.formats.pickles import load_pickle
+from overland.checkpoint.formats.safe_globals import SAFE_GLOBALS
+from overland.checkpoint.formats.torch_save import read_torch_file
 from tests.limited import limited
 
 
@@ -136,7 +136,7 @@ def test_every_reader_of_pickles_is_bounded(tmp_path: Path) -> None:
         (hf / "config.json").write_text("{}")
         torch_file(hf / "pytorch_model.bin", program)
         for folder in (dcp, hf):
-            ended = limited(partial(open_source, folder))
+            ended = limited(partial(open_any, folder))
             assert ended.startswith("CheckpointError: "), (folder, ended)
 
 
@@ -154,7 +154,7 @@ def test_what_real_files_hold_is_far_below_the_bounds(tmp_path: Path) -> None:
         {weight: ("model", weight)},
         {MetadataIndex(weight, chunk.offsets, i): None for i, chunk in enumerate(chunks)},
     )
-    load_pickle(pickle.dumps(metadata), "test", KNOWN)
+    load_pickle(pickle.dumps(metadata), "test", SAFE_GLOBALS)
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(100)))
     adam = torch.optim.AdamW(layers.parameters())
     layers(torch.ones(1, 2)).sum().backward()

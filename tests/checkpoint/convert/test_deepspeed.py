@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats import open_source
+from overland.checkpoint.formats import open_any
 from overland.errors import CheckpointError
 
 from .samples import assert_same, contents
@@ -76,7 +76,7 @@ def test_padding_falls_away(stage: int, tmp_path: Path) -> None:
         save_optimizer(tmp_path, rank, stage, vectors)
         name = f"zero_pp_rank_{rank}_" if stage == 3 else ""
         torch.save(model_states(), tmp_path / f"{name}mp_rank_00_model_states.pt")
-    source = open_source(tmp_path)
+    source = open_any(tmp_path)
     assert_same(contents(source), expected(kinds))
     assert source.extras["param_groups"] == [{"lr": 0.1, "names": list(SHAPES)}]
 
@@ -101,7 +101,7 @@ def test_frozen_parameters_buffers_and_shared_ones(stage: int, tmp_path: Path) -
         state["module"] = {"running": buffer, "count": count}
         name = f"zero_pp_rank_{rank}_" if stage == 3 else ""
         torch.save(state, tmp_path / f"{name}mp_rank_00_model_states.pt")
-    found = {name: lazy.load() for name, lazy in open_source(tmp_path).weights().items()}
+    found = {name: lazy.load() for name, lazy in open_any(tmp_path).weights().items()}
     assert_same(
         found,
         {
@@ -157,7 +157,7 @@ def test_gaps_between_aligned_parameters(tmp_path: Path, fragment_address: type)
         }
         file = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": state}, file)
-    assert_same({n: t.load() for n, t in open_source(tmp_path).weights().items()}, weights)
+    assert_same({n: t.load() for n, t in open_any(tmp_path).weights().items()}, weights)
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
@@ -165,26 +165,26 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     torch.save(model_states(), tmp_path / "mp_rank_00_model_states.pt")
     for rank in range(3):
         save_optimizer(tmp_path, rank, 2, {"fp32": pieces[rank].clone()})
-    open_source(tmp_path)
+    open_any(tmp_path)
     save_optimizer(tmp_path, 1, 2, {"fp32": torch.zeros(2)})
     with pytest.raises(CheckpointError, match="do not belong together"):
-        open_source(tmp_path)
+        open_any(tmp_path)
     save_optimizer(tmp_path, 1, 2, {"fp32": torch.zeros(100)})
     with pytest.raises(CheckpointError, match="do not belong together"):
-        open_source(tmp_path)
+        open_any(tmp_path)
     (tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match="of some rank"):
-        open_source(tmp_path)
+        open_any(tmp_path)
 
 
 def test_without_zero_the_weights_are_whole(tmp_path: Path) -> None:
     weights = parameters()
     torch.save(model_states(module=weights), tmp_path / "mp_rank_00_model_states.pt")
-    assert_same({n: t.load() for n, t in open_source(tmp_path).weights().items()}, weights)
+    assert_same({n: t.load() for n, t in open_any(tmp_path).weights().items()}, weights)
 
 
 def test_tensor_parallel_files_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(model_states(), tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
     with pytest.raises(CheckpointError, match="tensor parallelism"):
-        open_source(tmp_path)
+        open_any(tmp_path)

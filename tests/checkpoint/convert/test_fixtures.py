@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from overland.checkpoint.formats import open_source
+from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.dcp import read_dcp
 from overland.checkpoint.formats.lazy import digest
-from overland.checkpoint.formats.torch_file import scalar
+from overland.checkpoint.formats.torch_save import scalar
 from overland.models import DecoderConfig
 from overland.tools.convert import convert
 from overland.tools.convert.verify import model_with_weights
@@ -29,7 +29,7 @@ def logits_of(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_logits(hf_folder: Path, folder: Path) -> None:
     """Of our decoder, and of transformers."""
     tokens_BS, wanted = logits_of(folder)
-    source = open_source(hf_folder)
+    source = open_any(hf_folder)
     assert source.config is not None
     with torch.no_grad():
         ours = model_with_weights(source, DecoderConfig.from_hf(source.config))(tokens_BS)
@@ -47,7 +47,7 @@ def assert_logits(hf_folder: Path, folder: Path) -> None:
 def test_deepspeed_weights_and_moments(name: str) -> None:
     folder, expected = fixture(name)
     for path in (saved(folder), saved(folder) / expected["tag"]):
-        source = open_source(path)
+        source = open_any(path)
         assert source.format == "deepspeed"
         weights = source.weights()
         assert weights.keys() == expected["fp32_state_dict"].keys()
@@ -88,7 +88,7 @@ def test_dcp_tensors_and_objects(name: str) -> None:
 @pytest.mark.parametrize("name", DCP)
 def test_dcp_by_our_names(name: str) -> None:
     folder, expected = fixture(name)
-    source = open_source(saved(folder))
+    source = open_any(saved(folder))
     moments = {
         key: wanted["sha256"]
         for key, wanted in expected["tensors"].items()
@@ -106,7 +106,7 @@ def test_dcp_by_our_names(name: str) -> None:
 @pytest.mark.parametrize("name", META)
 def test_meta_tensors_and_logits(name: str, tmp_path: Path) -> None:
     folder, expected = fixture(name)
-    source = open_source(saved(folder))
+    source = open_any(saved(folder))
     weights = source.weights()
     assert weights.keys() == expected["hf_tensors"].keys()
     for parameter, wanted in expected["hf_tensors"].items():

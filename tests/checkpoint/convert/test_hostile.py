@@ -18,10 +18,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from overland.checkpoint.formats import FORMATS, Options, open_source
+from overland.checkpoint.formats import FORMATS, Options, open_any
 from overland.checkpoint.formats.lazy import digest
-from overland.checkpoint.formats.safetensors_file import read_safetensors
-from overland.checkpoint.formats.torch_file import read_torch_file
+from overland.checkpoint.formats.safetensors import read_safetensors
+from overland.checkpoint.formats.torch_save import read_torch_file
 from overland.errors import CheckpointError
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models.hf import load_hf
@@ -92,7 +92,7 @@ def test_payload_in_deepspeed_files(name: str, tmp_path: Path, sentinel: Path) -
     (tmp_path / "a").mkdir()
     for file in (saved(folder) / "global_step3").iterdir():
         (tmp_path / "a" / file.name).write_bytes(file.read_bytes())
-    assert open_source(tmp_path / "a").format == "deepspeed"
+    assert open_any(tmp_path / "a").format == "deepspeed"
     torch.save({"optimizer_state_dict": Payload(sentinel)}, tmp_path / "a" / name)
     assert_refused(tmp_path / "a", tmp_path, r"names posix\.system")
 
@@ -355,10 +355,10 @@ def test_truncation_of_real_files_is_always_a_sentence(tmp_path: Path) -> None:
     for end in range(0, len(data), len(data) // 23):
         file.write_bytes(data[:end])
         with pytest.raises(CheckpointError):
-            open_source(tmp_path)
+            open_any(tmp_path)
     file.unlink()
     with pytest.raises(CheckpointError, match="saved by 2 ranks"):
-        open_source(tmp_path)
+        open_any(tmp_path)
 
 
 def test_verification_finds_a_flipped_bit_of_any_tensor(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_verification_finds_a_flipped_bit_of_any_tensor(tmp_path: Path) -> None:
         name: (lazy.shape, lazy.dtype, digest(lazy.load())) for name, lazy in source.tensors.items()
     }
     FORMATS["hf"].write(source, tmp_path, Options())
-    verify_hashes(open_source(tmp_path), sent, lambda size: None)
+    verify_hashes(open_any(tmp_path), sent, lambda size: None)
     file = tmp_path / "model.safetensors"
     for name, stored in read_safetensors(file).items():
         with file.open("r+b") as opened:
@@ -376,7 +376,7 @@ def test_verification_finds_a_flipped_bit_of_any_tensor(tmp_path: Path) -> None:
             opened.seek(-1, os.SEEK_CUR)
             opened.write(bytes([byte ^ 1]))
         with pytest.raises(CheckpointError, match=rf"model\.{name} was written"):
-            verify_hashes(open_source(tmp_path), sent, lambda size: None)
+            verify_hashes(open_any(tmp_path), sent, lambda size: None)
         with file.open("r+b") as opened:
             opened.seek(stored.offset + stored.nbytes - 1)
             opened.write(bytes([byte]))
@@ -394,7 +394,7 @@ def test_boxes_of_a_dcp_tensor_that_overlap_are_refused(tmp_path: Path) -> None:
     metadata.storage_data = {MetadataIndex("model.x", box.offsets): place for box in boxes}
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="missing or overlap"):
-        open_source(folder)
+        open_any(folder)
 
 
 class Doubled:
@@ -412,7 +412,7 @@ def test_a_pickle_of_a_few_bytes_cannot_fill_the_memory(tmp_path: Path) -> None:
     assert len(pickled) < 500
     path = torch_zip(tmp_path / "model.pt", data_pkl=pickled)
     with pytest.raises(CheckpointError):
-        open_source(path)
+        open_any(path)
 
 
 def test_weights_to_start_from_stay_in_their_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.checkpoint.formats import FORMATS, Options, Source
+from overland.checkpoint.formats import FORMATS, LazyCheckpoint, Options
 from overland.checkpoint.formats.lazy import Lazy
 from overland.models import DecoderConfig
 from tests.models.tiny import hf
@@ -27,7 +27,8 @@ import sys
 from pathlib import Path
 
 import torch.distributed.checkpoint.filesystem
-from overland.checkpoint.formats import Options, convert
+from overland.checkpoint.formats import Options
+from overland.tools.convert import convert
 
 def mark():
     line = next(l for l in open("/proc/self/status") if l.startswith("VmHWM"))
@@ -52,7 +53,7 @@ class Made(Lazy):
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(self.seed))
 
 
-def source_of(config: dict[str, object], optimizer: bool) -> Source:
+def source_of(config: dict[str, object], optimizer: bool) -> LazyCheckpoint:
     shapes = DecoderConfig.from_hf(config).parameter_shapes()
     names = [f"model.{name}" for name in shapes]
     if optimizer:
@@ -61,7 +62,7 @@ def source_of(config: dict[str, object], optimizer: bool) -> Source:
     for seed, name in enumerate(names):
         plain = name.removeprefix("model.").removeprefix("optimizer.").removesuffix(".exp_avg")
         tensors[name] = Made(tuple(shapes[plain]), torch.float32, seed)
-    return Source("memory", Path("memory"), tensors, {}, dict(config))
+    return LazyCheckpoint("memory", Path("memory"), tensors, {}, dict(config))
 
 
 def measured(source: Path, target: Path, to: str, config: Path) -> int:

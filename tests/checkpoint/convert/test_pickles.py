@@ -8,8 +8,8 @@ from collections import OrderedDict, defaultdict
 
 import pytest
 
-from overland.checkpoint.formats.known import KNOWN
-from overland.checkpoint.pickles import load_pickle
+from overland.checkpoint.formats.pickles import load_pickle
+from overland.checkpoint.formats.safe_globals import SAFE_GLOBALS
 from overland.errors import CheckpointError
 
 DATA = [
@@ -24,21 +24,21 @@ DATA = [
 @pytest.mark.parametrize("protocol", range(1, 6))
 def test_plain_data_is_read_as_python_reads_it(protocol: int) -> None:
     for value in DATA:
-        read = load_pickle(pickle.dumps(value, protocol), "test", KNOWN)
+        read = load_pickle(pickle.dumps(value, protocol), "test", SAFE_GLOBALS)
         assert read == value, value
         assert type(read) is (bytes if isinstance(value, bytearray) else type(value))
     shared = [1]
-    first, second = load_pickle(pickle.dumps([shared, shared], protocol), "test", KNOWN)
+    first, second = load_pickle(pickle.dumps([shared, shared], protocol), "test", SAFE_GLOBALS)
     assert first is second
     counted = defaultdict(list, {"a": [1]})
-    assert load_pickle(pickle.dumps(counted, protocol), "test", KNOWN) == {"a": [1]}
+    assert load_pickle(pickle.dumps(counted, protocol), "test", SAFE_GLOBALS) == {"a": [1]}
 
 
 def test_every_cut_is_an_error_and_not_a_crash() -> None:
     data = pickle.dumps({"a": [1, (2, "three")], "b": OrderedDict(x=1.5)}, 4)
     for end in range(len(data)):
         with pytest.raises(CheckpointError):
-            load_pickle(data[:end], "test", KNOWN)
+            load_pickle(data[:end], "test", SAFE_GLOBALS)
 
 
 def test_every_changed_byte_is_read_or_refused() -> None:
@@ -48,7 +48,7 @@ def test_every_changed_byte_is_read_or_refused() -> None:
             changed = bytearray(data)
             changed[place] = value
             with contextlib.suppress(CheckpointError):
-                load_pickle(bytes(changed), "test", KNOWN)
+                load_pickle(bytes(changed), "test", SAFE_GLOBALS)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_every_changed_byte_is_read_or_refused() -> None:
 )
 def test_programs_are_refused(program: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"nothing was run|cannot be read|can be read"):
-        load_pickle(program, "test", KNOWN)
+        load_pickle(program, "test", SAFE_GLOBALS)
 
 
 def test_a_refusal_names_file_and_class() -> None:
     with pytest.raises(CheckpointError) as error:
-        load_pickle(b"\x80\x02cos\nsystem\nU\x04true\x85R.", "model.pt", KNOWN)
+        load_pickle(b"\x80\x02cos\nsystem\nU\x04true\x85R.", "model.pt", SAFE_GLOBALS)
     assert str(error.value) == (
         "model.pt names os.system, which is not on the list of known classes; nothing was run"
     )
@@ -84,10 +84,10 @@ def test_a_refusal_names_file_and_class() -> None:
 
 def test_a_memo_number_costs_no_memory() -> None:
     """Python's own machine makes room for all numbers below it: 64 GB for these ten bytes."""
-    assert load_pickle(b"\x80\x02Nr\xff\xff\xff\xff.", "test", KNOWN) is None
+    assert load_pickle(b"\x80\x02Nr\xff\xff\xff\xff.", "test", SAFE_GLOBALS) is None
 
 
 def test_depth_is_no_crash() -> None:
     as_key = b"\x80\x02})" + b"\x85" * 200_000 + b"Ns."
     with pytest.raises(CheckpointError):
-        load_pickle(as_key, "test", KNOWN)
+        load_pickle(as_key, "test", SAFE_GLOBALS)

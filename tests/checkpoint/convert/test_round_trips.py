@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.checkpoint.formats import FORMATS, TARGETS, Options, lazy, open_source
+from overland.checkpoint.formats import FORMATS, TARGETS, Options, lazy, open_any
 from overland.errors import CheckpointError
 from overland.tools.convert import convert
 from tests.models.tiny import LLAMA3_ROPE, hf
@@ -37,7 +37,7 @@ def test_narrow_moments_stay_so(name: str, tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()
     FORMATS[name].write(source, start, Options())
-    assert_same(contents(open_source(start, config)), contents(source))
+    assert_same(contents(open_any(start, config)), contents(source))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +57,7 @@ def test_any_to_any_keeps_every_bit(first: str, kind: str, tmp_path: Path) -> No
         summary = convert(start, target, second, config=config_file, verify="logits")
         assert summary.verified == summary.num_tensors
         assert summary.logits_difference == 0
-        back = contents(open_source(target, config))
+        back = contents(open_any(target, config))
         if "meta" in (first, second) and kind == "tied":
             assert torch.equal(
                 back.pop("model.lm_head.weight", weights["model.model.embed_tokens.weight"]),
@@ -74,7 +74,7 @@ def test_progress_and_parameter_groups_survive(through: str, tmp_path: Path) -> 
     source = tiny_source(tiny_config())
     (tmp_path / "a").mkdir()
     FORMATS[through].write(source, tmp_path / "a", Options())
-    extras = open_source(tmp_path / "a").extras
+    extras = open_any(tmp_path / "a").extras
     assert extras["step"] == 7
     if through != "dcp":  # which has a place for the step only
         assert (extras["batch"], extras["tokens"]) == (8, 900)
@@ -92,7 +92,7 @@ def test_a_run_folder_gives_its_newest_checkpoint_and_tokenizer(tmp_path: Path) 
     (run / "tokenizer" / "tokenizer.json").write_text("{}")
     (run / "config.toml").write_text('[checkpoint]\nfolder = "kept"\n')
     with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
-        open_source(run)
+        open_any(run)
     for step in (9, 10):
         folder = run / "kept" / f"step_{step}"
         folder.mkdir(parents=True)
@@ -103,8 +103,8 @@ def test_a_run_folder_gives_its_newest_checkpoint_and_tokenizer(tmp_path: Path) 
         convert(path, tmp_path / f"hf{step}", "hf")
         assert (tmp_path / f"hf{step}" / "tokenizer.json").is_file()
         weights = contents(tiny_source(config, optimizer=False, seed=step))
-        assert_same(contents(open_source(tmp_path / f"hf{step}")), weights)
-    source = open_source(run)
+        assert_same(contents(open_any(tmp_path / f"hf{step}")), weights)
+    source = open_any(run)
     name = "model.model.layers.0.mlp.up_proj.weight"
     rows = source.read_slice(name, (slice(3, 7), slice(0, 5)))
     assert torch.equal(rows, source.read(name)[3:7, :5])
@@ -116,7 +116,7 @@ def test_foreign_moments_make_a_checkpoint_that_can_be_resumed(tmp_path: Path) -
     del source.tensors["scaler.scale"], source.tensors["scaler.good_steps"]
     (tmp_path / "a").mkdir()
     FORMATS["overland"].write(source, tmp_path / "a", Options())
-    assert open_source(tmp_path / "a").read("scaler.scale") == 1
+    assert open_any(tmp_path / "a").read("scaler.scale") == 1
 
 
 def test_torchtitan_names_and_back(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_torchtitan_names_and_back(tmp_path: Path) -> None:
         q_proj = source.read("model.model.layers.0.self_attn.q_proj.weight")
         # Heads of 8 rows: Meta's 0, 1, 2, 3, … are Hugging Face's 0, 4, 1, 5, …
         assert torch.equal(wq[:8], q_proj[[0, 4, 1, 5, 2, 6, 3, 7]])
-        assert_same(contents(open_source(folder)), contents(source))
+        assert_same(contents(open_any(folder)), contents(source))
         (folder / "config.json").unlink()
         with pytest.raises(CheckpointError, match="--config"):
-            open_source(folder)
-        assert_same(contents(open_source(folder, config)), contents(source))
+            open_any(folder)
+        assert_same(contents(open_any(folder, config)), contents(source))
 
 
 def test_shards_of_meta_are_merged(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_shards_of_meta_are_merged(tmp_path: Path) -> None:
                 is_norm = "norm" in last
                 shard[name] = tensor if is_norm else tensor.chunk(4, dim)[rank].clone()
             torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
-        assert_same(contents(open_source(folder)), contents(open_source(tmp_path / "whole")))
+        assert_same(contents(open_any(folder)), contents(open_any(tmp_path / "whole")))
 
 
 def test_dtype_and_exclude(tmp_path: Path) -> None:
@@ -173,13 +173,13 @@ def test_dtype_and_exclude(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     FORMATS["dcp"].write(source, tmp_path / "a", Options())
     convert(tmp_path / "a", tmp_path / "b", "torch", dtype="bfloat16", exclude=["lm_head.*"])
-    found = contents(open_source(tmp_path / "b"))
+    found = contents(open_any(tmp_path / "b"))
     assert not [name for name in found if "lm_head" in name]
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(found[f"model.{name}"], source.read(f"model.{name}").bfloat16())
     assert torch.equal(found[f"optimizer.{name}.exp_avg"], source.read(f"optimizer.{name}.exp_avg"))
     convert(tmp_path / "a", tmp_path / "c", "torch", weights_only=True)
-    assert all(name.startswith("model.") for name in open_source(tmp_path / "c").tensors)
+    assert all(name.startswith("model.") for name in open_any(tmp_path / "c").tensors)
     with pytest.raises(CheckpointError, match=r"did you mean 'lm_head\.weight'"):
         convert(tmp_path / "a", tmp_path / "d", "torch", exclude=["lm_haed.weight"])
 
@@ -203,7 +203,7 @@ def test_hf_in_shards_with_tokenizer(tmp_path: Path) -> None:
         tmp_path / "b", output_loading_info=True
     )
     assert not report["missing_keys"]
-    wanted = open_source(tmp_path / "a").weights()
+    wanted = open_any(tmp_path / "a").weights()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, wanted[name].load())
 
@@ -211,9 +211,7 @@ def test_hf_in_shards_with_tokenizer(tmp_path: Path) -> None:
 def test_pytorch_bin_is_read(tmp_path: Path) -> None:
     weights = {f"model.layers.{i}.x": torch.randn(3, 4) for i in range(4)}
     torch.save(weights, tmp_path / "pytorch_model.bin")
-    assert_same(
-        contents(open_source(tmp_path)), {f"model.{name}": t for name, t in weights.items()}
-    )
+    assert_same(contents(open_any(tmp_path)), {f"model.{name}": t for name, t in weights.items()})
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from overland.checkpoint.formats import Options, Source
+from overland.checkpoint.formats import LazyCheckpoint, Options
+from overland.checkpoint.formats.checkpoint import companions_in
 from overland.checkpoint.formats.hf import write_hf
 from overland.checkpoint.formats.lazy import held
-from overland.checkpoint.formats.source import companions_in
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.models import DecoderConfig, build_model
 from overland.models.init import init_weights
@@ -33,7 +33,9 @@ def silent_model(**config: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 def export(folder: Path, assets: Path, format_: str = "overland", **config: Any) -> Path:
     weights, contents = silent_model(**config)
     folder.mkdir()
-    source = Source(format_, folder, weights, config=contents, companions=companions_in(assets))
+    source = LazyCheckpoint(
+        format_, folder, weights, config=contents, companions=companions_in(assets)
+    )
     write_hf(source, folder, Options())
     return folder
 

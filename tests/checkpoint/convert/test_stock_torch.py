@@ -10,10 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from overland.checkpoint.formats import FORMATS, Options, open_source
+from overland.checkpoint.formats import FORMATS, Options, open_any
 from overland.checkpoint.formats.lazy import held, memory
-from overland.checkpoint.formats.torch_file import read_torch_file
-from overland.checkpoint.formats.torch_writer import write_torch_file
+from overland.checkpoint.formats.torch_save import read_torch_file, write_torch_file
 
 from .samples import contents, tiny_config, tiny_source
 
@@ -187,7 +186,7 @@ def test_optimizer_states_of_torch_are_read_by_number_and_by_name(tmp_path: Path
     }
     for form in (state, by_name):
         torch.save(form, tmp_path / "optim_state_dict.pt")
-        found = contents(open_source(tmp_path))
+        found = contents(open_any(tmp_path))
         assert torch.equal(found["optimizer.bias.exp_avg"], state["state"][1]["exp_avg"])
         assert torch.equal(found["optimizer.weight.exp_avg_sq"], state["state"][0]["exp_avg_sq"])
         assert found["optimizer.num_updates"] == 1

@@ -16,23 +16,27 @@ from typing import Any
 
 import torch
 
-from overland.checkpoint.formats import llama
-from overland.checkpoint.formats.lazy import Lazy, Stored, held
-from overland.checkpoint.formats.options import Options
-from overland.checkpoint.formats.shards import describe
-from overland.checkpoint.formats.source import (
+from overland.checkpoint.formats.checkpoint import (
     MODEL,
     MOMENTS,
     NUM_UPDATES,
     OPTIMIZER,
     Config,
-    Source,
+    LazyCheckpoint,
+    Options,
     companions_in,
     config_near,
     num_updates,
+    write_companions,
 )
-from overland.checkpoint.formats.torch_file import read_torch_file, scalar, tensors_in
-from overland.checkpoint.formats.torch_writer import write_torch_file
+from overland.checkpoint.formats.lazy import Lazy, Stored, held
+from overland.checkpoint.formats.meta import has_meta_names, head_dim_of, to_hf_names
+from overland.checkpoint.formats.torch_save import (
+    read_torch_file,
+    scalar,
+    tensors_in,
+    write_torch_file,
+)
 from overland.errors import CheckpointError
 from overland.files import new_file
 
@@ -61,15 +65,15 @@ def detect_torch(path: Path) -> bool:
     )
 
 
-def open_torch(path: Path, config: Config = None) -> Source:
+def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
     """The four files, of which only the first must be there; or one file with a state dict."""
     folder = path.parent if path.is_file() else path
     config = config or config_near(folder, folder.parent)
     weights = _named(path if path.is_file() else path / WEIGHTS)
     order = list(weights)
-    if llama.is_meta(weights):
-        head_dim = llama.head_dim_of(config, f"{path} has Meta's names and")
-        weights = llama.in_hf_words(weights, head_dim)
+    if has_meta_names(weights):
+        head_dim = head_dim_of(config, f"{path} has Meta's names and")
+        weights = to_hf_names(weights, head_dim)
     tensors = {MODEL + name: lazy for name, lazy in weights.items()}
     extras: dict[str, Any] = {}
     if path.is_dir() and (path / STATE).is_file():
@@ -80,10 +84,10 @@ def open_torch(path: Path, config: Config = None) -> Source:
         extras |= _progress(progress)
         if isinstance(progress.get("other"), dict):
             tensors |= _others(dict(tensors_in(progress["other"], path / PROGRESS)))
-    return Source("torch", folder, tensors, extras, config, companions_in(folder))
+    return LazyCheckpoint("torch", folder, tensors, extras, config, companions_in(folder))
 
 
-def write_torch(source: Source, folder: Path, options: Options | None = None) -> None:
+def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = None) -> None:
     """All that the source has of the four. The first two are written tensor by tensor."""
     _write(folder / WEIGHTS, source.weights())
     if any(True for _ in source.states()):
@@ -117,7 +121,7 @@ def write_torch(source: Source, folder: Path, options: Options | None = None) ->
             "other": _others(source.tensors),
         },
     )
-    describe(source.config, source.companions, folder)
+    write_companions(source.config, source.companions, folder)
 
 
 def _others(tensors: dict[str, Lazy]) -> dict[str, Lazy]:
@@ -132,7 +136,7 @@ def _write(path: Path, saved: Any) -> None:
         write_torch_file(file, saved, root=path.stem)
 
 
-def _torch_state(source: Source) -> dict[str, Any]:
+def _torch_state(source: LazyCheckpoint) -> dict[str, Any]:
     updates = source.tensors.get(NUM_UPDATES)
     steps = updates.load().to(torch.float32) if updates is not None else torch.zeros(())
     states: dict[str, dict[str, Lazy]] = {}
@@ -153,7 +157,7 @@ def _torch_state(source: Source) -> dict[str, Any]:
     return {"state": kept, "param_groups": groups}
 
 
-def _groups(source: Source) -> list[dict[str, Any]]:
+def _groups(source: LazyCheckpoint) -> list[dict[str, Any]]:
     """The source's parameter groups; one of all parameters where it names none, or others."""
     trained = list(dict.fromkeys(name for name, _, _ in source.states()))
     groups = source.extras.get("param_groups") or []

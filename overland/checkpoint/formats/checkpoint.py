@@ -1,13 +1,15 @@
-"""A checkpoint of any format: its tensors by Overland's names, read one by one.
+"""A checkpoint of any format, as all readers give it and all writers take it.
 
-Names are those of a run's own state: `model.<Hugging Face name>`, `optimizer.<name>.<state>` (of
-AdamW: exp_avg and exp_avg_sq), `optimizer.num_updates`. Whatever else a file holds keeps the name
-it has there.
+Its tensors have the names of a run's own state and are read one by one: `model.<Hugging Face
+name>`, `optimizer.<name>.<state>` (of AdamW: exp_avg and exp_avg_sq), `optimizer.num_updates`.
+Whatever else a file holds keeps the name it has there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import json
+import shutil
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from overland.checkpoint.formats.lazy import Lazy, Slices, held
 from overland.config import foreign
 from overland.config.inside import leads_out
 from overland.errors import CheckpointError
+from overland.files import new_file, sync
 
 Config = dict[str, Any] | None
 """The contents of a config.json, where there is one."""
@@ -42,7 +45,7 @@ COMPANIONS = (
 
 
 @dataclass
-class Source:
+class LazyCheckpoint:
     """`extras`: step, batch, tokens, best_validation_loss, learning rates and `param_groups`
     (torch's, with parameter names) where the format has them. `config`: a config.json's contents.
     `companions`: tokenizer and generation config."""
@@ -78,10 +81,10 @@ class Source:
     def states(self) -> Iterator[tuple[str, str, Lazy]]:
         """What an optimizer has kept: (parameter, name of the state, tensor)."""
         for name, lazy in self.tensors.items():
-            if (split := split_state(name, self.tensors)) is not None:
-                yield *split, lazy
+            if (state := split_state(name, self.tensors)) is not None:
+                yield *state, lazy
 
-    def with_tensors(self, tensors: dict[str, Lazy]) -> Source:
+    def with_tensors(self, tensors: dict[str, Lazy]) -> LazyCheckpoint:
         return replace(self, tensors=tensors)
 
 
@@ -117,7 +120,7 @@ def refuse_link_out(path: Path) -> None:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     try:
         contents = foreign.read_json(path)
     except ValueError as error:
@@ -132,7 +135,7 @@ def config_near(*folders: Path) -> Config:
     for folder in folders:
         if (folder / "config.json").is_file():
             refuse_link_out(folder / "config.json")
-            return read_json(folder / "config.json")
+            return read_json_object(folder / "config.json")
     return None
 
 
@@ -147,3 +150,51 @@ def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
     if not path.is_file():
         raise CheckpointError(f"{folder} lacks {name}, which {named_by.name} names")
     return path
+
+
+DEFAULT_SHARD_BYTES = 5 * 1000**3
+
+
+@dataclass(frozen=True)
+class Options:
+    """`names` and `key_prefix` are for DCP; `partial`: tensors were left out on purpose."""
+
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    names: str = "hf"
+    key_prefix: str | None = None
+    partial: bool = False
+
+
+def split_by_size(tensors: Mapping[str, Lazy], max_bytes: int) -> list[dict[str, Lazy]]:
+    """In order, as many into each as fit; a tensor that is larger gets a file of its own."""
+    shards: list[dict[str, Lazy]] = [{}]
+    size = 0
+    for name, lazy in tensors.items():
+        if shards[-1] and size + lazy.nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = lazy
+        size += lazy.nbytes
+    return shards
+
+
+def write_json(path: Path, contents: Mapping[str, Any]) -> None:
+    with new_file(path) as file:
+        file.write((json.dumps(contents, indent=2, sort_keys=True) + "\n").encode())
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    for file in files:
+        if not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+            sync(folder / file.name)
+
+
+def write_companions(
+    config: dict[str, Any] | None, companions: Iterable[Path], folder: Path
+) -> None:
+    """config.json and tokenizer beside weights of a format that has no place for them: so that
+    the folder still says what it holds."""
+    if config is not None:
+        write_json(folder / "config.json", config)
+    copy_files(companions, folder)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from overland.checkpoint.formats.lazy import MAX_DIMS, Shape, Stored
-from overland.checkpoint.pickles import Maker, Names, as_dict, as_keys, stand_in
+from overland.checkpoint.formats.pickles import Maker, Names, as_dict, as_keys, stand_in
 from overland.errors import CheckpointError
 
 
@@ -206,4 +206,4 @@ def _table() -> dict[tuple[str, str], Any]:
     return table
 
 
-KNOWN: Names = _table()
+SAFE_GLOBALS: Names = _table()

@@ -1,4 +1,7 @@
-"""safetensors files: the header checked before a byte is believed, and written as a stream."""
+"""safetensors files: the header checked before a byte is believed, and written as a stream.
+
+One file with all weights, as DeepSpeed's `zero_to_fp32` makes it, is a format of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,14 @@ from typing import Any
 
 import torch
 
+from overland.checkpoint.formats.checkpoint import (
+    MODEL,
+    Config,
+    LazyCheckpoint,
+    Options,
+    companions_in,
+    config_near,
+)
 from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Stored, counter, memory
 from overland.config.foreign import what_is_wrong
 from overland.errors import CheckpointError
@@ -110,3 +121,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(contents) != len(pairs):
         raise ValueError("a name comes twice")
     return contents
+
+
+def detect_single(path: Path) -> bool:
+    return path.is_file() and path.suffix == ".safetensors"
+
+
+def open_single(path: Path, config: Config = None) -> LazyCheckpoint:
+    return LazyCheckpoint(
+        "safetensors",
+        path.parent,
+        {MODEL + name: lazy for name, lazy in read_safetensors(path).items()},
+        config=config or config_near(path.parent),
+        companions=companions_in(path.parent),
+    )
+
+
+def write_single(source: LazyCheckpoint, file: Path, options: Options) -> None:
+    write_safetensors(file, source.weights())
