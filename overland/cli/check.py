@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overland.cli.errors import user_errors
-from overland.cli.settings import Settings, split_settings
+from overland.cli.common import Settings, split_settings, user_errors
 
 # Building the mesh and sharding take about 2 ms of CPU time per device: 30 s for this many.
 LARGEST_FAKE_WORLD = 16_384
@@ -61,7 +60,7 @@ def report(
     has_model = not any(
         problem.kind == "missing" and problem.key == "model.config" for problem in problems
     )
-    facts = describe(loaded.config, world_size) if has_model else {}
+    facts = run_facts(loaded.config, world_size) if has_model else {}
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
     if step and has_model:
         notes += order_notes(loaded.config, world_size)
@@ -131,7 +130,7 @@ def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
     }
 
 
-def describe(config: Any, world_size: int) -> dict[str, Any]:
+def run_facts(config: Any, world_size: int) -> dict[str, Any]:
     from overland.config.degrees import resolve_degrees
     from overland.models.flops import causal_flops_per_token, count_parameters
     from overland.models.measure import measure_of

@@ -8,12 +8,9 @@ from typing import Annotated
 
 import typer
 
-from overland.cli.errors import user_errors
-from overland.cli.settings import Settings, split_settings
+from overland.cli.common import TAKES_SETTINGS, Settings, split_settings, user_errors
 
 app = typer.Typer(help="Show, convert and explain configs.", no_args_is_help=True)
-
-TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from overland.cli.common import user_errors
 from overland.cli.data_build import build, find_source, import_sources
-from overland.cli.errors import user_errors
-from overland.cli.preview import preview
+from overland.cli.data_preview import preview
 from overland.progress import progress_bar
 from overland.words import bad_ones
 

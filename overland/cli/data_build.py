@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overland.cli.errors import user_errors
+from overland.cli.common import user_errors
 from overland.progress import progress_bar
 
 if TYPE_CHECKING:

@@ -13,18 +13,16 @@ from overland.cli import (
     convert,
     data,
     doctor,
-    env,
-    fetch,
     generate,
+    hub,
     init,
     preflight,
     prove,
-    push,
     submit,
-    supervise,
     train,
     watch,
 )
+from overland.cli.common import TAKES_SETTINGS
 
 app = typer.Typer(
     name="overland",
@@ -54,22 +52,19 @@ def every_verb(
     pass
 
 
-# Settings are no options: `training.steps=20` and `--training.steps 20` go to the config loader.
-TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 app.command()(init.init)
-app.command()(fetch.fetch)
+app.command()(hub.fetch)
 app.command(context_settings=TAKES_SETTINGS)(check.check)
 app.command(context_settings=TAKES_SETTINGS)(train.train)
 app.command(cls=submit.Submit, context_settings=TAKES_SETTINGS)(submit.submit)
 app.command()(watch.watch)
-app.command(hidden=True)(supervise.supervise)
-app.command()(env.env)
+app.command(hidden=True)(submit.supervise)
+app.command()(submit.env)
 app.command()(preflight.preflight)
 app.command()(doctor.doctor)
 app.command()(generate.generate)
 app.command()(convert.convert)
-app.command()(push.push)
+app.command()(hub.push)
 app.add_typer(data.app, name="data")
 app.add_typer(prove.app, name="prove")
 app.add_typer(config.app, name="config")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overland.cli.errors import user_errors
+from overland.cli.common import user_errors
 
 if TYPE_CHECKING:
     from overland.tools.preflight.conduct import PreflightSettings

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from overland.cli.errors import user_errors
+from overland.cli.common import user_errors
 from overland.progress import progress_bar
 
 HELP = "Evidence: equal losses across layouts and resumes, exact data, intact checkpoints."

@@ -1,10 +1,15 @@
-"""`overland submit`: a chain of Slurm jobs that trains a config, or the script of one."""
+"""`overland submit`: a chain of Slurm jobs that trains a config, or the script of one.
+
+With it go `overland env`, the one-time set-up of a cluster as a script, and `overland supervise`,
+which a job script runs beside the ranks.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from overland.cli.errors import user_errors
-from overland.cli.settings import Settings, split_settings
+from overland.cli.common import Settings, split_settings, user_errors
 
 if TYPE_CHECKING:
     from overland.config.errors import Mending
@@ -111,8 +115,8 @@ def submit(
             raise ClusterError(f"--env {variable}: is not set here, so there is nothing to pass on")
     chosen = load_site(site)
     world_size = nodes * num_devices_per_node(chosen, wanted)
-    loaded = load(settings, world_size, wanted, waive_missing=dry_run)
-    place = place_of(loaded.config)
+    loaded = load_for_chain(settings, world_size, wanted, waive_missing=dry_run)
+    place = run_place(loaded.config)
     script, frozen = next_files(place.run)
     variables = variables_to_carry(loaded)
     job = plan_job(chosen, wanted, replace(place, config=frozen, variables=variables))
@@ -147,7 +151,7 @@ def list_sites() -> str:
     return "\n".join([*lines, "", f"`{command('overland', *words)}` shows a job's script."])
 
 
-def load(
+def load_for_chain(
     settings: list[str] | None, world_size: int, wanted: JobRequest, waive_missing: bool
 ) -> Loaded:
     """The config, fit for a chain. Files that are missing only a dry run forgives."""
@@ -198,7 +202,7 @@ def can_be_repeated(config: JobConfig) -> bool:
     return config.checkpoint.resume == "auto" and not config.checkpoint.skip_optimizer
 
 
-def place_of(config: JobConfig) -> RunPlace:
+def run_place(config: JobConfig) -> RunPlace:
     from overland.errors import ClusterError
     from overland.run_folder import STOPPED, RunFolder
     from overland.tools.jobs.job import RunPlace
@@ -254,3 +258,54 @@ def archive(name: str | None) -> str | None:
         setup = command("overland", "env", "SITE")
         raise ClusterError(f"--packed-env {name}: no such file; `{setup}` tells how")
     return str(path)
+
+
+@user_errors
+def env(
+    site: Annotated[
+        str | None, typer.Argument(help="A site's name or file.", show_default=False)
+    ] = None,
+) -> None:
+    """Print the one-time set-up script of a cluster, with reasons: overland env SITE > setup.sh"""
+    from overland.tools.jobs.script import render_setup
+    from overland.tools.jobs.site import load_site
+
+    if site is None:
+        print(list_sites())
+        return
+    print(render_setup(load_site(site)), end="")
+
+
+@user_errors
+def supervise(
+    config: Annotated[Path, typer.Argument(help="As `overland submit` froze it.")],
+    launch: Annotated[list[str], typer.Argument(help="srun … python -m overland")],
+    nodes: Annotated[int, typer.Option(help="To train on; the others are spares.", min=1)],
+    tasks_per_node: Annotated[int, typer.Option(min=1)],
+    preflight: Annotated[bool, typer.Option(help="Test all nodes first.")] = True,
+    requeue: Annotated[
+        bool, typer.Option(help="Go back into the queue when good nodes run out.")
+    ] = False,
+) -> None:
+    """Start, watch and restart the ranks of a job: used by the scripts of `overland submit`."""
+    from overland.tools.jobs.supervise.policy import MAX_FAILED_STARTS
+    from overland.tools.jobs.supervise.run import Supervised
+    from overland.tools.jobs.supervise.supervisor import supervise
+
+    with config.open("rb") as file:
+        settings = tomllib.load(file)
+    job = Supervised(
+        run=Path(settings["job"]["dump_folder"]).expanduser(),
+        config=config,
+        steps=settings["training"]["steps"],
+        launch=launch,
+        num_nodes=nodes,
+        tasks_per_node=tasks_per_node,
+        hang_seconds=settings["health"]["hang_seconds"],
+        max_failed_starts=settings["health"].get("max_failed_starts", MAX_FAILED_STARTS),
+        margin_seconds=settings["checkpoint"]["walltime_margin_minutes"] * 60,
+        checkpoint_folder=settings["checkpoint"]["folder"],
+        preflight=preflight,
+        requeue=requeue,
+    )
+    raise typer.Exit(supervise(job))

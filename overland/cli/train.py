@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overland.cli.errors import user_errors
-from overland.cli.settings import Settings, split_settings
+from overland.cli.common import Settings, split_settings, user_errors
 from overland.run_folder import LOGS
 from overland.world.signals import STOPPED, end_at_signal
 

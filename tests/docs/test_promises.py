@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from overland.cli.errors import is_user_error, sentence
+from overland.cli.common import is_user_error
 from overland.cli.train import settle_folder
 from overland.config.load import load_config
 from overland.data.corpus import lay_out
 from overland.data.sources import TextFolder
 from overland.data.tokenizer import Tokenizer, train_tokenizer
-from overland.errors import DataError
+from overland.errors import DataError, sentence
 
 
 @pytest.fixture

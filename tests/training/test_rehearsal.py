@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from overland.checks import check_config
-from overland.cli.errors import is_user_error
+from overland.cli.common import is_user_error
 from overland.config.errors import ConfigError
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig

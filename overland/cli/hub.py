@@ -1,4 +1,6 @@
-"""`overland fetch`: models, tokenizers and datasets to this disk, where a network is."""
+"""`overland fetch` and `overland push`: models, tokenizers and datasets from and to a Hub, where a
+network is.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from overland.cli.errors import user_errors
+from overland.cli.common import user_errors
 from overland.progress import progress_bar
 
 if TYPE_CHECKING:
     from overland.tools.hub.fetch import Fetched, Wanted
 
 
-class Kind(StrEnum):
+class FetchKind(StrEnum):
     model = "model"
     tokenizer = "tokenizer"
     dataset = "dataset"
@@ -27,7 +29,9 @@ class Kind(StrEnum):
 
 @user_errors
 def fetch(
-    kind: Annotated[Kind, typer.Argument(help="model, tokenizer or dataset.", show_choices=False)],
+    kind: Annotated[
+        FetchKind, typer.Argument(help="model, tokenizer or dataset.", show_choices=False)
+    ],
     name: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub.")],
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit; default: main.")
@@ -51,15 +55,15 @@ def fetch(
 
     folder = to.expanduser() if to is not None else default_folder(kind.value, name)
     wanted = Wanted(kind.value, name, revision, subset, tuple(include or ()))
-    with progress() as report:
+    with fetch_progress() as report:
         if verify:
-            check(wanted, folder, report, as_json)
+            verify_fetched(wanted, folder, report, as_json)
             return
         done = fetch_files(wanted, folder, report)
-    tell(done, wanted, folder, as_json)
+    print_fetched(done, wanted, folder, as_json)
 
 
-def check(
+def verify_fetched(
     wanted: Wanted, folder: Path, report: Callable[[str, int, int], None], as_json: bool
 ) -> None:
     from overland.tools.hub.fetch import verify_folder
@@ -76,7 +80,7 @@ def check(
         print(f"{folder}: every file is as the Hub had it")
 
 
-def tell(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
+def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
     from overland.tools.hub.fetch import config_lines
 
     snapshot = done.snapshot
@@ -106,7 +110,7 @@ def tell(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
+def fetch_progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar if someone is looking; else a line for every tenth. Both on stderr."""
     if sys.stderr.isatty():
         with progress_bar("fetching", "bytes") as bar:
@@ -123,3 +127,44 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
             )
 
     yield tell_tenths
+
+
+class RepoType(StrEnum):
+    model = "model"
+    dataset = "dataset"
+
+
+@user_errors
+def push(
+    folder: Annotated[Path, typer.Argument(help="What to upload, such as RUN/hf.")],
+    name: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if not there.")],
+    repo_type: Annotated[
+        RepoType, typer.Option("--type", help="model or dataset.", show_choices=False)
+    ] = RepoType.model,
+    private: Annotated[bool, typer.Option("--private", help="For your eyes alone.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch; made if not there; default: main.")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Upload a folder, such as the weights in RUN/hf, and compare what arrived. HF_ENDPOINT and
+    HF_TOKEN are respected."""
+    from overland.tools.hub.push import push as push_files
+
+    done = push_files(
+        folder.expanduser(),
+        name,
+        repo_type=repo_type.value,
+        private=private,
+        revision=revision,
+        message=message,
+        bars=sys.stderr.isatty(),
+    )
+    size = sum(done.files.values())
+    if as_json:
+        facts = {"commit": done.commit, "url": done.url, "files": done.files, "bytes": size}
+        print(json.dumps(facts, indent=2))
+        return
+    print(f"{done.url}: {len(done.files)} files, {size / 1e6:,.1f} MB, commit {done.commit[:12]}")
+    print("verified: the Hub's sizes and hashes are those of the files here")

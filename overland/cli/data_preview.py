@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overland.cli.errors import user_errors
+from overland.cli.common import user_errors
 
 if TYPE_CHECKING:
     from rich.text import Text
