@@ -12,13 +12,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from overland.kernels import adamw_triton, cross_entropy_triton, float8, float8_triton
-from overland.kernels.adamw import Rates, UpdateState, update, update_plain
+from overland.kernels import float8
+from overland.kernels.adamw import Hyperparameters, UpdateState, update, update_plain
 from overland.kernels.cross_entropy import cross_entropy_, cross_entropy_plain_
 from overland.kernels.float8 import E4M3, E5M2, cast_both, cast_plain, product, scale_for
-from overland.kernels.norm import sum_of_squares, sum_of_squares_plain
-from overland.kernels.scale import scaled, scaled_plain
-from overland.kernels.split import join, split
+from overland.kernels.gradients import scaled, scaled_plain, sum_of_squares, sum_of_squares_plain
+from overland.kernels.master_weights import join, split
+from overland.kernels.triton_kernels import TUNED
 from overland.models.loss import chunked_cross_entropy, plain_cross_entropy
 
 GPU = torch.device("cuda")
@@ -56,7 +56,7 @@ def check_cross_entropy() -> None:
     logits = torch.randn(8192, 128256, device=GPU, dtype=torch.bfloat16)
     labels = torch.randint(0, 128256, (8192,), device=GPU)
     for block, warps in ((2048, 4), (4096, 8), (8192, 8), (8192, 16), (8192, 32)):
-        cross_entropy_triton.BLOCK, cross_entropy_triton.WARPS = block, warps
+        TUNED["cross_entropy"] = block, warps
         took = milliseconds(lambda: cross_entropy_(logits, labels, -100))
         print(f"cross-entropy block {block}, {warps} warps: {took:.2f} ms, "
               f"{4 * logits.numel() / took / 1e9:.2f} TB/s")  # fmt: skip
@@ -97,7 +97,7 @@ def check_adamw() -> None:
     kinds = ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
     for kind, in_halves in kinds:
         for decoupled in (True, False):
-            rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
+            rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
             kernel, twin = (state(1_000_003, kind, in_halves) for _ in range(2))
             exact = torch.nn.Parameter(master(kernel))
             reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
@@ -130,7 +130,7 @@ def check_adamw() -> None:
     for (kind, in_halves), moved_bytes in zip(kinds, (26, 18, 20), strict=True):
         big = state(1 << 28, kind, in_halves)
         for block, warps in ((1024, 4), (2048, 8), (4096, 8), (2048, 4)):
-            adamw_triton.BLOCK, adamw_triton.WARPS = block, warps
+            TUNED["adamw"] = block, warps
             took = milliseconds(lambda: update([big], one, rates, one, zero))  # noqa: B023
             print(f"adamw {kind} halves={in_halves} block {block}, {warps} warps: {took:.2f} ms, "
                   f"{moved_bytes * (1 << 28) / took / 1e9:.2f} TB/s")  # fmt: skip
@@ -138,7 +138,7 @@ def check_adamw() -> None:
 
 def check_not_a_number() -> None:
     """It stays none wherever it is written, or a run that is broken would look sound."""
-    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
     one, zero = torch.ones((), device=GPU), torch.zeros((), device=GPU)
     for kind in (torch.float32, torch.bfloat16):
         numbers = torch.full((100_000,), float("nan"), device=GPU)
@@ -184,7 +184,7 @@ def check_float8() -> None:
     x = torch.randn(8192, 14336, device=GPU, dtype=torch.bfloat16)
     scale = scale_for(x, E4M3)
     for block, warps in ((64, 4), (128, 4), (128, 8), (128, 16)):
-        float8_triton.BLOCK, float8_triton.WARPS = block, warps
+        TUNED["float8"] = block, warps
         for rows, columns in ((True, True), (True, False), (False, True)):
             cast = torch.ops.overland.float8_cast
             took = milliseconds(lambda: cast(x, scale, E4M3, rows, columns))  # noqa: B023

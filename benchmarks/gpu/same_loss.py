@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import overland.kernels.choice
+import overland.kernels
 import overland.models.decoder
 import overland.models.float8
 import overland.parallel.sharding
@@ -99,7 +99,7 @@ def curve(
 def be_plain() -> None:
     """Takes away what makes the fast path fast."""
     overland.parallel.sharding.HALVES = ()  # type: ignore[assignment]
-    overland.kernels.choice.has_triton = lambda: False  # type: ignore[assignment]
+    overland.kernels.has_triton = lambda: False  # type: ignore[assignment]
     overland.models.decoder.chunked_cross_entropy = plain_cross_entropy
 
 

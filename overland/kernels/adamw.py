@@ -1,5 +1,5 @@
 """AdamW in one pass on split master weights, a bfloat16 weight and a 16-bit remainder each (see
-split.py), and on moments in bfloat16 (see rounding.py).
+master_weights.py), and on moments in bfloat16 (see stochastic_rounding.py).
 
 Per parameter 26 bytes are moved: weight, remainder and both moments in and out, a bfloat16 gradient
 in. A float32 master weight with a bfloat16 copy would take 30, and 2 more bytes of memory. With
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from overland.kernels.choice import triton_takes
-from overland.kernels.rounding import noise, round_stochastically
-from overland.kernels.split import join, split
+from overland.kernels import triton_takes
+from overland.kernels.master_weights import join, split
+from overland.kernels.stochastic_rounding import random_bits, round_stochastically
 
 PIECE = 2**23
 
 
 @dataclass(frozen=True)
-class Rates:
+class Hyperparameters:
     lr: float
     beta1: float
     beta2: float
@@ -46,7 +46,7 @@ class UpdateState:
 def update(
     states: Sequence[UpdateState],
     num_updates: Tensor,
-    rates: Rates,
+    rates: Hyperparameters,
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
@@ -59,17 +59,53 @@ def update(
     assert len({state.remainder is None for state in states}) == 1
     parameter, remainder = states[0].parameter, states[0].remainder
     if triton_takes(parameter) and (remainder is not None or parameter.dtype == torch.float32):
-        from overland.kernels.adamw_triton import update_triton
-
         update_triton(states, num_updates, rates, divisor, skip)
     else:
         update_plain(states, num_updates, rates, divisor, skip)
 
 
+def update_triton(
+    states: Sequence[UpdateState],
+    num_updates: Tensor,
+    rates: Hyperparameters,
+    divisor: Tensor,
+    skip: Tensor,
+) -> None:
+    from overland.kernels.triton_kernels import launch_adamw
+
+    # In float64: 1 - 0.999 has lost three digits in float32.
+    count = num_updates.double()
+    step_size = rates.lr / (1 - rates.beta1**count)
+    root = (1 - rates.beta2**count).sqrt()
+    numbers = torch.stack([divisor.double(), skip.double(), step_size, root, count]).float()
+    for state in states:
+        is_split = state.remainder is not None
+        if not state.parameter.numel():  # a shard may be empty
+            continue
+        gradient = state.gradient
+        if gradient.stride() != state.parameter.stride():  # the kernel sees rows of numbers
+            assert state.parameter.is_contiguous()
+            gradient = gradient.contiguous()
+        launch_adamw(
+            state.parameter.view(torch.int16) if is_split else state.parameter,
+            state.remainder,
+            gradient,
+            state.exp_avg,
+            state.exp_avg_sq,
+            numbers,
+            rates.beta1,
+            rates.beta2,
+            rates.eps,
+            rates.weight_decay * (rates.lr if rates.decoupled else 1.0),
+            state.number,
+            rates.decoupled,
+        )
+
+
 def update_plain(
     states: Sequence[UpdateState],
     num_updates: Tensor,
-    rates: Rates,
+    rates: Hyperparameters,
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
@@ -85,7 +121,7 @@ def update_plain(
             parameter.copy_(narrow)
             remainder.copy_(left_over)
         if state.exp_avg.dtype == torch.bfloat16:
-            bits = noise(wide.numel(), num_updates, state.number, first)
+            bits = random_bits(wide.numel(), num_updates, state.number, first)
             state.exp_avg.copy_(round_stochastically(exp_avg, bits & 0xFFFF))
             state.exp_avg_sq.copy_(round_stochastically(exp_avg_sq, bits >> 16))
 
@@ -118,7 +154,7 @@ def update_whole(
     averages: list[Tensor],
     squares: list[Tensor],
     num_updates: Tensor,
-    rates: Rates,
+    rates: Hyperparameters,
     divisor: Tensor,
     skip: Tensor,
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overland.kernels.choice import triton_takes
+from overland.kernels import triton_takes
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -21,7 +21,7 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> Tensor:
     Rows with the label `ignored` have loss 0 and gradient 0.
     """
     if triton_takes(logits_CV) and logits_CV.dtype in NARROW:
-        from overland.kernels.cross_entropy_triton import cross_entropy_triton_
+        from overland.kernels.triton_kernels import cross_entropy_triton_
 
         return cross_entropy_triton_(logits_CV, labels_C, ignored)
     return cross_entropy_plain_(logits_CV, labels_C, ignored)

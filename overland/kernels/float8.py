@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overland.kernels.choice import triton_takes
+from overland.kernels import triton_takes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # No scale for an empty range: 2^-100 leaves all that can be told apart in bfloat16 as it is.
@@ -91,7 +91,7 @@ def _cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
     if triton_takes(x):
-        from overland.kernels.float8_triton import cast_triton
+        from overland.kernels.triton_kernels import cast_triton
 
         return cast_triton(x, scale, dtype, rows, columns)
     return cast_plain(x, scale, dtype, rows, columns)

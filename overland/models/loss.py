@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from overland.kernels.choice import triton_takes
+from overland.kernels import triton_takes
 from overland.kernels.cross_entropy import cross_entropy_
-from overland.kernels.scale import scaled
+from overland.kernels.gradients import scaled
 from overland.models.activations import CHUNK_TOKENS, KERNEL_CHUNK_TOKENS
 
 IGNORED = -100

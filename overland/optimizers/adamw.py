@@ -58,9 +58,9 @@ class AdamW(Elementwise):
     def _update_group(
         self, shards: Sequence[Shard], step: Step, lr: float, weight_decay: float
     ) -> None:
-        from overland.kernels.adamw import Rates, UpdateState, update, update_whole
+        from overland.kernels.adamw import Hyperparameters, UpdateState, update, update_whole
 
-        rates = Rates(lr, self.beta1, self.beta2, self.eps, weight_decay, self.decoupled)
+        rates = Hyperparameters(lr, self.beta1, self.beta2, self.eps, weight_decay, self.decoupled)
         states = [
             UpdateState(
                 shard.parameter,

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from overland.checkpoint import plan
 from overland.config import schema
 from overland.config.groups import Group, group_of
-from overland.kernels.split import join
-from overland.optimizers.masters import Masters
+from overland.kernels.master_weights import MasterWeights, join
 from overland.optimizers.registry import rule_for, rules_of, state_of
 from overland.optimizers.rule import Rule
 from overland.optimizers.shard import Shard, Step, packed, unpacked
@@ -73,7 +72,7 @@ class Optimizer:
             if copy in self._entries:
                 entry = self._entries[copy]
                 self._entries[copy] = replace(entry, name=f"{entry.name} (copy)", is_saved=False)
-        self._masters = Masters(parts)
+        self._master_weights = MasterWeights(parts)
         self._updaters: list[Updater] | None = None
 
     @property
@@ -121,13 +120,13 @@ class Optimizer:
     def split(self, gradient_dtype: torch.dtype | None = None) -> None:
         """Splits float32 master weights: from here on the parameters are bfloat16. Their gradients
         are summed in `gradient_dtype` where several passes add up."""
-        self._masters.split(gradient_dtype)
+        self._master_weights.split(gradient_dtype)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, parameters and state are plain tensors in the form that is saved: what is read is
         exact, what is written is kept."""
-        with self._masters.whole():
+        with self._master_weights.whole():
             for parameter, entry in self._entries.items():
                 for name, kept in entry.packed.items():
                     entry.state[name] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
@@ -167,7 +166,7 @@ class Optimizer:
 
     def saved_parameter(self, parameter: nn.Parameter) -> Tensor | plan.PackedTensor:
         """What is saved of a parameter: a split one as the float32 master weight that it is."""
-        remainder = self._masters.remainders.get(parameter)
+        remainder = self._master_weights.remainders.get(parameter)
         if remainder is None:
             return parameter.detach()
         return plan.PackedTensor(
@@ -218,7 +217,7 @@ class Optimizer:
             Shard(
                 entry.name,
                 shard_of(parameter.detach()),
-                self._masters.remainders.get(parameter),
+                self._master_weights.remainders.get(parameter),
                 shard_of(parameter.grad),
                 entry.kinds,
                 {name: shard_of(one) for name, one in entry.state.items()},

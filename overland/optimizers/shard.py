@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from overland.errors import OptimizerError
-from overland.kernels.rounding import noise, round_stochastically
-from overland.kernels.split import join, split
+from overland.kernels.master_weights import join, split
+from overland.kernels.stochastic_rounding import random_bits, round_stochastically
 from overland.optimizers.rule import Rates, Rule
 from overland.optimizers.state import LARGEST_BLOCK, Kinds, Packed, Scalar
 
@@ -117,7 +117,7 @@ class Shard:
             self._require_shape(name, value, one.shape)
             if one.dtype == torch.bfloat16 and value.dtype != torch.bfloat16:
                 seed = self.seed ^ crc32(name.encode()) >> 1
-                bits = noise(value.numel(), step.num_updates, seed, self.first)
+                bits = random_bits(value.numel(), step.num_updates, seed, self.first)
                 value = round_stochastically(value.float(), bits & 0xFFFF)
             _write(one, value, step)
         for name, kept in self.packed.items():

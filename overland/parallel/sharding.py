@@ -12,7 +12,7 @@ global batch.
 A world of one is not sharded at all. FSDP would keep float32 parameters there and make a bfloat16
 copy of each, through the buffers of its collectives, twice a step, and take gradients back the same
 way: 42 bytes of traffic per parameter and step for nothing. Instead a parameter *is* its bfloat16
-number, and the optimizer keeps the 16 bits that rounding left over (see optimizers/masters.py).
+number, and the optimizer keeps the 16 bits that rounding left over (see kernels/master_weights.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from overland.config.degrees import Degrees
 from overland.config.precision import settle_dtype
 from overland.config.schema import JobConfig
-from overland.kernels.choice import has_triton
+from overland.kernels import has_triton
 from overland.parallel.comm import from_first_rank
 from overland.training.memory import can_estimate, least_recompute
 

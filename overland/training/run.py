@@ -29,7 +29,7 @@ from overland.data.registry import check_samples
 from overland.data.tokenizer import UNKNOWN
 from overland.errors import FromFirstRank
 from overland.files import replace_file
-from overland.kernels.choice import has_triton
+from overland.kernels import has_triton
 from overland.models.buffers import init_buffers
 from overland.models.init import init_weights
 from overland.models.measure import Measure, measure_of, sample_fields

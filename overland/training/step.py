@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overland.data.batch import Batch
-from overland.kernels.norm import sum_of_squares
+from overland.kernels.gradients import sum_of_squares
 from overland.models.inner import InnerLoss, Statistic
 from overland.objectives.objective import count_of
 from overland.optimizers.optimizer import Optimizer

@@ -29,7 +29,7 @@ from overland.checkpoint.verify import verify
 from overland.config.schema import Checkpoint as Settings
 from overland.errors import CheckpointError
 from overland.files import Disk, reserve
-from overland.kernels.split import join, split
+from overland.kernels.master_weights import join, split
 from overland.run_folder import LATEST
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
 from overland.world.pool import RankPool

@@ -13,17 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.kernels.adamw import Rates, UpdateState, update_plain
-from overland.kernels.adamw_triton import update_triton
+from overland.kernels.adamw import Hyperparameters, UpdateState, update_plain, update_triton
 from overland.kernels.cross_entropy import cross_entropy_plain_
-from overland.kernels.cross_entropy_triton import cross_entropy_triton_
 from overland.kernels.float8 import E4M3, E5M2, cast_plain
-from overland.kernels.float8_triton import cast_triton
-from overland.kernels.norm import sum_of_squares_plain
-from overland.kernels.norm_triton import PIECE, sum_of_squares_triton
-from overland.kernels.scale import scaled_plain
-from overland.kernels.scale_triton import scaled_triton
-from overland.kernels.split import join, split
+from overland.kernels.gradients import scaled_plain, sum_of_squares_plain
+from overland.kernels.master_weights import join, split
+from overland.kernels.triton_kernels import (
+    PIECE,
+    cast_triton,
+    cross_entropy_triton_,
+    scaled_triton,
+    sum_of_squares_triton,
+)
 
 # optimizer
 
@@ -48,7 +49,7 @@ def master(state: UpdateState) -> Tensor:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("in_halves", [True, False])
 def test_update(moments: torch.dtype, decoupled: bool, in_halves: bool) -> None:
-    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
+    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled)
     kernel, twin = (state_of((61, 67), moments, in_halves) for _ in range(2))
     exact = torch.nn.Parameter(master(kernel))
     start = exact.detach().clone()
@@ -75,7 +76,7 @@ def test_update(moments: torch.dtype, decoupled: bool, in_halves: bool) -> None:
 
 @pytest.mark.parametrize("in_halves", [True, False])
 def test_a_gradient_may_lie_the_other_way_round_and_a_shard_be_empty(in_halves: bool) -> None:
-    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
     numbers = torch.tensor(1.0), rates, torch.tensor(1.0), torch.tensor(0.0)
     as_it_is, turned = (state_of((61, 67), torch.float32, in_halves) for _ in range(2))
     turned = replace(turned, gradient=turned.gradient.t().contiguous().t())
@@ -91,14 +92,14 @@ def test_what_is_not_a_number_stays_none(moments: torch.dtype, in_halves: bool) 
     """Or a run that is broken would look sound. All bits are 1, as in a GPU's own."""
     bad = torch.full((3000,), -1, dtype=torch.int32).view(torch.float32)
     state = replace(state_of((3000,), moments, in_halves), gradient=bad)
-    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
     update_triton([state], torch.tensor(5.0), rates, torch.tensor(1.0), torch.tensor(0.0))
     for tensor in (state.parameter, state.exp_avg, state.exp_avg_sq):
         assert tensor.isnan().all()
 
 
 def test_a_weight_that_was_zeroed_in_place_is_updated_from_zero() -> None:
-    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
+    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, True)
     numbers = torch.tensor(1.0), rates, torch.tensor(1.0), torch.tensor(0.0)
     kernel, twin = (state_of((61, 67), torch.float32, in_halves=True) for _ in range(2))
     for one in (kernel, twin):

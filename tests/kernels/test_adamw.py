@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from overland.kernels import adamw
-from overland.kernels.adamw import Rates, UpdateState, update
-from overland.kernels.split import join, split
+from overland.kernels.adamw import Hyperparameters, UpdateState, update
+from overland.kernels.master_weights import join, split
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -19,7 +19,7 @@ def test_split_update_equals_torch(decoupled: bool, dtype: torch.dtype) -> None:
     zeros = torch.zeros_like(whole.detach())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     reference = kind([whole], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-    rates = Rates(1e-2, 0.9, 0.95, 1e-8, 0.1, decoupled)
+    rates = Hyperparameters(1e-2, 0.9, 0.95, 1e-8, 0.1, decoupled)
     moments = zeros.clone(), zeros.clone()
     for count in range(1, 4):
         gradient = torch.randn(40, 30).to(dtype)
@@ -40,7 +40,7 @@ def test_narrow_moments_are_right_on_average(in_halves: bool) -> None:
     early; by chance, each number is somewhere else, and their mean is where it should be."""
     torch.manual_seed(0)
     size, steps = 4096, 300
-    rates = Rates(1e-3, 0.9, 0.999, 1e-8, 0.0, True)
+    rates = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, True)
     wide = torch.zeros(size) + 0.5
     parameter, rest = split(wide) if in_halves else (wide, None)
     moments = torch.zeros(2, size, dtype=torch.bfloat16)
@@ -61,7 +61,7 @@ def test_a_skipped_update_leaves_narrow_moments_as_they_are() -> None:
     moments = torch.rand(2, 100).bfloat16()
     state = UpdateState(torch.rand(100), None, torch.rand(100), moments[0], moments[1])
     before = moments.clone()
-    rates = Rates(1e-3, 0.9, 0.95, 1e-8, 0.0, True)
+    rates = Hyperparameters(1e-3, 0.9, 0.95, 1e-8, 0.0, True)
     update([state], torch.tensor(3.0), rates, torch.tensor(1.0), skip=torch.tensor(1.0))
     assert torch.equal(moments, before)
 
@@ -70,7 +70,7 @@ def test_a_skipped_update_leaves_narrow_moments_as_they_are() -> None:
 def test_pieces_have_the_bits_of_the_whole(
     in_halves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = Rates(1e-2, 0.9, 0.95, 1e-8, 0.1, True)
+    rates = Hyperparameters(1e-2, 0.9, 0.95, 1e-8, 0.1, True)
     results = []
     for piece in (2**23, 1024):
         monkeypatch.setattr(adamw, "PIECE", piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from overland.kernels.split import join, split
+from overland.kernels.master_weights import join, split
 
 
 def every_kind_of_number() -> torch.Tensor:

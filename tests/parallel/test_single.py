@@ -10,7 +10,7 @@ from torch import nn
 
 from overland.config import schema
 from overland.config.schema import JobConfig
-from overland.optimizers.masters import Masters
+from overland.kernels.master_weights import MasterWeights
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel import sharding as single
 from overland.tools.proofs.layout import Curve, curve, difference, proof_job
@@ -26,7 +26,7 @@ def model() -> nn.Module:
 def test_whole_inside_and_split_again_outside() -> None:
     network = model()
     exact = [p.detach().clone() for p in network.parameters()]
-    masters = Masters([network])
+    masters = MasterWeights([network])
     masters.split()
     assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
     with masters.whole():
@@ -40,7 +40,7 @@ def test_whole_inside_and_split_again_outside() -> None:
 
 def test_gradients_of_several_passes_add_up_in_float32() -> None:
     network = model()
-    masters = Masters([network])
+    masters = MasterWeights([network])
     masters.split(gradient_dtype=torch.float32)
     with masters.whole():
         pass

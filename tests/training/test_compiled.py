@@ -110,7 +110,7 @@ def compile_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from overland.kernels.scale_triton import _scaled
+    from overland.kernels.triton_kernels import _scaled
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
     types = ["*fp32", "*bf16", "*fp32", "i64", "constexpr"]

@@ -108,7 +108,7 @@ def check_kernels(torch: Torch, can_use_triton: Callable[[], bool]) -> Finding:
 
 
 def can_use_triton() -> bool:
-    from overland.kernels.choice import has_triton
+    from overland.kernels import has_triton
 
     return has_triton()
 

@@ -1,8 +1,12 @@
-"""float32 master weights on one device: a bfloat16 weight and a 16-bit remainder.
+"""float32 master weights, each split into a bfloat16 weight and a 16-bit remainder.
 
-A parameter *is* its bfloat16 number there (see parallel/sharding.py), and the 16 bits that rounding
-left over are kept next to it for the optimizer (see kernels/split.py). The two together are the
-float32 master weight, bit for bit.
+Together they are the float32 number, bit for bit, in the same four bytes; but the bfloat16 weight
+can be computed with as it is. On one device a parameter *is* that weight (see parallel/single.py),
+and the remainder is kept next to it for the optimizer.
+
+Rounding is to nearest, ties away from zero: then the remainder of every number fits into 16 signed
+bits (with ties to even, both ±2^15 would occur). NaN stays NaN in both, in one form: rounded as the
+others are, a GPU's (all bits 1) would become -0.
 """
 
 from __future__ import annotations
@@ -13,10 +17,31 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from overland.kernels.split import join, split
+NOT_A_NUMBER = 0x7FC00000
+HALF = 1 << 15  # half a unit in the last place of the bfloat16 number, in units of the float32's
 
 
-class Masters:
+def split(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the bfloat16 weights of a float32 tensor, and their int16 remainders."""
+    bits = wide.view(torch.int32).where(wide == wide, NOT_A_NUMBER)
+    upper = (bits + HALF) >> 16  # a carry into the exponent is right: it is the next number
+    rest = bits - (upper << 16)
+    return upper.to(torch.int16).view(torch.bfloat16), rest.to(torch.int16)
+
+
+def join(narrow: Tensor, rest: Tensor) -> Tensor:
+    """Returns the float32 tensor that `split` took apart.
+
+    If something else was written into the bfloat16 weight since, the remainder that was left behind
+    moves it by half a unit at most. Only zero has nothing below it: a negative remainder, which
+    `split` never gives to a zero, would borrow from the sign and make it NaN, so it is dropped.
+    """
+    rest = rest.where((narrow != 0) | (rest > 0), 0)
+    bits = (narrow.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+class MasterWeights:
     """float32 parameters, whole or split. They are split for training, and whole again wherever
     they are filled, saved or exported."""
 

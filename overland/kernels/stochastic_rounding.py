@@ -16,13 +16,14 @@ from torch import Tensor
 LOW_32 = 0xFFFFFFFF
 
 
-def noise(size: int, count: Tensor, number: int, first: int = 0) -> Tensor:
-    """32 random bits per place from the first (in int64), others for each count and number."""
-    key = mix((count.to(torch.int64) * 0x9E3779B9 + number) & LOW_32)
-    return mix(torch.arange(first, first + size, device=count.device) ^ key)
+def random_bits(size: int, count: Tensor, number: int, first: int = 0) -> Tensor:
+    """Returns 32 random bits (in int64) for each of `size` places from `first` on; they differ for
+    each count and number."""
+    key = _hash((count.to(torch.int64) * 0x9E3779B9 + number) & LOW_32)
+    return _hash(torch.arange(first, first + size, device=count.device) ^ key)
 
 
-def mix(x: Tensor) -> Tensor:
+def _hash(x: Tensor) -> Tensor:
     """Every bit of the result depends on every bit of x (the constants are C. Wellons')."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW_32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW_32
