@@ -1,4 +1,4 @@
-"""Objectives: what a step minimises. One file each; your own by `register_objective`.
+"""Objectives: what a step minimises. Your own by `register_objective`.
 
 Importing this package costs no torch.
 """

@@ -99,7 +99,7 @@ def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
 
 
 def _next_token(**options: Any) -> Objective:
-    from overland.objectives.next_token import NextToken
+    from overland.objectives.objective import NextToken
 
     return NextToken(**options)
 

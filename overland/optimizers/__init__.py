@@ -6,7 +6,7 @@ kinds (`rule.py`):
     Elementwise    a pure function of a parameter, its gradient and its state; runs on shards
     WholeMatrix    needs a matrix in one piece; an owner rank gets it, and sends its result back
 
-and it describes the state that it keeps of each parameter (`state.py`). Checkpoints, conversion,
+and it describes the state that it keeps of each parameter. Checkpoints, conversion,
 the memory estimate and the rehearsal of a step go by these descriptions and know no optimizer.
 
 The framework (`optimizer.py`) divides gradients by the loss scale and clips them, keeps master
@@ -16,8 +16,7 @@ configs can be checked without it.
 """
 
 from overland.optimizers.registry import register_optimizer
-from overland.optimizers.rule import Elementwise, Rates, WholeMatrix
-from overland.optimizers.state import Like, Packed, Scalar
+from overland.optimizers.rule import Elementwise, Like, Packed, Rates, Scalar, WholeMatrix
 
 __all__ = [
     "Elementwise",

@@ -8,19 +8,15 @@ master weights and bfloat16 moments have kernels of our own, which do the same a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from overland.config.schema import Optimizer
-from overland.optimizers.rule import Elementwise
-from overland.optimizers.state import Kinds, Like
+from overland.optimizers.rule import Elementwise, Like, StateKinds
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from overland.optimizers.rule import Updater
-    from overland.optimizers.shard import Shard, Step
+    from overland.optimizers.parameter_shard import ParameterShard, Step
 
 
 @dataclass(frozen=True)
@@ -41,22 +37,19 @@ class AdamW(Elementwise):
             decoupled=settings.name != "Adam",
         )
 
-    def state(self, name: str, shape: Sequence[int]) -> Kinds:
+    def state(self, name: str, shape: Sequence[int]) -> StateKinds:
         moment = Like("bfloat16" if self.bf16_moments else None)
         return {"exp_avg": moment, "exp_avg_sq": moment}
 
-    def updater(self, parameters: Mapping[str, nn.Parameter]) -> Updater:
-        return self.update_all
-
-    def update_all(self, shards: Sequence[Shard], step: Step) -> None:
-        groups: dict[tuple[float, float], list[Shard]] = {}
+    def update_all(self, shards: Sequence[ParameterShard], step: Step) -> None:
+        groups: dict[tuple[float, float], list[ParameterShard]] = {}
         for shard in shards:
             groups.setdefault((shard.lr_factor, shard.weight_decay), []).append(shard)
         for (lr_factor, weight_decay), members in groups.items():
             self._update_group(members, step, step.lr * lr_factor, weight_decay)
 
     def _update_group(
-        self, shards: Sequence[Shard], step: Step, lr: float, weight_decay: float
+        self, shards: Sequence[ParameterShard], step: Step, lr: float, weight_decay: float
     ) -> None:
         from overland.kernels.adamw import Hyperparameters, UpdateState, update, update_whole
 

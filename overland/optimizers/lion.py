@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from overland.optimizers.rule import Elementwise, Rates
-from overland.optimizers.state import Kinds, Like
+from overland.optimizers.rule import Elementwise, Like, Rates, StateKinds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,7 @@ class Lion(Elementwise):
     bf16_moments: bool = False
     """Keep the average in bfloat16, stochastically rounded."""
 
-    def state(self, name: str, shape: Sequence[int]) -> Kinds:
+    def state(self, name: str, shape: Sequence[int]) -> StateKinds:
         return {"exp_avg": Like("bfloat16" if self.bf16_moments else None)}
 
     def update(

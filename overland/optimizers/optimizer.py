@@ -7,9 +7,10 @@ waits to learn whether a step was good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -19,25 +20,32 @@ from overland.checkpoint import plan
 from overland.config import schema
 from overland.config.groups import Group, group_of
 from overland.kernels.master_weights import MasterWeights, join
+from overland.optimizers.adamw import AdamW
+from overland.optimizers.parameter_shard import (
+    ParameterShard,
+    Step,
+    packed,
+    unpacked,
+    update_in_pieces,
+)
 from overland.optimizers.registry import rule_for, rules_of, state_of
-from overland.optimizers.rule import Rule
-from overland.optimizers.shard import Shard, Step, packed, unpacked
-from overland.optimizers.state import Kinds, Packed, Scalar
+from overland.optimizers.rule import Elementwise, Packed, Rule, Scalar, StateKinds, WholeMatrix
+from overland.optimizers.whole_matrix import Matrices
 from overland.parallel.sharding import names_by_parameter, shard_of, tied_copies
 
 PREFIX = "optimizer."
 
 Saved = dict[str, Tensor | plan.PackedTensor]
-Updater = Callable[[Sequence[Shard], Step], None]
+Updater = Callable[[Sequence[ParameterShard], Step], None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TrainedParameter:
     """One parameter, with what never changes about it, and its state."""
 
     name: str
     rule: Rule
-    kinds: Kinds
+    kinds: StateKinds
     group: Group
     seed: int
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -178,11 +186,13 @@ class Optimizer:
         for name, one in self.state(parameter).items():
             self.state(copy)[name].copy_(one)
 
-    def _entry(self, name: str, parameter: nn.Parameter, settings: schema.Optimizer) -> Entry:
+    def _entry(
+        self, name: str, parameter: nn.Parameter, settings: schema.Optimizer
+    ) -> TrainedParameter:
         shape = tuple(parameter.shape)
         rule = rule_for(self.rules, name, shape)
         kinds = state_of(self.rules, name, shape)
-        entry = Entry(
+        entry = TrainedParameter(
             name,
             rule,
             kinds,
@@ -207,14 +217,14 @@ class Optimizer:
         """One for each rule. Made by the first step, while collectives may still take long."""
         if self._updaters is None:
             self._updaters = [
-                rule.updater({e.name: p for p, e in self._entries.items() if e.rule is rule})
+                updater_of(rule, {e.name: p for p, e in self._entries.items() if e.rule is rule})
                 for rule in self.rules
             ]
         return self._updaters
 
-    def _shards(self, rule: Rule) -> list[Shard]:
+    def _shards(self, rule: Rule) -> list[ParameterShard]:
         return [
-            Shard(
+            ParameterShard(
                 entry.name,
                 shard_of(parameter.detach()),
                 self._master_weights.remainders.get(parameter),
@@ -229,3 +239,13 @@ class Optimizer:
             for parameter, entry in self._entries.items()
             if entry.rule is rule and parameter.grad is not None
         ]
+
+
+def updater_of(rule: Rule, parameters: Mapping[str, nn.Parameter]) -> Updater:
+    """Returns the function that updates these parameters, which are this rank's."""
+    if isinstance(rule, WholeMatrix):
+        return Matrices(rule, parameters).update
+    if isinstance(rule, AdamW):
+        return rule.update_all
+    assert isinstance(rule, Elementwise)
+    return partial(update_in_pieces, rule)

@@ -13,8 +13,15 @@ from overland.config.schema import JobConfig, Optimizer
 from overland.errors import OptimizerError
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.lion import Lion
-from overland.optimizers.rule import Elementwise, Rule, WholeMatrix
-from overland.optimizers.state import Kinds, num_bytes, num_saved_bytes, wrong_kind
+from overland.optimizers.rule import (
+    Elementwise,
+    Rule,
+    StateKinds,
+    WholeMatrix,
+    num_bytes,
+    num_saved_bytes,
+    wrong_kind,
+)
 from overland.words import nearest_name
 
 _RULES: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "Lion": Lion}
@@ -37,10 +44,10 @@ def register_optimizer(name: str, rule: type[Rule]) -> None:
 
 
 def _missing_methods(rule: type[Rule]) -> list[str]:
-    """Methods that its kind of rule leaves to it. One with an `updater` of its own needs none."""
-    base = Elementwise if issubclass(rule, Elementwise) else WholeMatrix
-    if rule.updater is not base.updater:
+    """Returns the methods that its kind of rule leaves to it. AdamW, by its kernels, needs none."""
+    if issubclass(rule, AdamW):
         return []
+    base = Elementwise if issubclass(rule, Elementwise) else WholeMatrix
     wanted = ("update",) if base is Elementwise else ("whole", "after")
     return [f"{one}()" for one in wanted if getattr(rule, one) is getattr(base, one)]
 
@@ -90,7 +97,7 @@ def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
     )
 
 
-def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Kinds:
+def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> StateKinds:
     """The state that is kept of this parameter."""
     rule = rule_for(rules, name, shape)
     kinds = rule.state(name, tuple(shape))

@@ -1,25 +1,27 @@
 """Update rules: what an optimizer states, free of ranks, devices and number formats.
 
 Tensors are float32, or wider where parameters are. What a rule returns takes the place of what was
-there; a step that must be skipped is skipped by the framework, on the device.
+there; a step that must be skipped is skipped by the framework, on the device. All state starts at
+zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
-from overland.optimizers.state import Kinds
-
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from overland.optimizers.shard import Shard, Step
+    from torch import Tensor
 
     State = Mapping[str, Tensor]
-    Updater = Callable[[Sequence[Shard], Step], None]
+
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+# An update works in pieces of this many numbers, which hold whole blocks.
+LARGEST_BLOCK = 2**23
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,9 @@ class Rule:
         """Whether this rule updates the parameter of this name and (whole) shape."""
         return True
 
-    def state(self, name: str, shape: Sequence[int]) -> Kinds:
+    def state(self, name: str, shape: Sequence[int]) -> StateKinds:
         """What is kept of such a parameter, by name."""
         return {}
-
-    def updater(self, parameters: Mapping[str, nn.Parameter]) -> Updater:
-        """Returns the function that updates these parameters, which are this rank's."""
-        raise NotImplementedError
 
 
 class Elementwise(Rule):
@@ -56,11 +54,6 @@ class Elementwise(Rule):
     ) -> tuple[Tensor, State]:
         """Returns the new parameter and its new state. The tensors may have any shape."""
         raise NotImplementedError
-
-    def updater(self, parameters: Mapping[str, nn.Parameter]) -> Updater:
-        from overland.optimizers.elementwise import update_in_pieces
-
-        return partial(update_in_pieces, self)
 
 
 class WholeMatrix(Rule):
@@ -90,7 +83,77 @@ class WholeMatrix(Rule):
         """Returns the new parameter and its new state, or the state that it was given."""
         raise NotImplementedError
 
-    def updater(self, parameters: Mapping[str, nn.Parameter]) -> Updater:
-        from overland.optimizers.matrices import Matrices
 
-        return Matrices(self, parameters).update
+@dataclass(frozen=True)
+class Like:
+    """A tensor of the parameter's shape, sharded as the parameter is.
+
+    `dtype` is the parameter's own unless given. bfloat16 is rounded stochastically, so that slow
+    averages stay unbiased.
+    """
+
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One number per parameter, the same on every rank that holds a part of it."""
+
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor of the parameter's shape that is kept in fewer bytes, such as 8 bits per number with
+    a scale per block.
+
+    The numbers of a shard are cut into blocks, the last one filled up with zeros. `pack` takes a
+    float32 tensor [blocks, block] and returns the tensors to keep, whose first dimension counts the
+    blocks; `unpack` takes those and returns the numbers. Checkpoints hold the unpacked numbers in
+    float32, so that any layout, and any other way of packing, can read them.
+    """
+
+    pack: Callable[[Tensor], tuple[Tensor, ...]]
+    unpack: Callable[..., Tensor]
+    block: int
+    bytes_per_number: float
+    """For estimates of memory."""
+
+
+StateKind = Like | Scalar | Packed
+StateKinds = Mapping[str, StateKind]
+
+
+def wrong_kind(kind: object) -> str:
+    """What is wrong with a description of state, if anything."""
+    if isinstance(kind, Packed):
+        is_power = isinstance(kind.block, int) and kind.block > 0 and kind.block.bit_count() == 1
+        if not is_power or kind.block > LARGEST_BLOCK:
+            return f"a block of {kind.block} numbers is not a power of two up to {LARGEST_BLOCK}"
+        return ""
+    if not isinstance(kind, Like | Scalar):
+        return f"{kind!r} is none of Like(), Scalar() and Packed()"
+    if kind.dtype not in BYTES and not (kind.dtype is None and isinstance(kind, Like)):
+        return f"the type {kind.dtype!r} is none of {', '.join(BYTES)}"
+    return ""
+
+
+def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> float:
+    """Bytes in memory for the state of a parameter of this shape and type."""
+    total = 0.0
+    for kind in kinds.values():
+        if isinstance(kind, Scalar):
+            total += BYTES[kind.dtype]
+        elif isinstance(kind, Packed):
+            total += prod(shape) * kind.bytes_per_number
+        else:
+            total += prod(shape) * BYTES[kind.dtype or dtype]
+    return total
+
+
+def num_saved_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes in a checkpoint, which holds packed state unpacked."""
+    saved = {
+        name: Like("float32") if isinstance(kind, Packed) else kind for name, kind in kinds.items()
+    }
+    return int(num_bytes(saved, shape, dtype))

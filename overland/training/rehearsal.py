@@ -67,7 +67,7 @@ from overland.models.registry import build_model, model_config
 from overland.models.transform import added_rule, apply_transforms
 from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_of
-from overland.optimizers.state import Scalar
+from overland.optimizers.rule import Scalar
 from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.sharding import named_parameters
 from overland.run_folder import RunFolder

@@ -14,9 +14,9 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.registry import model_config
-from overland.optimizers.matrices import Matrix, rounds
 from overland.optimizers.optimizer import Optimizer
 from overland.optimizers.registry import state_bytes
+from overland.optimizers.whole_matrix import Matrix, rounds
 from overland.training.memory import step_memory
 from tests.optimizers import own
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from overland.config import schema
 from overland.errors import OptimizerError
-from overland.optimizers import Elementwise, Like, Packed, Rates, WholeMatrix, registry, shard
+from overland.optimizers import Elementwise, Like, Packed, Rates, WholeMatrix, registry
+from overland.optimizers import parameter_shard as shard
 from overland.optimizers.optimizer import Optimizer
 from overland.optimizers.registry import rules_of
 from tests.optimizers.own import pack, unpack

@@ -1,4 +1,4 @@
-"""A parameter's part on this rank, as an update reads and writes it.
+"""A parameter's shard on this rank, as an update reads and writes it.
 
 Numbers are widened on the way in: a split master weight is joined, a gradient is divided by the
 loss scale and the clipping factor, narrow or packed state is unpacked. On the way out they take
@@ -8,7 +8,7 @@ waits to learn whether a step was good.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,8 +21,15 @@ from torch import Tensor
 from overland.errors import OptimizerError
 from overland.kernels.master_weights import join, split
 from overland.kernels.stochastic_rounding import random_bits, round_stochastically
-from overland.optimizers.rule import Rates, Rule
-from overland.optimizers.state import LARGEST_BLOCK, Kinds, Packed, Scalar
+from overland.optimizers.rule import (
+    LARGEST_BLOCK,
+    Elementwise,
+    Packed,
+    Rates,
+    Rule,
+    Scalar,
+    StateKinds,
+)
 
 # An update holds dozens of bytes per number on the way: of a whole embedding, tens of GB.
 PIECE = LARGEST_BLOCK
@@ -43,12 +50,12 @@ class Step:
 
 
 @dataclass(slots=True)  # not frozen: some hundreds are made in every step, in half the time
-class Shard:
+class ParameterShard:
     name: str
     parameter: Tensor  # bfloat16 with a remainder, else as it is trained
     remainder: Tensor | None  # int16: the lower half of a split master weight
     gradient: Tensor
-    kinds: Kinds
+    kinds: StateKinds
     state: Mapping[str, Tensor]
     packed: Mapping[str, tuple[Tensor, ...]]
     lr_factor: float
@@ -59,7 +66,7 @@ class Shard:
     def rates(self, step: Step) -> Rates:
         return Rates(step.lr * self.lr_factor, self.weight_decay, step.num_updates)
 
-    def pieces(self) -> Iterator[Shard]:
+    def pieces(self) -> Iterator[ParameterShard]:
         """The shard in flat pieces of limited size; an empty one is a piece of its own."""
         flat = {
             name: one if isinstance(self.kinds[name], Scalar) else one.view(-1)
@@ -192,3 +199,16 @@ def unpacked(kind: Packed, kept: tuple[Tensor, ...], shape: torch.Size) -> Tenso
 
 def _write(place: Tensor, new: Tensor, step: Step) -> None:
     place.copy_(torch.where(step.is_skipped, place, new.to(place.dtype)))
+
+
+def update_in_pieces(rule: Elementwise, shards: Sequence[ParameterShard], step: Step) -> None:
+    for shard in shards:
+        rates = shard.rates(step)
+        for piece in shard.pieces():
+            given, kept = piece.wide_parameter(), piece.wide_state()
+            with unchanged(rule, "update", given, *kept.values()):
+                result = rule.update(given, piece.wide_gradient(step), kept, rates)
+            parameter, state = pair(rule, "update", result)
+            piece.write_parameter(parameter, step)
+            piece.write_state(state, step)
+        shard.write_scalars(state, step)

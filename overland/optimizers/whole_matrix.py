@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from overland.errors import OptimizerError
+from overland.optimizers.parameter_shard import ParameterShard, Step, pair, unchanged
 from overland.optimizers.rule import WholeMatrix
-from overland.optimizers.shard import Shard, Step, pair, unchanged
 
 Box = tuple[slice, ...]
 
@@ -56,10 +56,11 @@ class Matrices:
             some[matrix.ranks] = parameter
         # In an order that all ranks of a group agree on, since they make it together.
         self.groups = [
-            (rounds(shared[ranks]), group_of(some[ranks], ranks)) for ranks in sorted(shared)
+            (rounds(shared[ranks]), process_group_of(some[ranks], ranks))
+            for ranks in sorted(shared)
         ]
 
-    def update(self, shards: Sequence[Shard], step: Step) -> None:
+    def update(self, shards: Sequence[ParameterShard], step: Step) -> None:
         found = {shard.name: shard for shard in shards}
         for all_rounds, group in self.groups:
             for matrices in all_rounds:
@@ -70,7 +71,7 @@ class Matrices:
     def _update(
         self,
         matrices: Sequence[Matrix | None],
-        shards: Mapping[str, Shard],
+        shards: Mapping[str, ParameterShard],
         group: dist.ProcessGroup | None,
         step: Step,
     ) -> None:
@@ -91,7 +92,7 @@ class Matrices:
             if matrix is not None and direction is not None:
                 self._after(shards[matrix.name], direction, step)
 
-    def _before(self, shard: Shard, step: Step) -> Tensor:
+    def _before(self, shard: ParameterShard, step: Step) -> Tensor:
         kept = shard.wide_state()
         with unchanged(self.rule, "before", *kept.values()):
             found = self.rule.before(shard.wide_gradient(step), kept, shard.rates(step))
@@ -102,7 +103,7 @@ class Matrices:
         # A step that is skipped may hold anything, which not every factorisation takes.
         return torch.where(step.is_skipped, torch.zeros_like(result), result)
 
-    def _after(self, shard: Shard, direction: Tensor, step: Step) -> None:
+    def _after(self, shard: ParameterShard, direction: Tensor, step: Step) -> None:
         parameter, given = shard.wide_parameter(), shard.wide_state()
         direction = direction.view(parameter.shape).to(parameter.dtype)
         with unchanged(self.rule, "after", parameter, *given.values()):
@@ -161,7 +162,7 @@ def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
     ]
 
 
-def group_of(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+def process_group_of(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of the ranks that share a parameter; None for one rank. Along one axis the mesh has
     it; for several, these ranks make one, without the others."""
     if len(ranks) == 1:
