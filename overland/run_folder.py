@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from overland.files import replace_file
 
 if TYPE_CHECKING:
     from overland.config.schema import JobConfig
+
 
 CONFIG, MODEL_CONFIG, README = "config.toml", "model_config.json", "README.md"
 METRICS, PLOT, LOGS, TOKENIZER = "metrics.jsonl", "loss.svg", "logs", "tokenizer"
@@ -45,6 +47,15 @@ CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise
 LATEST = "latest"
 COMMITTED = "COMMITTED"  # in a checkpoint that is whole
 CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
+
+# What is logged of every step. What a model or an objective logs needs other names, or one number
+# would hide the other.
+METRIC_NAMES = frozenset({
+    "step", "time", "loss", "grad_norm", "lr", "tokens", "samples", "tokens_per_second",
+    "samples_per_second", "tflops", "mfu", "memory_gib", "data_wait", "skipped_steps",
+    "skipped_documents", "empty_steps",
+})  # fmt: skip  # fmt: skip
+VALIDATION_LOSS = "validation_loss"  # and what begins with it
 
 
 def checkpoint_name(step: int, preempt: bool = False) -> str:
@@ -163,3 +174,10 @@ def fresh_folder(wanted: str) -> str:
         number += 1
         candidate = Path(f"{wanted.rstrip('/')}-{number}").expanduser()
     return str(candidate)
+
+
+def first_taken(names: Iterable[str]) -> str | None:
+    """The first of these names that means something else in the logs."""
+    return next(
+        (name for name in names if name in METRIC_NAMES or name.startswith(VALIDATION_LOSS)), None
+    )

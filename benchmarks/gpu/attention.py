@@ -15,10 +15,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from overland.models import DecoderConfig, ModelError, build_model
-from overland.models.attention import Attention
+from overland.models.attention import Attention, Mask, build_mask
 from overland.models.init import fill_normal, init_weights
 from overland.models.loss import chunked_cross_entropy
-from overland.models.mask import Mask, build_mask
 
 GPU = torch.device("cuda")
 

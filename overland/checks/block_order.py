@@ -18,9 +18,8 @@ from overland.checks.fake_step import made_up_fields
 from overland.config.degrees import Degrees
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
-from overland.models.inputs import Inputs
 from overland.models.registry import own_model_name
-from overland.models.structure import blocks_of, structure_of
+from overland.models.structure import Inputs, blocks_of, structure_of
 from overland.parallel.apply import build_undivided, require_splittable
 
 MOST_NAMED = 8  # of the blocks in a sentence

@@ -34,11 +34,9 @@ from overland.data import registry
 from overland.data.batch import Batch
 from overland.data.registry import open_wanted, sources_of, training_table
 from overland.errors import DataError
-from overland.models.flops import stage_costs
-from overland.models.inputs import Inputs
-from overland.models.measure import sample_fields
+from overland.models.flops import sample_fields, stage_costs
 from overland.models.registry import model_config
-from overland.models.structure import Structure, find_module, structure_of, tie
+from overland.models.structure import Inputs, Structure, find_module, structure_of, tie
 from overland.objectives import give_objective, objective_for
 from overland.objectives.objective import Objective, count_of
 from overland.optimizers.adamw import AdamW

@@ -153,7 +153,7 @@ def check_attention(loaded: Loaded) -> Iterator[Problem]:
         return
     import torch
 
-    from overland.models.backend import choose_form
+    from overland.models.attention import choose_form
 
     try:
         window = getattr(model_config(config.model), "sliding_window", None)

@@ -17,9 +17,8 @@ from overland.config.load import Loaded
 from overland.config.model_from import has_weights
 from overland.config.schema import JobConfig, Model
 from overland.errors import ModelError
-from overland.models.config import RMSNORM
-from overland.models.flops import outline_of
-from overland.models.measure import sample_fields
+from overland.models.flops import outline_of, sample_fields
+from overland.models.hf_config import RMSNORM
 from overland.models.registry import (
     build_model,
     flavor_names,

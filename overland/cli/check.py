@@ -132,8 +132,7 @@ def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
 
 def run_facts(config: Any, world_size: int) -> dict[str, Any]:
     from overland.config.degrees import resolve_degrees
-    from overland.models.flops import causal_flops_per_token, count_parameters
-    from overland.models.measure import measure_of
+    from overland.models.flops import causal_flops_per_token, count_parameters, measure_of
     from overland.models.registry import model_config
     from overland.training.readme import model_name, strategy_in_words
     from overland.training.schedule import known_steps

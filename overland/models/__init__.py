@@ -4,8 +4,9 @@ Importing this package costs no torch; `build_model` and the modules below it br
 """
 
 from overland.errors import ModelError
-from overland.models.config import DecoderConfig, RopeConfig
+from overland.models.config import DecoderConfig
 from overland.models.flops import causal_flops_per_token, count_parameters, flops_per_token
+from overland.models.hf_config import RopeConfig
 from overland.models.registry import (
     build_model,
     flavor_names,

@@ -1,12 +1,39 @@
 """The attention core: queries, keys, values and a mask to outputs. No parameters, no state.
 
 Each layer calls its own `Attention` instance as a module, so parallel code can hook it or put
-another in its place. What the backends can do is told in backend.py, the masks in mask.py.
+another in its place. Who sees whom is a `Mask`, made once per forward pass and distinct window and
+shared by layers. A key is visible to a query if it does not come after it, if it is nearer than the
+window, and if both belong to the same document:
+
+    k_position <= q_position,   q_position - k_position < window,   q_document == k_document
+
+Positions here are places in the row, not rotary positions (those may restart with each document).
+Queries and keys carry their own, so that context parallel can give permuted queries of one rank
+against the gathered keys of all. Documents are runs: the same number side by side.
+
+The form of a mask is how the core is told: `causal` (nothing to store), `dense` (a bool per pair),
+`varlen` (run lengths, flash), `block` (flex attention's sparse blocks). Which backend computes
+which mask is decided when the mask is made, never per layer:
+
+| backend | device | plain causal | sliding window, documents | moved positions |
+|---|---|---|---|---|
+| `auto`  | any        | SDPA, any kernel     | GPU: varlen flash or flex; CPU: dense | see below |
+| `sdpa`  | any        | SDPA, any kernel     | SDPA with a dense bool mask           | dense   |
+| `cudnn` | CUDA       | SDPA pinned to cuDNN | refused                               | refused |
+| `flash` | CUDA, ROCm | SDPA pinned to flash | varlen flash (half precision)         | refused |
+| `flex`  | CUDA, ROCm | flex attention       | flex attention, sparse blocks         | flex    |
+
+Moved positions are those of context parallel: queries in another order than keys. For them `auto`
+takes flex on GPUs and a dense mask elsewhere.
+A backend that cannot compute what is asked raises a ModelError; a mask is never weakened. All of
+them work under `torch.compile(fullgraph=True)` per layer.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,7 +42,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from overland.models.mask import Mask
+from overland.errors import ModelError
+from overland.words import did_you_mean
+
+BACKENDS = ("auto", "cudnn", "flash", "flex", "sdpa")
+HALF = (torch.float16, torch.bfloat16)
+
+# Kernels that SDPA may take for a plain causal mask, best first; empty: as it likes.
+CAUSAL_KERNELS: dict[str, tuple[str, ...]] = {
+    "auto": (),
+    "sdpa": (),
+    "cudnn": ("CUDNN_ATTENTION",),
+    "flash": ("FLASH_ATTENTION",),
+}
 
 
 class Attention(nn.Module):
@@ -98,3 +137,240 @@ _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Mask], Tensor]] = {
     "varlen": _varlen,
     "block": _block,
 }
+
+
+@dataclass(frozen=True)
+class Mask:
+    form: str  # causal | dense | varlen | block
+    kernels: tuple[str, ...] = ()  # SDPA kernels, best first, that may compute `causal`
+    window: int | None = None
+    visible_BQK: Tensor | None = None  # dense: True where visible; leading 1 if rows are alike
+    run_starts_R: Tensor | None = None  # varlen: int32 offsets into the flattened batch
+    tell_gqa: bool = False  # varlen: torch 2.11 takes grouped heads as they come, later ones ask
+    block_mask: Any = None  # block
+
+
+class Masks(nn.Module):
+    """Makes the masks of a forward pass. Parallel code that changes who holds which queries and
+    keys replaces this module (`decoder.model.masks`) and calls `build_mask` with its positions."""
+
+    def __init__(self, attention: str, windows: list[int | None]) -> None:
+        super().__init__()
+        self.attention = attention
+        self.windows = windows
+
+    def forward(
+        self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
+    ) -> dict[int | None, Mask]:
+        batch, dtype = x_BSD.shape[0], compute_dtype(x_BSD)
+        return {
+            window: build_mask(
+                self.attention, batch, seq_len, x_BSD.device, dtype, window, documents_BS
+            )
+            for window in self.windows
+        }
+
+
+def build_mask(
+    attention: str,
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None = None,
+    q_documents_BQ: Tensor | None = None,
+    k_documents_BK: Tensor | None = None,
+    q_positions_BQ: Tensor | None = None,
+    k_positions_BK: Tensor | None = None,
+) -> Mask:
+    """A mask in the form that the backend computes, or a ModelError where it cannot.
+
+    Without positions, queries and keys are the same `seq_len` places in order. With them, both
+    must be given ([B, Q] and [B, K], or [1, Q] and [1, K] if all rows are alike).
+    """
+    if window is not None and q_positions_BQ is None and window >= seq_len:
+        window = None
+    if k_documents_BK is None and k_positions_BK is None:
+        k_documents_BK = q_documents_BQ
+    form = choose_form(
+        attention,
+        device,
+        dtype,
+        window=window,
+        documents=q_documents_BQ is not None,
+        moved=q_positions_BQ is not None,
+    )
+    if form == "causal":
+        return Mask(form, kernels=CAUSAL_KERNELS[attention])
+    if form == "varlen":
+        if q_documents_BQ is None:
+            run_starts_R = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq_len
+        else:
+            run_starts_R = run_starts(q_documents_BQ)
+        # Asked here and not where it is called: signatures cannot be traced by torch.compile.
+        tell_gqa = "enable_gqa" in varlen_parameters()
+        return Mask(form, window=window, run_starts_R=run_starts_R, tell_gqa=tell_gqa)
+
+    if q_positions_BQ is None or k_positions_BK is None:
+        assert q_positions_BQ is k_positions_BK, "give both positions or none"
+        q_positions_BQ = k_positions_BK = torch.arange(seq_len, device=device)[None]
+    sides = (q_positions_BQ, k_positions_BK, q_documents_BQ, k_documents_BK)
+    if form == "block":
+        return Mask(form, window=window, block_mask=_block_mask(*sides, window, batch))
+    return Mask(form, window=window, visible_BQK=visible(*sides, window))
+
+
+def visible(
+    q_positions_BQ: Tensor,
+    k_positions_BK: Tensor,
+    q_documents_BQ: Tensor | None,
+    k_documents_BK: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """The definition, pair by pair: True where the query sees the key."""
+    distance_BQK = q_positions_BQ[:, :, None] - k_positions_BK[:, None, :]
+    seen_BQK = distance_BQK >= 0
+    if window is not None:
+        seen_BQK = seen_BQK & (distance_BQK < window)
+    if q_documents_BQ is not None and k_documents_BK is not None:
+        seen_BQK = seen_BQK & (q_documents_BQ[:, :, None] == k_documents_BK[:, None, :])
+    return seen_BQK
+
+
+def run_starts(documents_BS: Tensor) -> Tensor:
+    """Where each run of equal documents starts in the flattened batch, then the total.
+
+    Padded with empty runs to a power of two: compiled layers see few shapes, not one per batch.
+    Finding the starts waits for the device once per forward.
+    """
+    starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    starts_R = starts_BS.flatten().nonzero().squeeze(1)
+    length = 1 << (starts_R.numel()).bit_length()
+    padding = documents_BS.numel() * torch.ones(
+        length + 1 - starts_R.numel(), dtype=torch.int64, device=documents_BS.device
+    )
+    return torch.cat((starts_R, padding)).to(torch.int32)
+
+
+def compute_dtype(x_BSD: Tensor) -> torch.dtype:
+    """What queries will have: autocast turns the projections of float32 inputs narrower."""
+    kind = x_BSD.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x_BSD.dtype
+
+
+def _block_mask(
+    q_positions_BQ: Tensor,
+    k_positions_BK: Tensor,
+    q_documents_BQ: Tensor | None,
+    k_documents_BK: Tensor | None,
+    window: int | None,
+    batch: int,
+) -> Any:
+    num_queries, num_keys = q_positions_BQ.shape[1], k_positions_BK.shape[1]
+    q_positions_BQ = q_positions_BQ.expand(batch, num_queries)
+    k_positions_BK = k_positions_BK.expand(batch, num_keys)
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = q_positions_BQ[b, q] - k_positions_BK[b, k]
+        result = distance >= 0
+        if window is not None:
+            result = result & (distance < window)
+        if q_documents_BQ is not None and k_documents_BK is not None:
+            result = result & (q_documents_BQ[b, q] == k_documents_BK[b, k])
+        return result
+
+    return _block_mask_maker()(
+        seen, batch, None, num_queries, num_keys, device=str(q_positions_BQ.device)
+    )
+
+
+@cache
+def _block_mask_maker() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Compiled: eager evaluation holds every pair, 16 GB of them at 128k tokens.
+    return torch.compile(create_block_mask)
+
+
+@cache
+def varlen_parameters() -> frozenset[str]:
+    """What this torch's varlen attention takes; nothing where there is none. Its import brings the
+    compiler, for which a CPU need not wait."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def check_backend(attention: str) -> str:
+    if attention not in BACKENDS:
+        raise ModelError(
+            f"attention backend '{attention}' does not exist{did_you_mean(attention, BACKENDS)}"
+        )
+    return attention
+
+
+def choose_form(
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None,
+    documents: bool,
+    moved: bool,
+    deterministic: bool | None = None,
+) -> str:
+    """The form of mask (see mask.py) for this backend and this mask."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    on_gpu = device.type == "cuda"  # ROCm calls itself cuda too
+    if attention in ("cudnn", "flash", "flex") and not on_gpu:
+        raise ModelError(
+            f"attention backend '{attention}' needs a GPU, but the model runs on {device.type}; "
+            "use 'auto' or 'sdpa'"
+        )
+    if attention in ("cudnn", "flash") and dtype not in HALF:
+        raise ModelError(
+            f"attention backend '{attention}' computes in float16 or bfloat16, but the model runs "
+            f"in {_name(dtype)}; use 'auto', 'flex' or 'sdpa'"
+        )
+    if attention == "cudnn" and torch.version.hip:
+        raise ModelError("attention backend 'cudnn' does not exist on ROCm; use 'flash' or 'auto'")
+    if attention == "cudnn" and deterministic:
+        raise ModelError("attention backend 'cudnn' is not deterministic; use 'flash' or 'auto'")
+    if attention == "flex":
+        return "block"
+
+    plain = window is None and not documents and not moved
+    if plain:
+        return "causal"
+    asked = "documents" if documents else "a sliding window" if window else "moved positions"
+    if attention == "cudnn":
+        raise ModelError(
+            f"attention backend 'cudnn' cannot mask {asked}; use 'auto', 'flash', 'flex' or 'sdpa'"
+        )
+    if attention == "flash":
+        if moved:
+            raise ModelError(
+                "attention backend 'flash' cannot compute moved positions (context parallel); "
+                "use 'auto', 'flex' or 'sdpa'"
+            )
+        if "window_size" not in varlen_parameters():
+            raise ModelError(
+                f"attention backend 'flash' cannot mask {asked}: torch {torch.__version__} has no "
+                "torch.nn.attention.varlen with windows; use 'flex' or 'sdpa'"
+            )
+        return "varlen"
+    if attention == "sdpa" or not on_gpu:
+        return "dense"
+    # varlen flash on ROCm has not been tried, flex has Triton there.
+    if moved or dtype not in HALF or torch.version.hip:
+        return "block"
+    return "varlen" if "window_size" in varlen_parameters() else "block"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

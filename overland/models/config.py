@@ -1,4 +1,5 @@
-"""What a dense decoder is: one frozen record with Hugging Face's field names.
+"""What a dense decoder is: one frozen record with Hugging Face's field names, read from a
+config.json and written to one.
 
 The families differ by switches, never by copies of the model:
 
@@ -20,104 +21,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overland.errors import ModelError
+from overland.models import sizes
+from overland.models.hf_config import (
+    FAMILIES,
+    FULL,
+    LAYERNORM,
+    MOST,
+    PLAIN,
+    RMSNORM,
+    SIZES,
+    SLIDING,
+    Family,
+    RopeConfig,
+    check_type,
+    contents_of,
+    keys_of,
+    refuse_unknown,
+    rope_from_hf,
+)
+from overland.words import did_you_mean
 
 if TYPE_CHECKING:
-    from overland.models.activations import Activations, Pass
     from overland.models.structure import Structure
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-RMSNORM, LAYERNORM = "rmsnorm", "layernorm"
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: the kind and its numbers; those that a kind does not use stay None."""
-
-    rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    # llama3
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    # yarn
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise ModelError(
-                f"rope_type '{self.rope_type}' is not supported; known kinds: "
-                f"{', '.join(ROPE_TYPES)}"
-            )
-        if not 0 < self.rope_theta < math.inf:
-            raise ModelError(f"rope_theta must be positive, got {self.rope_theta}")
-        allowed = _ROPE_REQUIRED[self.rope_type] | _ROPE_OPTIONAL.get(self.rope_type, frozenset())
-        for item in fields(self):
-            if item.name in ("rope_type", "rope_theta"):
-                continue
-            value = getattr(self, item.name)
-            if value is None and item.name in _ROPE_REQUIRED[self.rope_type]:
-                raise ModelError(f"rope_type '{self.rope_type}' needs {item.name}, which is absent")
-            if value is not None and not math.isfinite(value):
-                raise ModelError(f"rope's {item.name} must be a finite number, got {value}")
-            if value is not None and item.name not in allowed:
-                raise ModelError(f"rope_type '{self.rope_type}' has no {item.name} (got {value})")
-        if self.factor is not None and self.factor < 1:
-            raise ModelError(f"rope factor must be at least 1, got {self.factor}")
-
-
-_ROPE_REQUIRED: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-    "llama3": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "low_freq_factor",
-            "high_freq_factor",
-        }
-    ),
-}
-_ROPE_OPTIONAL: dict[str, frozenset[str]] = {
-    "yarn": frozenset(
-        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-    ),
-    # Written by some exporters; the dynamic rule itself reads max_position_embeddings.
-    "dynamic": frozenset({"original_max_position_embeddings"}),
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a model_type fixes, and what its config.json may choose."""
-
-    qk_norm: bool = False
-    qkv_bias: bool = False  # always on, whatever config.json says
-    chooses_attention_bias: bool = False
-    chooses_mlp_bias: bool = False
-    chooses_norm: bool = False
-    window: str = "none"  # "none" | "all" (every layer or no layer) | "layers" (any subset)
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(chooses_attention_bias=True, chooses_mlp_bias=True, chooses_norm=True),
-    "mistral": Family(window="all"),
-    "qwen2": Family(qkv_bias=True, window="layers"),
-    "qwen3": Family(qk_norm=True, chooses_attention_bias=True, window="layers"),
-}
 
 
 @dataclass(frozen=True)
@@ -152,9 +82,7 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> DecoderConfig:
         """From the contents of a config.json, its path, or the folder that holds it."""
-        from overland.models import hf_config
-
-        config = hf_config.read_config(source)
+        config = _from_dict(*contents_of(source))
         if cls is DecoderConfig:
             return config
         # A user's subclass is built by its own function, so it must stay what it is.
@@ -162,28 +90,20 @@ class DecoderConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json of this model, in a form that transformers 4 and 5 both read."""
-        from overland.models import hf_config
-
-        return hf_config.config_as_hf(self)
+        return _config_as_hf(self)
 
     def override(self, overrides: Mapping[str, Any]) -> DecoderConfig:
         """This config with some Hugging Face keys replaced; an unknown key is a ModelError."""
-        from overland.models import hf_config
-
-        return hf_config.override_config(self, overrides)
+        return _override_config(self, overrides)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by its Hugging Face name; a tied lm_head is not listed."""
-        from overland.models import parameters
-
-        return parameters.parameter_shapes(self)
+        return sizes.parameter_shapes(self)
 
     def structure(self) -> Structure:
         """What the model is made of. A subclass has a `build` of its own, which may change what
         blocks do."""
-        from overland.models import parameters
-
-        return parameters.decoder_structure(self, plain=type(self) is DecoderConfig)
+        return sizes.decoder_structure(self, plain=type(self) is DecoderConfig)
 
     def attention_flops(self, seq_len: int, causal: bool) -> float:
         """Training FLOP per token of attention itself; `causal` counts visible keys alone."""
@@ -191,11 +111,9 @@ class DecoderConfig:
         keys = sum(_mean_visible_keys(seq_len, window) if causal else seq_len for window in windows)
         return 12 * self.num_attention_heads * self.head_dim * keys
 
-    def activations(self, one: Pass) -> Activations:
+    def activations(self, one: sizes.Pass) -> sizes.Activations:
         """Memory that a pass takes beside parameters and gradients."""
-        from overland.models import activations
-
-        return activations.decoder_activations(self, one)
+        return sizes.decoder_activations(self, one)
 
     @property
     def family(self) -> Family:
@@ -309,3 +227,167 @@ def _check_switches(config: DecoderConfig) -> None:
         raise ModelError(f"layer_types asks for {SLIDING} but sliding_window is off")
     if len(set(config.layer_types)) > 1 and family.window != "layers":
         raise ModelError(f"model_type '{kind}' cannot mix layer types")
+
+
+def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
+    try:
+        return _described(hf, where)
+    except (TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ModelError(f"{where} holds something else than a config.json: {error}") from None
+
+
+def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
+    model_type = hf.get("model_type")
+    if model_type is None:
+        raise ModelError(f"{where} has no model_type; known: {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ModelError(
+            f"{where}: model_type '{model_type}' is not supported; known: {', '.join(FAMILIES)}"
+        )
+    refuse_unknown(hf, model_type, where)
+    for name in SIZES:
+        if hf.get(name) is None:
+            raise ModelError(f"{where} has no {name}")
+        check_type(DecoderConfig, name, hf[name], where)
+        if hf[name] > MOST.get(name, 2**31):
+            raise ModelError(f"{where}: {name} = {hf[name]} is beyond any model")
+
+    family, defaults = FAMILIES[model_type], _DEFAULTS[model_type]
+    values: dict[str, Any] = {"model_type": model_type}
+    for name in (*SIZES, *PLAIN, "attention_bias", "mlp_bias", "head_dim", "norm_type"):
+        value = hf.get(name, defaults.get(name))
+        if value is not None:
+            values[name] = tuple(value) if isinstance(value, list) else value
+            check_type(DecoderConfig, name, values[name], where)
+    if family.window == "all":
+        values["sliding_window"] = hf.get("sliding_window", defaults.get("sliding_window"))
+        check_type(DecoderConfig, "sliding_window", values["sliding_window"], where)
+    if family.window == "layers":
+        values |= _window_from_hf(hf)
+    try:
+        values["rope"] = rope_from_hf(hf, values)
+        return DecoderConfig(**values)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from None
+
+
+def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
+    """Qwen: a window only where use_sliding_window is true, then in layers >= max_window_layers."""
+    given = hf.get("layer_types")
+    if not hf.get("use_sliding_window", False):
+        # Refused below if it names a sliding layer, harmless if it says "full" everywhere.
+        return {"layer_types": tuple(given or ()) if SLIDING in (given or ()) else ()}
+    window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 28)
+    types = given or [
+        SLIDING if window is not None and layer >= first else FULL
+        for layer in range(hf["num_hidden_layers"])
+    ]
+    if set(types) == {FULL}:
+        return {}
+    return {
+        "sliding_window": window,
+        "layer_types": () if set(types) == {SLIDING} else tuple(types),
+    }
+
+
+def _config_as_hf(config: DecoderConfig) -> dict[str, Any]:
+    """config.json contents. Rope is written in both forms: transformers 4 reads only
+    `rope_theta` + `rope_scaling`, and tools of the v5 time may read only `rope_parameters`."""
+    family = config.family
+    hf: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+    }
+    for name in (*SIZES, *PLAIN):
+        hf[name] = getattr(config, name)
+    if isinstance(config.eos_token_id, tuple):
+        hf["eos_token_id"] = list(config.eos_token_id)
+    if config.model_type != "qwen2" or config.head_dim * config.num_attention_heads != (
+        config.hidden_size
+    ):
+        hf["head_dim"] = config.head_dim
+    if family.chooses_attention_bias:
+        hf["attention_bias"] = config.attention_bias
+    if family.chooses_mlp_bias:
+        hf["mlp_bias"] = config.mlp_bias
+    if config.norm_type != RMSNORM:  # ours alone, so it is never exported
+        hf["norm_type"] = config.norm_type
+    if family.window == "all":
+        hf["sliding_window"] = config.window_of(0)
+    if family.window == "layers":
+        hf |= _window_as_hf(config)
+    scaling = {key: value for key, value in asdict(config.rope).items() if value is not None}
+    hf["rope_parameters"] = dict(scaling)
+    hf["rope_theta"] = scaling.pop("rope_theta")
+    hf["rope_scaling"] = None if config.rope.rope_type == "default" else scaling
+    return hf
+
+
+def _window_as_hf(config: DecoderConfig) -> dict[str, Any]:
+    if config.sliding_window is None:
+        return {
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": config.num_hidden_layers,
+        }
+    window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
+    if not config.layer_types:
+        return window | {"max_window_layers": 0}
+    # transformers 4 before layer_types knew only "from this layer on"; the list is exact.
+    first = config.layer_types.index(SLIDING) if SLIDING in config.layer_types else 0
+    return window | {"max_window_layers": first, "layer_types": list(config.layer_types)}
+
+
+def _override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> DecoderConfig:
+    """The config with Hugging Face keys replaced; sizes that were derived follow along."""
+    overrides = dict(overrides)
+    rope = overrides.pop("rope", None)
+    if rope is not None:
+        rope = asdict(rope) if isinstance(rope, RopeConfig) else dict(rope)
+        overrides["rope_parameters"] = {k: v for k, v in rope.items() if v is not None}
+    valid = keys_of(config.model_type) | {"rope"}
+    for name in overrides:
+        if name not in valid:
+            raise ModelError(
+                f"'{name}' is not a field of a {config.model_type} model{did_you_mean(name, valid)}"
+            )
+    hf = _config_as_hf(config)
+    del hf["rope_parameters"]  # the old form carries everything, and one form is easier to replace
+    if "rope_parameters" in overrides:
+        del hf["rope_theta"], hf["rope_scaling"]
+    ungrouped = config.num_key_value_heads == config.num_attention_heads
+    if ungrouped and "num_attention_heads" in overrides:
+        hf["num_key_value_heads"] = None
+    derived = config.head_dim * config.num_attention_heads == config.hidden_size
+    resized = bool({"hidden_size", "num_attention_heads"} & overrides.keys())
+    if derived and resized and config.model_type != "qwen3":
+        hf.pop("head_dim", None)
+    if {"use_sliding_window", "max_window_layers", "layer_types"} & overrides.keys():
+        hf.pop("layer_types", None)
+    changed = _from_dict(hf | overrides, "the overridden model")
+    if type(config) is DecoderConfig:
+        return changed
+    # A user's subclass stays what it is, with fields of its own.
+    return replace(config, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+# What transformers' config classes assume where a key is absent.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+}

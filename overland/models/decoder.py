@@ -15,17 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overland.models.attention import Attention
-from overland.models.backend import check_backend
-from overland.models.config import LAYERNORM, DecoderConfig
+from overland.models.attention import Attention, Mask, Masks, check_backend
+from overland.models.config import DecoderConfig
+from overland.models.hf_config import LAYERNORM
 from overland.models.init import Rule, decoder_rule
 from overland.models.loss import OutputMatrix
-from overland.models.mask import Mask, Masks
 from overland.models.rope import Rotary, rotate
 from overland.models.structure import Structure, tie
 
 
-class Objective(Protocol):
+class HeadLoss(Protocol):
     """The loss that a head computes (see overland/objectives)."""
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
@@ -33,7 +32,7 @@ class Objective(Protocol):
 
 
 class Decoder(nn.Module):
-    """A causal language model. `attention` names the backend (see backend.py)."""
+    """A causal language model. `attention` names the backend (see attention.py)."""
 
     def __init__(self, config: DecoderConfig, attention: str = "auto") -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class Decoder(nn.Module):
         self.model = DecoderModel(config, check_backend(attention))
         self.lm_head: Head | None = Head(config.hidden_size, config.vocab_size, bias=False)
         # What the head makes of hidden states and labels: the trainer puts its own here.
-        self.objective: Objective = SummedCrossEntropy()
+        self.objective: HeadLoss = SummedCrossEntropy()
         tie(self)
 
     def forward(
@@ -198,7 +197,7 @@ class Head(nn.Linear):
     def forward(
         self,
         hidden_BSD: Tensor,
-        objective: Objective | None = None,
+        objective: HeadLoss | None = None,
         fields: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         if objective is None or fields is None:

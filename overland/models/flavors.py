@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from overland.models.config import DecoderConfig, RopeConfig
+from overland.models.config import DecoderConfig
+from overland.models.hf_config import RopeConfig
 
 
 def _llama3_rope(factor: float) -> RopeConfig:

@@ -1,4 +1,5 @@
-"""Parameter and FLOP counts of a model, from what its config or its module says of itself.
+"""Parameter and FLOP counts of a model, and the unit that its training is counted in,
+from what its config or its module says of itself.
 
 The headline figure is the one that papers and torchtitan report, so that MFU can be compared:
 FLOP/token = 6 (N - N_input_embedding) + 12 L H d S. A tied embedding is kept, since it is also the
@@ -8,14 +9,17 @@ is really computed: half of it, and less under a sliding window.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from overland.errors import ModelError
+from overland.models.registry import build_model
 from overland.models.structure import Role, Structure, inside, structure_of
 
 Shapes = dict[str, tuple[int, ...]]
+SampleFields = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,6 @@ def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
         return config.structure(), config.parameter_shapes()
     import torch
 
-    from overland.models.registry import build_model
-
     with torch.device("meta"):
         model = build_model(config)
     return structure_of(model), {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -123,3 +125,24 @@ def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
 def _attention(config: Any, seq_len: int, causal: bool) -> float:
     count = getattr(config, "attention_flops", None)
     return float(count(seq_len, causal)) if count is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Measure:
+    unit: Literal["tokens", "samples"]
+    per_row: int
+    flops: float | None
+    """Training FLOP per unit; None where the model does not say."""
+
+
+def sample_fields(config: Any) -> SampleFields | None:
+    """Type and shape of each array that the model takes, by name; None: it takes tokens."""
+    describe = getattr(config, "sample_fields", None)
+    return None if describe is None else describe()
+
+
+def measure_of(config: Any, seq_len: int) -> Measure:
+    if sample_fields(config) is None:
+        return Measure("tokens", seq_len, flops_per_token(config, seq_len))
+    count = getattr(config, "flops_per_sample", None)
+    return Measure("samples", 1, None if count is None else float(count()))

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from overland.config.foreign import read_json, what_is_wrong
 from overland.errors import ModelError
-from overland.models.buffers import persistent_buffers
 from overland.models.flops import Shapes, describes_itself, outline_of
-from overland.models.init import LocalPart, plain_name, whole
+from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
 from overland.models.registry import build_model
 from overland.models.structure import ties_of
 from overland.models.transform import added_rule

@@ -1,23 +1,68 @@
-"""config.json in and out (which keys it may hold: hf_keys.py)."""
+"""The pieces of a Hugging Face config.json: model families, their keys, rotary embeddings.
+
+A key that Overland does not know may change the mathematics (Granite's multipliers, Gemma's
+soft-caps, a MoE's experts), and a model that trains with it dropped in silence is wrong for weeks.
+So unknown keys are errors unless their value is null. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from overland.config.foreign import LARGEST_CONFIG, read_json
 from overland.errors import ModelError
-from overland.models.config import FAMILIES, FULL, RMSNORM, SLIDING, DecoderConfig, RopeConfig
-from overland.models.hf_keys import PLAIN, SIZES, keys_of, refuse_unknown
-from overland.words import did_you_mean
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+RMSNORM, LAYERNORM = "rmsnorm", "layernorm"
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+PLAIN = (
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "hidden_act",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+# Layers are built one by one, so a number beyond reason would take hours and all memory.
+MOST = {"num_hidden_layers": 100_000}
 
 
-def read_config(source: Mapping[str, Any] | str | Path) -> DecoderConfig:
-    """A DecoderConfig from a config.json's contents, its path, or the folder that holds it."""
-    return _from_dict(*contents_of(source))
+@dataclass(frozen=True)
+class Family:
+    """What a model_type fixes, and what its config.json may choose."""
+
+    qk_norm: bool = False
+    qkv_bias: bool = False  # always on, whatever config.json says
+    chooses_attention_bias: bool = False
+    chooses_mlp_bias: bool = False
+    chooses_norm: bool = False
+    window: str = "none"  # "none" | "all" (every layer or no layer) | "layers" (any subset)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(chooses_attention_bias=True, chooses_mlp_bias=True, chooses_norm=True),
+    "mistral": Family(window="all"),
+    "qwen2": Family(qkv_bias=True, window="layers"),
+    "qwen3": Family(qk_norm=True, chooses_attention_bias=True, window="layers"),
+}
 
 
 def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
@@ -37,145 +82,45 @@ def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any],
     return contents, str(path)
 
 
-def config_as_hf(config: DecoderConfig) -> dict[str, Any]:
-    """config.json contents. Rope is written in both forms: transformers 4 reads only
-    `rope_theta` + `rope_scaling`, and tools of the v5 time may read only `rope_parameters`."""
-    family = config.family
-    hf: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.model_type]],
-        "model_type": config.model_type,
-    }
-    for name in (*SIZES, *PLAIN):
-        hf[name] = getattr(config, name)
-    if isinstance(config.eos_token_id, tuple):
-        hf["eos_token_id"] = list(config.eos_token_id)
-    if config.model_type != "qwen2" or config.head_dim * config.num_attention_heads != (
-        config.hidden_size
-    ):
-        hf["head_dim"] = config.head_dim
+def keys_of(model_type: str) -> set[str]:
+    """The keys of a family's config.json that describe the model."""
+    family = FAMILIES[model_type]
+    keys = {"model_type", "head_dim", *SIZES, *PLAIN, *_ROPE_KEYS}
     if family.chooses_attention_bias:
-        hf["attention_bias"] = config.attention_bias
+        keys.add("attention_bias")
     if family.chooses_mlp_bias:
-        hf["mlp_bias"] = config.mlp_bias
-    if config.norm_type != RMSNORM:  # ours alone, so it is never exported
-        hf["norm_type"] = config.norm_type
+        keys.add("mlp_bias")
+    if family.chooses_norm:
+        keys.add("norm_type")
     if family.window == "all":
-        hf["sliding_window"] = config.window_of(0)
+        keys.add("sliding_window")
     if family.window == "layers":
-        hf |= _window_as_hf(config)
-    scaling = {key: value for key, value in asdict(config.rope).items() if value is not None}
-    hf["rope_parameters"] = dict(scaling)
-    hf["rope_theta"] = scaling.pop("rope_theta")
-    hf["rope_scaling"] = None if config.rope.rope_type == "default" else scaling
-    return hf
+        keys |= _LAYER_WINDOW_KEYS
+    return keys
 
 
-def override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> DecoderConfig:
-    """The config with Hugging Face keys replaced; sizes that were derived follow along."""
-    overrides = dict(overrides)
-    rope = overrides.pop("rope", None)
-    if rope is not None:
-        rope = asdict(rope) if isinstance(rope, RopeConfig) else dict(rope)
-        overrides["rope_parameters"] = {k: v for k, v in rope.items() if v is not None}
-    valid = keys_of(config.model_type) | {"rope"}
-    for name in overrides:
-        if name not in valid:
-            raise ModelError(
-                f"'{name}' is not a field of a {config.model_type} model{did_you_mean(name, valid)}"
-            )
-    hf = config_as_hf(config)
-    del hf["rope_parameters"]  # the old form carries everything, and one form is easier to replace
-    if "rope_parameters" in overrides:
-        del hf["rope_theta"], hf["rope_scaling"]
-    ungrouped = config.num_key_value_heads == config.num_attention_heads
-    if ungrouped and "num_attention_heads" in overrides:
-        hf["num_key_value_heads"] = None
-    derived = config.head_dim * config.num_attention_heads == config.hidden_size
-    resized = bool({"hidden_size", "num_attention_heads"} & overrides.keys())
-    if derived and resized and config.model_type != "qwen3":
-        hf.pop("head_dim", None)
-    if {"use_sliding_window", "max_window_layers", "layer_types"} & overrides.keys():
-        hf.pop("layer_types", None)
-    changed = _from_dict(hf | overrides, "the overridden model")
-    if type(config) is DecoderConfig:
-        return changed
-    # A user's subclass stays what it is, with fields of its own.
-    return replace(config, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})
-
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
-# What transformers' config classes assume where a key is absent.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-}
-
-
-def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
-    try:
-        return _described(hf, where)
-    except (TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ModelError(f"{where} holds something else than a config.json: {error}") from None
-
-
-def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
-    model_type = hf.get("model_type")
-    if model_type is None:
-        raise ModelError(f"{where} has no model_type; known: {', '.join(FAMILIES)}")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+def refuse_unknown(hf: dict[str, Any], model_type: str, where: str) -> None:
+    known = keys_of(model_type)
+    for name, value in hf.items():
+        if name in known or name in _HARMLESS or name.startswith("_") or value is None:
+            continue
+        if name in _ONLY:
+            if value not in _ONLY[name]:
+                raise ModelError(f"{where}: {name} = {value!r} is not supported")
+            continue
+        if name == "layer_types" and set(value) == {FULL}:
+            continue
+        if name in _REASONS:
+            raise ModelError(f"{where}: {name} is not supported: {_REASONS[name]}")
         raise ModelError(
-            f"{where}: model_type '{model_type}' is not supported; known: {', '.join(FAMILIES)}"
+            f"{where}: key '{name}' = {_short(value)} is not known for model_type '{model_type}' "
+            "and might change the mathematics"
         )
-    refuse_unknown(hf, model_type, where)
-    for name in SIZES:
-        if hf.get(name) is None:
-            raise ModelError(f"{where} has no {name}")
-        check_type(DecoderConfig, name, hf[name], where)
-        if hf[name] > MOST.get(name, 2**31):
-            raise ModelError(f"{where}: {name} = {hf[name]} is beyond any model")
-
-    family, defaults = FAMILIES[model_type], _DEFAULTS[model_type]
-    values: dict[str, Any] = {"model_type": model_type}
-    for name in (*SIZES, *PLAIN, "attention_bias", "mlp_bias", "head_dim", "norm_type"):
-        value = hf.get(name, defaults.get(name))
-        if value is not None:
-            values[name] = tuple(value) if isinstance(value, list) else value
-            check_type(DecoderConfig, name, values[name], where)
-    if family.window == "all":
-        values["sliding_window"] = hf.get("sliding_window", defaults.get("sliding_window"))
-        check_type(DecoderConfig, "sliding_window", values["sliding_window"], where)
-    if family.window == "layers":
-        values |= _window_from_hf(hf)
-    try:
-        values["rope"] = _rope_from_hf(hf, values)
-        return DecoderConfig(**values)
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from None
 
 
-# Built one by one, so that a number beyond reason would take hours and all memory.
-MOST = {"num_hidden_layers": 100_000}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-    "None": (type(None),),
-}
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def check_type(owner: type, name: str, value: Any, where: str) -> None:
@@ -190,7 +135,72 @@ def check_type(owner: type, name: str, value: Any, where: str) -> None:
     raise ModelError(f"{where}: {name} = {value!r:.100} is not of type {expected}")
 
 
-def _rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: the kind and its numbers; those that a kind does not use stay None."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    # llama3
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    # yarn
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ModelError(
+                f"rope_type '{self.rope_type}' is not supported; known kinds: "
+                f"{', '.join(ROPE_TYPES)}"
+            )
+        if not 0 < self.rope_theta < math.inf:
+            raise ModelError(f"rope_theta must be positive, got {self.rope_theta}")
+        allowed = _ROPE_REQUIRED[self.rope_type] | _ROPE_OPTIONAL.get(self.rope_type, frozenset())
+        for item in fields(self):
+            if item.name in ("rope_type", "rope_theta"):
+                continue
+            value = getattr(self, item.name)
+            if value is None and item.name in _ROPE_REQUIRED[self.rope_type]:
+                raise ModelError(f"rope_type '{self.rope_type}' needs {item.name}, which is absent")
+            if value is not None and not math.isfinite(value):
+                raise ModelError(f"rope's {item.name} must be a finite number, got {value}")
+            if value is not None and item.name not in allowed:
+                raise ModelError(f"rope_type '{self.rope_type}' has no {item.name} (got {value})")
+        if self.factor is not None and self.factor < 1:
+            raise ModelError(f"rope factor must be at least 1, got {self.factor}")
+
+
+_ROPE_REQUIRED: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "low_freq_factor",
+            "high_freq_factor",
+        }
+    ),
+}
+_ROPE_OPTIONAL: dict[str, frozenset[str]] = {
+    "yarn": frozenset(
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+    ),
+    # Written by some exporters; the dynamic rule itself reads max_position_embeddings.
+    "dynamic": frozenset({"original_max_position_embeddings"}),
+}
+
+
+def rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
     # As transformers 5 does: rope_scaling wins over rope_parameters, a theta inside wins over
     # one outside.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
@@ -220,35 +230,59 @@ def _rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
     return RopeConfig(rope_type=kind, rope_theta=float(theta), **numbers)
 
 
-def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Qwen: a window only where use_sliding_window is true, then in layers >= max_window_layers."""
-    given = hf.get("layer_types")
-    if not hf.get("use_sliding_window", False):
-        # Refused below if it names a sliding layer, harmless if it says "full" everywhere.
-        return {"layer_types": tuple(given or ()) if SLIDING in (given or ()) else ()}
-    window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 28)
-    types = given or [
-        SLIDING if window is not None and layer >= first else FULL
-        for layer in range(hf["num_hidden_layers"])
-    ]
-    if set(types) == {FULL}:
-        return {}
-    return {
-        "sliding_window": window,
-        "layer_types": () if set(types) == {SLIDING} else tuple(types),
-    }
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "None": (type(None),),
+}
+_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+_LAYER_WINDOW_KEYS = frozenset(
+    {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+)
 
+_MOE = "mixtures of experts are not built yet"
+_REASONS = {
+    "quantization_config": "load the unquantized weights",
+    "auto_map": "the repository brings its own model code",
+    "num_experts": _MOE,
+    "num_local_experts": _MOE,
+    "num_experts_per_tok": _MOE,
+    "n_routed_experts": _MOE,
+    "moe_intermediate_size": _MOE,
+}
 
-def _window_as_hf(config: DecoderConfig) -> dict[str, Any]:
-    if config.sliding_window is None:
-        return {
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "max_window_layers": config.num_hidden_layers,
-        }
-    window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
-    if not config.layer_types:
-        return window | {"max_window_layers": 0}
-    # transformers 4 before layer_types knew only "from this layer on"; the list is exact.
-    first = config.layer_types.index(SLIDING) if SLIDING in config.layer_types else 0
-    return window | {"max_window_layers": first, "layer_types": list(config.layer_types)}
+# Keys that change the mathematics unless they hold one of these values.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0,),
+    "hidden_dropout": (0,),
+    "resid_pdrop": (0,),
+    "embd_pdrop": (0,),
+    "partial_rotary_factor": (1,),
+    "use_mrope": (False,),
+    "is_encoder_decoder": (False,),
+    "is_causal": (True,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+}
+
+# Bookkeeping, generation defaults and hints to the runtime: none changes the forward pass.
+_HARMLESS_KEYS = """
+    architectures transformers_version torch_dtype dtype use_cache name_or_path use_bfloat16
+    pretraining_tp unsloth_fixed unsloth_version model_name task_specific_params
+    return_dict output_hidden_states output_attentions torchscript is_decoder tf_legacy_loss
+    chunk_size_feed_forward cross_attention_hidden_size tie_encoder_decoder finetuning_task
+    id2label label2id num_labels problem_type tokenizer_class prefix sep_token_id
+    decoder_start_token_id mask_token_id cls_token_id begin_suppress_tokens suppress_tokens
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty attn_implementation max_sequence_length is_llama_config
+    transformers.js_config
+"""
+_HARMLESS = frozenset(_HARMLESS_KEYS.split())

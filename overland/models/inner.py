@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.errors import ModelError
-from overland.models.logged import first_taken
+from overland.run_folder import first_taken
 
 
 class Statistic(nn.Module):

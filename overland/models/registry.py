@@ -20,7 +20,7 @@ A config class is a dataclass. Optional methods make it more capable: `from_hf(p
 folders can be read and written). The module is called as `Decoder` is: `module(tokens_BS,
 positions_BS=, documents_BS=, labels_BS=)` returns logits, or with labels the summed loss;
 `module.init_rule(name)` says how each parameter starts (see `init.py`), and `init_buffers()` of a
-module with buffers fills them (see `buffers.py`). Nothing here imports torch before `build_model`.
+module with buffers fills them (see there). Nothing here imports torch before `build_model`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from overland.config.schema import Model
 from overland.errors import ModelError
 from overland.models.config import DecoderConfig
 from overland.models.flavors import FLAVORS
+from overland.models.hf_config import contents_of
 from overland.models.vit_mae_config import FLAVORS as VIT_MAE_FLAVORS
 from overland.models.vit_mae_config import ViTMAEConfig
 from overland.words import did_you_mean
@@ -139,8 +140,6 @@ def own_model_name(config: Any) -> str | None:
 
 def read_hf_config(source: Mapping[str, Any] | str | Path) -> Any:
     """The config that a config.json describes, by its model_type."""
-    from overland.models.hf_config import contents_of
-
     is_vit_mae = contents_of(source)[0].get("model_type") == "vit_mae"
     return ViTMAEConfig.from_hf(source) if is_vit_mae else DecoderConfig.from_hf(source)
 

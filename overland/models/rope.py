@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from overland.models.config import RopeConfig
+from overland.models.hf_config import RopeConfig
 
 
 class Rotary(nn.Module):

@@ -11,6 +11,7 @@ Imports no torch, so that a config can describe its model, too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from overland.errors import ModelError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class Role(StrEnum):
@@ -166,3 +167,36 @@ def walk_roles(model: nn.Module) -> Iterator[tuple[str, Role]]:
         for name, block in blocks.items():
             if find_module(block, path) is not None:
                 yield f"{name}.{path}", role
+
+
+class Inputs:
+    """Which fields of a batch a model is given: those that its forward() names.
+
+    The first parameter of forward() is what the model begins with, in a later stage of a
+    pipeline what the stage before has returned. Others are given by name, where the batch has them;
+    `**fields` takes all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = type(model).__name__
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD,
+                                                                one.KEYWORD_ONLY)]  # fmt: skip
+        self.first, self.others = named[0], named[1:]
+
+    def of(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the model begins with, and all else by name."""
+        if self.first not in fields:
+            raise ModelError(
+                f"{self.model} is given {self.first} first, which the data does not have: it has "
+                f"{', '.join(fields)}"
+            )
+        return fields[self.first], self.beside_first(fields)
+
+    def beside_first(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: value
+            for name, value in fields.items()
+            if name != self.first and (self.takes_all or name in self.others)
+        }

@@ -8,14 +8,14 @@ can change it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overland.models.init import Constant, Normal, Rule
-from overland.models.noise import uniform
+from overland.models.init import Constant, Normal, Rule, hash_bits, signed
 from overland.models.structure import Structure
 from overland.models.vit_mae_config import NEW_NAMES, OLD_NAMES, ViTMAEConfig
 
@@ -24,8 +24,8 @@ class ViTMAE(nn.Module):
     def __init__(self, config: ViTMAEConfig) -> None:
         super().__init__()
         self.config = config
-        self.vit = Encoder(config)
-        self.decoder = Decoder(config)
+        self.vit = ViTEncoder(config)
+        self.decoder = MAEDecoder(config)
         self.seed = 0
         """Of the masks; the trainer sets it."""
 
@@ -94,14 +94,14 @@ class ViTMAE(nn.Module):
         return Normal(self.config.initializer_range, name)
 
 
-class Encoder(nn.Module):
+class ViTEncoder(nn.Module):
     def __init__(self, config: ViTMAEConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        self.embeddings = Embeddings(config)
+        self.embeddings = ViTEmbeddings(config)
         self.encoder = nn.Module()
         self.encoder.layer = nn.ModuleList(
-            Layer(config, width, config.num_attention_heads, config.intermediate_size)
+            ViTLayer(config, width, config.num_attention_heads, config.intermediate_size)
             for _ in range(config.num_hidden_layers)
         )
         self.layernorm = nn.LayerNorm(width, config.layer_norm_eps)
@@ -114,7 +114,7 @@ class Encoder(nn.Module):
         return out_BSD
 
 
-class Embeddings(nn.Module):
+class ViTEmbeddings(nn.Module):
     """Patches as vectors, those that are seen alone, after a vector for the whole image."""
 
     def __init__(self, config: ViTMAEConfig) -> None:
@@ -140,7 +140,7 @@ class Embeddings(nn.Module):
         return torch.cat((first_11D.expand(len(x_BSD), -1, -1), x_BSD), dim=1)
 
 
-class Decoder(nn.Module):
+class MAEDecoder(nn.Module):
     def __init__(self, config: ViTMAEConfig) -> None:
         super().__init__()
         width = config.decoder_hidden_size
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         self.register_buffer("decoder_pos_embed", torch.empty(1, config.num_patches + 1, width))
         heads, inner = config.decoder_num_attention_heads, config.decoder_intermediate_size
         self.decoder_layers = nn.ModuleList(
-            Layer(config, width, heads, inner) for _ in range(config.decoder_num_hidden_layers)
+            ViTLayer(config, width, heads, inner) for _ in range(config.decoder_num_hidden_layers)
         )
         self.decoder_norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.decoder_pred = nn.Linear(width, config.num_channels * config.patch_size**2)
@@ -173,10 +173,10 @@ class Decoder(nn.Module):
         return out_BNP[:, 1:]
 
 
-class Layer(nn.Module):
+class ViTLayer(nn.Module):
     def __init__(self, config: ViTMAEConfig, width: int, heads: int, inner: int) -> None:
         super().__init__()
-        self.attention = Attention(width, heads, config.qkv_bias)
+        self.attention = ViTAttention(width, heads, config.qkv_bias)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, inner)})
         self.output = nn.ModuleDict({"dense": nn.Linear(inner, width)})
         self.layernorm_before = nn.LayerNorm(width, config.layer_norm_eps)
@@ -188,7 +188,7 @@ class Layer(nn.Module):
         return x_BSD + self.output["dense"](inner_BSF)
 
 
-class Attention(nn.Module):
+class ViTAttention(nn.Module):
     def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
         self.heads = heads
@@ -224,3 +224,13 @@ def places(num_patches: int, width: int) -> Tensor:
     row = along_Nh[:, None].expand(-1, side, -1)
     grid_ND = torch.cat((column, row), dim=-1).flatten(0, 1)
     return torch.cat((grid_ND.new_zeros(1, width), grid_ND))[None]
+
+
+def uniform(seed: str, sample_B: Tensor, epoch_B: Tensor, count: int) -> Tensor:
+    """[B, count] numbers from [0, 1), with 24 bits each: float32 holds them exactly."""
+    digest = hashlib.blake2b(seed.encode(), digest_size=32).digest()
+    keys = [signed(int.from_bytes(digest[i : i + 8])) for i in range(0, 32, 8)]
+    row_B = hash_bits(hash_bits(sample_B, (keys[0], keys[1])) + epoch_B, (keys[2], keys[3]))
+    places_N = torch.arange(count, device=sample_B.device)
+    bits_BN = hash_bits(row_B[:, None] + places_N, (keys[1], keys[2]))
+    return ((bits_BN >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24

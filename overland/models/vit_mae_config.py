@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from overland.errors import ModelError
+from overland.models.hf_config import contents_of
 from overland.words import did_you_mean
 
 # How our names of parameters begin, which are those of transformers 4, and how those of 5 do.
@@ -81,8 +82,6 @@ class ViTMAEConfig:
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ViTMAEConfig:
         """From the contents of a config.json, its path, or the folder that holds it."""
-        from overland.models.hf_config import contents_of
-
         contents, where = contents_of(source)
         kind = contents.get("model_type")
         if kind != "vit_mae":

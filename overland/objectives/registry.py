@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from overland.config.schema import Training
 from overland.errors import ObjectiveError
-from overland.models.logged import first_taken
+from overland.run_folder import first_taken
 from overland.words import did_you_mean
 
 if TYPE_CHECKING:

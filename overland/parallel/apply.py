@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from overland.config.degrees import Degrees
 from overland.config.schema import Compile, JobConfig
 from overland.errors import ModelError
-from overland.models.buffers import cast, require_starts
 from overland.models.float8 import Float8
 from overland.models.flops import stage_costs
-from overland.models.init import require_rules
+from overland.models.init import cast_floats, require_rules, require_starts
 from overland.models.inner import InnerLoss, Statistic
 from overland.models.registry import build_model
 from overland.models.structure import (
@@ -118,7 +117,7 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
     require_rules(model)
     require_starts(model)
     require_no_hand_ties(model)
-    cast(model, getattr(torch, config.training.dtype))
+    cast_floats(model, getattr(torch, config.training.dtype))
     freeze(model, config.model.freeze)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overland.data.batch import Batch
-from overland.models.mask import Mask
+from overland.models.attention import Mask
 from overland.parallel.comm import gather_with_gradient
 from overland.parallel.mesh import Mesh
 

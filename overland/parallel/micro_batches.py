@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.data.batch import Batch
-from overland.models.inputs import Inputs
+from overland.models.structure import Inputs
 from overland.parallel.sharding import sync_gradients
 
 

@@ -30,8 +30,8 @@ from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
 from overland.errors import ModelError
 from overland.models.flops import StageCosts
-from overland.models.inputs import Inputs
 from overland.models.structure import (
+    Inputs,
     blocks_of,
     find_module,
     inside,

@@ -33,8 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from overland.config.schema import Training
-from overland.models.buffers import persistent_buffers
-from overland.models.init import plain_name
+from overland.models.init import persistent_buffers, plain_name
 from overland.models.structure import ties_of
 from overland.parallel.mesh import Mesh
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from overland.models.activations import CHUNK_TOKENS
-from overland.models.decoder import Head, Objective
+from overland.models.decoder import Head, HeadLoss
 from overland.models.float8 import Float8Linear, linear8
 from overland.models.loss import IGNORED, OutputMatrix, TokenLosses, places_of
+from overland.models.sizes import CHUNK_TOKENS
 from overland.models.structure import Role
 from overland.parallel.comm import gather, gather_with_gradient, sum_and_scatter
 
@@ -107,7 +107,7 @@ def head_forward(
     head: Head,
     tp: DeviceMesh,
     hidden_BRD: Tensor,
-    objective: Objective | None = None,
+    objective: HeadLoss | None = None,
     fields: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Logits of the whole vocabulary, or what the objective makes of them; `hidden` holds this

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from overland.models.logged import TAKEN
+from overland.run_folder import METRIC_NAMES
 from overland.training.callbacks import Callback, Record
 from overland.world.launchers import is_under_mpi
 
@@ -109,4 +109,4 @@ def line_of(record: Record) -> str:
 
 def others(record: Record) -> str:
     """What the objective and losses inside the model log, by their names."""
-    return "".join(f"  {name} {record[name]:.4g}" for name in record if name not in TAKEN)
+    return "".join(f"  {name} {record[name]:.4g}" for name in record if name not in METRIC_NAMES)

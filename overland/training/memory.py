@@ -23,8 +23,8 @@ from typing import Any
 from overland.config.degrees import Degrees
 from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
-from overland.models.activations import Pass
 from overland.models.flops import count_parameters, stage_costs
+from overland.models.sizes import Pass
 from overland.optimizers.registry import state_bytes
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -82,7 +82,7 @@ def step_memory(
     compiled: bool,
     kernels: bool = True,
 ) -> StepMemory:
-    """Of a model whose config has `activations` (see models/activations.py). `recompute` is one of
+    """Of a model whose config has `activations` (see models/sizes.py). `recompute` is one of
     RECOMPUTE (selective: by operator); `kernels`: our own take part, as on NVIDIA GPUs."""
     training = config.training
     rows = training.local_batch_size

@@ -8,8 +8,7 @@ from overland.config.commands import WRITTEN_BY, command
 from overland.config.degrees import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
-from overland.models.flops import count_parameters
-from overland.models.measure import measure_of
+from overland.models.flops import count_parameters, measure_of
 from overland.run_folder import RunFolder
 from overland.world.devices import device_name
 from overland.world.world import World

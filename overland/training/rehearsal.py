@@ -61,8 +61,8 @@ from overland.data.tokenizer_choice import (
     trained_path,
 )
 from overland.errors import CheckpointError, DataError, ModelError
+from overland.models.flops import SampleFields, sample_fields
 from overland.models.hf import INDEX, SINGLE, load_hf
-from overland.models.measure import SampleFields, sample_fields
 from overland.models.registry import build_model, model_config
 from overland.models.transform import added_rule, apply_transforms
 from overland.optimizers.optimizer import PREFIX

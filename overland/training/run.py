@@ -30,9 +30,8 @@ from overland.data.tokenizer import UNKNOWN
 from overland.errors import FromFirstRank
 from overland.files import replace_file
 from overland.kernels import has_triton
-from overland.models.buffers import init_buffers
-from overland.models.init import init_weights
-from overland.models.measure import Measure, measure_of, sample_fields
+from overland.models.flops import Measure, measure_of, sample_fields
+from overland.models.init import init_buffers, init_weights
 from overland.models.registry import model_config
 from overland.models.structure import tie
 from overland.objectives import give_objective, objective_for

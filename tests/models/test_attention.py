@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from overland.models import DecoderConfig, ModelError, build_model
-from overland.models.attention import Attention
-from overland.models.backend import choose_form
+from overland.models.attention import Attention, build_mask, choose_form, run_starts, visible
 from overland.models.init import init_weights
-from overland.models.mask import build_mask, run_starts, visible
 
 from .tiny import hf
 

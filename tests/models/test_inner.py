@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from overland.config.degrees import Degrees
 from overland.errors import ModelError
-from overland.models.buffers import cast
+from overland.models.init import cast_floats
 from overland.models.inner import InnerLoss, Statistic
 from overland.parallel.apply import require_splittable
 from overland.parallel.mesh import build_mesh
@@ -70,7 +70,7 @@ def test_what_follows_frozen_parameters_is_noted() -> None:
 
 def test_sums_stay_wide_in_a_narrow_model() -> None:
     statistic = Statistic(2)
-    cast(nn.Sequential(statistic), torch.bfloat16)
+    cast_floats(nn.Sequential(statistic), torch.bfloat16)
     statistic.init_buffers()
     x = torch.ones(1, requires_grad=True)
     statistic(x, torch.tensor([1000.0, 1.0])).sum().backward()

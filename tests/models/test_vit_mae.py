@@ -14,10 +14,9 @@ from transformers import ViTMAEForPreTraining
 
 from overland.errors import ModelError
 from overland.models import build_model, resolve_config
-from overland.models.buffers import init_buffers
 from overland.models.hf import load_hf
-from overland.models.init import init_weights
-from overland.models.noise import uniform
+from overland.models.init import init_buffers, init_weights
+from overland.models.vit_mae import uniform
 from overland.models.vit_mae_config import ViTMAEConfig
 from overland.tools.convert import convert
 

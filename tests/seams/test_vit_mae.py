@@ -23,7 +23,7 @@ from overland.config.load import Loaded
 from overland.config.schema import JobConfig
 from overland.data import registry
 from overland.models import build_model, resolve_config
-from overland.models.measure import measure_of
+from overland.models.flops import measure_of
 from overland.tools.convert import convert
 from overland.tools.proofs.layouts import WAYS, parse
 from overland.training import callbacks

@@ -34,10 +34,10 @@ from overland.checkpoint.formats.torch_save import read_torch_file, tensors_in
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
-from overland.models.config import RMSNORM
 from overland.models.hf import INDEX, SINGLE, shapes_in_files
-from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.hf_config import RMSNORM
 from overland.models.registry import read_hf_config
+from overland.models.sizes import EMBEDDING, HEAD
 
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 

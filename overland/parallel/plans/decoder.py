@@ -32,11 +32,11 @@ from torch.distributed.tensor.parallel import (
 
 from overland.config.degrees import Degrees
 from overland.errors import ModelError
+from overland.models.attention import Mask, Masks, build_mask, compute_dtype
 from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder, Head
 from overland.models.float8 import Float8Linear
-from overland.models.mask import Mask, Masks, build_mask, compute_dtype
-from overland.models.parameters import ROLES
+from overland.models.sizes import ROLES
 from overland.models.structure import find_module
 from overland.parallel.context import ContextAttention, gather_row, places_of_rank
 from overland.parallel.tensor import (

@@ -11,11 +11,11 @@ from torch import nn
 from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint
 from overland.checkpoint.formats.lazy import digest
 from overland.errors import CheckpointError
-from overland.models.buffers import init_buffers
+from overland.models.flops import sample_fields
 from overland.models.hf import shapes_in_files
-from overland.models.measure import sample_fields
-from overland.models.parameters import EMBEDDING, HEAD
+from overland.models.init import init_buffers
 from overland.models.registry import build_model, read_hf_config
+from overland.models.sizes import EMBEDDING, HEAD
 
 # 1.5 GB of weights in float32, twice.
 MAX_LOGITS_PARAMETERS = 400_000_000

@@ -17,9 +17,9 @@ from overland.config.schema import JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
 from overland.errors import CheckpointError
-from overland.models.buffers import cast, init_buffers, persistent_buffers
+from overland.models.flops import sample_fields
 from overland.models.hf import load_hf
-from overland.models.measure import sample_fields
+from overland.models.init import cast_floats, init_buffers, persistent_buffers
 from overland.models.registry import model_config
 from overland.parallel.apply import build_undivided
 from overland.run_folder import COMMITTED, CONFIG
@@ -53,7 +53,7 @@ def open_model(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
         state |= {name: b for name, b in buffers.items() if name in saved.tensors}
         fill(saved, state)
     dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
-    return cast(model, dtype).to(device_type()).eval(), tokenizer, config
+    return cast_floats(model, dtype).to(device_type()).eval(), tokenizer, config
 
 
 def find_run(path: Path) -> tuple[Path, Path | None]:
