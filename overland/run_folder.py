@@ -45,6 +45,7 @@ FAULTS, SUBMITTED, PREFLIGHT = "faults", "submit", "preflight.json"
 
 CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise
 LATEST = "latest"
+WRITTEN_BY = "Written by `overland train`"  # in the README.md of every run
 COMMITTED = "COMMITTED"  # in a checkpoint that is whole
 CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
 

@@ -1,10 +1,15 @@
-"""How values read in a sentence, and what may be shown of text from others."""
+"""How values and commands read in a sentence, and what may be shown of text from others."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import shlex
+import shutil
+import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 # Control characters, half characters, and what ends a line or a paragraph: in a name they are a
 # mistake or an attack.
@@ -60,3 +65,22 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     if near := nearest_name(name, names):
         return f"; did you mean '{near}'?"
     return f"; valid names: {', '.join(names)}" if names else ""
+
+
+def command(*words: object) -> str:
+    """A command of this installation, with its arguments, as the shell here must be given it: by
+    name if the PATH finds this one, else by its path."""
+    name, *rest = map(str, words)
+    return " ".join([_program(name), *map(shlex.quote, rest)])
+
+
+def _program(name: str) -> str:
+    here = Path(sys.executable).parent / name  # beside this Python, as pip installs it
+    if not here.exists():
+        return name if shutil.which(name) else f"{shlex.quote(sys.executable)} -m {name}"
+    found = shutil.which(name)
+    if found is not None and os.path.realpath(found) == os.path.realpath(here):
+        return name
+    if here.is_relative_to(Path.cwd()):
+        return shlex.quote(str(here.relative_to(Path.cwd())))
+    return shlex.quote(str(here))

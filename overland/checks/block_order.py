@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from overland.checks.fake_step import made_up_fields
-from overland.config.degrees import Degrees
+from overland.config.derived import Degrees
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
 from overland.models.registry import own_model_name

@@ -26,9 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overland.config.degrees import Degrees, resolve_degrees
-from overland.config.precision import settle_dtype
-from overland.config.schedules import STAGES_PER_RANK
+from overland.config.derived import STAGES_PER_RANK, Degrees, resolve_degrees, settle_dtype
 from overland.config.schema import JobConfig
 from overland.data import registry
 from overland.data.batch import Batch

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from overland.config.commands import WRITTEN_BY, command
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, load_config
-from overland.run_folder import CONFIG, METRICS, README
-from overland.words import any_of, nearest_name
+from overland.run_folder import CONFIG, METRICS, README, WRITTEN_BY
+from overland.words import any_of, command, nearest_name
 
 CHOICES = ("column", "subset", "split")  # keys that say which part of a dataset is read
 # torchtitan's names for parts of one public corpus, and which files of it they mean.

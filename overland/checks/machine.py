@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from overland.config.derived import SPLIT_BACKWARD, settle_dtype
 from overland.config.errors import Problem
 from overland.config.load import Loaded
-from overland.config.precision import settle_dtype
-from overland.config.schedules import SPLIT_BACKWARD
 from overland.errors import ModelError
 from overland.models.registry import model_config
 from overland.words import any_of

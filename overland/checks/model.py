@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overland.config.errors import Problem
-from overland.config.load import Loaded
-from overland.config.model_from import has_weights
+from overland.config.load import Loaded, has_weights
 from overland.config.schema import JobConfig, Model
 from overland.errors import ModelError
 from overland.models.flops import outline_of, sample_fields

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm, prod
 
+from overland.config.derived import STAGES_PER_RANK, TURNING
 from overland.config.errors import Problem
 from overland.config.load import Loaded
-from overland.config.schedules import STAGES_PER_RANK, TURNING
 from overland.config.schema import JobConfig
 from overland.errors import ModelError
 from overland.models.flops import outline_of, stage_costs

@@ -27,7 +27,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a config without training: keys, degrees, batch, files, and one fake step."""
-    from overland.config.load import ngpu
+    from overland.config.arguments import ngpu
 
     source, arguments = split_settings(settings)
     raise typer.Exit(report(source, arguments, world_size or ngpu(os.environ), step, as_json))
@@ -43,7 +43,7 @@ def report(
     """Prints what the run would be; returns the exit code. Files still to fetch are no error, nor
     is a backend that this machine lacks: the run may be meant for another."""
     from overland.checks import load_checked
-    from overland.config.degrees import smallest_world
+    from overland.config.derived import smallest_world
     from overland.config.errors import ConfigError
     from overland.config.load import in_order
     from overland.training.rehearsal import require_start
@@ -90,7 +90,7 @@ def report(
 
 def order_notes(config: Any, world_size: int) -> list[str]:
     """Refuses a model of a user's own whose blocks are not as it says."""
-    from overland.config.degrees import resolve_degrees
+    from overland.config.derived import resolve_degrees
     from overland.models.registry import model_config
 
     degrees = resolve_degrees(config.parallelism, world_size)
@@ -131,7 +131,7 @@ def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
 
 
 def run_facts(config: Any, world_size: int) -> dict[str, Any]:
-    from overland.config.degrees import resolve_degrees
+    from overland.config.derived import resolve_degrees
     from overland.models.flops import causal_flops_per_token, count_parameters, measure_of
     from overland.models.registry import model_config
     from overland.training.readme import model_name, strategy_in_words

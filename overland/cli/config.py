@@ -21,7 +21,7 @@ def reference(
     """Print every section and key with its type, default and meaning."""
     import json
 
-    from overland.config.reference import reference_rows, reference_tables, reference_text
+    from overland.config.write import reference_rows, reference_tables, reference_text
 
     if as_json:
         print(json.dumps(reference_rows(), indent=2))
@@ -41,7 +41,7 @@ def schema() -> None:
     """Print the JSON Schema of a config, for editors that complete TOML."""
     import json
 
-    from overland.config.reference import json_schema
+    from overland.config.write import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

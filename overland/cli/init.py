@@ -22,10 +22,9 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite DEST.")] = False,
 ) -> None:
     """List the recipes, or copy one here as a commented TOML."""
-    from overland.config.commands import command
     from overland.config.errors import ConfigError, Problem
     from overland.config.load import recipe_names, recipe_path
-    from overland.words import nearest_name
+    from overland.words import command, nearest_name
 
     if recipe is None:
         print(list_recipes())
@@ -49,8 +48,8 @@ def init(
 
 def list_recipes() -> str:
     """One line per recipe: its name, and the first comment in its file."""
-    from overland.config.commands import command
     from overland.config.load import recipe_names, recipe_path
+    from overland.words import command
 
     names = recipe_names()
     width = max(map(len, names), default=0)

@@ -59,7 +59,7 @@ def run(
     job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
 ) -> Report | None:
     """Where we are decides who starts the tasks."""
-    from overland.config.load import ngpu
+    from overland.config.arguments import ngpu
     from overland.errors import ClusterError
     from overland.tools.preflight.conduct import preflight_here, preflight_with
     from overland.tools.preflight.start import nodes_of, srun_words, tasks_per_node

@@ -138,8 +138,8 @@ def submit(
 
 
 def list_sites() -> str:
-    from overland.config.commands import command
     from overland.tools.jobs.site import load_site, site_files
+    from overland.words import command
 
     files = site_files()
     width = max(map(len, files))
@@ -248,8 +248,8 @@ def image(name: str | None) -> str | None:
 
 
 def archive(name: str | None) -> str | None:
-    from overland.config.commands import command
     from overland.errors import ClusterError
+    from overland.words import command
 
     if name is None:
         return None

@@ -44,7 +44,7 @@ def train(
     """
     end_at_signal("stopped before the first step; nothing to save")
     from overland.cli.check import report
-    from overland.config.load import dry_run, ngpu
+    from overland.config.arguments import dry_run, ngpu
     from overland.tools.jobs.agent import under_watch
     from overland.world.launchers import export_world, find_world
     from overland.world.world import World
@@ -66,7 +66,7 @@ def train_here(
 ) -> None:
     """As one rank of a world, or as the one that starts all ranks."""
     from overland.checks import load_checked
-    from overland.config.load import log_ranks, ngpu
+    from overland.config.arguments import log_ranks, ngpu
     from overland.world.devices import available_memory, num_local_ranks
     from overland.world.launch import NOTES_TOLD, launch_local
     from overland.world.world import World
@@ -156,7 +156,7 @@ def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
 @contextmanager
 def memory_in_words(config: JobConfig, world: World, device: torch.device) -> Iterator[None]:
     """Turns an error of the allocator into one sentence with ways out."""
-    from overland.config.degrees import resolve_degrees
+    from overland.config.derived import resolve_degrees
     from overland.models.registry import model_config
     from overland.training.out_of_memory import is_out_of_memory, out_of_memory
 
@@ -220,7 +220,7 @@ def sample_text(run: Run) -> str:
 
 
 def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
-    from overland.config.commands import command
+    from overland.words import command
 
     folder, steps = run.folder, run.config.training.steps
     if not finished:

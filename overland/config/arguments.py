@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from overland.config.dialects import todays_key
+from overland.config.dialects.torchtitan import todays_key
 from overland.config.errors import ConfigError, Problem
 from overland.config.fields import Key, find_key, nearest_key
-from overland.config.lessons import lesson
 from overland.config.source import Entries, Entry, KeyPath, flatten
+from overland.config.validate import lesson
 from overland.words import nearest_name
 
 COMMAND_LINE = "command line"

@@ -4,6 +4,9 @@
 2. COMM_BACKEND is laid over it, then the command line, which has the last word.
 3. The result is validated; variables and `~` in its paths are resolved. Whatever is wrong is told
    at once, each thing in one line.
+4. `model.from = FOLDER` stands for three other keys (architecture, tokenizer and weights of a
+   model), and is replaced by them: one mechanism underneath, and a run folder's config.toml says in
+   full what was taken from where.
 """
 
 from __future__ import annotations
@@ -16,32 +19,20 @@ from pathlib import Path
 from overland.config.arguments import (
     COMMAND_LINE,
     Arguments,
-    dry_run,
     environment_entries,
-    log_ranks,
-    ngpu,
     parse_arguments,
 )
-from overland.config.commands import command
-from overland.config.dialects import translate
+from overland.config.dialects import Translated
+from overland.config.dialects.stub import is_stub, translate_stub
+from overland.config.dialects.torchtitan import translate_torchtitan
 from overland.config.errors import ConfigError, Problem
-from overland.config.model_from import expand_from
 from overland.config.schema import Job, JobConfig
-from overland.config.source import SUFFIXES, KeyPath, overlay, read_file
+from overland.config.source import SUFFIXES, Entries, KeyPath, overlay, read_file
 from overland.config.validate import validate
 from overland.config.variables import Resolved, resolve_paths
-from overland.words import nearest_name
-
-__all__ = [
-    "Loaded",
-    "dry_run",
-    "in_order",
-    "load_config",
-    "log_ranks",
-    "ngpu",
-    "recipe_names",
-    "recipe_path",
-]
+from overland.files import read_json
+from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
+from overland.words import command, nearest_name
 
 
 @dataclass(frozen=True)
@@ -122,6 +113,25 @@ def load_config(
     return loaded
 
 
+def translate(
+    entries: Entries, shown: str, below: Entries | None = None, above: Entries | None = None
+) -> Translated:
+    """Entries in today's keys, notes on what was renamed or has no meaning here, and problems:
+    what would train something else here than in the trainer that the file was written for.
+
+    Args:
+        entries: What was read.
+        shown: Name of the place it was read from.
+        below: Entries, in today's keys, that these will be laid over.
+        above: Entries that will be laid over these, as they were given.
+    """
+    first = Translated(entries, [], [])
+    if is_stub(entries):
+        first = translate_stub(entries, shown, above or {})
+    second = translate_torchtitan(first.entries, shown, below or {}, above or {})
+    return Translated(second.entries, first.notes + second.notes, first.problems + second.problems)
+
+
 def in_own_folder(config: JobConfig, path: Path) -> JobConfig:
     """The config with a run folder named after its file, so that configs do not share one. The same
     file means the same folder, whoever starts it and whenever: that is how a run resumes."""
@@ -198,3 +208,82 @@ def _near(path: Path) -> str | None:
     if near:
         return str(files[near])
     return nearest_name(path.stem, recipe_names()) if path.parent == Path(".") else None
+
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model_state_dict.pt")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]]:
+    """The config with `model.from` replaced by the keys it stands for, and what is wrong with it.
+    A tokenizer may be given beside it; another architecture or other weights contradict it."""
+    if config.model.from_ is None:
+        return config, []
+    folder = Path(config.model.from_)
+    parts, problem = parts_of(folder)
+    if problem:
+        return config, [Problem(problem, where, "model.from", config.model.from_)]
+    given = {
+        "model.config": config.model.config,
+        "model.hf_assets_path": config.model.hf_assets_path,
+        "checkpoint.initial_load_path": config.checkpoint.initial_load_path,
+    }
+    for key in ("model.config", "checkpoint.initial_load_path"):
+        if given[key] is not None and Path(given[key] or "") != Path(parts[key]):
+            message = f"stands beside model.from = {config.model.from_}: take one of them out"
+            return config, [Problem(message, where, key, given[key])]
+    taken = {**parts, **{key: value for key, value in given.items() if value is not None}}
+    if "model.hf_assets_path" not in taken and takes_tokens(Path(parts["model.config"])):
+        message = "holds no tokenizer: set model.hf_assets_path to one that fits the weights"
+        return config, [Problem(message, where, "model.from", config.model.from_)]
+    update: dict[str, dict[str, str | None]] = {"model": {"from_": None}, "checkpoint": {}}
+    for key, value in taken.items():
+        section, _, name = key.partition(".")
+        update[section][name] = value
+    model = config.model.model_copy(update=update["model"])
+    checkpoint = config.checkpoint.model_copy(update=update["checkpoint"])
+    return config.model_copy(update={"model": model, "checkpoint": checkpoint}), []
+
+
+def parts_of(folder: Path) -> tuple[dict[str, str], str]:
+    """What a folder gives, by key; or what it lacks."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "no such folder"
+        fetch = command("overland", "fetch", "model", "NAME")
+        return {}, f"{what}; expected a folder, as `{fetch}` brings one"
+    if (folder / MODEL_CONFIG).is_file() and (folder / CONFIG).is_file():  # a run
+        architecture, tokenizer = folder / MODEL_CONFIG, folder / TOKENIZER
+    elif (folder / COMMITTED).is_file():
+        message = (
+            "is one checkpoint of a run: name the run's folder, whose newest checkpoint is taken"
+        )
+        return {}, message
+    elif not (folder / "config.json").is_file():
+        return {}, "holds no config.json, which says what model it is"
+    elif not has_weights(folder):
+        return {}, "holds no weights (*.safetensors); model.config takes its architecture alone"
+    else:
+        architecture, tokenizer = folder, folder
+    parts = {"model.config": str(architecture), "checkpoint.initial_load_path": str(folder)}
+    if has_tokenizer(tokenizer):
+        parts["model.hf_assets_path"] = str(tokenizer)
+    return parts, ""
+
+
+def takes_tokens(architecture: Path) -> bool:
+    """Whether the model has a vocabulary; one of images has none. A file that cannot be read is
+    reported where the model is built."""
+    path = architecture / "config.json" if architecture.is_dir() else architecture
+    try:
+        keys = read_json(path)
+        return "vocab_size" in keys or "image_size" not in keys
+    except (OSError, ValueError, TypeError):
+        return True
+
+
+def has_weights(folder: Path) -> bool:
+    return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZERS)

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from overland.config.errors import Problem, show_value
 from overland.config.fields import find_key, nearest_key, sections
-from overland.config.lessons import lesson
 from overland.config.schema import JobConfig
 from overland.config.source import Entries, Entry, KeyPath, nest
 from overland.words import nearest_name
@@ -95,3 +94,72 @@ def _nearest_choice(value: Any, choices: list[str]) -> str | None:
         if isinstance(word, str) and word not in choices:
             return nearest_name(word, choices)
     return None
+
+
+EPOCHS = (
+    "set training.epochs for a single source, or training.steps for a mixture. Data that ends is "
+    "read again; data.sources.NAME.max_epochs limits how often"
+)
+ACCUMULATION = (
+    "it follows from the batch: set training.global_batch_size = passes × local_batch_size × "
+    "data-parallel devices"
+)
+
+# The last part of a key, without _ and in lower case -> what to do in place of it.
+LESSONS = {
+    **dict.fromkeys(("epochs", "numepochs", "numtrainepochs", "maxepochs", "nepochs"), EPOCHS),
+    **dict.fromkeys(
+        ("gradaccum", "gradaccumsteps", "gradientaccumulation", "gradientaccumulationsteps",
+         "accumulategradbatches", "accumulationsteps"),
+        ACCUMULATION,
+    ),
+    **dict.fromkeys(("lr", "learningrate", "maxlr", "peaklr"), "set optimizer.lr"),
+    **dict.fromkeys(
+        ("batchsize", "microbatchsize", "perdevicetrainbatchsize", "trainmicrobatchsizepergpu"),
+        "set training.local_batch_size (sequences per device and pass), or "
+        "training.global_batch_size (per step)",
+    ),
+    **dict.fromkeys(
+        ("globalbatch", "trainbatchsize", "totalbatchsize"), "set training.global_batch_size"
+    ),
+    **dict.fromkeys(
+        ("maxsteps", "numsteps", "maxiters", "trainiters", "numtrainsteps", "iterations"),
+        "set training.steps",
+    ),
+    "warmupratio": "set lr_scheduler.warmup_ratio",
+    **dict.fromkeys(
+        ("maxseqlength", "maxseqlen", "seqlength", "sequencelength", "blocksize", "contextlength",
+         "maxlength"),
+        "set training.seq_len",
+    ),
+    **dict.fromkeys(
+        ("maxgradnorm", "gradclip", "clipgrad", "gradientclipval", "gradientclipping"),
+        "set training.max_norm",
+    ),
+    **dict.fromkeys(
+        ("fp16", "bf16", "precision", "mixedprecision", "torchdtype"),
+        'set training.mixed_precision_param, to "bfloat16" or "float16" for example',
+    ),
+    **dict.fromkeys(
+        ("gradientcheckpointing", "activationcheckpointing"),
+        'set activation_checkpoint.mode, to "full" for example',
+    ),
+    **dict.fromkeys(("outputdir", "outdir", "savedir", "outputfolder"), "set job.dump_folder"),
+    **dict.fromkeys(
+        ("savesteps", "saveinterval", "saveevery", "savefreq"), "set checkpoint.interval"
+    ),
+    **dict.fromkeys(
+        ("loggingsteps", "logevery", "loginterval", "logsteps"), "set metrics.log_freq"
+    ),
+    **dict.fromkeys(("evalsteps", "evalinterval", "evalevery", "evalfreq"), "set validation.freq"),
+    **dict.fromkeys(
+        ("datapath", "trainfile", "datadir", "trainpath", "traindata"),
+        "set training.dataset_path",
+    ),
+    "betas": "set optimizer.beta1 and optimizer.beta2",
+}  # fmt: skip
+
+
+def lesson(name: str) -> str:
+    """What to set in place of a name that is another trainer's; empty: it is none that is known."""
+    return LESSONS.get(name.replace("_", "").replace("-", "").lower(), "")

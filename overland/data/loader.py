@@ -24,7 +24,6 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 import torch
 
-from overland.config.commands import command
 from overland.config.schema import Data, Debug, JobConfig, Model, Training
 from overland.data.batch import Batch, make_batch
 from overland.data.corpora import Preparer
@@ -34,6 +33,7 @@ from overland.data.rows import Array, RowFields, Rows, tokens_and_labels, with_b
 from overland.data.sampler import Sampler
 from overland.data.sources import open_source
 from overland.errors import DataError, Unsettled
+from overland.words import command
 
 CLOSE_SECONDS = 10.0  # longest wait for a batch that is being read when the run ends
 T = TypeVar("T")

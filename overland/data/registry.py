@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from overland.config.commands import command
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpus_folder import is_corpus
 from overland.data.sources import FileSource, Source, StandardLibrary, open_source
 from overland.errors import DataError, Unsettled
+from overland.words import command
 
 RANDOM = "random"  # tokens without text: `sampler.RandomBlocks`
 PART = re.compile(r"stdlib:(\d+)/(\d+)")  # one of so many parts, from 0: stand-ins for a mixture

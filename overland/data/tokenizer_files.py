@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overland.config.foreign import parse_json
 from overland.errors import DataError
+from overland.files import parse_json
 
 # Meta keeps its own format in a folder below the one with Hugging Face's.
 PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from overland.config.foreign import read_json, what_is_wrong
 from overland.errors import ModelError
+from overland.files import read_json, what_is_wrong
 from overland.models.flops import Shapes, describes_itself, outline_of
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
 from overland.models.registry import build_model

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from overland.config.foreign import LARGEST_CONFIG, read_json
 from overland.errors import ModelError
+from overland.files import LARGEST_CONFIG, read_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RMSNORM, LAYERNORM = "rmsnorm", "layernorm"

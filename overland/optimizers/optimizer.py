@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from overland.checkpoint import plan
 from overland.config import schema
-from overland.config.groups import Group, group_of
+from overland.config.derived import Group, group_of
 from overland.kernels.master_weights import MasterWeights, join
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.parameter_shard import (

@@ -18,7 +18,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
-from overland.config.degrees import Degrees
+from overland.config.derived import Degrees
 from overland.config.schema import Compile, JobConfig
 from overland.errors import ModelError
 from overland.models.float8 import Float8

@@ -19,7 +19,7 @@ from math import prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overland.config.degrees import Degrees
+from overland.config.derived import Degrees
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # Cut → its parts by name → the axes of each part. Parts of the same name are the same in all cuts.

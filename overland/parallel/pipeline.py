@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overland.config.schedules import STAGES_PER_RANK, TURNING
+from overland.config.derived import STAGES_PER_RANK, TURNING
 from overland.data.batch import Batch
 from overland.errors import ModelError
 from overland.models.flops import StageCosts

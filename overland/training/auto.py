@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from overland.config.degrees import Degrees
-from overland.config.precision import settle_dtype
+from overland.config.derived import Degrees, settle_dtype
 from overland.config.schema import JobConfig
 from overland.kernels import has_triton
 from overland.parallel.comm import from_first_rank

@@ -20,8 +20,7 @@ from math import ceil
 from operator import mul
 from typing import Any
 
-from overland.config.degrees import Degrees
-from overland.config.schedules import STAGES_PER_RANK
+from overland.config.derived import STAGES_PER_RANK, Degrees
 from overland.config.schema import JobConfig
 from overland.models.flops import count_parameters, stage_costs
 from overland.models.sizes import Pass

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from overland.config.degrees import Degrees, resolve_degrees
-from overland.config.precision import settle_dtype
+from overland.config.derived import Degrees, resolve_degrees, settle_dtype
 from overland.config.schema import JobConfig
 from overland.errors import OutOfMemoryError
 from overland.training.auto import compiles

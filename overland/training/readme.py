@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from overland.config.commands import WRITTEN_BY, command
-from overland.config.degrees import Degrees
+from overland.config.derived import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
 from overland.models.flops import count_parameters, measure_of
-from overland.run_folder import RunFolder
+from overland.run_folder import WRITTEN_BY, RunFolder
+from overland.words import command
 from overland.world.devices import device_name
 from overland.world.world import World
 

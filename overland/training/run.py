@@ -18,7 +18,7 @@ from overland.checkpoint.formats.checkpoint import companions_in
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
 from overland.checks.block_order import require_order
-from overland.config.degrees import resolve_degrees
+from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.arrays import require_fields

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from overland.checks import check_config, load_checked, require
 from overland.cli.main import app
-from overland.config.degrees import DegreeError, resolve_degrees
+from overland.config.derived import DegreeError, resolve_degrees
 from overland.config.errors import ConfigError
 from overland.config.load import load_config, recipe_names
 from overland.config.write import write_config

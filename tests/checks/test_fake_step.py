@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from overland.checks.fake_step import fake_steps, local
+from overland.config.derived import STAGES_PER_RANK
 from overland.config.load import load_config
-from overland.config.schedules import STAGES_PER_RANK
 from overland.config.schema import JobConfig
 from overland.data import registry as sources
 from overland.data.loader import load_batch

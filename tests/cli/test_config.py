@@ -32,7 +32,7 @@ def test_reference_prints_every_key_as_text_and_as_json() -> None:
 def test_reference_has_a_table_for_the_terminal() -> None:
     from rich.console import Console
 
-    from overland.config.reference import reference_tables
+    from overland.config.write import reference_tables
 
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     for table in reference_tables():

@@ -13,7 +13,7 @@ import torch
 from overland.checks import load_checked, machine
 from overland.config.errors import ConfigError
 from overland.config.fields import all_keys
-from overland.config.lessons import LESSONS
+from overland.config.validate import LESSONS
 
 from .broken import BROKEN, Broken
 

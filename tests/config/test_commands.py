@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.config.commands import command
+from overland.words import command
 
 
 @pytest.mark.parametrize("where", ["on the PATH", "below this folder", "elsewhere", "without one"])

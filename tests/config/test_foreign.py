@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from overland.config.foreign import parse_yaml, read_json
 from overland.config.source import read_file
+from overland.files import parse_yaml, read_json
 from tests.limited import limited
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 60))

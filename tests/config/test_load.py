@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from overland.config.arguments import dry_run, log_ranks, ngpu
 from overland.config.errors import ConfigError
-from overland.config.load import dry_run, load_config, log_ranks, ngpu, recipe_names
+from overland.config.load import load_config, recipe_names
 from overland.config.schema import Job, JobConfig
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overland.config.degrees import Degrees
+from overland.config.derived import Degrees
 from overland.errors import ModelError
 from overland.models.init import cast_floats
 from overland.models.inner import InnerLoss, Statistic

@@ -9,7 +9,7 @@ from torch import nn
 
 from overland.checks.fake_step import fake_steps
 from overland.config import schema
-from overland.config.degrees import resolve_degrees
+from overland.config.derived import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from overland.config.degrees import DegreeError, resolve_degrees
+from overland.config.derived import DegreeError, resolve_degrees
 from overland.config.schema import Parallelism
 from overland.models import resolve_config
 from overland.models.flops import StageCosts, stage_costs

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overland.config.degrees import resolve_degrees
+from overland.config.derived import resolve_degrees
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.models.registry import build_model, model_config

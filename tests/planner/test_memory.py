@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from overland.config.degrees import resolve_degrees
-from overland.config.precision import settle_dtype
+from overland.config.derived import resolve_degrees, settle_dtype
 from overland.config.schema import JobConfig
 from overland.models.config import DecoderConfig
 from overland.models.registry import model_config

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from overland.config.commands import command
-from overland.config.degrees import resolve_degrees
+from overland.config.derived import resolve_degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig
 from overland.models.registry import model_config
 from overland.run_folder import RunFolder
@@ -15,6 +14,7 @@ from overland.training.readme import (
     schedule_in_words,
     strategy_in_words,
 )
+from overland.words import command
 from overland.world.world import World
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from overland.config.commands import command
 from overland.errors import NoRun
 from overland.processes import this_process
 from overland.tools.watch import queue as slurm_queue
@@ -20,6 +19,7 @@ from overland.tools.watch import watch as watching
 from overland.tools.watch.queue import Queue, QueuedJob
 from overland.tools.watch.view import draw, finished_words
 from overland.tools.watch.watch import RunStatus, Watch, duration
+from overland.words import command
 from tests.reporting.runs import (
     ATTEMPT,
     FAULT,

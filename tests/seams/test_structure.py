@@ -13,7 +13,7 @@ from overland.checks import check_config
 from overland.checks.block_order import require_order
 from overland.checks.fake_step import fake_steps
 from overland.cli.main import app
-from overland.config.degrees import resolve_degrees
+from overland.config.derived import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models import ModelError, registry

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overland.config.degrees import resolve_degrees
+from overland.config.derived import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config

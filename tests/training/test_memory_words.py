@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overland.config.degrees import resolve_degrees
+from overland.config.derived import resolve_degrees
 from overland.errors import Kind
 from overland.models.registry import model_config
 from overland.training.out_of_memory import is_out_of_memory, out_of_memory, rank_killed

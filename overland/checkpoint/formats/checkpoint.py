@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.formats.lazy import Lazy, Slices, held
-from overland.config import foreign
-from overland.config.inside import leads_out
 from overland.errors import CheckpointError
-from overland.files import new_file, sync
+from overland.files import leads_out, new_file, read_json, sync
 
 Config = dict[str, Any] | None
 """The contents of a config.json, where there is one."""
@@ -122,7 +120,7 @@ def refuse_link_out(path: Path) -> None:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     try:
-        contents = foreign.read_json(path)
+        contents = read_json(path)
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(contents, dict):

@@ -30,7 +30,7 @@ from overland.checkpoint.formats.lazy import Lazy, Slices, counter, held
 from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
-from overland.config.groups import Group, group_of
+from overland.config.derived import Group, group_of
 from overland.config.schema import Optimizer
 from overland.errors import CheckpointError
 from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER

@@ -21,9 +21,8 @@ from overland.checkpoint.formats.checkpoint import (
     config_near,
 )
 from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Stored, counter, memory
-from overland.config.foreign import what_is_wrong
 from overland.errors import CheckpointError
-from overland.files import new_file
+from overland.files import new_file, what_is_wrong
 
 # As the format's own library has it.
 MAX_HEADER_BYTES = 100_000_000

@@ -1,33 +1,63 @@
-"""Config files of other trainers, rewritten in today's keys before they are validated."""
+"""Config files of other trainers, rewritten in today's keys before they are validated.
+
+Each dialect writes into a `Draft`: entries in today's keys, and notes that say what happened.
+"""
 
 from __future__ import annotations
 
-from overland.config.dialects import stub, torchtitan
-from overland.config.dialects.draft import Translated
-from overland.config.source import Entries, KeyPath
+from typing import Any, NamedTuple
 
-__all__ = ["todays_key", "translate"]
-
-
-def translate(
-    entries: Entries, shown: str, below: Entries | None = None, above: Entries | None = None
-) -> Translated:
-    """Entries in today's keys, notes on what was renamed or has no meaning here, and problems:
-    what would train something else here than in the trainer that the file was written for.
-
-    Args:
-        entries: What was read.
-        shown: Name of the place it was read from.
-        below: Entries, in today's keys, that these will be laid over.
-        above: Entries that will be laid over these, as they were given.
-    """
-    first = Translated(entries, [], [])
-    if stub.recognises(entries):
-        first = stub.translate(entries, shown, above or {})
-    second = torchtitan.translate(first.entries, shown, below or {}, above or {})
-    return Translated(second.entries, first.notes + second.notes, first.problems + second.problems)
+from overland.config.errors import Problem
+from overland.config.source import Entries, Entry, KeyPath
 
 
-def todays_key(path: KeyPath) -> KeyPath:
-    """Where a key of an older torchtitan lives now; any other key is returned as it is."""
-    return torchtitan.todays_key(path)
+class Translated(NamedTuple):
+    entries: Entries
+    notes: list[str]
+    problems: list[Problem]
+
+
+class Draft:
+    """Collects translated entries. What the file says in today's own keys is never overwritten."""
+
+    def __init__(self, native: Entries, shown: str) -> None:
+        self.entries = dict(native)
+        self.notes: list[str] = []
+        self.problems: list[Problem] = []
+        self._native = frozenset(native)
+        self._shown = shown
+        self._reasons: dict[str, list[str]] = {}
+
+    def put(self, path: KeyPath, value: Any, source: Entry) -> bool:
+        """Sets a key from an older one; False if the file has today's key as well, which wins."""
+        if path in self._native:
+            return False
+        self.entries[path] = Entry(value, source.where, source.section_where)
+        return True
+
+    def rename(self, old: KeyPath, new: KeyPath, value: Any, source: Entry) -> None:
+        if self.put(new, value, source):
+            if old != new:
+                self.note(source, f"{'.'.join(old)} is now {'.'.join(new)}")
+        else:
+            self.note(source, f"{'.'.join(old)} is ignored, since {'.'.join(new)} is given too")
+
+    def note(self, source: Entry, text: str) -> None:
+        self.notes.append(f"{source.where}: {text}")
+
+    def refuse(self, path: KeyPath, source: Entry, reason: str) -> None:
+        """For what would train something else than was asked for: a note is not enough."""
+        self.problems.append(Problem(reason, source.where, ".".join(path), source.value))
+
+    def without_meaning(self, path: KeyPath, source: Entry, reason: str) -> None:
+        """Keys with the same reason share a note."""
+        line = source.where.rpartition(":")[2] if ":" in source.where else ""
+        shown = ".".join(path) + (f" (line {line})" if line.isdecimal() else "")
+        self._reasons.setdefault(reason, []).append(shown)
+
+    def finish(self) -> Translated:
+        grouped = [
+            f"{self._shown}: without effect here: {', '.join(keys)}: {reason}"
+            for reason, keys in self._reasons.items()
+        ]
+        return Translated(self.entries, self.notes + grouped, self.problems)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from overland.config.dialects.draft import Draft, Translated
+from overland.config.dialects import Draft, Translated
 from overland.config.source import Entries, Entry, KeyPath
 
 OWN_SECTIONS = frozenset({"dist", "dataset", "optim", "loss", "misc", "logging"})
@@ -63,7 +63,7 @@ WITHOUT_MEANING: dict[str, str] = {
 }
 
 
-def recognises(entries: Entries) -> bool:
+def is_stub(entries: Entries) -> bool:
     """By `model.hf_config`, or by two of its own sections and none of another kind."""
     tops = {path[0] for path in entries}
     if any(path[:2] == ("model", "hf_config") for path in entries):
@@ -71,7 +71,7 @@ def recognises(entries: Entries) -> bool:
     return len(tops & OWN_SECTIONS) >= 2 and tops <= OWN_SECTIONS | OTHER_SECTIONS
 
 
-def translate(entries: Entries, shown: str, above: Entries) -> Translated:
+def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     """Entries in today's keys, notes, and what is refused; `above` will be laid over them."""
     draft = Draft({}, shown)
     first = next(iter(entries.values()))

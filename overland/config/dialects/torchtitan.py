@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from overland.config.dialects.draft import Draft, Translated
+from overland.config.dialects import Draft, Translated
 from overland.config.dialects.torchtitan_keys import (
     EXPERTS,
     IGNORED,
@@ -33,7 +33,9 @@ FLOAT8 = ("training", "float8")
 NO_CONVERTER = "there are no converters; training.float8 narrows products"
 
 
-def translate(entries: Entries, shown: str, below: Entries, above: Entries) -> Translated:
+def translate_torchtitan(
+    entries: Entries, shown: str, below: Entries, above: Entries
+) -> Translated:
     """Entries in today's keys, notes, and what is refused; `below` is what they will be laid over,
     `above` what will be laid over them."""
     old = {path: entry for path, entry in entries.items() if _is_old(path, entry)}

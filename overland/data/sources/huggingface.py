@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from overland.config.foreign import LARGEST_CONFIG, parse_yaml, read_json
 from overland.data.sources.columns import nearest_hint
 from overland.data.sources.source import SHOWN, inside_folder
 from overland.errors import DataError, Unsettled
+from overland.files import LARGEST_CONFIG, parse_yaml, read_json
 
 MOST_STARS = 4  # of a README's pattern
 SPLITS = {

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from overland.config.foreign import read_json, what_is_wrong
 from overland.data.sources.columns import Column, Sample, choose_column
 from overland.data.sources.compression import decompress, most_unfolded, reading
 from overland.data.sources.source import (
@@ -32,6 +31,7 @@ from overland.data.sources.source import (
     token_ids,
 )
 from overland.errors import DataError, Unsettled
+from overland.files import read_json, what_is_wrong
 
 LOOKED_AT = 100  # samples, to settle what a column of JSON holds
 INDEX = "index.json"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from overland.config.degrees import Degrees
+    from overland.config.derived import Degrees
 
 
 class ParallelPlan(Protocol):

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from overland.config.degrees import Degrees
+from overland.config.derived import Degrees
 from overland.errors import ModelError
 from overland.models.attention import Mask, Masks, build_mask, compute_dtype
 from overland.models.config import DecoderConfig

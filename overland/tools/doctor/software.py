@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from overland.config.commands import command
 from overland.tools.doctor.finding import Finding, ok, warning, wrong
 from overland.tools.jobs.site import NamedSite
+from overland.words import command
 
 PYTHON = (3, 11)
 DRIVERS = {"nvidia": "/dev/nvidiactl", "amd": "/dev/kfd"}

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from overland.config.commands import command
 from overland.tools.doctor.finding import Finding, ok, wrong
+from overland.words import command
 
 DEFAULT = "quickstart"
 SECONDS = 600

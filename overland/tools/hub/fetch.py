@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
-from overland.config.model_from import parts_of
+from overland.config.load import parts_of
 from overland.errors import HubError
 from overland.files import publish, sync
 from overland.tools.hub.choose import choose_included, choose_model, choose_tokenizer

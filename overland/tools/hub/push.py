@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from overland.config.commands import command
-from overland.config.inside import leads_out
 from overland.errors import HubError
+from overland.files import leads_out
 from overland.run_folder import COMMITTED
 from overland.tools.hub.repo import SECONDS, Repo, connect, hub_errors, list_files, open_repo
 from overland.tools.hub.secrets import refuse_secret_files
 from overland.tools.hub.snapshot import OWN, check_names
+from overland.words import command
 
 LEFT_OUT = {OWN, ".cache", ".git"}  # what fetch, the Hub's client and git keep beside the files
 # Names of files that only a trainer reads: our checkpoints' marker, and DCP's.

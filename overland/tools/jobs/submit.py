@@ -11,11 +11,11 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from overland.config.commands import command
 from overland.errors import ClusterError
 from overland.run_folder import SUBMITTED
 from overland.slurm import ask
 from overland.tools.jobs.job import BatchJob
+from overland.words import command
 
 
 def next_files(run: Path) -> tuple[Path, Path]:

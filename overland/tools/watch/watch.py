@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overland.config.commands import command
 from overland.errors import NoRun
 from overland.processes import host, is_running
 from overland.run_folder import (
@@ -35,6 +34,7 @@ from overland.run_folder import (
 from overland.tools.jobs.supervise.events import Event, Events
 from overland.tools.watch.queue import Queue, QueuedJob
 from overland.training.history import History, Points, Record, thinned
+from overland.words import command
 
 STATES = {
     "training": "training",

@@ -1,10 +1,12 @@
-"""The parallel degrees of a run, worked out for a world size (without torch)."""
+"""What follows from a config: parallel degrees for a world size, stages of a pipeline schedule, the
+type to compute in, the rates of a parameter group. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from overland.config.schema import Parallelism
+from overland.config.schema import Optimizer, Parallelism, Training
 from overland.errors import Kind, OverlandError
 
 
@@ -86,3 +88,44 @@ def _reshards(p: Parallelism) -> bool:
     if p.fsdp_reshard_after_forward == "default":
         return p.pipeline_parallel_degree == 1
     return p.fsdp_reshard_after_forward == "always"
+
+
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+
+# The loop turns back at the last rank: rank 0 has the first and the last stage.
+TURNING = {"ZBVZeroBubble", "DualPipeV"}
+
+# Weight gradients are computed apart from those of the inputs.
+SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
+
+
+def settle_dtype(training: Training, device_type: str) -> Training:
+    """Training without `auto`. A CPU without bfloat16 instructions took 200 times as long in it."""
+    if training.mixed_precision_param != "auto":
+        return training
+    dtype = "bfloat16" if device_type == "cuda" else "float32"
+    return training.model_copy(update={"mixed_precision_param": dtype})
+
+
+@dataclass(frozen=True)
+class Group:
+    lr_factor: float
+    weight_decay: float
+
+
+def group_of(name: str, num_dims: int, settings: Optimizer) -> Group:
+    """The rates of the first group whose pattern matches. Unless a group says otherwise, matrices
+    and embeddings decay; norms and biases (anything with one dimension) do not."""
+    decay = settings.weight_decay if num_dims >= 2 else 0.0
+    for group in settings.groups:
+        if fnmatchcase(name, group.pattern):
+            given = group.weight_decay
+            return Group(group.lr_factor, decay if given is None else given)
+    return Group(1.0, decay)
