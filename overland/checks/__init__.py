@@ -75,7 +75,7 @@ SIZED_CHECKS: list[tuple[SizedCheck, tuple[str, ...]]] = [
 
 
 def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
-    """Everything that is wrong, or worth a note, with a config that loads.
+    """Returns everything that is wrong, or worth a note, with a config that loads.
 
     Args:
         loaded: What `load_config` gave.
@@ -117,7 +117,7 @@ def load_checked(
     world_size: int | None = None,
     waive: Collection[Mending] = (),
 ) -> tuple[Loaded, list[Problem]]:
-    """`load_config` and `require` in one, so that the problems of both come at once."""
+    """Does what `load_config` and `require` do, so that the problems of both come at once."""
     try:
         loaded = load_config(source, arguments, env)
     except ConfigError as error:

@@ -107,7 +107,8 @@ class Seen:
             )
 
     def require_shape(self, rows: int, tokens: int, said: object) -> None:
-        """What each block returns to the next, which may be on another stage."""
+        """Refuses a block that returns to the next, which may be on another stage, what structure()
+        does not say."""
         expected = (rows, *said) if isinstance(said, tuple | list) else said
         for name in self.named[:-1]:
             found = self.returned.get(name)
@@ -126,7 +127,8 @@ class Seen:
 
 
 def in_short(names: Sequence[str], order: Sequence[str]) -> str:
-    """Names of blocks; those of one list that follow each other as in `order` by their ends."""
+    """Returns names of blocks; those of one list that follow each other as in `order` are named by
+    their ends."""
     place = {name: number for number, name in enumerate(order)}
     runs: list[list[str]] = []
     for name in names:

@@ -80,7 +80,7 @@ class FakeStep:
 
 
 def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> list[FakeStep]:
-    """A step of rank 0; with a pipeline, of the first rank with each of its stages."""
+    """Returns a step of rank 0; with a pipeline, of the first rank of each of its stages."""
     degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]
@@ -101,7 +101,7 @@ def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> l
 
 
 def num_microbatches(config: JobConfig, degrees: Degrees) -> int:
-    """Of a pipeline, in a step."""
+    """Returns the number of micro-batches of a pipeline in a step."""
     rows = config.training.local_batch_size
     if config.training.global_batch_size != -1:
         rows = config.training.global_batch_size // degrees.dp
@@ -109,8 +109,8 @@ def num_microbatches(config: JobConfig, degrees: Degrees) -> int:
 
 
 def most_kept(step: FakeStep, combinations: Iterable[tuple[int, ...]]) -> int:
-    """Bytes at the moment at which a rank's stages keep the most. What one pass of each stage keeps
-    beyond `microbatch_bytes` are parameters, which all micro-batches share."""
+    """Returns the bytes at the moment at which a rank's stages keep the most. What one pass of each
+    stage keeps beyond `microbatch_bytes` are parameters, which all micro-batches share."""
     shared = step.activation_bytes - sum(step.microbatch_bytes)
     each = step.microbatch_bytes
     return shared + max(sum(map(mul, counts, each)) for counts in combinations)
@@ -195,7 +195,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 def stage_inputs(
     part: nn.Module, architecture: Any, config: JobConfig, degrees: Degrees
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a part begins with, and all else that it is given of one micro-batch."""
+    """Returns what a part begins with, and all else that it is given of one micro-batch."""
     fields = fields_of_pass(architecture, config, degrees)
     first, others = Inputs(part).of(fields)
     structure = structure_of(part)
@@ -212,7 +212,7 @@ def stage_inputs(
 
 
 def fields_of_pass(architecture: Any, config: JobConfig, degrees: Degrees) -> dict[str, Tensor]:
-    """A rank's share of what one pass is given, without content."""
+    """Returns a rank's share of what one pass is given, without content."""
     rows = config.training.local_batch_size
     if degrees.pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -222,7 +222,7 @@ def fields_of_pass(architecture: Any, config: JobConfig, degrees: Degrees) -> di
 def made_up_fields(
     architecture: Any, rows: int, tokens: int, config: JobConfig
 ) -> dict[str, Tensor]:
-    """A batch without content, in the shapes that the model is made for."""
+    """Returns a batch without content, in the shapes that the model is made for."""
     numbers = {name: torch.zeros(rows, dtype=torch.int64) for name in ("sample_B", "epoch_B")}
     shapes = sample_fields(architecture)
     if shapes is not None:
@@ -241,8 +241,8 @@ def made_up_fields(
 
 
 def channels_of(config: JobConfig) -> dict[str, str]:
-    """What goes with the tokens of the training data, as far as its sources are there: an objective
-    may want it."""
+    """Returns what comes with the tokens of the training data, as far as its sources are there: an
+    objective may want it."""
     found: dict[str, str] = {}
     for name, wanted in sources_of(config).items():
         if registry.is_random(name, wanted):
@@ -256,14 +256,14 @@ def channels_of(config: JobConfig) -> dict[str, str]:
 def found_in_pass(
     part: nn.Module, first: Tensor, others: dict[str, Tensor], objective: Objective, field: str
 ) -> dict[str, Tensor]:
-    """What a pass without gradient adds to the batch."""
+    """Returns what a pass without gradient adds to the batch."""
     with torch.no_grad(), objective.during(field, [part]), objective.finding(field) as found:
         part(first, **others)
     return {field: torch.cat(found)} if found else {}
 
 
 def is_first_stage(part: nn.Module, structure: Structure) -> bool:
-    """Whether it is the first stage, or the whole model."""
+    """Whether the part is the first stage, or the whole model."""
     return all(find_module(part, path) is not None for path in structure.before)
 
 

@@ -57,7 +57,7 @@ SAME_RUN = {
 
 
 def check_place(loaded: Loaded) -> Iterator[Problem]:
-    """A run writes a README.md, and never over somebody else's."""
+    """Refuses a folder with somebody else's README.md, which a run would overwrite."""
     config, key = loaded.config, "job.dump_folder"
     folder = config.job.dump_folder
     if not folder.strip():
@@ -79,7 +79,7 @@ def _has_other_readme(folder: Path) -> bool:
 
 
 def check_folder(loaded: Loaded) -> Iterator[Problem]:
-    """A folder that the user did not name is not resumed for another model or other data: two
+    """Refuses to resume a folder that the user did not name for another model or other data: two
     configs may have one name, and one config is edited."""
     config, key = loaded.config, "job.dump_folder"
     before = Path(config.job.dump_folder) / CONFIG
@@ -202,7 +202,8 @@ def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:
 
 
 def _near_path(path: Path) -> str | None:
-    """A neighbour with almost the same name; a wrong letter is likelier than a missing download."""
+    """Returns a neighbour with almost the same name; a wrong letter is likelier than a missing
+    download."""
     if not path.parent.is_dir():
         return None
     near = nearest_name(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.85)
@@ -214,5 +215,5 @@ def _exists(path: str) -> bool:
 
 
 def _is_data(path: str) -> bool:
-    """Also by the prefix of a Megatron pair."""
+    """Whether the path exists, or is the prefix of a Megatron pair."""
     return _exists(path) or _exists(path + ".idx")

@@ -19,6 +19,8 @@ from overland.optimizers.registry import optimizer_names, rules_of
 from overland.words import any_of
 
 ADAMW_KEYS = ("beta1", "beta2", "eps", "bf16_moments")
+WARMUP = "lr_scheduler.warmup_steps"
+EPOCHS = "training.epochs"
 
 
 def check_optimizer(loaded: Loaded) -> Iterator[Problem]:
@@ -49,7 +51,7 @@ def check_moments(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_groups(loaded: Loaded) -> Iterator[Problem]:
-    """Every pattern matches a parameter, and not only such that belong to an earlier group."""
+    """Every pattern matches a parameter, and not only parameters of earlier groups."""
     key, groups = "optimizer.groups", loaded.config.optimizer.groups
     if not groups:
         return
@@ -73,10 +75,6 @@ def check_groups(loaded: Loaded) -> Iterator[Problem]:
         left -= matched
 
 
-WARMUP = "lr_scheduler.warmup_steps"
-EPOCHS = "training.epochs"
-
-
 def check_units(loaded: Loaded) -> Iterator[Problem]:
     """What can be said in two units is said in one."""
     for key, other in IN_PLACE_OF.items():
@@ -88,7 +86,7 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_epochs(loaded: Loaded) -> Iterator[Problem]:
-    """Epochs are those of a single source that ends."""
+    """Epochs need a single source that ends."""
     config = loaded.config
     epochs, sources = config.training.epochs, sources_of(config)
     if epochs is None:
@@ -106,8 +104,8 @@ def check_epochs(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_warmup(loaded: Loaded) -> Iterator[Problem]:
-    """Warm-up and decay within the steps of the schedule. Only notes: a run cut short to try it
-    (`training.steps=20`) ends in its warm-up, and that is what was asked for."""
+    """Warm-up and decay fit into the steps of the schedule. These are only notes: a run cut short
+    to try it (`training.steps=20`) ends in its warm-up, and that is what was asked for."""
     schedule, training = loaded.config.lr_scheduler, loaded.config.training
     if training.epochs is not None and not schedule.total_steps:
         return  # so many steps are known when the data is counted

@@ -14,17 +14,16 @@ from overland.errors import ModelError
 from overland.models.registry import model_config
 from overland.words import any_of
 
-KEY = "comm.backend"
-
 
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
-    """Imports torch only for a backend that a build may lack; auto and gloo are always there."""
-    backend = loaded.config.comm.backend
+    """The backend is part of this torch. Imports torch only for one that a build may lack; auto and
+    gloo are always there."""
+    key, backend = "comm.backend", loaded.config.comm.backend
     if backend in ("auto", "gloo"):
         return
     lack = _lack_of(backend)
     if lack:
-        yield Problem(lack, loaded.where(KEY), KEY, backend, kind="machine")
+        yield Problem(lack, loaded.where(key), key, backend, kind="machine")
 
 
 def check_packages(loaded: Loaded) -> Iterator[Problem]:
@@ -37,8 +36,8 @@ def check_packages(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_schedule(loaded: Loaded) -> Iterator[Problem]:
-    """Schedules that split the backward pass wait forever under torch 2.11 (seen there with all
-    three; all are proven on 2.13)."""
+    """Refuses schedules that split the backward pass under torch 2.11, where they wait forever
+    (seen with all three; all are proven on 2.13)."""
     layout = loaded.config.parallelism
     schedule = layout.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
@@ -51,7 +50,7 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:
-    """GPUs that multiply 8-bit numbers. On a CPU products are emulated, for tests."""
+    """This GPU multiplies 8-bit numbers. On a CPU products are emulated, for tests."""
     key, wanted = "training.float8", loaded.config.training.float8
     if wanted == "off":
         return
@@ -111,7 +110,7 @@ def check_recompute(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_needs_compile(loaded: Loaded) -> Iterator[Problem]:
-    """What the compiler does cannot be had without it."""
+    """What only the compiler can do is compiled."""
     config = loaded.config
     wishes = {
         "activation_checkpoint.mode": config.activation_checkpoint.mode == "memory_budget",

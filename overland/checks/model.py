@@ -77,7 +77,8 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_flavor(loaded: Loaded) -> Iterator[Problem]:
-    """A flavor next to a config.json, by `model.config` or `model.from`, is not what is trained."""
+    """Notes that a flavor next to a config.json, by `model.config` or `model.from`, is not what is
+    trained."""
     key, model = "model.flavor", loaded.config.model
     if model.config is not None and loaded.is_set(key):
         given = "model.from" if loaded.is_set("model.from") else "model.config"
@@ -128,7 +129,7 @@ def check_export(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _added_by_transforms(section: Model, config: Any) -> str | None:
-    """A parameter that the model has only because of a transform."""
+    """Returns a parameter that the model has only because of a transform."""
     if not section.transforms:
         return None
     try:
@@ -139,7 +140,7 @@ def _added_by_transforms(section: Model, config: Any) -> str | None:
 
 
 def _transformed(section: Model, config: Any) -> nn.Module:
-    """The model with what its transforms add, without memory."""
+    """Returns the model with what its transforms add, without memory."""
     import torch
 
     with torch.device("meta"):
@@ -177,14 +178,14 @@ def check_freeze(loaded: Loaded) -> Iterator[Problem]:
 
 
 def nearest_parameters(pattern: str, names: Sequence[str]) -> str:
-    """The three names nearest to a pattern that matches none, the same for all blocks."""
+    """Returns the three names nearest to a pattern that matches none, the same for all blocks."""
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return any_of([f"'{name}'" for name in get_close_matches(pattern, kinds, 3, 0.0)], "or")
 
 
 def parameter_names(section: Model, all_names: bool = True) -> list[str]:
-    """Names of the parameters of a model and of what its transforms add, all names of a shared
-    one, or the first alone."""
+    """Returns the names of the parameters of a model and of what its transforms add: all names of a
+    shared one, or the first alone."""
     config = model_config(section)
     if section.transforms:
         model = _transformed(section, config)
@@ -219,7 +220,7 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _changed(model: Model) -> str:
-    """What the overrides change in the config.json, in words."""
+    """Returns what the overrides change in the config.json, in words."""
     try:
         plain = model_config(model.model_copy(update={"overrides": {}}))
         ours = model_config(model)

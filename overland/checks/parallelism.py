@@ -29,6 +29,7 @@ REPLICATE = "data_parallel_replicate_degree"
 
 
 def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
+    """The degrees multiply to the number of devices, and agree with the ZeRO shorthand."""
     degrees = {axis: getattr(loaded.config.parallelism, axis) for axis in AXES}
     shard_key = f"parallelism.{SHARD}"
     if degrees[SHARD] != -1 and degrees[SHARD] < 1:
@@ -41,7 +42,7 @@ def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
 
 
 def check_splits(loaded: Loaded) -> Iterator[Problem]:
-    """What each axis cuts can be cut evenly."""
+    """Every axis can cut evenly what it cuts."""
     layout = loaded.config.parallelism
     tp, cp, pp = (
         layout.tensor_parallel_degree,
@@ -149,7 +150,8 @@ def _unfit(loaded: Loaded, axis: str, degree: int, message: str) -> Problem:
 
 
 def data_parallel_degree(config: JobConfig, world_size: int) -> int | None:
-    """Ranks that see different data (replicate × shard); None if the degrees do not fit."""
+    """Returns the number of ranks that see different data (replicate × shard); None if the degrees
+    do not fit."""
     layout = config.parallelism
     others = (
         layout.tensor_parallel_degree
@@ -208,8 +210,8 @@ def _product(loaded: Loaded, degrees: dict[str, int], world_size: int) -> Iterat
 
 
 def _way_out(fixed: dict[str, int], world_size: int, room: bool) -> tuple[str | None, int]:
-    """One degree to change, and to what, so that the product fits. Data parallelism first, since it
-    asks nothing of the model."""
+    """Returns one degree to change, and to what, so that the product fits. Data parallelism comes
+    first, since it asks nothing of the model."""
     order = [SHARD, REPLICATE, "tensor_parallel_degree", "context_parallel_degree"]
     best: tuple[int, int, str, int] | None = None
     for rank, axis in enumerate([*order, "pipeline_parallel_degree"]):
@@ -229,6 +231,7 @@ def _way_out(fixed: dict[str, int], world_size: int, room: bool) -> tuple[str | 
 
 
 def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
+    """The global batch is a whole number of local batches on every device."""
     training = loaded.config.training
     size, local = training.global_batch_size, training.local_batch_size
     key = "training.global_batch_size"

@@ -1,4 +1,4 @@
-"""Activation recomputation: what the backward pass computes again in place of keeping it."""
+"""Activation checkpointing: what the backward pass computes again in place of keeping it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The order in which a model is made parallel. Each line changes the model in place.
 
 Linear layers change what they compute before anything else looks at them. The context split
-changes attention's core, which works on a tensor rank's own heads. Recompute wraps blocks, and
-compile sees the recomputation. Sharding comes last: its hooks run outside of compiled code. What
-blocks there are the model says itself (models/structure.py); how matrices and rows are split is
-its plan's to say (plans/).
+changes attention's core, which works on a tensor rank's own heads. Activation checkpointing wraps
+blocks, and torch.compile sees what is recomputed. Sharding comes last: its hooks run outside of
+compiled code. The model says itself what its blocks are (models/structure.py); its plan says how
+matrices and rows are split (plans/).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ ParallelModel = Whole | Pipeline
 
 
 def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
-    """This rank's part of the model (with some schedules, two stages), on the meta device."""
+    """Builds this rank's part of the model (with some schedules, two stages), on the meta
+    device."""
     with torch.device("meta"):
         if mesh.degrees.pp > 1:
             parts = build_stages(architecture, mesh, config)
@@ -66,8 +67,8 @@ def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mod
 
 
 def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config: JobConfig) -> None:
-    """A model, or one pipeline stage of it. One that does not describe its blocks is sharded as a
-    whole."""
+    """Makes a model, or one pipeline stage of it, parallel. One that does not describe its blocks
+    is sharded as a whole."""
     structure = structure_of(model)
     blocks = list(blocks_of(model).values())
     if mesh.degrees.tp > 1:
@@ -109,8 +110,8 @@ def compile_blocks(model: nn.Module, settings: Compile) -> None:
 
 
 def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
-    """The model as its `build` function makes it, transformed, in the parameters' type. Every part
-    of every layout begins as this."""
+    """Returns the model as its `build` function makes it, transformed, in the parameters' type.
+    Every part of every layout begins as this."""
     model = build_model(architecture, config.model.attention)
     check_structure(model)
     apply_transforms(model, transforms_for(config))
@@ -127,14 +128,14 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
 
 
 def transforms_for(config: JobConfig) -> list[Transform]:
-    """What the config changes about the model. Products in 8 bits come last, so that they take
-    what others have put in."""
+    """Returns what the config changes about the model. Products in 8 bits come last, so that they
+    take what others have put in."""
     narrow = [Float8()] if config.training.float8 != "off" else []
     return [*make_transforms(config.model.transforms), *narrow]
 
 
 def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) -> None:
-    """What is known of the model says where it can be cut."""
+    """Refuses to cut a model where nothing known of it says how."""
     name, plan = type(model).__name__, plan_for(architecture)
     for axis in ("tp", "cp"):
         if getattr(degrees, axis) > 1 and (plan is None or axis not in plan.axes):
@@ -159,7 +160,8 @@ def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) ->
 
 
 def require_blocks_apart(model: nn.Module) -> None:
-    """What two blocks share would be cut twice, or be trained twice by two stages."""
+    """Refuses blocks that share something: it would be cut twice, or be trained twice by two
+    stages."""
     structure = structure_of(model)
     if structure is None:
         return
@@ -187,7 +189,8 @@ def require_blocks_apart(model: nn.Module) -> None:
 
 
 def require_no_hand_ties(model: nn.Module) -> None:
-    """A parameter that two modules share would become two when it gets memory."""
+    """Refuses a parameter that two modules share without saying so: it would become two when it
+    gets memory."""
     owner_of: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     ties = ties_of(model)
     for prefix, module in model.named_modules():
@@ -210,8 +213,9 @@ def require_no_hand_ties(model: nn.Module) -> None:
 
 
 def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
-    """One NVIDIA GPU, and a model that never waits for it. Flex attention makes its masks in every
-    pass and has not been tried; blocks that are not compiled are there to be looked into."""
+    """Whether steps can be replayed: on one NVIDIA GPU, with a model that never waits for it. Flex
+    attention makes its masks in every pass and has not been tried; blocks that are not compiled are
+    there to be looked into."""
     if not (config.compile.enable and config.compile.cuda_graphs):
         return False
     if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config.training):
@@ -236,8 +240,8 @@ def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mo
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """By either name, where two modules share a parameter; and all but what a transform has added,
-    if it says so."""
+    """Freezes parameters by either name, where two modules share one; and all but what a transform
+    has added, if it says so."""
     only_new = any(transform.only_new for transform in transforms_of(model))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         is_old = only_new and added_rule(model, name) is None
@@ -253,7 +257,7 @@ def build_parallel_model(
     device: torch.device,
     num_sums: int = 1,
 ) -> ParallelModel:
-    """The parts with memory and weights, ready to be given batches of `rows_per_rank` rows.
+    """Returns the parts with memory and weights, ready to be given batches of `rows_per_rank` rows.
     `num_sums`: how much an objective sums up, the loss included."""
     if mesh.degrees.pp == 1:
         kind = Replayed if can_replay(parts[0], mesh, config) else Whole

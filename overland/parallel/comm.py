@@ -1,4 +1,4 @@
-"""Process groups: which backend, how long to wait, and a first meeting of all ranks."""
+"""Process groups and collectives: which backend, how long to wait, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
 
 
 def warm_up(mesh: Mesh) -> None:
-    """A first, tiny sum on every axis. Backends connect at their first call, which at thousands of
-    ranks takes minutes: this way it happens under the long timeout, and not inside a step."""
+    """Does a first, tiny sum on every axis. Backends connect at their first call, which at
+    thousands of ranks takes minutes: this way it happens under the long timeout, and not inside a
+    step."""
     for group in all_groups(mesh):
         dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
     dist.barrier()
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """How long a collective may wait from now on."""
+    """Sets how long a collective may wait from now on."""
     for group in [dist.group.WORLD, *all_groups(mesh)]:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -68,14 +69,14 @@ def all_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def backend_string(backend: str, device_type: str) -> str:
-    """A backend for the device's tensors, and always one for tensors in host memory."""
+    """Returns a backend for the device's tensors, and always one for tensors in host memory."""
     if device_type == "cpu":
         return "gloo" if backend in ("auto", "nccl", "nvshmem") else backend
     return f"cpu:gloo,{device_type}:{'nccl' if backend in ('auto', 'nvshmem') else backend}"
 
 
 def _functional(new: str, old: str) -> Callable[..., torch.Tensor]:
-    """Collectives that compiled code can hold; torch 2.13 gave them new names."""
+    """Returns a collective that compiled code can hold; torch 2.13 gave them new names."""
     found: Callable[..., torch.Tensor] = getattr(functional, new, None) or getattr(functional, old)
     return found
 
@@ -86,21 +87,21 @@ sum_and_scatter = _functional("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def from_first_rank(value: T, source: int = 0) -> T:
-    """Rank 0's value, or another's, on every rank."""
+    """Returns rank 0's value, or another's, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
 def all_of(value: T) -> list[T]:
-    """What every rank has, in their order, on every rank."""
+    """Returns what every rank has, in their order, on every rank."""
     found: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def first_problem(problem: str) -> str:
-    """What the first rank that has a problem says, on every rank; empty if none has one."""
+    """Returns what the first rank that has a problem says, on every rank; empty if none has one."""
     size = dist.get_world_size()
     whose = torch.tensor([dist.get_rank() if problem else size])
     dist.all_reduce(whose, dist.ReduceOp.MIN)
@@ -108,14 +109,14 @@ def first_problem(problem: str) -> str:
 
 
 def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum over all ranks of a group, in place."""
+    """Sums over all ranks of a group, in place."""
     dist.all_reduce(value, group=group)
     return value
 
 
 def sum_with_own_gradient(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over all ranks of a group, each of which then computes the same with it: so a rank's
-    own gradient is the whole one, and nothing is summed in the backward pass."""
+    """Sums over all ranks of a group, each of which then computes the same with it: so a rank's own
+    gradient is the whole one, and nothing is summed in the backward pass."""
     total: torch.Tensor = _SumWithOwnGradient.apply(values, group)
     return total
 

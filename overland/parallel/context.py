@@ -24,7 +24,7 @@ from overland.parallel.mesh import Mesh
 
 
 def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
-    """This rank's tokens of each row, with their true positions where ranks share a row."""
+    """Returns this rank's tokens of each row, with their true positions where ranks share a row."""
     if mesh.degrees.tp * mesh.degrees.cp * mesh.degrees.pp == 1:
         return batch
     whole, cp = batch.with_positions(), mesh.axis("cp")
@@ -34,14 +34,14 @@ def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def places_of_rank(seq_len: int, rank: int, size: int) -> Tensor:
-    """The places in the row that a rank holds: its head piece, then its tail piece."""
+    """Returns the places in the row that a rank holds: its head piece, then its tail piece."""
     piece = seq_len // (2 * size)
     head, tail = rank * piece, (2 * size - 1 - rank) * piece
     return torch.cat((torch.arange(head, head + piece), torch.arange(tail, tail + piece)))
 
 
 def row_order(seq_len: int, size: int) -> Tensor:
-    """Where each place of the row lies among the gathered shares."""
+    """Returns where each place of the row is among the gathered shares."""
     gathered = torch.cat([places_of_rank(seq_len, rank, size) for rank in range(size)])
     return torch.argsort(gathered)
 
@@ -59,7 +59,7 @@ class ContextAttention(nn.Module):
 
 
 def gather_row(x_BKSd: Tensor, cp: DeviceMesh) -> Tensor:
-    """The shares of all ranks (dim 2) in the order of the row."""
+    """Returns the shares of all ranks (dim 2) in the order of the row."""
     group: dist.ProcessGroup = cp.get_group()
     gathered = gather_with_gradient(x_BKSd.contiguous(), 2, group)
     order = row_order(gathered.shape[2], cp.size()).to(gathered.device)

@@ -27,9 +27,9 @@ Key = tuple[object, ...]
 
 
 class Replayed(Whole):
-    """A whole model whose passes are replayed. It computes them as ever where shapes are new,
-    documents are masked (their number is read on the host), gradients of several passes add up
-    (not tried yet), or a recording failed."""
+    """A whole model whose passes are replayed. They are computed as usual where shapes are new,
+    documents are masked (their number is read on the host), gradients of several passes add up (not
+    tried yet), or a recording failed."""
 
     def __init__(self, model: nn.Module, rows_per_pass: int, num_sums: int = 1) -> None:
         super().__init__(model, rows_per_pass, num_sums)
@@ -56,7 +56,8 @@ class Replayed(Whole):
         return (*shapes, *(p.data_ptr() for p in self._parameters))
 
     def _record(self, batch: Batch, scale: Tensor) -> bool:
-        """Tried once per key: a second try would fail as the first did."""
+        """Records the step; returns whether that worked. Tried once per key: a second try would
+        fail as the first did."""
         if self._plain_steps > PLAIN_STEPS + 1:
             return False
         batch, scale = batch.map(torch.clone), scale.clone()
@@ -104,7 +105,8 @@ class Recording:
 
 
 def record(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """What does the work again, and what it gives each time. The work itself is not done yet."""
+    """Returns what does the work again, and what it gives each time. The work itself is not done
+    yet."""
     graph = torch.cuda.CUDAGraph()
     # Other threads go on meanwhile, reading batches and locking memory for checkpoints.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

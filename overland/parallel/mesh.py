@@ -56,11 +56,11 @@ class Mesh:
         return self.cuts["sums"].get_group("dp_cp")
 
     def part(self, name: str) -> DeviceMesh:
-        """A part by name, from the first cut that has it."""
+        """Returns a part by name, from the first cut that has it."""
         return next(cut for cut in self.cuts.values() if name in (cut.mesh_dim_names or ()))[name]
 
     def axis(self, name: str) -> DeviceMesh:
-        """One axis of the batch: pp, dp, cp or tp."""
+        """Returns one axis of the batch: pp, dp, cp or tp."""
         return self.tokens[name]
 
     def rank(self, axis: str) -> int:

@@ -1,4 +1,5 @@
-"""A model that is not cut into stages: micro-batches go through it one after the other."""
+"""Gradient accumulation: micro-batches go one after the other through a model that is not cut into
+stages."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from overland.parallel.sharding import sync_gradients
 
 
 class Whole:
-    """The counterpart of `Pipeline`, with the same methods."""
+    """A model that is not cut into stages; it has the methods of `Pipeline`."""
 
     def __init__(self, model: nn.Module, rows_per_pass: int, num_sums: int = 1) -> None:
         self.parts = [model]
@@ -20,8 +21,8 @@ class Whole:
         self._inputs = Inputs(model)
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        """The summed loss times `scale`, and what else the objective sums up; gradients are left in
-        the parameters."""
+        """Returns the summed loss times `scale`, and what else the objective sums up; leaves the
+        gradients, accumulated over micro-batches, in the parameters."""
         total = torch.zeros(self.num_sums, dtype=torch.float64, device=batch.device)
         micro_batches = list(batch.split(self.rows_per_pass))
         for number, micro in enumerate(micro_batches, start=1):
@@ -32,13 +33,14 @@ class Whole:
         return total
 
     def loss(self, batch: Batch) -> Tensor:
-        """The summed loss, alone or followed by what else the objective sums up."""
+        """Returns the summed loss, alone or followed by what else the objective sums up."""
         first, others = self._inputs.of(batch.fields)
         sums: Tensor = self.parts[0](first, **others)
         return sums
 
     def look(self, batch: Batch) -> None:
-        """Forward passes without gradient, for an objective that takes note of what it sees."""
+        """Does forward passes without gradient, for an objective that takes note of what it
+        sees."""
         for micro in batch.split(self.rows_per_pass):
             self.loss(micro)
 

@@ -53,8 +53,8 @@ def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
 
 
 def deal_blocks(costs: StageCosts, num_stages: int) -> list[range]:
-    """Consecutive blocks for each stage, at least one: the division with the smallest sum of
-    squared costs, and of equal ones that which gives more to earlier stages."""
+    """Returns consecutive blocks for each stage, at least one: the division with the smallest sum
+    of squared costs, and of equal ones the one that gives more to earlier stages."""
     blocks, total = costs.blocks, len(costs.blocks)
     sums = [0.0, *itertools.accumulate(blocks)]
     # best[n]: for stages behind and the first block that they take, the least sum of squares, and
@@ -79,8 +79,9 @@ def deal_blocks(costs: StageCosts, num_stages: int) -> list[range]:
 
 
 def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[set[tuple[int, ...]]]:
-    """For each rank of a pipeline, how many micro-batches each of its stages keeps for the backward
-    pass at a time: all combinations that occur in a step, in the order that torch's schedule has.
+    """Returns, for each rank of a pipeline, how many micro-batches each of its stages keeps for the
+    backward pass at a time: all combinations that occur in a step, in the order that torch's
+    schedule has.
 
     A micro-batch is kept from its forward pass until its backward pass is over. Where that is split
     in two, the gradients of the inputs free nothing: torch computes them with `retain_graph`, and
@@ -168,8 +169,8 @@ class Pipeline:
         self._tied = TiedEnds.find(self.parts, mesh)
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        """The summed loss times `scale`, and what else the objective sums up (zero away from the
-        last stage); gradients are left in the parameters."""
+        """Returns the summed loss times `scale`, and what else the objective sums up (zero away
+        from the last stage); leaves the gradients in the parameters."""
         sums = self._run("step", batch, scale)
         if self._tied is not None:
             self._tied.sum_gradients()
@@ -179,7 +180,8 @@ class Pipeline:
         return self._run("eval", batch, torch.ones((), device=batch.device))
 
     def look(self, batch: Batch) -> None:
-        """Forward passes without gradient, for an objective that takes note of what it sees."""
+        """Does forward passes without gradient, for an objective that takes note of what it
+        sees."""
         self.loss(batch)
 
     def counted_once(self, parameter: nn.Parameter) -> bool:
@@ -198,7 +200,7 @@ class Pipeline:
         return torch.stack(self._sums).sum(dim=0)
 
     def _open(self, first: Tensor) -> Any:
-        """The schedule, for batches that begin with such a field."""
+        """Returns the schedule, for batches that begin with such a field."""
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         rows = self._shape[0]
@@ -228,7 +230,7 @@ class Pipeline:
         )
 
     def _note(self, sums_1k: Tensor) -> Tensor:
-        """The loss of a micro-batch; all that it sums up is kept."""
+        """Returns the loss of a micro-batch, and keeps all that it sums up."""
         self._sums.append((sums_1k.detach()[0] * self._scale).double())
         # A tensor of its own: schedules that split the backward pass detach it in place.
         return sums_1k[0, 0] * self._scale
@@ -299,15 +301,15 @@ class TiedEnds:
 
 
 def _parameter(parts: Sequence[nn.Module], name: str) -> nn.Parameter | None:
-    """A parameter by its name in the undivided model, if it is on this rank."""
+    """Returns a parameter by its name in the undivided model, if it is on this rank."""
     path, _, own = name.rpartition(".")
     found = (find_module(part, path) for part in parts)
     return next((getattr(module, own) for module in found if module is not None), None)
 
 
 def end_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """First and last rank of this rank's pipeline, as a group. Every rank takes part in making
-    the groups of all pipelines."""
+    """Returns the first and last rank of this rank's pipeline, as a group. Every rank takes part in
+    making the groups of all pipelines."""
     ranks = mesh.tokens.mesh  # [pp, dp, cp, tp]
     mine = None
     for ends in ranks[[0, -1]].flatten(1).t().tolist():

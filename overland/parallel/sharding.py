@@ -37,6 +37,8 @@ from overland.models.init import persistent_buffers, plain_name
 from overland.models.structure import ties_of
 from overland.parallel.mesh import Mesh
 
+HALVES = ("float32", "bfloat16")  # kept in the one, computed with in the other
+
 
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Training) -> None:
     """Shards each block by itself, so that the next one is gathered while this one computes."""
@@ -75,8 +77,8 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Train
 
 
 def prefetch(blocks: list[nn.Module]) -> None:
-    """While a block computes, its neighbour is gathered: the next one in the forward pass, the one
-    before in the backward pass."""
+    """Has the neighbour of a block gathered while it computes: the next one in the forward pass,
+    the one before in the backward pass."""
     for block, following in itertools.pairwise(blocks):
         assert isinstance(block, FSDPModule)
         assert isinstance(following, FSDPModule)
@@ -93,13 +95,10 @@ def reshard(parts: Sequence[nn.Module]) -> None:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Reduce gradients only in the last of several accumulated backward passes."""
+    """Has gradients reduced only in the last of several accumulated backward passes."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
-
-
-HALVES = ("float32", "bfloat16")  # kept in the one, computed with in the other
 
 
 def is_single(mesh: Mesh, training: Training) -> bool:
@@ -110,7 +109,7 @@ def is_single(mesh: Mesh, training: Training) -> bool:
 
 
 def splits(mesh: Mesh, training: Training) -> bool:
-    """Whether parameters are kept in halves."""
+    """Whether parameters are bfloat16, with their remainders as master weights in the optimizer."""
     kinds = (training.dtype, training.mixed_precision_param)
     return is_single(mesh, training) and kinds == HALVES
 
@@ -118,7 +117,8 @@ def splits(mesh: Mesh, training: Training) -> bool:
 def local_part(
     parameter: torch.Tensor,
 ) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """(the tensor to fill, its offset in the whole parameter, the whole parameter's shape)."""
+    """Returns (the tensor to fill, its offset in the whole parameter, the whole parameter's
+    shape)."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim, tuple(parameter.shape)
     _, offset = compute_local_shape_and_global_offset(
@@ -128,29 +128,29 @@ def local_part(
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that lie here, as a plain tensor on the same memory."""
+    """Returns the numbers that are here, as a plain tensor on the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's parts by their name in the undivided model."""
+    """Returns the parameters of this rank's parts by their name in the undivided model."""
     return {name: found[0] for name, found in _by_name(parts).items()}
 
 
 def named_buffers(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """The buffers of this rank's parts that belong to the model's state, by their name in the
-    undivided model. Every rank that has such a module holds them whole."""
+    """Returns the buffers of this rank's parts that belong to the model's state, by their name in
+    the undivided model. Every rank that has such a module holds them whole."""
     return {name: buffer for part in parts for name, buffer in persistent_buffers(part).items()}
 
 
 def names_by_parameter(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
-    """The same the other way round: copies of a tied matrix have one name."""
+    """Returns the names of this rank's parameters; copies of a tied matrix have one name."""
     return {parameter: name for name, found in _by_name(parts).items() for parameter in found}
 
 
 def tied_copies(parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """(parameter, its copy) where both ends of a pipeline, and so both copies of a tied matrix,
-    are on this rank."""
+    """Returns (parameter, its copy) where both ends of a pipeline, and so both copies of a tied
+    matrix, are on this rank."""
     return [(found[0], copy) for found in _by_name(parts).values() for copy in found[1:]]
 
 

@@ -67,7 +67,7 @@ class SplitLinear(ParallelStyle):
 
 
 def _split_parameters(module: nn.Module, role: Role, tp: DeviceMesh) -> None:
-    """Those of the module itself, not of modules in it."""
+    """Splits the parameters of the module itself, not of modules in it."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement: Placement = Replicate()
         if role is Role.COLUMN:
@@ -94,7 +94,7 @@ class SplitFloat8Linear(Float8Linear):
 
 
 def split_head(head: Head, tied_weight: Tensor | None, tp: DeviceMesh) -> None:
-    """Each rank keeps the output rows of its part of the vocabulary."""
+    """Lets each rank keep the output rows of its part of the vocabulary."""
     if isinstance(tied_weight, nn.Parameter):
         head.weight = tied_weight
     else:
@@ -110,8 +110,8 @@ def head_forward(
     objective: HeadLoss | None = None,
     fields: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Logits of the whole vocabulary, or what the objective makes of them; `hidden` holds this
-    rank's rows."""
+    """Returns the logits of the whole vocabulary, or what the objective makes of them; `hidden`
+    holds this rank's rows."""
     assert isinstance(head.weight, DTensor)
     weight_vD = head.weight.to_local()
     if objective is not None and fields is not None:
@@ -122,8 +122,8 @@ def head_forward(
 
 
 class VocabularyPart(OutputMatrix):
-    """v = V / tp rows of the output matrix. It is given this rank's rows of the hidden states, and
-    all labels; results are the same on all ranks of `tp`."""
+    """A rank's v = V / tp rows of the output matrix. It is given this rank's rows of the hidden
+    states, and all labels; results are the same on all ranks of `tp`."""
 
     def __init__(self, weight_vD: Tensor, group: dist.ProcessGroup) -> None:
         super().__init__(weight_vD)

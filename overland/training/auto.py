@@ -1,6 +1,6 @@
-"""What a config leaves to us (`auto`), decided for the device that the run is on.
+"""Decides what a config leaves to us (`auto`), for the device that the run is on.
 
-The run folder's config.toml keeps saying `auto`: a run may go on elsewhere.
+The run folder's config.toml keeps saying `auto`: a run may be resumed elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ WORDS = {
 def settle(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> tuple[JobConfig, str]:
-    """The config without `auto`, and what was decided, in a line; no line where nothing was."""
+    """Returns the config with every `auto` replaced, and a line that says what was decided (empty
+    if nothing was)."""
     config = config.model_copy(update={"training": settle_dtype(config.training, device.type)})
     compile_, recompute = config.compile, config.activation_checkpoint
     notes = []
@@ -42,9 +43,9 @@ def settle(
 
 
 def compiles(config: JobConfig, device: torch.device) -> bool:
-    """On GPUs: Llama 3 1B on an H200 41 k tokens/s as it is, 49 k compiled, in less memory. However
-    short the run, since a short one is there to show speed and memory of the long one. On a CPU
-    only where the config cannot do without."""
+    """Decides `compile.enable = auto`. On GPUs, always: Llama 3 1B on an H200 trains 41 k tokens/s
+    as it is and 49 k compiled, in less memory; however short the run, since a short one is there to
+    show speed and memory of the long one. On a CPU, only where the config cannot do without."""
     needs = config.activation_checkpoint.mode == "memory_budget"
     needs = needs or config.parallelism.enable_async_tensor_parallel
     return needs or (device.type == "cuda" and has_triton())
@@ -53,8 +54,8 @@ def compiles(config: JobConfig, device: torch.device) -> bool:
 def choose_recompute(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device, compiled: bool
 ) -> tuple[str, str]:
-    """A mode, and why. Host memory grows by swapping, and of a model without `activations` nothing
-    is known: there nothing is recomputed."""
+    """Returns the mode of activation checkpointing, and why. Nothing is recomputed on a CPU, whose
+    memory grows by swapping, and for a model without `activations`, of which nothing is known."""
     if device.type != "cuda" or not can_estimate(architecture):
         return "none", ""
     # One answer for all: collectives inside a block are recomputed with it.

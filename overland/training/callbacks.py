@@ -4,24 +4,13 @@ A callback overrides what it cares about. Every rank has its own and calls it at
 what only one rank should do, the callback's factory decides by returning None on the others. A
 user's module (`job.custom_import`) adds its own with `register_callback`.
 
-Small built-in ones are here too: garbage collection, timeouts, the pace of a device, the profiler.
-Others are in console.py, metrics.py and compile_cache.py.
+Built-in ones are in builtin_callbacks.py, console.py, metrics.py and compile_cache.py.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import pickle
-import time
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.profiler import ProfilerActivity, profile, schedule
-
-from overland.parallel.comm import set_timeout
 
 if TYPE_CHECKING:
     from overland.checkpoint.store import Outcome
@@ -38,30 +27,31 @@ class Callback:
         """Called when the run is built, before `on_start`."""
 
     def on_start(self, run: Run) -> None:
-        """Everything is built (and resumed); the first step comes next."""
+        """Called when everything is built (and resumed); the first step comes next."""
 
     def on_step(self, run: Run) -> None:
-        """A step was taken. `run.progress.step` counts it already."""
+        """Called after every step. `run.progress.step` counts it already."""
 
     def on_log(self, run: Run, record: Record) -> None:
-        """Every `metrics.log_freq` steps: loss, learning rate, speed and more, as plain numbers."""
+        """Called every `metrics.log_freq` steps with loss, learning rate, speed and more, as plain
+        numbers."""
 
     def on_validation(self, run: Run, record: Record) -> None:
-        """Held-out losses: `validation_loss/NAME` for each set."""
+        """Called with held-out losses: `validation_loss/NAME` for each set."""
 
     def on_save(self, run: Run, saved: Outcome) -> None:
-        """A checkpoint was committed. Saves end in the background, so ranks learn of it at
-        different steps: wait for no other rank here."""
+        """Called when a checkpoint was committed. Saves end in the background, so ranks learn of it
+        at different steps: wait for no other rank here."""
 
     def on_rewind(self, run: Run) -> None:
-        """The run went back to an earlier step (`run.progress.step`), as `health.spike_guard =
-        "rewind"` does: what was logged for later steps is void."""
+        """Called when the run went back to an earlier step (`run.progress.step`), as
+        `health.spike_guard = "rewind"` does: what was logged for later steps is void."""
 
     def on_message(self, run: Run, message: str) -> None:
-        """Something the user should know, such as a skipped step."""
+        """Called with something the user should know, such as a skipped step."""
 
     def on_end(self, run: Run) -> None:
-        """The last call, also when training stops early or fails."""
+        """Called last, also when training stops early or fails."""
 
 
 Factory = Callable[["Run"], Callback | None]
@@ -77,109 +67,3 @@ def register_callback(factory: Factory) -> Factory:
 
 def user_callbacks(run: Run) -> list[Callback]:
     return [callback for factory in _factories if (callback := factory(run)) is not None]
-
-
-class GarbageCollection(Callback):
-    def on_start(self, run: Run) -> None:
-        gc.disable()
-        gc.collect()
-        gc.freeze()  # what lives now lives to the end: never look at it again
-
-    def on_step(self, run: Run) -> None:
-        if run.progress.step % run.config.training.gc_freq == 0:
-            gc.collect(1)
-
-    def on_end(self, run: Run) -> None:
-        gc.unfreeze()
-        gc.enable()
-
-
-class Timeouts(Callback):
-    def __init__(self, run: Run) -> None:
-        self.is_set = False
-
-    def on_step(self, run: Run) -> None:
-        if not self.is_set:
-            set_timeout(run.mesh, run.config.comm.train_timeout_seconds)
-            self.is_set = True
-
-
-PROBE_SIZE = {"cpu": 256, "cuda": 4096}  # on an H100 0.2 ms per product, on a CPU core about 1 ms
-NUM_PRODUCTS = 3
-NUM_READINGS = 3  # the best counts: a neighbour may be in the way for a moment
-
-
-class Pace(Callback):
-    def __init__(self, run: Run) -> None:
-        size = PROBE_SIZE.get(run.device.type, 1024)
-        # A CPU without bfloat16 instructions took 230 times as long in it as in float32.
-        dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-        self.matrix = torch.ones(size, size, device=run.device, dtype=dtype)
-        self.product = torch.empty_like(self.matrix)
-
-    def on_log(self, run: Run, record: Record) -> None:
-        """The device is idle now: the loss has just been read."""
-        run.beat.probe_seconds = min(self._time() for _ in range(NUM_READINGS))
-        run.beat.data_wait = record["data_wait"]
-
-    def _time(self) -> float:
-        self._wait()
-        started = time.perf_counter()
-        for _ in range(NUM_PRODUCTS):
-            torch.mm(self.matrix, self.matrix, out=self.product)
-        self._wait()
-        return time.perf_counter() - started
-
-    def _wait(self) -> None:
-        if self.matrix.is_cuda:
-            torch.cuda.synchronize()
-
-
-MEMORY_EVENTS = 100_000
-
-
-class Profiler(Callback):
-    def __init__(self, run: Run) -> None:
-        settings = run.config.profiling
-        idle = settings.profile_freq - settings.profiler_warmup - settings.profiler_active
-        quieten()
-        activities = [ProfilerActivity.CPU]
-        if run.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self.run = run
-        self.profiler = profile(
-            activities=activities,
-            schedule=schedule(
-                wait=idle, warmup=settings.profiler_warmup, active=settings.profiler_active
-            ),
-            on_trace_ready=self._write,
-        )
-        self.snapshots = settings.enable_memory_snapshot and run.device.type == "cuda"
-
-    def on_start(self, run: Run) -> None:
-        if self.snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-        self.profiler.start()
-
-    def on_step(self, run: Run) -> None:
-        self.profiler.step()
-
-    def on_end(self, run: Run) -> None:
-        self.profiler.stop()
-
-    def _write(self, profiler: profile) -> None:
-        name = f"step_{self.run.progress.step}_rank_{self.run.world.rank}"
-        self.run.folder.traces.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self.run.folder.traces / f"{name}.json.gz"))
-        if self.snapshots:
-            self.run.folder.memory_snapshots.mkdir(parents=True, exist_ok=True)
-            path = self.run.folder.memory_snapshots / f"{name}.pickle"
-            path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
-
-
-def quieten() -> None:
-    """Keeps off the console what the profiler says at each start and end of a trace: lines of its
-    library (only the levels above 5 leave `USDT: profiler_start` out), and that a trace holds the
-    events of its own steps, which is what is wanted."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    warnings.filterwarnings("ignore", "Warning: Profiler clears events")

@@ -1,4 +1,4 @@
-"""What was compiled, kept in the run folder: the next session starts warm.
+"""Keeps what was compiled in the run folder, so that the next session starts warm.
 
 Compilers keep their work in folders of the node, in /tmp as a rule, which clusters empty after each
 job. In the run folder it is one file per compiler and pipeline stage, written whole by the stage's
@@ -32,7 +32,7 @@ SAVED_AFTER = 2  # steps, by when every kernel of a step has run
 
 
 class CompileCache(Callback):
-    """What torch.compile made."""
+    """Keeps what torch.compile made."""
 
     def __init__(self, run: Run) -> None:
         self.path = path_of(run, COMPILED)
@@ -57,8 +57,8 @@ class CompileCache(Callback):
 
 
 class KernelCache(Callback):
-    """What Triton made: our own kernels, which torch.compile knows nothing of. One rank of each
-    node puts them where Triton looks for them."""
+    """Keeps what Triton made: our own kernels, which torch.compile knows nothing of. One rank of
+    each node puts them where Triton looks for them."""
 
     def __init__(self, run: Run) -> None:
         self.path, self.steps = path_of(run, KERNELS), 0
@@ -90,7 +90,7 @@ class KernelCache(Callback):
 
 
 def stage_of(run: Run) -> int:
-    """The pipeline stage of this rank: what a stage compiles is its own."""
+    """Returns the pipeline stage of this rank: what a stage compiles is its own."""
     return run.world.rank * run.mesh.degrees.pp // run.world.size
 
 
@@ -108,8 +108,8 @@ def stage_file(name: str, stage: int) -> str:
 
 
 def read_for_all(run: Run, name: str) -> list[bytes]:
-    """The files of all stages, read by rank 0; empty where there is none. What another user wrote
-    is not run."""
+    """Returns the files of all stages, read by rank 0; empty bytes for one that is missing. A file
+    of another user is not used."""
     read = []
     for stage in range(run.mesh.degrees.pp):
         path = run.folder.root / stage_file(name, stage)
@@ -122,7 +122,8 @@ def read_for_all(run: Run, name: str) -> list[bytes]:
 
 
 def write_cache(run: Run, path: Path, data: bytes) -> None:
-    """A full disk costs the next session some time, and must not end this one."""
+    """Writes a file, or reports why it cannot: a full disk costs the next session some time, and
+    must not end this one."""
     try:
         replace_file(path, data, durable=False)
     except OSError as error:
@@ -130,7 +131,7 @@ def write_cache(run: Run, path: Path, data: bytes) -> None:
 
 
 def triton_folder() -> Path:
-    """Where Triton keeps its kernels."""
+    """Returns the folder where Triton keeps its kernels."""
     home = os.environ.get("TRITON_HOME") or "~"
     return Path(os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache").expanduser()
 
@@ -140,7 +141,7 @@ GROUP, PLACE = "__grp__", b"{overland:kernels}"
 
 
 def kernels_in(folder: Path, since: float) -> dict[str, bytes]:
-    """The files of Triton's cache that were written since then, by `hash/name`."""
+    """Returns the files of Triton's cache that were written since then, by `hash/name`."""
     found = {}
     for path in folder.glob("*/*"):
         try:
@@ -156,7 +157,7 @@ def kernels_in(folder: Path, since: float) -> dict[str, bytes]:
 
 
 def put(kernels: Mapping[str, bytes], folder: Path) -> None:
-    """Each file whole, and those that are there are left alone. Groups come last: they stand for
+    """Writes each file whole, and leaves those that exist alone. Groups come last: they stand for
     all of their files."""
     for name in sorted(kernels, key=lambda name: GROUP in name):
         path, data = folder / name, kernels[name]
@@ -177,7 +178,8 @@ def packed_as_tar(kernels: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked_tar(packed: bytes) -> dict[str, bytes]:
-    """Plain files two levels deep, and nothing else. ValueError for a path that leads elsewhere."""
+    """Returns plain files two levels deep, and nothing else. Raises ValueError for a path that
+    leads elsewhere."""
     kernels: dict[str, bytes] = {}
     if not packed:
         return kernels

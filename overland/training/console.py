@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Console(Callback):
-    """Rank 0 on a terminal draws a bar with the logged lines above it; all others print lines."""
+    """Draws a bar with the logged lines above it, on rank 0 in a terminal; prints lines
+    elsewhere."""
 
     def __init__(self, run: Run) -> None:
         plain = run.config.metrics.disable_color_printing
@@ -79,7 +80,7 @@ class Console(Callback):
 
 
 def short_line_of(record: Record) -> str:
-    """What fits beside a bar on 80 columns."""
+    """Returns what fits next to a bar on 80 columns."""
     mfu = f"{record['mfu']:.0%} MFU  " if record["mfu"] is not None else ""
     usual = f"loss {record['loss']:.3f}  {speed(record)}  {mfu}{record['memory_gib']:.1f} GiB"
     return usual + others(record)
@@ -93,7 +94,7 @@ def speed(record: Record) -> str:
 
 
 def line_of(record: Record) -> str:
-    """A logged record in one short line."""
+    """Returns a logged record as one line."""
     parts = [
         f"loss {record['loss']:.4f}",
         f"grad {record['grad_norm']:.2f}",
@@ -108,5 +109,5 @@ def line_of(record: Record) -> str:
 
 
 def others(record: Record) -> str:
-    """What the objective and losses inside the model log, by their names."""
+    """Returns what the objective and losses inside the model log, by their names."""
     return "".join(f"  {name} {record[name]:.4g}" for name in record if name not in METRIC_NAMES)

@@ -13,6 +13,9 @@ import torch
 from overland.config.schema import Health
 from overland.errors import TrainingError
 
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+
 
 class BadSteps:
     """Counts steps that were skipped because the loss or a gradient was not finite, or because
@@ -88,12 +91,10 @@ class SpikeGuard:
         self._losses.extend(losses)
 
 
-INITIAL_SCALE = 2.0**16
-GROWTH_INTERVAL = 2000
-
-
 class LossScaler:
-    """A scale that halves on overflow and doubles after `GROWTH_INTERVAL` good steps.
+    """Dynamic loss scaling for float16, whose smallest gradients would otherwise vanish. The scale
+    halves on overflow and doubles after `GROWTH_INTERVAL` good steps. It stays on the device: no
+    step waits for the host to learn whether it overflowed.
 
     Switched off, the scale is 1 and never changes, so callers need not ask.
     """
@@ -104,7 +105,7 @@ class LossScaler:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: torch.Tensor) -> None:
-        """`overflowed`: 1.0 if the step was thrown away, else 0.0."""
+        """Adapts the scale; `overflowed` is 1.0 if the step was thrown away, else 0.0."""
         if self.enabled:
             torch._amp_update_scale_(
                 self.scale, self.good_steps, overflowed, 2.0, 0.5, GROWTH_INTERVAL

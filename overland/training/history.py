@@ -7,15 +7,18 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-Record = dict[str, Any]
+from overland.training.callbacks import Record
+
+T = TypeVar("T")
 Points = list[tuple[int, float]]
 
 HELD_OUT = "validation_loss/"
+CHUNK = 4 << 20  # bytes read at a time
 
 # A file of a million lines, 300 MB, is sampled down to 30,000, but for its end and what is held
 # out: parsing all of it would take seconds, and a terminal has 200 dots in a row.
@@ -81,12 +84,12 @@ class History:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median of recent steps."""
+        """Returns the median of recent steps."""
         return statistics.median(paces) if (paces := self._paces()) else None
 
     @property
     def pace(self) -> float | None:
-        """Seconds from step to step, saves and validation included, restarts not."""
+        """Returns the seconds from step to step, saves and validation included, restarts not."""
         seconds = self.step_seconds
         if seconds is None:
             return None
@@ -98,7 +101,7 @@ class History:
 
 
 def _is_number(name: str, value: Any) -> bool:
-    """A loss may be infinite or no number, a time may not."""
+    """Whether a value counts. A loss may be infinite or NaN, a time may not."""
     return isinstance(value, int | float) and (name != "time" or math.isfinite(value))
 
 
@@ -113,16 +116,15 @@ def _undo(points: Points, step: int) -> None:
         points.pop()
 
 
-def thinned(points: Points, most: int) -> Points:
+def thinned(points: Sequence[T], most: int) -> list[T]:
+    """Returns at most so many points, or one more: the last one always stays."""
     every = -(-len(points) // most)
     return [*points[:-1:every], points[-1]] if points else []
 
 
-CHUNK = 4 << 20
-
-
 class Tail:
-    """What was appended since the last look. A file that was replaced or cut is begun again."""
+    """A file of lines that grows, read once: each look returns what was appended since the last
+    one. A file that was replaced or cut is read from its beginning again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -132,8 +134,8 @@ class Tail:
         self._inode, self._offset, self._rest = -1, 0, b""
 
     def chunks(self) -> Iterator[tuple[list[bytes], int, bool]]:
-        """(whole lines, bytes still to come, whether everything before is void). A last line
-        without an end is being written: it comes when it is complete."""
+        """Yields (whole lines, bytes still to come, whether everything before is void). A last line
+        without an end is still being written: it comes when it is complete."""
         try:
             with self.path.open("rb") as file:
                 stat = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""What the model was fed, written down: a digest per row, from all ranks into one file.
+"""Writes the ledger of what the model has consumed: a digest per row, from all ranks into one file.
 
 Digests are taken on the device and read when the loop waits for it anyway, at a log or a save. A
 checkpoint is never newer than the ledger: what it was trained on is on the disk before it is saved.
@@ -37,19 +37,20 @@ class LedgerWriter:
             self._note(self._ledger.mark(run.progress.step, run.progress.batch))
 
     def start_again(self, step: int, batch: int) -> None:
-        """The run went back to a step, and leaves out the batches before `batch`."""
+        """Notes that the run went back to a step, and leaves out the batches before `batch`."""
         self.write()
         if self._ledger is not None:
             self._note(self._ledger.mark(step, batch, leaves_out=True))
 
     def note(self, batch: Batch, step: int, number: int) -> None:
-        """This rank's rows of a global batch, given to the model in a step."""
+        """Takes note of this rank's rows of a global batch, which the model consumes in a step."""
         if not self._pending:
             self._first = (step, number)
         self._pending.append(digests(batch))
 
     def write(self) -> None:
-        """All ranks together; waits for the device. What a full disk does not take comes later."""
+        """Writes what was noted. All ranks together; waits for the device. What a full disk does
+        not take is written later."""
         if self._pending:
             mine = torch.stack(self._pending)
             self._pending = []
@@ -62,8 +63,8 @@ class LedgerWriter:
                 self._note(self._ledger.add(*self._first, rows))
 
     def sync(self, or_elsewhere: bool = False) -> str:
-        """Puts all of it on the disk, or in the fallback folder; returns what keeps it from that,
-        on all ranks."""
+        """Puts all of it on the disk, or in the fallback folder; returns on all ranks what prevents
+        that, or an empty string."""
         self.write()
         if self._ledger is not None:
             self._problem = self._ledger.sync()
@@ -72,7 +73,7 @@ class LedgerWriter:
         return from_first_rank(self._problem)
 
     def end(self) -> None:
-        """Says what is missing."""
+        """Reports what is missing."""
         if self._problem:
             self._run.call("on_message", f"{self._problem}: `overland prove data` will lack steps")
 
@@ -83,7 +84,7 @@ class LedgerWriter:
         self._problem = problem
 
     def _compare(self, mine: torch.Tensor) -> None:
-        """Whether all ranks with this share of the batch were given the same."""
+        """Raises if ranks with the same share of the batch were given different rows."""
         if self._mesh.dp_size == dist.get_world_size():
             return
         total = mine.sum()

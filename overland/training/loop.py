@@ -1,4 +1,8 @@
-"""The training loop."""
+"""The training loop: batch, step, log, validate, save, until the last step or a wish to stop.
+
+What can take long enters its phase of the heartbeat first, so that whoever watches knows what a
+rank is at. A phase lasts until the next one is entered.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,7 @@ def train(run: Run) -> bool:
     steps = config.training.steps
     bad_steps = BadSteps(config.health.max_bad_steps)
     clock = Clock(config.checkpoint, run.folder.root) if run.world.is_first else None
-    meter = Meter(run)
-    fed = LedgerWriter(run)
+    meter, ledger = Meter(run), LedgerWriter(run)
     if run.world.is_first:  # after the ledger's mark: what it replaces is void by now
         write_plan(run)
         if progress.step < steps:  # it was done with fewer steps, or went back to an earlier one
@@ -50,70 +53,60 @@ def train(run: Run) -> bool:
             run.call("on_start")
             while progress.step < steps:
                 stop.ask()
-                run.beat.enter(Phase.DATA, progress.step)
-                try:
-                    batch = next_batch(data, meter)
-                except Exhausted:  # what was learned so far is kept
-                    run.beat.enter(Phase.SAVING)
-                    save_last(run, fed)
-                    raise
-                run.beat.enter(Phase.COMPUTING)
+                batch = wait_for_batch(run, data, meter, ledger)
                 result = train_step(run, batch, run.guard)
-                fed.note(batch, progress.step + 1, progress.batch)
-                progress.step += 1
-                progress.batch += 1
-                progress.tokens += result.num_units
+                ledger.note(batch, progress.step + 1, progress.batch)
+                progress.advance(result.num_units)
                 bad_steps.note(progress.step, result.not_finite, result.is_empty)
                 run.call("on_step")
 
                 is_logged = is_due(progress.step, config.metrics.log_freq, steps, first=True)
                 if is_logged or bad_steps.is_due:
-                    run.beat.enter(Phase.REPORTING)
                     log(run, result, meter, bad_steps)
-                    fed.write()
+                    ledger.write()
                 if result.spiked:
-                    run.beat.enter(Phase.SAVING)  # it may wait for one, and read it back
-                    data = answer_spike(run, data, result, fed)
+                    data = answer_spike(run, data, result, ledger)
                 held_out = None
                 if run.validation_sets and is_due(progress.step, config.validation.freq, steps):
-                    run.beat.enter(Phase.VALIDATING)
                     held_out = validate(run)
                     run.call("on_validation", held_out)
                     meter.restart(run)
+
                 wish = stop.agreed()
                 if wish is Wish.GIVE_UP:
                     run.store.wait()  # until this rank, too, knows how the save ended
                     check_last_save(run)
                 if config.checkpoint.enable and save_is_due(run, wish, held_out):
-                    run.beat.enter(Phase.SAVING)
-                    save(run, fed, wish.stops, held_out["validation_loss"] if held_out else None)
-                    if clock is not None:
-                        clock.saving()
+                    save_while_training(run, ledger, clock, wish, held_out)
                 report_saves(run, run.store.poll(), clock)
                 if wish.stops and clock is not None:
                     clock.stop_file.unlink(missing_ok=True)  # it has done its work
                 if wish.stops and progress.step < steps:
-                    fed.write()
-                    which = f" ({stop.signal.name})" if stop.signal else ""
-                    reason = f"{wish.reason}{which}"
-                    run.call("on_message", f"stopping after step {progress.step}: {reason}")
-                    insist_on_last_save(run, fed, clock, preempt=True)
+                    ledger.write()
+                    words = f"stopping after step {progress.step}: {stop.reason(wish)}"
+                    run.call("on_message", words)
+                    insist_on_last_save(run, ledger, clock, preempt=True)
                     return False
-            insist_on_last_save(run, fed, clock, preempt=False)
+            insist_on_last_save(run, ledger, clock, preempt=False)
         finally:
-            run.beat.enter(Phase.ENDING, progress.step)
-            data.close()
-            for dataset in (run.dataset, *run.validation_sets):
-                dataset.close()
-            report_saves(run, run.store.finish(), clock)
-            fed.end()
-            run.call("on_end")
-            run.store.close()
+            end(run, data, ledger, clock)
     return True
 
 
+def end(run: Run, data: Data, ledger: LedgerWriter, clock: Clock | None) -> None:
+    """Closes what the loop has opened, also after an error. The last save is waited for."""
+    run.beat.enter(Phase.ENDING, run.progress.step)
+    data.close()
+    for dataset in (run.dataset, *run.validation_sets):
+        dataset.close()
+    report_saves(run, run.store.finish(), clock)
+    ledger.end()
+    run.call("on_end")
+    run.store.close()
+
+
 def conclude(run: Run) -> None:
-    """After the last step: weights for others, and then the mark that nothing is left to do."""
+    """Exports the weights after the last step, and then marks the run folder as done."""
     steps = run.config.training.steps
     if run.config.checkpoint.last_save_in_hf and from_first_rank(run.folder.steps_done() < steps):
         export_hf(run)
@@ -124,20 +117,24 @@ def conclude(run: Run) -> None:
             run.call("on_message", f"{run.folder.done} cannot be written: {error.strerror}")
 
 
-def save_last(run: Run, fed: LedgerWriter) -> None:
-    if run.config.checkpoint.enable and run.progress.step > max(run.saved_step, 0):
-        save(run, fed)
+def save_while_training(
+    run: Run, ledger: LedgerWriter, clock: Clock | None, wish: Wish, held_out: Record | None
+) -> None:
+    run.beat.enter(Phase.SAVING)
+    save(run, ledger, wish.stops, held_out["validation_loss"] if held_out else None)
+    if clock is not None:
+        clock.saving()
 
 
 def save(
     run: Run,
-    fed: LedgerWriter,
+    ledger: LedgerWriter,
     preempt: bool = False,
     validation_loss: float | None = None,
     in_fallback: bool = False,
 ) -> None:
-    """Starts a save, once what the model was fed is on the disk: no checkpoint is newer."""
-    if problem := fed.sync(or_elsewhere=in_fallback):
+    """Starts a save, once the ledger is on the disk: no checkpoint is newer than its ledger."""
+    if problem := ledger.sync(or_elsewhere=in_fallback):
         run.store.give_up(run.progress.step, problem, preempt)
     else:
         run.save(preempt, validation_loss)
@@ -155,8 +152,8 @@ def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
 
 
 def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None:
-    """A save that failed is told and does not end the run: the next one may succeed. A state that
-    is not finite ends it."""
+    """Reports saves that have ended. One that failed does not end the run, since the next one may
+    succeed; a state that is not finite does."""
     for outcome in outcomes:
         if outcome.error:
             run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
@@ -173,9 +170,9 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
             clock.saved(outcome.seconds)
 
 
-def insist_on_last_save(run: Run, fed: LedgerWriter, clock: Clock | None, preempt: bool) -> None:
-    """Waits for the last save. One that fails as a full disk does is tried again, until the job's
-    end is near, and then in `checkpoint.fallback_folder`. Nobody is asked anything."""
+def insist_on_last_save(run: Run, ledger: LedgerWriter, clock: Clock | None, preempt: bool) -> None:
+    """Waits for the last save. One that fails as on a full disk is tried again until the job's end
+    is near, and then in `checkpoint.fallback_folder`. Nobody is asked anything."""
     report_saves(run, run.store.finish(), clock)
     seconds = from_first_rank(clock.seconds_for_retries() if clock is not None else 0.0)
     deadline = time.monotonic() + seconds
@@ -185,13 +182,13 @@ def insist_on_last_save(run: Run, fed: LedgerWriter, clock: Clock | None, preemp
         left = deadline - time.monotonic()
         run.call("on_message", f"trying that save again for {left:.0f} s; make room on the disk")
         time.sleep(RETRY_SECONDS)
-        save(run, fed, preempt)
+        save(run, ledger, preempt)
         report_saves(run, run.store.finish(), clock)
     fallback = run.folder.fallback
     if last is not None and last.error and fallback is not None:
         run.call("on_message", f"saving in checkpoint.fallback_folder instead: {fallback}")
         run.store.folder = fallback
-        save(run, fed, preempt, in_fallback=True)
+        save(run, ledger, preempt, in_fallback=True)
         report_saves(run, run.store.finish(), clock)
 
 
@@ -219,9 +216,22 @@ def check_last_save(run: Run) -> None:
 
 
 def open_data(run: Run) -> Data:
-    """This rank's share of every batch from `progress.batch` on, copied to the device ahead."""
+    """Yields this rank's share of every batch from `progress.batch` on, copied to the device
+    ahead."""
     shares = batches(run.dataset.rows, run.progress.batch, run.mesh.dp_rank, run.mesh.dp_size)
     return read_ahead((batch.to(run.device) for batch in shares), run.config.data.read_ahead)
+
+
+def wait_for_batch(run: Run, data: Data, meter: Meter, ledger: LedgerWriter) -> Batch:
+    """Returns the next batch. Where the data ends, what was learned so far is saved first."""
+    run.beat.enter(Phase.DATA, run.progress.step)
+    try:
+        return next_batch(data, meter)
+    except Exhausted:
+        run.beat.enter(Phase.SAVING)
+        if run.config.checkpoint.enable and run.progress.step > max(run.saved_step, 0):
+            save(run, ledger)
+        raise
 
 
 def next_batch(data: Data, meter: Meter) -> Batch:
@@ -236,6 +246,7 @@ def is_due(step: int, every: int, last: int, first: bool = False) -> bool:
 
 
 def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None:
+    run.beat.enter(Phase.REPORTING)
     loss = result.loss.item()  # waits for the device, so that the meter reads whole steps
     skipped, empty = bad_steps.check()
     record: Record = {
@@ -259,8 +270,10 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
         run.call("on_message", f"{what}: step {', '.join(map(str, empty))}")
 
 
-def answer_spike(run: Run, data: Data, result: StepResult, fed: LedgerWriter) -> Data:
-    """The update was skipped already; "rewind" also goes back, and on to batches not seen yet."""
+def answer_spike(run: Run, data: Data, result: StepResult, ledger: LedgerWriter) -> Data:
+    """Reports a spike, whose update was skipped already. `rewind` also goes back to the newest
+    checkpoint, and continues with batches not seen yet. Returns the data to train on."""
+    run.beat.enter(Phase.SAVING)  # it may wait for a save, and read it back
     what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
     assert run.guard is not None
     if run.config.health.spike_guard == "skip":
@@ -274,7 +287,7 @@ def answer_spike(run: Run, data: Data, result: StepResult, fed: LedgerWriter) ->
     run.guard.restore(remembered)  # what it has learned about the loss still holds
     back = f"back to step {run.progress.step}, going on with batch {next_unseen}"
     run.call("on_message", f"{what}: {back}")
-    fed.start_again(run.progress.step, run.progress.batch)
+    ledger.start_again(run.progress.step, run.progress.batch)
     run.call("on_rewind")
     if run.world.is_first:
         write_plan(run)

@@ -25,8 +25,8 @@ from overland.config.schema import JobConfig
 from overland.models.flops import count_parameters, stage_costs
 from overland.models.sizes import Pass
 from overland.optimizers.registry import state_bytes
+from overland.optimizers.state import SIZES
 
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the smallest
 # The rest is the driver's, the libraries' and the allocator's: an 8B step that is counted as 91 %
 # of an H200 runs there.
@@ -35,7 +35,7 @@ USABLE = 0.94
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device."""
+    """The bytes of a step on one device."""
 
     state: float
     gradients: float
@@ -65,7 +65,8 @@ def least_recompute(
     compiled: bool,
     kernels: bool = True,
 ) -> tuple[str, StepMemory]:
-    """The first of RECOMPUTE that fits the device, or the last if none does."""
+    """Returns the first mode of RECOMPUTE that fits the device, or the last if none does, and its
+    memory."""
     for recompute in RECOMPUTE:
         memory = step_memory(model, config, degrees, recompute, compiled, kernels)
         if memory.peak <= USABLE * device_bytes:
@@ -81,8 +82,9 @@ def step_memory(
     compiled: bool,
     kernels: bool = True,
 ) -> StepMemory:
-    """Of a model whose config has `activations` (see models/sizes.py). `recompute` is one of
-    RECOMPUTE (selective: by operator); `kernels`: our own take part, as on NVIDIA GPUs."""
+    """Estimates a step of a model whose config has `activations` (see models/sizes.py).
+    `recompute` is one of RECOMPUTE (selective: by operator); `kernels`: our own take part, as on
+    NVIDIA GPUs."""
     training = config.training
     rows = training.local_batch_size
     if degrees.pp > 1:
@@ -110,8 +112,8 @@ def step_memory(
 
 
 def blocks_kept(model: Any, config: JobConfig, degrees: Degrees) -> int:
-    """Blocks whose values are kept at a time, each counted once per micro-batch that is under way;
-    of a pipeline, on the rank that keeps the most."""
+    """Returns how many blocks keep their values at a time, each counted once per micro-batch that
+    is under way; of a pipeline, on the rank that keeps the most."""
     pp, layout = degrees.pp, config.parallelism
     if pp == 1:
         return len(count_parameters(model).blocks)
@@ -128,7 +130,7 @@ def blocks_kept(model: Any, config: JobConfig, degrees: Degrees) -> int:
 
 
 def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, float]:
-    """Bytes of parameters and optimizer state, and bytes of gradients."""
+    """Returns the bytes of parameters and optimizer state, and the bytes of gradients."""
     training, counts = config.training, count_parameters(model)
     blocks = ceil(len(counts.blocks) / degrees.pp)
     ends: float = counts.total - sum(counts.blocks)

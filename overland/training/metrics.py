@@ -39,7 +39,7 @@ class Meter:
         self._waited = 0.0
 
     def waited(self, seconds: float) -> None:
-        """Time the loop spent waiting for data."""
+        """Adds time that the loop spent waiting for data."""
         self._waited += seconds
 
     def read(self, run: Run) -> Record:
@@ -58,12 +58,13 @@ class Meter:
 
 
 class MetricsFile(Callback):
-    """One JSON object per logged step, appended to metrics.jsonl.
+    """Appends one JSON object per logged step to metrics.jsonl.
 
-    A resumed run continues the same file. What an earlier session logged after the step that is
-    resumed, or what was logged before a rewind, was undone: those lines go to metrics.undone.jsonl.
+    A resumed run continues the same file. Lines that an earlier session logged after the resumed
+    step, or that were logged before a rewind, are void: they go to metrics.undone.jsonl.
 
-    No run ends for a line: what a full disk does not take is kept, and written at a later log.
+    No run ends because of a line: what a full disk does not take is kept, and written at a later
+    log.
     """
 
     def __init__(self, run: Run) -> None:
@@ -103,7 +104,7 @@ class MetricsFile(Callback):
         self.file.close()
 
     def _write(self) -> str | None:
-        """Writes what is late; returns what keeps it from that."""
+        """Writes what is late; returns what prevents that."""
         try:
             while self.late:
                 self.begun += self.file.write(self.late[0][self.begun :]) or 0
@@ -116,7 +117,7 @@ class MetricsFile(Callback):
 
 
 def drop_torn_line(path: Path) -> None:
-    """A session that was killed, or that ran out of disk, may have left half of one."""
+    """Drops half a line at the end, which a session leaves that is killed or runs out of disk."""
     with path.open("ab+") as file:
         size = file.tell()
         file.seek(max(0, size - LONGEST_LINE))
@@ -138,7 +139,7 @@ def undo_lines(path: Path, undone: Path, step: int) -> None:
 
 
 def newest_records(path: Path) -> list[Record]:
-    """The last record of a step and the last of a validation, as far as there are any."""
+    """Returns the last record of a step and the last of a validation, as far as there are any."""
     newest: dict[bytes, bytes] = {}
     with path.open("rb") as lines:
         for line in lines:
@@ -156,8 +157,9 @@ def _step_of(line: bytes) -> int:
 
 
 class TensorBoard(Callback):
-    """What a full disk does not take is kept here too. The writer is lost then, and a new one
-    begins a file of its own: so that is tried at checkpoints and at the end, not at every log."""
+    """Writes TensorBoard events. What a full disk does not take is kept here too. The writer is
+    lost then, and a new one begins a file of its own: so that is tried at checkpoints and at the
+    end, not at every log."""
 
     def __init__(self, run: Run) -> None:
         self.late: list[Record] = []
@@ -198,7 +200,7 @@ class TensorBoard(Callback):
         self._close()
 
     def _write(self, run: Run) -> str | None:
-        """Writes what is late; returns what keeps it from that."""
+        """Writes what is late; returns what prevents that."""
         try:
             if self.writer is None:
                 self.writer = self._new_writer(run)
@@ -220,10 +222,10 @@ class TensorBoard(Callback):
 
 
 class LossPlot(Callback):
-    """The loss drawn from metrics.jsonl, at every checkpoint and at the end."""
+    """Draws the loss from metrics.jsonl, at every checkpoint and at the end."""
 
     def on_save(self, run: Run, path: object) -> None:
-        """No run ends for a picture."""
+        """Draws it, or reports why it cannot: no run ends because of a picture."""
         try:
             plot_losses(run.folder.metrics, run.folder.plot, run.config.job.description)
         except OSError as error:
@@ -234,8 +236,8 @@ class LossPlot(Callback):
 
 
 class WeightsAndBiases(Callback):
-    """W&B takes no point back, so what goes on from an earlier step is a run of its own there. All
-    of a run folder's form a group; each says which step it goes on from."""
+    """Logs to W&B, which takes no point back: so what continues from an earlier step is a run of
+    its own there. All of a run folder's form a group; each says which step it continues from."""
 
     def __init__(self, run: Run) -> None:
         self.run = self._start(run)

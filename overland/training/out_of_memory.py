@@ -1,4 +1,4 @@
-"""What to say when a run has no memory left: what was held, and three ways out with estimates."""
+"""What to say when a run is out of memory: what was held, and ways out with estimates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ GIB = 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU's allocator has a class of its own; the CPU's raises a RuntimeError."""
+    """Whether memory ran out. A GPU's allocator has an error class of its own; the CPU's raises a
+    RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -33,8 +34,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> OutOfMemoryError:
-    """One sentence in place of a page of traces. Of a model whose config has no `activations`
-    there are no estimates."""
+    """Returns an error of one sentence in place of a page of traces. For a model whose config has
+    no `activations` there are no estimates."""
     where = "this GPU's" if device.type == "cuda" else "this machine's"
     what = f"out of {where} memory"
     if device.type == "cuda":
@@ -47,7 +48,7 @@ def out_of_memory(
 def rank_killed(
     config: JobConfig, architecture: Any, num_ranks: int, device: torch.device, free: float
 ) -> str:
-    """What to say when a rank got SIGKILL, which the system sends where memory has run out.
+    """Returns what to say when a rank got SIGKILL, which the system sends where memory has run out.
     `free`: bytes of the machine's memory before the ranks were started."""
     what = "a rank was killed, probably for lack of memory"
     if math.isfinite(free):  # known on Linux alone
@@ -64,6 +65,7 @@ def rank_killed(
 def with_ways_out(
     what: str, config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> str:
+    """Returns `what`, followed by what a step takes by estimate and by the ways to take less."""
     if not can_estimate(architecture):
         return (
             f"{what}. Lower training.local_batch_size (training.global_batch_size keeps the "
@@ -100,7 +102,8 @@ def with_ways_out(
 def _estimate(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> StepMemory:
-    """Of the run as this rank would start it. It asks no other rank: they may be elsewhere."""
+    """Estimates the run as this rank would start it. It asks no other rank: they may be
+    elsewhere."""
     compiled = config.compile.enable is True
     compiled = compiled or (config.compile.enable == "auto" and compiles(config, device))
     mode = config.activation_checkpoint.mode

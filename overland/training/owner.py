@@ -66,7 +66,7 @@ def owned(folder: Path, is_first: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OwnerRecord:
-    """An owner as its file tells of it."""
+    """An owner as its file names it."""
 
     owner: Owner
     id: str
@@ -91,7 +91,7 @@ class Ownership:
             self.path.unlink(missing_ok=True)
 
     def renew(self) -> OwnerRecord | None:
-        """Tells that we live; returns who has the folder if it is not us any more."""
+        """Shows that we live; returns who has the folder if it is not us any more."""
         held = read_owner(self.path)
         if held is None:  # removed by hand, as if we were dead
             with _written_beside(self.path, self.owner) as beside:
@@ -112,7 +112,7 @@ class Ownership:
 
 
 def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
-    """The folder as ours, or a TakenError that says whose it is."""
+    """Makes the folder ours, or raises a TakenError that says whose it is."""
     folder.mkdir(parents=True, exist_ok=True)
     path, mine = folder / OWNER, this_owner(env)
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -135,7 +135,7 @@ def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
 
 
 def this_owner(env: Mapping[str, str]) -> Owner:
-    """This process, and what started it."""
+    """Describes this process, and what started it."""
     return {
         "id": uuid.uuid4().hex,
         **this_process(),
@@ -171,7 +171,7 @@ def verdict(held: OwnerRecord, mine: Owner, now: float) -> str:
 
 
 def slurm_state(job: str) -> str | None:
-    """Slurm's word for a job; empty if it is gone; None if Slurm cannot be asked."""
+    """Returns Slurm's word for a job; empty if it is gone; None if Slurm cannot be asked."""
     found = squeue("--jobs", job, form="%T", timeout=SQUEUE_SECONDS)
     return "\n".join(found) if found is not None else None
 
@@ -195,8 +195,8 @@ def _who(owner: Owner) -> str:
 
 
 def read_owner(path: Path) -> OwnerRecord | None:
-    """None if nobody is there. What cannot be read may be just being written: it has an owner,
-    judged by its age alone."""
+    """Returns None if nobody is there. A file that cannot be parsed may be just being written: it
+    has an owner, judged by its age alone."""
     try:
         with path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -212,7 +212,8 @@ def read_owner(path: Path) -> OwnerRecord | None:
 
 
 def succession(path: Path) -> list[OwnerRecord]:
-    """The owner; its heir, where one was about to take its place; that one's heir, and so on."""
+    """Returns the owner; its heir, where one was about to take its place; that one's heir, and so
+    on."""
     line = []
     held = read_owner(path)
     while held is not None:
@@ -222,7 +223,7 @@ def succession(path: Path) -> list[OwnerRecord]:
 
 
 def _inherit(path: Path, dead: OwnerRecord, beside: Path) -> bool:
-    """Follows a dead owner, unless another one does."""
+    """Takes the place of a dead owner, unless another one does."""
     heir = _heir(path, dead)
     if not _link(beside, heir):
         return False

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from overland.files import replace_file
-from overland.training.history import History
+from overland.training.history import History, thinned
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 52, 48
@@ -29,10 +29,10 @@ def plot_losses(metrics: Path, target: Path, title: str) -> None:
 
 
 def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:
-    """The chart as SVG text. Points that are not finite are left out."""
+    """Returns the chart as SVG text. Points that are not finite are left out."""
     kept = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in lines.items()}
-    thinned = {name: _thinned(points) for name, points in kept.items() if points}
-    flat = [point for points in thinned.values() for point in points] or [(0.0, 0.0)]
+    drawn = {name: thinned(points, MOST_POINTS) for name, points in kept.items() if points}
+    flat = [point for points in drawn.values() for point in points] or [(0.0, 0.0)]
     last = max(x for x, _ in flat)
     x_ticks = ticks(min(x for x, _ in flat), last)
     y_ticks = ticks(min(y for _, y in flat), max(y for _, y in flat))
@@ -67,7 +67,7 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
             f'<text x="{across:.1f}" y="{bottom + 20:.1f}" text-anchor="middle" '
             f'fill="#555">{x:,.12g}</text>'
         )
-    for number, (name, points) in enumerate(thinned.items()):
+    for number, (name, points) in enumerate(drawn.items()):
         colour = COLOURS[number % len(COLOURS)]
         places = [at(x, y) for x, y in points]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
@@ -92,15 +92,10 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
 
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
-    """Round numbers that enclose [low, high]."""
+    """Returns round numbers that enclose [low, high]."""
     span = high - low or abs(high) or 1.0
     raw = span / wanted
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
-
-
-def _thinned(points: Points) -> Points:
-    every = math.ceil(len(points) / MOST_POINTS)
-    return [*points[:-1:every], points[-1]]

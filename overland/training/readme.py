@@ -134,7 +134,7 @@ def model_name(config: JobConfig) -> str:
 
 
 def strategy_in_words(d: Degrees) -> str:
-    """The layout in a sentence or two."""
+    """Describes the layout in a sentence or two."""
     if d.world_size == 1:
         return "One device holds the whole model."
     parts = []

@@ -133,7 +133,7 @@ class Rehearsal:
                 self.problems.append(problem)
 
     def folders(self) -> None:
-        """What a run writes must have a place."""
+        """Tries whether what a run writes has a place."""
         config, folder = self.loaded.config, RunFolder.of(self.loaded.config)
         wanted = {"job.dump_folder": folder.root}
         if config.metrics.enable_tensorboard:
@@ -147,6 +147,7 @@ class Rehearsal:
                 require_place(path)
 
     def data(self) -> None:
+        """Opens the tokenizer and every source, and reads the beginning of each."""
         config = self.loaded.config
         wanted = sources_of(config)
         if config.data.mixture == "rows":
@@ -189,14 +190,14 @@ class Rehearsal:
                         one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
 
     def lacks_model(self) -> bool:
-        """Its config.json is still to be fetched, which `checks` reports."""
+        """Whether its config.json is still to be fetched, which `checks` reports."""
         path = self.loaded.config.model.config
         return path is not None and not Path(path).expanduser().exists()
 
     def tokenizer(
         self, wanted: Mapping[str, DataSource], vocab_size: int | None
     ) -> Tokenizer | None:
-        """The one that the run will use, if it is there already."""
+        """Returns the tokenizer that the run will use, if it exists already."""
         config = self.loaded.config
         path = trained_path(config.data, wanted, trained_size(config.data, vocab_size))
         folder = RunFolder.of(config)
@@ -264,12 +265,12 @@ class Rehearsal:
         return None
 
     def fits(self, name: str, held: Arrays | None) -> None:
-        """Whether a source holds what the model takes."""
+        """Raises unless a source holds what the model takes."""
         if not self.lacks_model():
             require_fields(name, held, self.taken, model_name(self.loaded.config))
 
     def is_missing(self, name: str, wanted: DataSource) -> bool:
-        """Still to be fetched, which `checks` reports."""
+        """Whether a source is still to be fetched, which `checks` reports."""
         folder = registry.find_folder(name, wanted, self.loaded.config.data)
         if folder is None:
             return not registry.is_built_in(wanted.dataset or name)
@@ -281,7 +282,8 @@ class Rehearsal:
         return "training.dataset" if source.path is None else "training.dataset_path"
 
     def start(self) -> None:
-        """What it would resume, or the weights that it would start from, fits model and data."""
+        """Tries whether what it would resume, or the weights that it would start from, fit model
+        and data."""
         config = self.loaded.config
         settings = config.checkpoint
         own = committed(RunFolder.of(config).checkpoints)
@@ -329,7 +331,8 @@ def require_place(folder: Path) -> None:
 
 
 def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer | None) -> None:
-    """As a run does: a checkpoint that cannot be read is passed over for the one before."""
+    """Tries the newest checkpoint, as a run does: one that cannot be read is skipped for the one
+    before."""
     for path in reversed(checkpoints):
         try:
             return try_checkpoint(path, config, tokenizer)
@@ -392,7 +395,7 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 
 def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
-    """What a checkpoint holds of the optimizer, for the parameters that are trained."""
+    """Returns what a checkpoint holds of the optimizer, for the parameters that are trained."""
     freeze(model, config.model.freeze)
     rules, found = rules_of(config.optimizer), {}
     for name, parameter in named_parameters([model]).items():

@@ -30,6 +30,7 @@ Report = Callable[[str], None]
 
 
 def start_from(run: Run, report: Report) -> None:
+    """Resumes a checkpoint or loads weights, as the config asks; else the fresh weights stay."""
     settings = run.config.checkpoint
     if settings.resume not in ("auto", "none"):
         path = Path(settings.resume).expanduser()
@@ -63,7 +64,7 @@ def start_from(run: Run, report: Report) -> None:
 
 
 def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
-    """What stands around the documents of the run that is resumed, if one is."""
+    """Returns what is put around the documents of the run that is resumed, if one is."""
     if settings.resume == "auto":
         return kept_policy(folder.root) if committed(folder.checkpoints) else UNKNOWN
     if settings.resume == "none":
@@ -72,8 +73,8 @@ def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
 
 
 def note_origin(run: Run, folder: Path) -> Origin | None:
-    """Which weights need not be saved, since they are frozen and stay where they were read from.
-    All ranks together."""
+    """Returns which weights need not be saved, since they are frozen and stay where they were read
+    from. All ranks together."""
     if run.config.checkpoint.type == "full" or not run.config.checkpoint.enable:
         return None
     if not from_first_rank(any((folder / name).is_file() for name in (INDEX, SINGLE))):
@@ -97,7 +98,7 @@ def is_added(run: Run, name: str) -> bool:
 
 
 def load_weights(run: Run, path: Path) -> None:
-    """Weights alone, from any format that `overland convert` reads."""
+    """Reads weights alone, from any format that `overland convert` reads."""
     if any((path / name).is_file() for name in (INDEX, SINGLE)):  # reads its own slices only
         for part in run.model.parts:
             load_hf(part, path, local_part, moved=run.beat.pulse.moved)
@@ -130,7 +131,8 @@ def _load_foreign(run: Run, path: Path) -> None:
 
 
 def resume_newest(run: Run, report: Report) -> bool:
-    """The newest checkpoint that can be read; every damaged one on the way is named."""
+    """Resumes the newest checkpoint that can be read, and names every damaged one on the way.
+    Returns whether there was one."""
     folder = run.store.folder
     names: list[str] = []
     if run.world.is_first:
@@ -154,7 +156,8 @@ def resume_newest(run: Run, report: Report) -> bool:
 
 
 def try_to_restore(run: Run, path: Path, report: Report) -> str:
-    """Empty if every rank could; else what the first one that could not has to say."""
+    """Returns an empty string if every rank could restore it; else the problem of the first one
+    that could not."""
     notes, problem = [], ""
     run.beat.pulse.begin()
     try:

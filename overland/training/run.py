@@ -43,14 +43,8 @@ from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.sharding import local_part, splits
 from overland.run_folder import MODEL_CONFIG, RunFolder
 from overland.training.auto import settle
-from overland.training.callbacks import (
-    Callback,
-    GarbageCollection,
-    Pace,
-    Profiler,
-    Timeouts,
-    user_callbacks,
-)
+from overland.training.builtin_callbacks import GarbageCollection, Pace, Profiler, Timeouts
+from overland.training.callbacks import Callback, user_callbacks
 from overland.training.compile_cache import CompileCache, KernelCache
 from overland.training.console import Console
 from overland.training.health import LossScaler, SpikeGuard
@@ -103,7 +97,7 @@ class Run:
             getattr(callback, hook)(self, *args)
 
     def save(self, preempt: bool = False, validation_loss: float | None = None) -> None:
-        """Starts a save; the store tells how it went when it is done."""
+        """Starts a save; the store reports how it went when it is done."""
         step, facts = self.progress.step, run_facts(self)
         tested = learned_names(self)
         self.store.save(step, saved_state(self), facts, preempt, validation_loss, tested)
@@ -117,7 +111,8 @@ def build_run(
     log_ranks: Collection[int] = (0,),
     beat: Heartbeat | None = None,
 ) -> Run:
-    """Model on the meta device, made parallel, then given memory and weights; then all the rest."""
+    """Builds the model on the meta device, makes it parallel, gives it memory and weights; then
+    builds all the rest."""
     beat = beat or Heartbeat()
     set_seeds(config.debug)
     folder = RunFolder.of(config)
@@ -127,7 +122,8 @@ def build_run(
     warm_up(mesh)
 
     architecture = model_config(config.model)
-    rows = global_batch_size(config, mesh)
+    rows = config.training.global_batch_size
+    rows = config.training.local_batch_size * mesh.dp_size if rows == -1 else rows
     asked = config
     config, settled = settle(config, architecture, degrees, device)
     unchecked = ""
@@ -222,7 +218,7 @@ def build_run(
 
 
 def once_for_all(make: Callable[[], T]) -> T:
-    """Done by rank 0 alone; the result, or what is wrong, is known to every rank."""
+    """Calls `make` on rank 0 alone, and returns its result, or raises its error, on every rank."""
     value, problem = None, None
     if dist.get_rank() == 0:
         try:
@@ -238,7 +234,7 @@ def once_for_all(make: Callable[[], T]) -> T:
 
 
 def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
-    """Memory, fresh weights and buffers for parts that were built on the meta device."""
+    """Gives memory, fresh weights and buffers to parts that were built on the meta device."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         tie(part)
@@ -248,13 +244,9 @@ def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.de
         init_weights(part, config.debug.seed, local_part)
 
 
-def global_batch_size(config: JobConfig, mesh: Mesh) -> int:
-    wanted = config.training.global_batch_size
-    return config.training.local_batch_size * mesh.dp_size if wanted == -1 else wanted
-
-
 def describe_run(run: Run, asked: JobConfig) -> None:
-    """What a reader of the run folder needs: config, README, tokenizer, the model's config.json."""
+    """Writes what a reader of the run folder needs: config, README, tokenizer, the model's
+    config.json."""
     # What was asked for once is not asked for again when this config resumes the run.
     again = asked.checkpoint.model_copy(update={"resume": "auto", "skip_optimizer": False})
     config = asked.model_copy(update={"checkpoint": again})
@@ -274,8 +266,8 @@ def describe_run(run: Run, asked: JobConfig) -> None:
 
 
 def write_plan(run: Run) -> None:
-    """The plan of the data, and where its corpora lie, for `overland prove data`; the number of
-    steps, for `overland watch`."""
+    """Writes the plan of the data, and where its corpora are, for `overland prove data`; the number
+    of steps, for `overland watch`."""
     folder = run.folder.data
     folder.mkdir(exist_ok=True)
     places = corpora_of(run.folder.root)

@@ -21,9 +21,11 @@ from overland.data.prepare import Dataset, training_data
 from overland.data.registry import sources_of
 from overland.errors import DataError
 
+ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
+
 
 def learning_rate(step: int, config: JobConfig) -> float:
-    """The rate for update number `step` (counted from 0)."""
+    """Returns the rate for update number `step` (counted from 0)."""
     settings, peak = config.lr_scheduler, config.optimizer.lr
     total = settings.total_steps or config.training.steps
     lowest = settings.min_lr_factor
@@ -44,7 +46,7 @@ def learning_rate(step: int, config: JobConfig) -> float:
 
 
 def _remaining(progress: float, decay_type: str) -> float:
-    """1 at the start of the decay, 0 at its end."""
+    """Returns how much is left of the decay: 1 at its start, 0 at its end."""
     if decay_type == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
     if decay_type == "sqrt":
@@ -52,11 +54,8 @@ def _remaining(progress: float, decay_type: str) -> float:
     return 1 - progress
 
 
-ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
-
-
 def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfig:
-    """The config with `training.steps`, where it asks for epochs."""
+    """Returns the config with `training.steps`, where it asks for epochs."""
     training = config.training
     if training.epochs is None:
         return config
@@ -70,7 +69,7 @@ def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfi
 
 
 def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
-    """Steps of a run, if they can be told without tokenising anything."""
+    """Returns the steps of a run, if they can be told without tokenising anything."""
     if config.training.epochs is None:
         return config.training.steps
     ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
@@ -99,7 +98,7 @@ def num_steps(dataset: Dataset, training: Training) -> int:
 
 
 def source_name(dataset: Dataset) -> str:
-    """The one source that is read."""
+    """Returns the name of the one source that is read."""
     return next(name for name, weight in dataset.plan.segments[-1].weights.items() if weight)
 
 

@@ -41,10 +41,45 @@ from overland.training.schedule import learning_rate
 if TYPE_CHECKING:
     from overland.training.run import Run
 
+# Changing these is what resuming on other hardware, or for longer, is about. Batch size and length
+# are part of the plan of the data, which tells of them.
+EXPECTED_CHANGES = {
+    ("training", "steps"),
+    ("training", "epochs"),
+    ("training", "local_batch_size"),
+    ("training", "global_batch_size"),
+    ("training", "seq_len"),
+}
+
+
+@dataclass
+class Progress:
+    """How far a run has come. With the weights and the optimizer, this is all that a resume needs.
+    `batch` is the next global batch; it runs ahead of `step` where batches were left out."""
+
+    step: int = 0
+    batch: int = 0
+    tokens: int = 0
+    """Of samples that are arrays: their number."""
+    best_validation_loss: float = math.inf
+
+    def advance(self, tokens: int) -> None:
+        """Counts a step."""
+        self.step += 1
+        self.batch += 1
+        self.tokens += tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            setattr(self, key, math.inf if value is None else value)
+
 
 def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
-    """Weights, persistent buffers, optimizer state, counters: what a checkpoint is loaded into,
-    inside of `optimizer.whole()`."""
+    """Returns weights, persistent buffers, optimizer state and counters: what a checkpoint is
+    loaded into, inside of `optimizer.whole()`."""
     parameters = named_parameters(run.model.parts)
     state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     state |= {f"model.{name}": buffer for name, buffer in named_buffers(run.model.parts).items()}
@@ -54,8 +89,8 @@ def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
 
 
 def saved_state(run: Run, whole: bool = False) -> State:
-    """The same as it is saved, with this rank's random streams under names of its own; without
-    frozen weights that are elsewhere, unless it is to be `whole`."""
+    """Returns the same as it is saved, with this rank's random streams under names of its own;
+    without frozen weights that are elsewhere, unless it is to be `whole`."""
     parameters = named_parameters(run.model.parts)
     if run.origin is not None and not whole:
         parameters = {n: p for n, p in parameters.items() if n not in run.origin.names}
@@ -70,8 +105,8 @@ def saved_state(run: Run, whole: bool = False) -> State:
 
 
 def learned_names(run: Run) -> set[str]:
-    """Names of the tensors that must be finite: parameters, and what the optimizer keeps. A
-    model's own buffers may hold what they like."""
+    """Returns the names of the tensors that must be finite: parameters, and what the optimizer
+    keeps. A model's own buffers may hold what they like."""
     return {f"model.{name}" for name in named_parameters(run.model.parts)} | {
         *run.optimizer.saved()
     }
@@ -83,7 +118,7 @@ def random_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def run_facts(run: Run) -> dict[str, Any]:
-    """All but the tensors. The learning rate is a function of the step and the config."""
+    """Returns all but the tensors. The learning rate is a function of the step and the config."""
     return {
         "progress": run.progress.to_json(),
         "learning_rate": learning_rate(max(0, run.progress.step - 1), run.config),
@@ -109,7 +144,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
-    """Goes on where the checkpoint was saved; returns what the user should know."""
+    """Continues where the checkpoint was saved; returns what the user should know."""
     with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
         with run.optimizer.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
@@ -191,7 +226,7 @@ def load_left_out(run: Run, origin: Origin) -> None:
 def check_same_optimizer(
     checkpoint: CheckpointReader, settings: Optimizer, wanted: Collection[str]
 ) -> None:
-    """Refuses another optimizer's state, be it under the same names."""
+    """Refuses another optimizer's state, even under the same names."""
     saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
     before, after = saved.get("name"), settings.name
     if before is None and (found := _of_another(checkpoint, wanted)) is not None:
@@ -207,8 +242,8 @@ def check_same_optimizer(
 
 
 def _of_another(checkpoint: CheckpointReader, wanted: Collection[str]) -> str | None:
-    """State of a parameter of which other state is wanted: a conversion does not say whose it is,
-    and Lion's average has the name of AdamW's."""
+    """Returns a name of state that is not wanted, for a parameter of which other state is: a
+    conversion does not say whose it is, and Lion's average has the name of AdamW's."""
     parameters = {name.rpartition(".")[0] for name in wanted if name.startswith(PREFIX)}
     return next(
         (
@@ -233,7 +268,7 @@ def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:
 
 
 def changes(run: Run, facts: dict[str, Any]) -> list[str]:
-    """What is not as it was when the checkpoint was saved, and could surprise."""
+    """Returns what is not as it was when the checkpoint was saved, and could surprise."""
     notes = []
     before, after = facts.get("config") or {}, run.config.model_dump(mode="json")
     for section in ("model", "training", "optimizer", "lr_scheduler"):
@@ -244,19 +279,8 @@ def changes(run: Run, facts: dict[str, Any]) -> list[str]:
     return notes
 
 
-# Changing these is what resuming on other hardware, or for longer, is about. Batch size and length
-# are part of the plan of the data, which tells of them.
-EXPECTED_CHANGES = {
-    ("training", "steps"),
-    ("training", "epochs"),
-    ("training", "local_batch_size"),
-    ("training", "global_batch_size"),
-    ("training", "seq_len"),
-}
-
-
 def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
-    """Goes on with the batch that comes next; what the config changes begins there."""
+    """Continues with the next batch; what the config changes about the data begins there."""
     before = facts["data"].get("plan")
     if before is None:  # weights of a conversion, say
         return ["this checkpoint does not say which data it has seen: the data starts anew there"]
@@ -277,7 +301,8 @@ def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
 
 
 def _restore_random(run: Run, checkpoint: CheckpointReader) -> None:
-    """Every rank takes its own streams up again. Other ranks than those that saved start anew."""
+    """Restores every rank's own random streams. If the number of ranks has changed, the streams
+    start again from the seed."""
     if checkpoint.index.world_size != run.world.size:
         return
     prefix = f"rng.{run.world.rank}."
@@ -289,25 +314,8 @@ def _restore_random(run: Run, checkpoint: CheckpointReader) -> None:
         set_random_state(state, run.device)
 
 
-@dataclass
-class Progress:
-    """`batch` is the next global batch; it runs ahead of `step` where batches were left out."""
-
-    step: int = 0
-    batch: int = 0
-    tokens: int = 0
-    """Of samples that are arrays: their number."""
-    best_validation_loss: float = math.inf
-
-    def to_json(self) -> dict[str, Any]:
-        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        for key, value in state.items():
-            setattr(self, key, math.inf if value is None else value)
-
-
 def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Returns the random streams of this rank as tensors of a fixed size."""
     version, internal, gauss = random.getstate()
     python = [version, *internal, gauss is not None, _bits(gauss or 0.0)]
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -335,7 +343,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _bits(number: float) -> int:
-    """A float64 as the int64 of the same bits."""
+    """Returns a float64 as the int64 of the same bits."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
@@ -344,8 +352,7 @@ def _number(bits: int) -> float:
 
 
 def set_seeds(debug: Debug) -> None:
-    """Weights and data order do not draw from these: they are pure functions of the seed. User code
-    and libraries may."""
+    """Seeds every random stream, and asks torch for determinism where the config does."""
     random.seed(debug.seed)
     np.random.seed(debug.seed % 2**32)
     torch.manual_seed(debug.seed)

@@ -27,6 +27,7 @@ from overland.parallel.mesh import Mesh
 from overland.parallel.sharding import reshard, shard_of
 from overland.training.health import SpikeGuard
 from overland.training.schedule import learning_rate
+from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -49,6 +50,8 @@ class StepResult:
 
 
 def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepResult:
+    """Takes a step. One that is not finite, empty or a spike leaves the weights as they are."""
+    run.beat.enter(Phase.COMPUTING)
     training, scaler, mesh = run.config.training, run.scaler, run.mesh
     share = share_of_rows(batch, mesh)
     count = sum_over(count_of(run.objective, share), mesh.token_group)
@@ -74,8 +77,8 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
 
 
 def with_passes(run: Run, share: Batch) -> Batch:
-    """With what the objective's passes without gradient find, as fields; away from the last stage
-    of a pipeline, where they are not needed, without."""
+    """Returns the batch with what the objective's passes without gradient find, as fields; away
+    from the last stage of a pipeline, where they are not needed, without."""
     for field in run.objective.passes:
         with (
             torch.no_grad(),
@@ -90,12 +93,12 @@ def with_passes(run: Run, share: Batch) -> Batch:
 
 
 def total_sums(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Summed over the ranks that hold different tokens, and known on every stage."""
+    """Sums over the ranks that hold different tokens; the result is known on every stage."""
     return sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())
 
 
 def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Tensor:
-    """The 2-norm of all gradients together, over every shard and stage.
+    """Returns the 2-norm of all gradients together, over every shard and stage.
 
     Gradients are grouped by the axes they are sharded over, so that it takes one small sum per
     axis, however many parameters there are.
@@ -118,14 +121,14 @@ def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Ten
 
 
 def no_squares(model: ParallelModel) -> Tensor:
-    """Zero, in the type and on the device of the sums."""
+    """Returns zero, in the type and on the device of the sums."""
     some = next(parameter for part in model.parts for parameter in part.parameters())
     wide = torch.promote_types(some.dtype, torch.float32)
     return torch.zeros((), dtype=wide, device=some.device)
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
-    """The mesh axes along which ranks hold different parts."""
+    """Returns the mesh axes along which ranks hold different parts."""
     if not isinstance(tensor, DTensor):
         return ()
     axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
@@ -133,7 +136,8 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 class InnerState:
-    """All that notes or changes something in the middle of the model; for most models, nothing."""
+    """Handles losses, statistics and state inside the model (see models/inner.py); most models have
+    none."""
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         modules = [module for part in parts for module in part.modules()]
@@ -152,7 +156,8 @@ class InnerState:
         self._names = self._names_of_all_stages()
 
     def begin_step(self, scale: Tensor) -> None:
-        """`scale`: the loss scale, divided by the number of rows of the global batch."""
+        """Resets what a step sums up; `scale` is the loss scale, divided by the number of rows of
+        the global batch."""
         for statistic in self._statistics:
             statistic.total.zero_()
         for loss in self._losses:
@@ -171,16 +176,15 @@ class InnerState:
                     buffer.copy_(torch.where(skip, before[name], buffer))
 
     def logged(self, num_rows: int) -> dict[str, float]:
-        """Means of the losses inside the model in the last step. All ranks together."""
+        """Returns the means of the losses inside the model in the last step. All ranks together."""
         if not self._names:
             return {}
         device = torch.device(self._mesh.device_type)
         sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         for loss in self._losses:
             sums[self._names.index(loss.name)] += loss.total
-        mesh = self._mesh
-        sums = sum_over(sum_over(sums, mesh.token_group), mesh.axis("pp").get_group())
-        return dict(zip(self._names, (sums / num_rows).tolist(), strict=True))
+        means = total_sums(sums, self._mesh) / num_rows
+        return dict(zip(self._names, means.tolist(), strict=True))
 
     def _names_of_all_stages(self) -> list[str]:
         mine = sorted({loss.name for loss in self._losses})

@@ -56,7 +56,7 @@ class Wish(IntEnum):
 
 
 class Clock:
-    """Rank 0's: when the next save is due and when the session must end."""
+    """Knows, on rank 0, when the next save is due and when the session must end."""
 
     def __init__(self, settings: Settings, folder: Path, env: Mapping[str, str] = os.environ):
         self.stop_file = folder / STOP
@@ -87,7 +87,7 @@ class Clock:
         return Wish.SAVE if now - self._saved >= self._interval else Wish.NOTHING
 
     def seconds_for_retries(self) -> float:
-        """How long a last save may be tried again, with one more save to spare."""
+        """Returns how long a last save may be tried again, with one more save to spare."""
         left = self._job_end - time.time() - 2 * self._slowest_save
         return max(0.0, min(left, RETRY_FOR_SECONDS))
 
@@ -99,8 +99,9 @@ class Clock:
 
 
 class StopRequest:
-    """Each step the ranks ask each other: `ask` before the computation, `agreed` after it. The
-    answer travels while the devices are busy. A second Ctrl-C ends the process."""
+    """Lets the ranks agree on a stop: each step they `ask` before the computation, and have
+    `agreed` after it, so that the answer travels while the devices are busy. A second Ctrl-C ends
+    the process."""
 
     def __init__(self, clock: Clock | None) -> None:
         self.clock = clock
@@ -132,6 +133,9 @@ class StopRequest:
             self._answer.wait()
             self._answer = None
         return Wish(int(self._flag.item()))
+
+    def reason(self, wish: Wish) -> str:
+        return f"{wish.reason} ({self.signal.name})" if self.signal else wish.reason
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -14,13 +14,15 @@ from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
 from overland.training.callbacks import Record
 from overland.training.step import total_sums, with_passes
+from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:
     from overland.training.run import Run
 
 
 def validate(run: Run) -> Record:
-    """Losses by set, and their mean as `validation_loss`, which "best" is judged by."""
+    """Returns the losses by set, and their mean as `validation_loss`, which "best" is judged by."""
+    run.beat.enter(Phase.VALIDATING)
     losses = {f"validation_loss/{held.name}": loss_on(run, held) for held in run.validation_sets}
     mean = sum(losses.values()) / len(losses)
     run.progress.best_validation_loss = min(run.progress.best_validation_loss, mean)
