@@ -170,8 +170,8 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     return FakeStep(
         rank,
         sum(p.numel() for p in parameters),
-        bytes_of(parameters),
-        bytes_of(trained),
+        tensor_bytes(parameters),
+        tensor_bytes(trained),
         optimizer.num_bytes,
         saved.total,
         tuple(each),
@@ -315,5 +315,5 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def bytes_of(tensors: list[Tensor]) -> int:
+def tensor_bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
