@@ -25,7 +25,7 @@ from overland.config.schema import JobConfig
 from overland.models.flops import count_parameters, stage_costs
 from overland.models.sizes import Pass
 from overland.optimizers.registry import state_bytes
-from overland.optimizers.state import SIZES
+from overland.optimizers.rule import BYTES
 
 RECOMPUTE = ("none", "selective", "full")  # from the fastest to the smallest
 # The rest is the driver's, the libraries' and the allocator's: an 8B step that is counted as 91 %
@@ -91,7 +91,7 @@ def step_memory(
         rows = config.parallelism.pipeline_parallel_microbatch_size
     one = Pass(
         tokens=rows * training.seq_len // degrees.cp,
-        size=SIZES[training.mixed_precision_param],
+        size=BYTES[training.mixed_precision_param],
         tp=degrees.tp,
         cp=degrees.cp,
         recompute=recompute,
@@ -138,21 +138,21 @@ def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, floa
         ends = counts.head
     block, ends = max(counts.blocks) / degrees.tp, ends / degrees.tp
     number = blocks * block + ends
-    wide, size = SIZES[training.dtype], SIZES[training.mixed_precision_param]
+    wide, size = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     moments = state_bytes(config, model.parameter_shapes()) / counts.total
     accumulates = _accumulates(config, degrees)
     if degrees.world_size == 1 and not training.enable_cpu_offload:
         # Kept in halves, gradients are as narrow as the pass unless several add up.
-        summed = SIZES[training.mixed_precision_reduce] if accumulates else size
+        summed = BYTES[training.mixed_precision_reduce] if accumulates else size
         return (wide + moments) * number, min(summed, wide) * number
     shards = degrees.dp_shard * degrees.cp
     # The gradients of a pipeline's micro-batches are added up whole, and shared out at the end.
     gradients = wide * number / shards
     if degrees.pp > 1:
-        gradients = SIZES[training.mixed_precision_reduce] * number
+        gradients = BYTES[training.mixed_precision_reduce] * number
     # FSDP: the root is gathered for the whole step, blocks for their turn (two at a time).
     gathered = size * (ends + 2 * block) if degrees.reshard_after_forward else size * number
-    reducing = 2 * block * (size + SIZES[training.mixed_precision_reduce])
+    reducing = 2 * block * (size + BYTES[training.mixed_precision_reduce])
     if training.enable_cpu_offload:
         return gathered + reducing, 0.0
     return (wide + moments) * number / shards + gathered + reducing, gradients
