@@ -22,7 +22,7 @@ from typing import Any
 
 from overland.checkpoint.format import INDEX
 from overland.checkpoint.read import read_marker
-from overland.config.schema import Checkpoint as Settings
+from overland.config.schema import Checkpoint
 from overland.errors import CheckpointError
 from overland.files import Disk, reserve
 from overland.run_folder import CHECKPOINT, COMMITTED, LATEST
@@ -49,7 +49,7 @@ def broken(path: Path) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[CommittedCheckpoint]:
-    """The committed checkpoints, oldest first."""
+    """Returns the committed checkpoints, oldest first."""
     found = []
     for path in committed(folder):
         try:
@@ -60,12 +60,12 @@ def list_checkpoints(folder: Path) -> list[CommittedCheckpoint]:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Everything that was committed, oldest first, be it damaged since."""
+    """Returns everything that was committed, oldest first, even if it was damaged since."""
     return [path for path in _named(folder) if (path / COMMITTED).is_file()]
 
 
 def uncommitted(folder: Path) -> list[Path]:
-    """Folders that look like checkpoints and are none."""
+    """Returns folders that look like checkpoints and are none."""
     return [path for path in _named(folder) if not (path / COMMITTED).is_file()]
 
 
@@ -94,10 +94,10 @@ def step_of(path: Path) -> int:
 
 
 def superfluous(
-    found: Sequence[CommittedCheckpoint], settings: Settings, newest: str
+    found: Sequence[CommittedCheckpoint], settings: Checkpoint, newest: str
 ) -> list[CommittedCheckpoint]:
-    """What the settings do not keep; `found` is ordered, oldest first. The one that was just
-    written stays whatever its number: a run may have gone back."""
+    """Returns what the settings do not keep; `found` is ordered, oldest first. The one that was
+    just written stays whatever its number: a run may have gone back."""
     if not settings.keep_latest_k:
         return []
     kept = [one for one in found if one.path.name == newest]
@@ -109,7 +109,7 @@ def superfluous(
     return [one for one in found if one not in kept]
 
 
-def lack_of_room(folder: Path, settings: Settings, num_bytes: int) -> str:
+def lack_of_room(folder: Path, settings: Checkpoint, num_bytes: int) -> str:
     """Says that the disk has no room for the checkpoints of this size that are kept at a time, or
     not even for one; nothing if it has. A new one is written before an old one goes, and one of
     whole tensors is written twice. A quota is seen once the folder is there, by setting room for
@@ -148,7 +148,8 @@ def _can_reserve(folder: Path, num_bytes: int) -> bool:
 
 
 def delete(path: Path, disk: Disk) -> None:
-    """The marker goes first: from then on nobody takes what is left for a checkpoint."""
+    """Deletes a checkpoint. The marker goes first: from then on nobody takes what is left for a
+    checkpoint."""
     disk.remove(path / COMMITTED)
     doomed = path.with_name(f".{path.name}.deleted")
     disk.remove_folder(doomed)
@@ -177,7 +178,8 @@ def set_aside(path: Path, disk: Disk) -> Path:
 
 
 def set_later_aside(folder: Path, after_step: int, disk: Disk) -> list[Path]:
-    """So that none of a later step is taken for the newest one of the run that goes on now."""
+    """Sets later checkpoints aside, so that none of them is taken for the newest one of the run
+    that continues from here."""
     later = [set_aside(path, disk) for path in _named(folder) if step_of(path) > after_step]
     newest = latest_checkpoint(folder)
     if later and newest is not None:

@@ -28,6 +28,8 @@ from overland.errors import CheckpointError
 INDEX = "index.json"
 FORMAT = "overland checkpoint"
 VERSION = 1
+# Checksums are of blocks, so that a reader of some rows verifies those rows and no more.
+BLOCK = 16 * 2**20
 
 # safetensors' names of types.
 DTYPES = {
@@ -41,8 +43,12 @@ DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -87,7 +93,8 @@ class FileInfo:
 
 @dataclass
 class Index:
-    """`run` is what is not a tensor: progress, data state, config, versions."""
+    """All that a checkpoint holds: tensors, files, and `run`, which is what is not a tensor:
+    progress, data state, config, versions."""
 
     kind: str
     world_size: int
@@ -96,7 +103,8 @@ class Index:
     run: dict[str, Any]
 
     def to_json(self) -> bytes:
-        """Tensor by tensor: one call for all of a large run's would hold up every other thread."""
+        """Made tensor by tensor: one call for all of a large run's would hold up every other
+        thread."""
         number = {name: i for i, name in enumerate(self.files)}
         document = {
             "format": FORMAT,
@@ -170,7 +178,8 @@ def _is_shape(shape: tuple[Any, ...]) -> bool:
 
 
 def check_part(entry: TensorEntry, part: Part, info: FileInfo) -> None:
-    """ValueError if a part does not lie in its tensor and in its file, with its checksums."""
+    """Raises ValueError if a part does not lie in its tensor and in its file, with its
+    checksums."""
     inside = len(part.start) == len(part.shape) == len(entry.shape) and all(
         type(first) is type(size) is int and 0 <= first <= first + size <= whole
         for first, size, whole in zip(part.start, part.shape, entry.shape, strict=True)
@@ -186,7 +195,7 @@ def check_part(entry: TensorEntry, part: Part, info: FileInfo) -> None:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A million small objects that all stay: looking for garbage among them took four fifths of
+    """For a million small objects that all stay: looking for garbage among them took four fifths of
     the time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -269,7 +278,7 @@ def marker(index: bytes, about: dict[str, Any]) -> bytes:
 
 
 def parse_marker(text: bytes) -> dict[str, Any]:
-    """ValueError if it is not as it was written."""
+    """Returns what COMMITTED says; raises ValueError if it is not as it was written."""
     document = json.loads(text)
     if not isinstance(document, dict) or document.pop("crc32", None) != _sum_of(document):
         raise ValueError("it does not match its checksum")
@@ -288,16 +297,16 @@ def _json(value: Any) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """An index names files of its own folder and no others."""
+    """Refuses a name that leads out of the folder of its index."""
     if name != Path(name).name or name in ("", ".", ".."):
         raise ValueError(f"it names a file outside its folder: {name!r}")
     return name
 
 
-BLOCK = 16 * 2**20
-
-
 def checksum(data: memoryview | bytes) -> int:
+    """CRC-32 from the standard library: every flipped bit and every burst of up to 32 bits is found
+    for sure, anything else but once in four billion. It runs at 3 GB/s per thread without the
+    interpreter's lock; SHA-256 reached 1.3 GB/s on the same core."""
     return zlib.crc32(data)
 
 

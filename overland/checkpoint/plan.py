@@ -66,6 +66,8 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
+    """A file that one rank writes, and the boxes in it."""
+
     name: str
     boxes: list[Box]
 
@@ -94,7 +96,7 @@ class SavePlan:
 
 
 def plan_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
-    """All ranks together. `group` is None for a process that is alone."""
+    """Plans who writes what, all ranks together. `group` is None for a process that is alone."""
     rank = dist.get_rank(group) if group else 0
     boxes = boxes_to_write(state)
     boxes_of_ranks = gather(boxes, group)
@@ -136,7 +138,7 @@ def without(boxes: Sequence[Box], dropped: set[int]) -> list[Box]:
 
 
 def check_whole(boxes_of_ranks: Sequence[Sequence[Box]]) -> None:
-    """Rank 0 has all boxes: together they must be the tensors."""
+    """Refuses boxes that do not add up to their tensors. Only rank 0 has all of them."""
     volumes: dict[str, int] = {}
     for boxes in boxes_of_ranks:
         for box in boxes:
@@ -196,12 +198,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _shaped(value: Tensor | PackedTensor) -> Tensor:
-    """Something to plan with."""
+    """Returns a tensor with the shape and placement to plan with."""
     return value.like if isinstance(value, PackedTensor) else value
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Everyone's value on rank 0; nothing elsewhere."""
+    """Returns everyone's value on rank 0, and nothing elsewhere."""
     if group is None:
         return [value]
     if dist.get_rank(group):

@@ -281,7 +281,7 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
 def fill_local(
     checkpoint: CheckpointReader, state: Mapping[str, Tensor], rank: int, world_size: int
 ) -> None:
-    """The counterpart of a local save: this rank's own tensors, and no other layout will do."""
+    """Loads what a local save wrote: this rank's own tensors, and no other layout will do."""
     if checkpoint.index.world_size != world_size:
         raise CheckpointError(
             f"{checkpoint.path} was saved with checkpoint.type = local by "
@@ -340,7 +340,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _on_device(device: torch.device, job: Callable[[], None]) -> None:
-    """Both switches are each thread's own."""
+    """Runs a job without gradients, on its device: both switches are each thread's own."""
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         job()
 

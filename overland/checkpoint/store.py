@@ -53,7 +53,7 @@ from overland.checkpoint.plan import (
 )
 from overland.checkpoint.snapshot import Direct, Snapshot, fits_in_memory
 from overland.checkpoint.write import Written, build_index, commit, write_files
-from overland.config.schema import Checkpoint as Settings
+from overland.config.schema import Checkpoint
 from overland.errors import CheckpointError, sentence
 from overland.files import Disk, Moved
 from overland.run_folder import LATEST, checkpoint_name
@@ -102,7 +102,7 @@ class Store:
     def __init__(
         self,
         folder: Path,
-        settings: Settings,
+        settings: Checkpoint,
         device: torch.device | None = None,
         local_ranks: int = 1,
         disk: Disk | None = None,
@@ -154,7 +154,8 @@ class Store:
             )
 
     def _make_snapshot(self, plan: SavePlan, state: State) -> Snapshot | None:
-        """On all ranks or on none: one that waits for the disk would make all others wait."""
+        """Makes one on all ranks or on none: one that waits for the disk would make all others
+        wait."""
         snapshot = None
         if fits_in_memory(plan.num_bytes, self._local_ranks):
             with suppress(OSError):
@@ -210,7 +211,7 @@ class Store:
         self._outcomes.put(self.last)
 
     def wait_on_device(self) -> None:
-        """To be called before anything overwrites the state; costs the host nothing."""
+        """Must be called before anything overwrites the state; costs the host nothing."""
         self._snapshot.wait_on_device()
 
     def poll(self) -> list[Outcome]:

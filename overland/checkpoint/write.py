@@ -199,7 +199,7 @@ def build_index(
 
 
 def commit(folder: Path, index: Index, about: dict[str, Any], disk: Disk) -> None:
-    """The index, then the marker that makes the folder a checkpoint."""
+    """Writes the index, then the marker that makes the folder a checkpoint."""
     text = index.to_json()
     disk.write_file(folder / INDEX, text)
     disk.sync_folder(folder)
@@ -216,7 +216,7 @@ def write_whole_tensors(
     world_size: int = 1,
     moved: Moved = ignore,
 ) -> None:
-    """A committed checkpoint of whole tensors, each asked for in its turn and held alone."""
+    """Writes a committed checkpoint of whole tensors, each asked for in its turn and held alone."""
     disk = disk or Disk()
     listed = list(tensors)
     boxes = [Box(name, dtype, shape, (0,) * len(shape), shape) for name, dtype, shape, _ in listed]
@@ -239,7 +239,7 @@ def write_whole_tensors(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor in host memory."""
+    """Returns the bytes of a tensor that is in host memory."""
     tensor = tensor.detach().contiguous()
     if not math.prod(tensor.shape):
         return memoryview(b"")

@@ -1,7 +1,7 @@
-"""Weights from Hugging Face's layout: safetensors files, and an index if there are several.
+"""Loads a model's weights from a Hugging Face folder: safetensors files, and an index of several.
 
-Only the slice that lives here is taken from a file, one tensor at a time. They are written by
-`overland.checkpoint.formats`.
+Only the slice that lives here is taken from a file, one tensor at a time. Conversions read the same
+folders by `overland.checkpoint.formats.hf`, which also writes them.
 """
 
 from __future__ import annotations
@@ -91,24 +91,28 @@ def shapes_in_files(config: Any) -> tuple[Shapes, Shapes]:
     return parameters, {name: tuple(one.shape) for name, one in persistent_buffers(model).items()}
 
 
-def _files_by_tensor(folder: Path) -> dict[str, str]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            weight_map: dict[str, str] = read_json(index)["weight_map"]
-            if not all(isinstance(file, str) for file in weight_map.values()):
-                raise ValueError("a file in it is no name")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+def read_index(index: Path) -> dict[str, str]:
+    """Which file holds each tensor, by the index of a folder of several; all of them are there."""
+    try:
+        file_of: dict[str, str] = read_json(index)["weight_map"]
+        files = list(file_of.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of weights: {what_is_wrong(error)}") from error
+    for file in files:
+        if not isinstance(file, str) or file != Path(file).name or file in ("", ".."):
             raise ModelError(
-                f"{index} is not a safetensors index: {what_is_wrong(error)}"
-            ) from error
-        outside = [f for f in weight_map.values() if f != Path(f).name]
-        if outside:
-            raise ModelError(f"{index} names {outside[0]}, which is not a file of its folder")
-        absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
-        if absent:
-            raise ModelError(f"{folder} lacks {_list(absent)}, which its index names")
-        return weight_map
+                f"{index} names {file!r:.100}, which is not a plain file name, so "
+                "it is not a file of its folder"
+            )
+    absent = sorted({file for file in files if not (index.parent / file).is_file()})
+    if absent:
+        raise ModelError(f"{index.parent} lacks {_list(absent)}, which its index names")
+    return file_of
+
+
+def _files_by_tensor(folder: Path) -> dict[str, str]:
+    if (folder / INDEX).is_file():
+        return read_index(folder / INDEX)
     if (folder / SINGLE).is_file():
         with _open(folder / SINGLE) as tensors:
             return dict.fromkeys(tensors.keys(), SINGLE)

@@ -27,6 +27,8 @@ Config = dict[str, Any] | None
 MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
 
+DEFAULT_SHARD_BYTES = 5 * 1000**3
+
 # What lies beside weights and belongs to them.
 COMPANIONS = (
     "tokenizer.json",
@@ -44,9 +46,9 @@ COMPANIONS = (
 
 @dataclass
 class LazyCheckpoint:
-    """`extras`: step, batch, tokens, best_validation_loss, learning rates and `param_groups`
-    (torch's, with parameter names) where the format has them. `config`: a config.json's contents.
-    `companions`: tokenizer and generation config."""
+    """What readers give and writers take. `extras`: step, batch, tokens, best_validation_loss,
+    learning rates and `param_groups` (torch's, with parameter names) where the format has them.
+    `config`: a config.json's contents. `companions`: tokenizer and generation config."""
 
     format: str
     folder: Path
@@ -137,25 +139,10 @@ def config_near(*folders: Path) -> Config:
     return None
 
 
-def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
-    """A file that another one names: in the same folder, and nowhere else."""
-    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-        raise CheckpointError(
-            f"{named_by} names the file {name!r}, which is not a plain file name; files outside "
-            f"{folder} are not opened"
-        )
-    path = folder / name
-    if not path.is_file():
-        raise CheckpointError(f"{folder} lacks {name}, which {named_by.name} names")
-    return path
-
-
-DEFAULT_SHARD_BYTES = 5 * 1000**3
-
-
 @dataclass(frozen=True)
 class Options:
-    """`names` and `key_prefix` are for DCP; `partial`: tensors were left out on purpose."""
+    """What can be chosen about a target. `names` and `key_prefix` are for DCP; `partial`: tensors
+    were left out on purpose."""
 
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     names: str = "hf"

@@ -28,7 +28,6 @@ from overland.checkpoint.formats.checkpoint import (
     Options,
     companions_in,
     config_near,
-    file_inside,
     num_updates,
     split_by_size,
     split_state,
@@ -52,6 +51,9 @@ from overland.files import new_file
 METADATA = ".metadata"
 # Some 140 bytes for every part of a tensor: ten million parts.
 MAX_METADATA_BYTES = 2**30
+
+Key = tuple[str, ...]
+"""Where an entry stands in the nested state dict; its flat name is the same with dots."""
 
 
 def detect_dcp(path: Path) -> bool:
@@ -116,7 +118,7 @@ class _Box:
     def at(cls, folder: Path, info: Any) -> _Box:
         if info.get("transform_descriptors"):
             raise CheckpointError(f"{folder} was saved through an extension (compression?)")
-        path = file_inside(folder, info.get("relative_path"), folder / METADATA)
+        path = _file_inside(folder, info.get("relative_path"), folder / METADATA)
         offset, length = info.get("offset"), info.get("length")
         if type(offset) is not int or type(length) is not int:
             raise CheckpointError(f"{folder / METADATA} has no place for an item of {path.name}")
@@ -124,6 +126,19 @@ class _Box:
 
     def content(self) -> Any:
         return read_torch_file(self.path, self.offset, self.length)
+
+
+def _file_inside(folder: Path, name: Any, named_by: Path) -> Path:
+    """A file that another one names: in the same folder, and nowhere else."""
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        raise CheckpointError(
+            f"{named_by} names the file {name!r}, which is not a plain file name; files outside "
+            f"{folder} are not opened"
+        )
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(f"{folder} lacks {name}, which {named_by.name} names")
+    return path
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,10 +298,6 @@ def _param_groups(objects: dict[str, Any]) -> Iterator[dict[str, Any]]:
         key = owner if owner.isdigit() else repr(sorted(values.items(), key=str))
         together.setdefault(key, {**values, "names": []})["names"] += names
     yield from together.values()
-
-
-Key = tuple[str, ...]
-"""Where an entry stands in the nested state dict; its flat name is the same with dots."""
 
 
 def write_dcp(source: LazyCheckpoint, folder: Path, options: Options) -> None:

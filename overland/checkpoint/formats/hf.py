@@ -22,7 +22,6 @@ from overland.checkpoint.formats.checkpoint import (
     companions_in,
     config_near,
     copy_files,
-    file_inside,
     read_json_object,
     split_by_size,
     write_json,
@@ -34,12 +33,15 @@ from overland.checkpoint.formats.torch_save import read_torch_file, tensors_in
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_files import is_ranks
 from overland.errors import CheckpointError, DataError, ModelError
-from overland.models.hf import INDEX, SINGLE, shapes_in_files
+from overland.models.hf import INDEX, SINGLE, read_index, shapes_in_files
 from overland.models.hf_config import RMSNORM
 from overland.models.registry import read_hf_config
 from overland.models.sizes import EMBEDDING, HEAD
 
 OLD_INDEX, OLD_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
+PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def detect_hf(path: Path) -> bool:
@@ -120,10 +122,11 @@ def _weights(path: Path) -> dict[str, Lazy]:
     for name in (INDEX, OLD_INDEX):
         index = path / name
         if index.is_file():
-            file_of = read_json_object(index).get("weight_map")
-            if not isinstance(file_of, dict):
-                raise CheckpointError(f"{index} has no weight_map")
-            opened = {file: _open(file_inside(path, file, index)) for file in set(file_of.values())}
+            try:
+                file_of = read_index(index)
+            except ModelError as error:
+                raise CheckpointError(str(error)) from None
+            opened = {file: _open(path / file) for file in set(file_of.values())}
             missing = [tensor for tensor, file in file_of.items() if tensor not in opened[file]]
             if missing:
                 raise CheckpointError(f"{path}: {missing[0]} is not in the file its index names")
@@ -171,11 +174,6 @@ def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Pat
             f"{where} has {unexpected[0]}, which its config.json does not ask for; leave it out "
             f"with --exclude {unexpected[0]}"
         )
-
-
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
-PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
-FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool) -> dict[str, Any]:

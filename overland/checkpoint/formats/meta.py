@@ -34,6 +34,32 @@ from overland.files import new_file
 
 PARAMS = "params.json"
 
+_OUTER = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_INNER = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+_OUTER_BACK = {hf: meta for meta, hf in _OUTER.items()}
+_INNER_BACK = {hf: meta for meta, hf in _INNER.items()}
+
+# Tables of rotary angles, which follow from the config.
+COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
+
+# How Meta's shards of a matrix lie: one below the other, or side by side.
+_COLUMNS = re.compile(r"\.(wq|wk|wv|w1|w3)\.weight$|^output\.weight$")
+_ROWS = re.compile(r"\.(wo|w2)\.weight$")
+
 
 def detect_meta(path: Path) -> bool:
     return (path / PARAMS).is_file() and any(path.glob("consolidated.*.pth"))
@@ -73,10 +99,6 @@ def write_meta(source: LazyCheckpoint, folder: Path, options: Options) -> None:
         write_torch_file(file, named, root="consolidated.00")
     write_json(folder / PARAMS, _params(config))
     copy_files((file for file in source.companions if "tokenizer" in file.name), folder)
-
-
-_COLUMNS = re.compile(r"\.(wq|wk|wv|w1|w3)\.weight$|^output\.weight$")
-_ROWS = re.compile(r"\.(wo|w2)\.weight$")
 
 
 def _merged(name: str, shards: list[Stored], params: dict[str, Any], path: Path) -> Lazy:
@@ -196,29 +218,6 @@ def _feed_forward(width: int, wanted: int) -> tuple[float | None, int]:
     multiplier = (wanted - multiple / 2) / int(2 * 4 * width / 3)
     assert feed_forward_size(width, multiplier, multiple) == wanted
     return multiplier, multiple
-
-
-_OUTER = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_INNER = {
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-}
-_OUTER_BACK = {hf: meta for meta, hf in _OUTER.items()}
-_INNER_BACK = {hf: meta for meta, hf in _INNER.items()}
-
-# Tables of rotary angles, which follow from the config.
-COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
 
 
 def has_meta_names(names: Iterable[str]) -> bool:

@@ -2,9 +2,9 @@
 
 A pickle is a program for a small stack machine, and Python's own machine lets that program import
 and call anything. This one knows the opcodes that data needs and nothing else. A name in a pickle
-gives what a table says (`known.py` has the one for checkpoints) and is refused if the table lacks
-it; only a `Maker` from that table can be called, and only stand-ins take a state. So nothing of
-what a file names is ever imported, and no Python object of ours can be changed by a file.
+gives what a table says (`safe_globals.py` has the one for checkpoints) and is refused if the table
+lacks it; only a `Maker` from that table can be called, and only stand-ins take a state. So nothing
+of what a file names is ever imported, and no Python object of ours can be changed by a file.
 
 Data can do harm without running: a value that refers to another one over and over grows to any
 size, and Python hashes, compares and prints nested values by recursion in C. So what reading may

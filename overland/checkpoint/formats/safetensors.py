@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from overland.checkpoint.format import DTYPE_NAMES, DTYPES, header_of
 from overland.checkpoint.formats.checkpoint import (
     MODEL,
     Config,
@@ -26,26 +25,6 @@ from overland.files import new_file, what_is_wrong
 
 # As the format's own library has it.
 MAX_HEADER_BYTES = 100_000_000
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
@@ -81,29 +60,20 @@ def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> None:
     """Header first, since shapes and types are known; then one tensor after the other."""
     # Wide types first keeps every tensor aligned to its own width.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
     for name in order:
-        lazy = tensors[name]
-        if lazy.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is of type {lazy.dtype}, which safetensors cannot hold")
-        header[name] = {
-            "dtype": _NAMES[lazy.dtype],
-            "shape": list(lazy.shape),
-            "data_offsets": [end, end + lazy.nbytes],
-        }
-        end += lazy.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+        if tensors[name].dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{name} is of type {tensors[name].dtype}, which safetensors cannot hold"
+            )
     with new_file(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of((name, tensors[name].dtype, tensors[name].shape) for name in order))
         for name in order:
             file.write(memory(tensors[name].load()))
 
 
 def _entry(path: Path, data: int, entry: Any) -> Stored:
     start, end = entry["data_offsets"]
-    shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+    shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
     numbers = (start, end, *shape)
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
         raise ValueError("sizes and offsets are natural numbers")

@@ -31,6 +31,8 @@ from overland.errors import CheckpointError
 
 # A pickle describes tensors, a few hundred bytes each; so much of it is an attack or a mistake.
 MAX_PICKLE_BYTES = 2**28
+# torch aligns records so that a mapped file can be used as tensors directly.
+ALIGNMENT = 64
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
@@ -168,10 +170,6 @@ class _Window(RawIOBase):
         data = self.read(count)
         self.seek(0)
         return data
-
-
-# torch aligns records so that a mapped file can be used as tensors directly.
-ALIGNMENT = 64
 
 
 def write_torch_file(file: BinaryIO, saved: Any, root: str = "archive") -> int:
