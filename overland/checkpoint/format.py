@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder.
+"""The format of a checkpoint: what lies in its folder.
 
     step_100/
       rank_00000.safetensors …   parts of tensors, plain safetensors files
@@ -195,8 +195,8 @@ def check_part(entry: TensorEntry, part: Part, info: FileInfo) -> None:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For a million small objects that all stay: looking for garbage among them took four fifths of
-    the time."""
+    """Switches it off for a million small objects that all stay: looking for garbage among them
+    took four fifths of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

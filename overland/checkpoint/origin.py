@@ -39,7 +39,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Origin | None:
-        """What a checkpoint has left out, by its facts; None if it is whole."""
+        """Returns what a checkpoint has left out, by its facts; None if it is whole."""
         found = facts.get(LEFT_OUT)
         if not found:
             return None
@@ -70,7 +70,7 @@ class Origin:
         )
 
     def _difference(self, folder: Path, look_only: bool) -> str:
-        """Empty if the folder has these files."""
+        """Returns how the folder differs; nothing if it has these files."""
         for name, (size, _) in self.files.items():
             try:
                 found = (folder / name).stat().st_size

@@ -124,7 +124,7 @@ def boxes_to_write(state: State) -> list[Box]:
 
 
 def drop_copies(boxes_of_ranks: Sequence[Sequence[Box]]) -> list[set[int]]:
-    """For each rank, which of its boxes a rank before it has, too."""
+    """Returns, for each rank, which of its boxes a rank before it has, too."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     dropped: list[set[int]] = []
     for boxes in boxes_of_ranks:
@@ -150,7 +150,7 @@ def check_whole(boxes_of_ranks: Sequence[Sequence[Box]]) -> None:
 
 
 def plan_local_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
-    """Each rank writes what it holds (see `local_state`); nothing is shared out."""
+    """Plans that each rank writes what it holds (see `local_state`); nothing is shared out."""
     rank = dist.get_rank(group) if group else 0
     boxes = []
     for name, value in state.items():
@@ -180,7 +180,7 @@ def lay_out_files(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
 
 
 def local_state(state: State, rank: int) -> State:
-    """What this rank holds, under names of its own."""
+    """Returns what this rank holds, under names of its own."""
     return {
         local_name(name, rank): replace(value, like=local_tensor(value.like))
         if isinstance(value, PackedTensor)

@@ -194,7 +194,7 @@ def open_checkpoint(path: Path, moved: Moved = ignore) -> CheckpointReader:
 def open_together(
     path: Path, group: dist.ProcessGroup | None, moved: Moved = ignore
 ) -> CheckpointReader:
-    """As `open_checkpoint`, by all ranks of a group: one of them reads marker and index, and the
+    """Opens a checkpoint by all ranks of a group: one of them reads marker and index, and the
     others get their bytes from it, to verify them as if they had read them. The index names every
     part of every rank; at 5,120 ranks one file would be asked for 59 GB."""
     read, problem = None, ""
@@ -210,7 +210,7 @@ def open_together(
 
 
 def _read_index(path: Path) -> tuple[dict[str, Any], bytes]:
-    """What COMMITTED says, and the bytes of the index."""
+    """Returns what COMMITTED says, and the bytes of the index."""
     return read_marker(path), read_bytes(path / INDEX)
 
 
@@ -228,7 +228,7 @@ def _open(path: Path, about: dict[str, Any], data: bytes, moved: Moved) -> Check
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """What COMMITTED says about a checkpoint; a folder without it is none."""
+    """Returns what COMMITTED says about a checkpoint; a folder without it is none."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not there, or is no folder")
     try:
@@ -293,7 +293,7 @@ def fill_local(
 
 
 def box_start(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's part of a tensor begins."""
+    """Returns where this rank's part of a tensor begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     _, offset = compute_local_shape_and_global_offset(

@@ -105,7 +105,7 @@ class Snapshot:
         return sorted(self._broken & set(self._tested)) + found
 
     def wait_on_device(self) -> None:
-        """What is queued on the device after this call runs after the copy."""
+        """Makes what is queued on the device after this call run after the copy."""
         self._queued.wait()
         if self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied)

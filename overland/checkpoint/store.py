@@ -342,7 +342,7 @@ class Store:
         return bool(unfinished)
 
     def _greatest(self, *values: float) -> list[float]:
-        """Of all ranks' values, one by one."""
+        """Returns the greatest of all ranks' values, one by one."""
         if self.group is None:
             return list(values)
         together = torch.tensor(values, dtype=torch.float64)

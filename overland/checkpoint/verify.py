@@ -40,7 +40,7 @@ Progress = Callable[[int], None]
 
 
 def verify(path: Path, progress: Progress = lambda _: None) -> list[str]:
-    """What is wrong, a sentence each; nothing, if all of it is as it was committed."""
+    """Returns what is wrong, a sentence each; nothing, if all of it is as it was committed."""
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
@@ -76,7 +76,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def total_bytes(path: Path) -> int:
-    """How much there is to verify; nothing, if the checkpoint cannot even be opened."""
+    """Returns how much there is to verify; nothing, if the checkpoint cannot even be opened."""
     try:
         with open_checkpoint(path) as checkpoint:
             return sum(info.num_bytes for info in checkpoint.index.files.values())
@@ -147,7 +147,7 @@ def _gaps(checkpoint: CheckpointReader) -> Iterator[str]:
 
 
 def _contradictions(checkpoint: CheckpointReader) -> Iterator[str]:
-    """What marker, index and files say about the same thing in different words: an edit that made
+    """Yields what marker, index and files contradict each other about: an edit that made
     the checksums right again does not make these agree."""
     index, where = checkpoint.index, checkpoint.path / INDEX
     marked, ranks = checkpoint.about["step"], index.world_size
@@ -186,7 +186,7 @@ def _other_layout(checkpoint: CheckpointReader, layout: dict[str, Any]) -> Itera
 
 
 def _other_headers(checkpoint: CheckpointReader) -> Iterator[str]:
-    """Every file of tensors says itself which parts it holds, and where."""
+    """Yields what headers contradict: every file of tensors says itself which parts it holds."""
     in_index: dict[str, dict[str, Any]] = {
         file: {} for file in checkpoint.index.files if file.endswith(".safetensors")
     }

@@ -60,7 +60,7 @@ def report(
     has_model = not any(
         problem.kind == "missing" and problem.key == "model.config" for problem in problems
     )
-    facts = run_facts(loaded.config, world_size) if has_model else {}
+    facts = describe_run(loaded.config, world_size) if has_model else {}
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
     if step and has_model:
         notes += order_notes(loaded.config, world_size)
@@ -130,7 +130,7 @@ def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
     }
 
 
-def run_facts(config: Any, world_size: int) -> dict[str, Any]:
+def describe_run(config: Any, world_size: int) -> dict[str, Any]:
     from overland.config.derived import resolve_degrees
     from overland.models.flops import causal_flops_per_token, count_parameters, measure_of
     from overland.models.registry import model_config

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from overland.cli.common import user_errors
-from overland.cli.data_build import build, find_source, import_sources
+from overland.cli.data_build import build, import_sources, source_at
 from overland.cli.data_preview import preview
 from overland.progress import progress_bar
 from overland.words import bad_ones
@@ -70,7 +70,7 @@ def inspect(
         keep = found.append if as_json else print
         each = lambda document: keep(document_hash(document))
     import_sources(custom_import)
-    source = find_source(path, column, subset, split, dtype, skip_bad)
+    source = source_at(path, column, subset, split, dtype, skip_bad)
     count = None
     if tokenizer is not None and getattr(source, "kind", "text") == "text":
         from overland.data.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def inspect(
         )
     elif not hashes:
         print(path)
-        print("\n".join(page(summary)))
+        print("\n".join(summary_lines(summary)))
     else:
         bad = f"{summary.num_bad:,} bad documents skipped" if summary.num_bad else ""
         for note in filter(None, (summary.not_read, summary.together, bad)):
@@ -105,7 +105,7 @@ def both(
     return each
 
 
-def page(summary: SourceSummary) -> Iterator[str]:
+def summary_lines(summary: SourceSummary) -> Iterator[str]:
     """The summary as lines for a terminal."""
     column = f", column {summary.column}" if summary.column else ""
     yield f"  {'format':<12}{summary.format}"

@@ -75,9 +75,9 @@ def build(
 
     which = find_part(part, array, os.environ)
     import_sources(custom_import)
-    source: Any = find_source(path, column, subset, split, dtype, skip_bad)
+    source: Any = source_at(path, column, subset, split, dtype, skip_bad)
     for note in getattr(source, "notes", ()):
-        say(f"note: {note}")
+        to_stderr(f"note: {note}")
     opened = None
     if tokenizer is not None:
         opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)
@@ -94,7 +94,7 @@ def build(
         root,
         skip_bad=skip_bad,
         vocab_size=opened.vocab_size if opened is not None else None,
-        report=say,
+        report=to_stderr,
     )
     try:
         with progress_on_stderr() as progress:
@@ -109,13 +109,13 @@ def build(
     except KeyboardInterrupt:
         layout = read_layout(folder)
         made = f"{len(layout.made()):,} of {layout.num_shards:,} shards are made"
-        say(f"stopped: {made}; the same command again makes the rest")
+        to_stderr(f"stopped: {made}; the same command again makes the rest")
         raise typer.Exit(130) from None
     seconds = time.monotonic() - started
     if as_json:
         print(json.dumps(to_json(built, seconds)))
     else:
-        print("\n".join(page(built, seconds)))
+        print("\n".join(built_lines(built, seconds)))
 
 
 def check_apart(source: Path, out: Path) -> None:
@@ -148,7 +148,7 @@ def framed(
     how = "with" if tokenizer.add_bos else "without"
     other = "--no-bos" if tokenizer.add_bos else "--bos"
     piece = tokenizer.pieces([bos])[0]
-    say(f"documents begin {how} {piece}, {because} ({other} makes another corpus)")
+    to_stderr(f"documents begin {how} {piece}, {because} ({other} makes another corpus)")
     return tokenizer
 
 
@@ -164,7 +164,7 @@ def import_sources(name: str) -> None:
         raise ConfigError(problems)
 
 
-def find_source(
+def source_at(
     path: str,
     column: str | None,
     subset: str | None,
@@ -172,7 +172,7 @@ def find_source(
     dtype: str | None,
     skip_bad: bool,
 ) -> Source:
-    """What lies at a path, or else what is built in under that name."""
+    """Returns what lies at a path, or else what is built in under that name."""
     from overland.config.schema import Data, DataSource
     from overland.data import registry
     from overland.data.sources import open_source
@@ -211,7 +211,7 @@ def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> 
 
 
 def num_cores() -> int:
-    """Those this process may use: Slurm gives a task some of a node's."""
+    """Returns how many cores this process may use: Slurm gives a task some of a node's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -233,11 +233,11 @@ def to_json(built: Built, seconds: float) -> dict[str, Any]:
 
 
 def unit_of(built: Built) -> str:
-    """What a shard holds many of."""
+    """Returns the unit that a shard holds many of."""
     return "bytes" if built.layout.kind == "arrays" else "tokens"
 
 
-def page(built: Built, seconds: float) -> Iterator[str]:
+def built_lines(built: Built, seconds: float) -> Iterator[str]:
     shards = f"{built.layout.num_shards:,}"
     if built.made.num_made < built.layout.num_shards:
         shards += f" ({built.made.num_made:,} made now)"
@@ -268,7 +268,9 @@ def progress_on_stderr() -> Iterator[Callable[[BuildState], None]]:
         now = time.monotonic()
         if now - last >= LINE_SECONDS:
             last = now
-            say(f"{state.num_made:,} of {state.num_shards:,} shards, {about(state, now - started)}")
+            to_stderr(
+                f"{state.num_made:,} of {state.num_shards:,} shards, {about(state, now - started)}"
+            )
 
     if not sys.stderr.isatty():
         yield line
@@ -288,5 +290,5 @@ def about(state: BuildState, seconds: float) -> str:
     return f"{text}, {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
 
 
-def say(message: str) -> None:
+def to_stderr(message: str) -> None:
     print(message, file=sys.stderr)

@@ -87,7 +87,8 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
 
 
 def global_batch_size(config: JobConfig) -> int:
-    """As the config says, or, where it leaves it to the number of devices, for NGPU of them."""
+    """Returns the global batch size as the config says or, where it leaves it to the number of
+    devices, for NGPU of them."""
     from overland.config.arguments import ngpu
     from overland.config.derived import resolve_degrees
 

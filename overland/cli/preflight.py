@@ -58,7 +58,7 @@ def preflight(
 def run(
     job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
 ) -> Report | None:
-    """Where we are decides who starts the tasks."""
+    """Starts the tasks, or joins those of a launcher: where we are decides it."""
     from overland.config.arguments import ngpu
     from overland.errors import ClusterError
     from overland.tools.preflight.conduct import preflight_here, preflight_with

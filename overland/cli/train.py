@@ -64,7 +64,7 @@ def train(
 def train_here(
     source: str | None, arguments: list[str], world: World | None, beat: Heartbeat
 ) -> None:
-    """As one rank of a world, or as the one that starts all ranks."""
+    """Trains as one rank of a world, or starts all ranks."""
     from overland.checks import load_checked
     from overland.config.arguments import log_ranks, ngpu
     from overland.world.devices import available_memory, num_local_ranks

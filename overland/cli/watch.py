@@ -58,7 +58,7 @@ def watch(
 
 
 def follow(watched: Watch, interval: float) -> None:
-    """Until the run is finished, or until q or Ctrl-C."""
+    """Shows the run until it is finished, or until q or Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 

@@ -55,7 +55,7 @@ class Arrays:
 
     @classmethod
     def declared(cls, name: str, fields: Any) -> Arrays:
-        """What a source has declared, or a sentence about what is wrong with it."""
+        """Returns what a source has declared, or a sentence about what is wrong with it."""
         try:
             known = {
                 str(field): Field(np.dtype(dtype).newbyteorder("<").str, tuple(map(int, shape)))

@@ -1,4 +1,5 @@
-"""What a step is given: rows with named fields, such as tokens, and what follows each of them."""
+"""A batch, which a step is given: rows with named fields, such as tokens, and what follows each of
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All shards of a corpus, made beforehand: by several processes, in parts if wanted, over as many
+"""Makes all shards of a corpus beforehand: by several processes, in parts if wanted, over as many
 sessions as it takes. What is made stays; whoever makes the last shard marks the corpus complete."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.25
 
 @dataclass
 class BuildState:
-    """How far a build is; what was made before it began does not count."""
+    """The progress of a build; what was made before it began does not count."""
 
     num_shards: int
     """To be made."""
@@ -48,7 +48,7 @@ class BuildState:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a complete corpus holds."""
+    """Counts of what a complete corpus holds."""
 
     num_documents: int
     num_tokens: int

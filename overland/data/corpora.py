@@ -187,7 +187,7 @@ def laid_out_by(
     config: JobConfig,
     vocab_size: int | None,
 ) -> Path | None:
-    """What `lay_out` or `find_laid_out` makes or finds, by the settings of the config."""
+    """Returns what `lay_out` or `find_laid_out` makes or finds, by the settings of the config."""
     data = config.data
     shard_documents = max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW))
     with named_by_keys():

@@ -1,4 +1,4 @@
-"""What the folder of a corpus holds.
+"""The folder of a corpus, and what it holds.
 
 <root>/<name>-<fingerprint>/
   tokenizer/      a copy of the tokenizer, for text

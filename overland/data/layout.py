@@ -189,8 +189,8 @@ def sketch(
     skip_bad: bool = False,
     vocab_size: int | None = None,
 ) -> CorpusLayout:
-    """How the documents of a source would become tokens. It has no folder and no shards: it is for
-    trying out a source before anything is written."""
+    """Says how the documents of a source would become tokens. The result has no folder and no
+    shards: it is for trying out a source before anything is written."""
     return CorpusLayout(
         name=name,
         fingerprint="",
@@ -210,7 +210,7 @@ def _policy(
     skip_bad: bool,
     vocab_size: int | None,
 ) -> dict[str, Any]:
-    """How documents become tokens; those of a token source stay as they are."""
+    """Says how documents become tokens; those of a token source stay as they are."""
     kind: Kind = getattr(source, "kind", "text")
     if kind == "arrays":
         tokenizer, vocab_size = None, None
@@ -239,7 +239,7 @@ def _policy(
 
 
 def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
-    """What only some corpora have, so that all others keep their fingerprints."""
+    """Returns what only some corpora have, so that all others keep their fingerprints."""
     if kind == "arrays":
         return {"fields": Arrays.declared(name, getattr(source, "fields", None)).to_json()}
     channels = getattr(source, "channels", None)

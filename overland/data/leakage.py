@@ -64,7 +64,8 @@ def check_held_out(config: JobConfig) -> None:
 
 
 def foreign_validation(config: JobConfig) -> str | None:
-    """What to say where the standard library is validated on and something else is trained on."""
+    """Returns what to say where the standard library is validated on and something else is trained
+    on."""
     training = sources_of(config)
     if "stdlib_heldout" not in held_out_sources(config) or any(
         wanted.path is None and (wanted.dataset or name).partition(":")[0] in OWN_VALIDATION

@@ -1,4 +1,4 @@
-"""What was really fed to the model: 8 bytes per row and step, in one file of the run folder.
+"""The ledger: what the model was given, 8 bytes per row and step, in one file of the run folder.
 
 A digest is taken of the very tensors that the model is given, on the device they lie on. Ranks
 gather theirs every few steps, and rank 0 appends them. Where a session starts, a mark says from
@@ -54,7 +54,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class FedSteps:
-    """What the model was given, by step; the run began after step `start`."""
+    """The steps of a run, and what the model was given in each; the run began after step
+    `start`."""
 
     start: int
     fed: dict[int, Fed]

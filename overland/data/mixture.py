@@ -45,17 +45,18 @@ class Mixture:
         return self._turns[np.asarray(turns) % self.period].astype(np.int64)
 
     def before(self, turn: int) -> Array:
-        """How many of the first `turn` turns each source has had."""
+        """Returns how many of the first `turn` turns each source has had."""
         rounds, rest = divmod(turn, self.period)
         return rounds * np.asarray(self.shares) + self._before[:, rest]
 
     def until(self, source: int, count: int) -> int:
-        """How many turns there are until a source would have its turn number `count`, from 0."""
+        """Returns how many turns there are until a source would have its turn number `count`, from
+        0."""
         rounds, rest = divmod(count, self.shares[source])
         return rounds * self.period + int(np.searchsorted(self._before[source], rest, "right")) - 1
 
     def places(self, turns: Array) -> Array:
-        """For each of `turns`, how many the source that it belongs to has had before."""
+        """Returns, for each of `turns`, how many the source that it belongs to has had before."""
         rounds, rests = np.divmod(turns, self.period)
         whose = self.whose(turns)
         return rounds * np.asarray(self.shares)[whose] + self._before[whose, rests]
@@ -95,7 +96,7 @@ class MixedWindows:
         return _joined(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
     def taken(self, window: int) -> list[int]:
-        """How many documents each source has given before this window."""
+        """Returns how many documents each source has given before this window."""
         return self._given(window * self.size)
 
     def num_tokens(self, first: int) -> Array | None:

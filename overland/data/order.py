@@ -162,7 +162,8 @@ def _checks(first: int, counts: Array) -> npt.NDArray[np.uint32]:
 
 
 def spread(first: Array, count: Array) -> tuple[Array, Array]:
-    """All of [first, first + count), range after range: the number of the range, and the value."""
+    """Returns all of [first, first + count), range after range: the number of the range, and the
+    value."""
     which = np.repeat(np.arange(len(first)), count)
     before = np.cumsum(count) - count
     return which, np.arange(len(which)) - before[which] + first[which]

@@ -43,7 +43,7 @@ class Cut(Protocol):
     num_blocks: int
 
     def pieces(self, blocks: Array) -> Pieces:
-        """What each of `blocks`, a row each, consists of."""
+        """Returns what each of `blocks`, a row each, consists of."""
 
     def shares_last(self, blocks: Array) -> npt.NDArray[np.bool_]:
         """Whether the last token of each block comes again, as the first of another piece."""
@@ -149,7 +149,7 @@ def _num_parts(lengths: Array, seq_len: int) -> Array:
 
 
 def _all_parts(lengths: Array, seq_len: int) -> tuple[Array, Array, Array]:
-    """Every document, cut into parts that fit: document, start, stop."""
+    """Returns every document, cut into parts that fit: document, start, stop."""
     document, part = spread(np.zeros_like(lengths), _num_parts(lengths, seq_len))
     start = part * seq_len
     return document, start, np.minimum(start + seq_len + 1, lengths[document])

@@ -40,7 +40,8 @@ class Segment:
     """After so many epochs of its one source, the rows that fill up a batch count nothing."""
 
     def for_samples(self) -> Segment:
-        """For samples that are arrays: each is a row, whatever the config says about tokens."""
+        """Returns the segment for samples that are arrays: each is a row, whatever the config says
+        about tokens."""
         return replace(
             self, seq_len=1, packing="trunc", last_block="pad", document_mask=False, pad_id=0
         )
@@ -89,7 +90,8 @@ class Plan:
         return cls(sources=sources, segments=segments, **values)
 
     def continued(self, wanted: Plan, batch: int) -> Plan:
-        """This plan up to `batch`, and from there on as `wanted` says, which has one segment."""
+        """Returns this plan up to `batch`, and from there on as `wanted` says, which has one
+        segment."""
         check_same_order(self, wanted.seed, wanted.window_documents, wanted.mixture)
         for name, source in wanted.sources.items():
             if name in self.sources and self.sources[name].fingerprint != source.fingerprint:

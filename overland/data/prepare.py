@@ -1,4 +1,4 @@
-"""From a config to the training set and the validation sets: tokenizer, corpora, plan, sampler."""
+"""Makes the training set and the validation sets of a config: tokenizer, corpora, plan, sampler."""
 
 from __future__ import annotations
 
@@ -286,7 +286,8 @@ def validation_data(
 
 
 def corpora_of(run: Path) -> dict[str, str]:
-    """Where the corpora of a run lie, by the names of its sources; none before its first step."""
+    """Returns where the corpora of a run lie, by the names of its sources; none before its first
+    step."""
     path = run / PLAN
     try:
         kept = json.loads(path.read_text())

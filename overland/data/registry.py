@@ -48,7 +48,8 @@ def is_random(name: str, wanted: DataSource) -> bool:
 
 
 def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
-    """Where a source lies: at its path, or at what its name stands for, if that is a place."""
+    """Returns where a source lies: at its path, or at what its name stands for, if that is a
+    place."""
     if wanted.path is not None:
         return Path(wanted.path).expanduser()
     name = wanted.dataset or name

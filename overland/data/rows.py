@@ -90,7 +90,7 @@ def with_borders(rows: Rows) -> RowFields:
 
 @dataclass(frozen=True)
 class Room:
-    """Where rows of tokens are written by those who have some of them; see `Rows`."""
+    """A place where rows of tokens are written by those who have some of them; see `Rows`."""
 
     tokens: Array
     num_tokens: Array
@@ -110,7 +110,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Origins:
-    """What rows are made of, piece by piece; each token counts where it is given to the model, so
+    """The origins of rows, piece by piece; each token counts where it is given to the model, so
     the last of a row, which is only predicted, counts there only if it never comes again."""
 
     row: Array

@@ -45,7 +45,7 @@ class Lanes:
     """What goes with tokens, and its type."""
 
     def read_until(self, batch: int) -> Array:
-        """How many blocks of each lane are read before a batch of this segment."""
+        """Returns how many blocks of each lane are read before a batch of this segment."""
         rows = (batch - self.segment.first_batch) * self.segment.global_batch_size
         return self.read_before + self.mixture.before(rows)
 
@@ -160,7 +160,8 @@ class Sampler:
         return number, lanes.lanes[number]
 
     def _read_after(self, lanes: Lanes, batch: int) -> Array:
-        """How many blocks of each lane are read after a batch, without rows that count nothing."""
+        """Returns how many blocks of each lane are read after a batch, without rows that count
+        nothing."""
         read = lanes.read_until(batch + 1)
         if lanes.segment.epochs is not None:
             read[self._only_lane(lanes)[0]] -= lanes.segment.global_batch_size - self.num_rows(
@@ -169,7 +170,7 @@ class Sampler:
         return read
 
     def origins(self, batch: int, part: int = 0, num_parts: int = 1) -> list[Origins]:
-        """Where a share of a batch's rows comes from, in pieces; without rows that count
+        """Returns where a share of a batch's rows comes from, in pieces; without rows that count
         nothing."""
         lanes, whose, places = self._turns(batch, part, num_parts)
         counted = max(0, self.num_rows(batch) - part * len(whose))
@@ -276,7 +277,7 @@ class Sampler:
         return BlockStream(windows, self._shape(segment), self.reading, rest=rest)
 
     def _channels(self, segment: Segment) -> dict[str, str]:
-        """What goes with tokens in a segment: the channels of all sources that it reads."""
+        """Returns what goes with tokens in a segment: the channels of all sources that it reads."""
         read = (self.corpora.get(name) for name, weight in segment.weights.items() if weight)
         corpora = (corpus for corpus in read if isinstance(corpus, Corpus))
         types: dict[str, list[str]] = {}

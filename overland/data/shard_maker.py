@@ -348,8 +348,8 @@ def _owner_of(path: Path) -> dict[str, Any] | None:
 
 
 def _remove_part(path: Path) -> None:
-    """What the dead holder of a claim left half done. One on another machine may be alive and only
-    slow: its file stays."""
+    """Removes what the dead holder of a claim left half done. One on another machine may be alive
+    and only slow: its file stays."""
     owner = _owner_of(path)
     if owner is not None and owner.get("host") == host() and not is_running(owner):
         with contextlib.suppress(OSError):

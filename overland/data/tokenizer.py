@@ -108,7 +108,8 @@ class Tokenizer:
         return Tokenizer(self.path, add_bos=add_bos, add_eos=self.add_eos)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """As a document begins, for a model to continue; nothing at all is the end of the last."""
+        """Encodes a text as a document begins, for a model to continue. Nothing at all is the end
+        of the last document."""
         ids = [*self._before, *self.encode(text)]
         if not ids and self.eos_id is None:
             raise DataError(
@@ -123,7 +124,7 @@ class Tokenizer:
         return ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Each text's ids with BOS and EOS as the policy says. All cores work, or one where
+        """Returns each text's ids with BOS and EOS as the policy says. All cores work, or one where
         TOKENIZERS_PARALLELISM=false is set, as a pool of processes does."""
         return [self._framed(ids) for ids in self._encode_batch(list(texts))]
 
@@ -144,7 +145,7 @@ class Tokenizer:
         return [self._pieces.get(int(i), "\ufffd") for i in ids]
 
     def files(self) -> list[Path]:
-        """What a copy needs; side by side in any folder they open as this tokenizer."""
+        """The files that a copy needs; side by side in any folder they open as this tokenizer."""
         return [self.path, *self._beside.files]
 
     def _convention(self) -> tuple[bool, str]:

@@ -119,8 +119,8 @@ def asked_policy(data: Settings) -> Policy:
 
 
 def kept_policy(run: Path) -> Policy:
-    """What stands around the documents of a run, if there is such a run. Runs from before BOS was
-    noted began without, unless their config said so."""
+    """Returns what stands around the documents of a run, if there is such a run. Runs from before
+    BOS was noted began without, unless their config said so."""
     try:
         kept = json.loads((run / PLAN).read_text())
     except (OSError, ValueError):
@@ -132,7 +132,7 @@ def kept_policy(run: Path) -> Policy:
 
 
 def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) -> Path:
-    """Where the tokenizer that was trained on these sources is kept."""
+    """Returns where the tokenizer that was trained on these sources is kept."""
     names = list(wanted)
     places = [str(find_folder(name, wanted[name], data) or wanted[name].dataset) for name in names]
     choices = [[getattr(one, key) for key in CHOICES] for one in wanted.values()]
@@ -142,7 +142,8 @@ def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) ->
 
 
 def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[Policy, str]:
-    """What was done in the first corpus of text among the sources that is built, and its folder."""
+    """Returns what was done in the first corpus of text among the sources that is built, and its
+    folder."""
     for name, source in wanted.items():
         if folder := find_built(name, source, config.data):
             layout = read_layout(folder)
@@ -154,7 +155,8 @@ def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[
 def _former_bos(
     config: JobConfig, wanted: Mapping[str, DataSource], tokenizer: Tokenizer
 ) -> tuple[bool | None, str]:
-    """What was done in a corpus that was laid out from these sources before BOS came by default."""
+    """Returns what was done in a corpus that was laid out from these sources before BOS came by
+    default."""
     if not tokenizer.add_bos or not any(streams_root(config).glob("*/corpus.json")):
         return None, ""
     for name, one in wanted.items():

@@ -63,7 +63,7 @@ LONG_BLANK = 250_000
 
 
 class TextEncoder(Protocol):
-    """What each kind of tokenizer does."""
+    """The protocol of all kinds of tokenizers."""
 
     vocab_size: int
     specials: dict[str, int]
@@ -157,7 +157,8 @@ class HuggingFace:
         return np.fromiter(itertools.chain.from_iterable(words), dtype=np.int32)
 
     def _spell_specials(self, model: dict[str, Any]) -> dict[int, list[int]]:
-        """Each special token's name, character by character; unknown is what text may well be."""
+        """Spells each special token's name, character by character; unknown is what text may well
+        be."""
         token_id = self._tokenizer.token_to_id
         name = model.get("unk_token")
         unknown = model.get("unk_id") if name is None else token_id(name)

@@ -206,7 +206,7 @@ class SourceWindows:
         return np.add.reduceat(sizes, starts) if sizes.min() >= 0 else None
 
     def _until(self, first: int, count: int) -> Array:
-        """So many windows from `first` on, or as many as there will be."""
+        """Returns so many windows from `first` on, or as many as there will be."""
         last = first + count
         if self.max_epochs is not None:
             last = min(last, self.max_epochs * self.per_epoch)

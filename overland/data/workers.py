@@ -101,7 +101,7 @@ class Workers:
         return self._errors.get(number)
 
     def messages(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """What each process has told, after at most `seconds` without a word."""
+        """Yields what each process has told, after at most `seconds` without a word."""
         by_pipe = {process.pipe: process for process in self._processes if not process.ended}
         for pipe in wait(list(by_pipe), seconds):
             process = by_pipe[pipe]  # type: ignore[index]
@@ -188,8 +188,8 @@ class _Process:
 
 
 def _payload(*parts: Any) -> Any:
-    """What every process is given, in a file that all of them read: it may be megabytes, and a
-    pipe would make us wait until each has started."""
+    """Writes what every process is given, in a file that all of them read: it may be megabytes, and
+    a pipe would make us wait until each has started."""
     file = tempfile.TemporaryFile(prefix="overland-")  # noqa: SIM115
     try:
         if any(type(part).__module__ == "__main__" for part in parts):
@@ -226,7 +226,7 @@ class _Gone(Exception):
 
 
 class _Parent:
-    """What the parent expects, and whether it lives."""
+    """The parent process: what it expects, and whether it lives."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._process = pipe, os.getppid()

@@ -79,7 +79,7 @@ class LazyCheckpoint:
         }
 
     def states(self) -> Iterator[tuple[str, str, Lazy]]:
-        """What an optimizer has kept: (parameter, name of the state, tensor)."""
+        """Yields what an optimizer has kept: (parameter, name of the state, tensor)."""
         for name, lazy in self.tensors.items():
             if (state := split_state(name, self.tensors)) is not None:
                 yield *state, lazy
@@ -111,8 +111,8 @@ def companions_in(folder: Path) -> list[Path]:
 
 
 def refuse_link_out(path: Path) -> None:
-    """What is copied beside weights must be a file of their folder: a folder that came from others
-    could name any file of this machine by a link."""
+    """Refuses a link out of its folder: what is copied beside weights must be a file of their
+    folder: a folder that came from others could name any file of this machine by a link."""
     if leads_out(path, path.parent):
         raise CheckpointError(
             f"{path} is a link out of its folder, to {path.resolve()}: put a copy in its place if "
@@ -151,7 +151,8 @@ class Options:
 
 
 def split_by_size(tensors: Mapping[str, Lazy], max_bytes: int) -> list[dict[str, Lazy]]:
-    """In order, as many into each as fit; a tensor that is larger gets a file of its own."""
+    """Splits tensors, in order, as many into each file as fit; a tensor that is larger gets a file
+    of its own."""
     shards: list[dict[str, Lazy]] = [{}]
     size = 0
     for name, lazy in tensors.items():

@@ -108,7 +108,7 @@ def read_dcp(path: Path) -> tuple[dict[str, Lazy], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Box:
-    """Where an item lies."""
+    """The place of an item in a file."""
 
     path: Path
     offset: int
@@ -218,7 +218,7 @@ def _shape(value: Any) -> Shape | None:
 
 
 def _model_prefix(names: set[str]) -> str:
-    """What stands before a model's own names: `model.` of {"model": …}, or nothing."""
+    """Returns what stands before a model's own names: `model.` of {"model": …}, or nothing."""
     inner = ("model.embed_tokens.weight", "lm_head.weight", "tok_embeddings.weight")
     if any(name in names for name in inner):
         return ""
@@ -237,7 +237,8 @@ _STATE = re.compile(r"(?:optimizer|optim)\.(?:state\.)?(.+)\.(\w+)")
 def _states(
     tensors: dict[str, Lazy], objects: dict[str, Any], weights: Container[str]
 ) -> tuple[dict[tuple[str, str], Lazy], list[float], dict[str, Lazy]]:
-    """What an optimizer has kept of its parameters, its counts of steps, and what is neither."""
+    """Returns what an optimizer has kept of its parameters, its counts of steps, and what is
+    neither."""
     states: dict[tuple[str, str], Lazy] = {}
     steps: list[float] = []
     rest: dict[str, Lazy] = {}
@@ -284,7 +285,8 @@ def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]
 
 
 def _param_groups(objects: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """From either form: `param_groups.0.lr` with `.params`, or flattened, one lr per parameter."""
+    """Yields parameter groups, from either form: `param_groups.0.lr` with `.params`, or flattened,
+    one lr per parameter."""
     settings: dict[str, dict[str, Any]] = {}
     for name, value in objects.items():
         match = re.fullmatch(r"(?:optimizer|optim)\.param_groups\.(.+)\.(\w+)", name)

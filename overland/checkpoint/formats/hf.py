@@ -61,7 +61,7 @@ def open_hf(path: Path, config: Config = None) -> LazyCheckpoint:
 
 
 def _names(config: Config) -> Callable[[str], str]:
-    """How a tensor of a file is called here: versions of transformers differ."""
+    """Returns how a tensor of a file is called here: versions of transformers differ."""
     try:
         known = read_hf_config(config) if config is not None else None
     except ModelError:
@@ -154,7 +154,8 @@ def _without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
 
 
 def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Path) -> None:
-    """Every parameter, each in its shape, where the family is one that Overland knows."""
+    """Refuses weights that lack a parameter, or have it in another shape, where the family is one
+    that Overland knows."""
     try:
         parameters, buffers = shapes_in_files(read_hf_config(config))
     except ModelError:
@@ -207,7 +208,7 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer | None:
-    """None where there is none, or one of a kind that Overland cannot read."""
+    """Returns None where there is no tokenizer, or one of a kind that Overland cannot read."""
     if not any((folder / name).is_file() for name in FILES):
         return None
     try:

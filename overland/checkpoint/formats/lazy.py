@@ -43,7 +43,8 @@ def counting(moved: Moved) -> Iterator[None]:
 
 
 def counter() -> Moved:
-    """To be told of bytes that are read; a thread has none of its own, and must be given it."""
+    """Returns what is told of bytes that are read. A thread has none of its own, and must be given
+    it."""
     return _moved.get()
 
 

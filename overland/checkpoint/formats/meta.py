@@ -200,7 +200,7 @@ def _params(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def feed_forward_size(width: int, multiplier: float | None, multiple: int) -> int:
-    """As Meta's model computes it."""
+    """Returns the width of the feed-forward layers, as Meta's model computes it."""
     size = int(2 * 4 * width / 3)
     if multiplier is not None:
         size = int(multiplier * size)

@@ -233,9 +233,9 @@ MAX_ODD_KEYS = 1000
 
 
 def as_keys(values: Iterable[Any], already: int = 0) -> list[Any]:
-    """What may be keys, or members of a set that has some already. Hashes of strings are salted,
-    small numbers are their own; other numbers, and tuples, can be chosen to hash alike, which
-    makes a large dict as slow as a list."""
+    """Returns what may be keys, or members of a set that has some already. Hashes of strings are
+    salted, small numbers are their own; other numbers, and tuples, can be chosen to hash alike,
+    which makes a large dict as slow as a list."""
     keys = list(values)
     for key in keys:
         if isinstance(key, (str, bytes, StandIn)) or key is None:

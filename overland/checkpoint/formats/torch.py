@@ -88,7 +88,8 @@ def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
 
 
 def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = None) -> None:
-    """All that the source has of the four. The first two are written tensor by tensor."""
+    """Writes all that the source has of the four files. The first two are written tensor by
+    tensor."""
     _write(folder / WEIGHTS, source.weights())
     if any(True for _ in source.states()):
         _write(folder / STATE, _torch_state(source))
@@ -125,7 +126,8 @@ def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = 
 
 
 def _others(tensors: dict[str, Lazy]) -> dict[str, Lazy]:
-    """What has no place in the other files: the count of updates, the loss scale of a run."""
+    """Returns what has no place in the other files: the count of updates, the loss scale of a
+    run."""
     kept = {NUM_UPDATES} & set(tensors)
     kept |= {name for name in tensors if not name.startswith((MODEL, OPTIMIZER))}
     return {name: tensors[name] for name in tensors if name in kept}

@@ -36,7 +36,8 @@ ALIGNMENT = 64
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """What was saved, with `Stored` in place of tensors. With an offset, a file within a file."""
+    """Returns what was saved, with `Stored` in place of tensors. With an offset, a file within a
+    file."""
     size = path.stat().st_size
     length = size - offset if length is None else length
     if min(offset, length) < 0 or offset + length > size:

@@ -1,4 +1,4 @@
-"""Where documents come from: one class per format, each of which lists chunks and reads them.
+"""Sources of documents: one class per format, each of which lists chunks and reads them.
 
 `open_source(path)` finds out which. A document is a text, or the ids of one that was tokenised
 before. A chunk is a name, such as `part-3.parquet#7`: what of a file is read front to back.

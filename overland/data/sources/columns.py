@@ -114,7 +114,7 @@ def _short(value: Any) -> str:
 
 
 def _chat(columns: Mapping[str, Column]) -> str:
-    """What to say of conversations and of pairs of a question and an answer."""
+    """Returns what to say of conversations and of pairs of a question and an answer."""
     tops = {column.place[0] for column in columns.values()}
     found = [name for name in TURNS if name in tops] or next(
         (list(pair) for pair in PAIRS if tops.issuperset(pair)), []
@@ -128,7 +128,7 @@ def _chat(columns: Mapping[str, Column]) -> str:
 
 
 def values_at(record: object, place: Place) -> Iterator[object]:
-    """Every value at a place; None where the record has nothing there."""
+    """Yields every value at a place; None where the record has nothing there."""
     if not place:
         yield record
         return

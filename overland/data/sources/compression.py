@@ -56,7 +56,8 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def read_whole(path: Path) -> bytes:
-    """All of a file, unless it is a small one that unfolds to more than memory should hold."""
+    """Reads all of a file, unless it is a small one that unfolds to more than memory should
+    hold."""
     with open_bytes(path) as file:
         if not is_compressed(path.name):
             return file.read()
@@ -73,7 +74,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def most_unfolded(size: int) -> int:
-    """What a file of so many bytes may unfold to in memory."""
+    """Returns how much a file of so many bytes may unfold to in memory."""
     return max(MOST_UNFOLDED, MOST_TIMES * size)
 
 

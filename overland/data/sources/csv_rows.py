@@ -73,7 +73,7 @@ def _first(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _rows(path: Path, bad: Bad) -> Iterator[tuple[int, list[str]]]:
-    """Each row that is not blank, and the line that it ends on."""
+    """Yields each row that is not blank, and the line that it ends on."""
     csv.field_size_limit(LONGEST_LINE)  # the library's own is 131,072
     begins = num_bytes = 0
 

@@ -107,7 +107,7 @@ def select_files(
     split: str | None,
     held_out: bool = False,
 ) -> list[str]:
-    """Those of `files` (relative to `root`) that belong to the subset and the split."""
+    """Returns those of `files` (relative to `root`) that belong to the subset and the split."""
     configs = _configs(root / "README.md")
     if configs:
         return _by_readme(root, files, configs, subset, split, held_out)
@@ -130,8 +130,8 @@ def read_together(root: Path, files: Sequence[str]) -> str:
 
 
 def subset_files(root: Path, files: Sequence[str], subset: str, where: str) -> list[str]:
-    """Those of `files` that belong to the subset, whatever their split; `root` need hold no more
-    than the README.md. Errors name `where`."""
+    """Returns those of `files` that belong to the subset, whatever their split; `root` need hold no
+    more than the README.md. Errors name `where`."""
     configs = _configs(root / "README.md")
     if not configs:
         folders = sorted({file.partition("/")[0] for file in files if "/" in file})

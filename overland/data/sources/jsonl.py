@@ -135,7 +135,7 @@ class _Unusable(Exception):
 
 
 def _parse(line: bytes) -> tuple[object, str]:
-    """What a line says, and the line itself."""
+    """Returns what a line says, and the line itself."""
     try:
         text = line.decode("utf-8")
         return json.loads(text), text
@@ -338,7 +338,8 @@ def _key(path: Path) -> tuple[str, int, int]:
 
 
 def _expansion(path: Path) -> int:
-    """How much longer the text is than the file: a power of two, by the file's beginning."""
+    """Returns how much longer the text is than the file: a power of two, by the file's
+    beginning."""
     with reading(path), path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     unfolded = 0
@@ -351,7 +352,8 @@ def _expansion(path: Path) -> int:
 
 
 def _unfold(path: Path, head: bytes) -> tuple[int, int]:
-    """How many bytes the beginning of a file unfolds to, and how many of it were not needed."""
+    """Returns how many bytes the beginning of a file unfolds to, and how many of it were not
+    needed."""
     makers: dict[str, Any] = {
         ".gz": lambda: zlib.decompressobj(wbits=31),
         ".xz": lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY),

@@ -26,7 +26,7 @@ WHOLE = "whole:"
 
 
 class FileMark(NamedTuple):
-    """By which a changed file is found. JSON keeps it as a list."""
+    """A mark of a file, by which a change is found. JSON keeps it as a list."""
 
     size: int
     time_ns: int
@@ -55,7 +55,8 @@ def marks_of_files(root: Path, files: Iterable[str], whole: bool = True) -> dict
 
 
 def changed_files(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
-    """What became of the files since they were marked: a sentence for each that is not the same."""
+    """Returns what became of the files since they were marked: a sentence for each that is not the
+    same."""
 
     def change(file: str) -> str | None:
         return _change(root / file, FileMark(*marks[file]))

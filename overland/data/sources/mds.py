@@ -83,7 +83,7 @@ class MDS(FileSource):
                 yield document
 
     def records(self, chunk: str) -> Iterator[dict[str, Any]]:
-        """All columns of each sample, decoded."""
+        """Yields all columns of each sample, decoded."""
         for number, raw in enumerate(self._raw(chunk, list(self.columns))):
             try:
                 yield {name: decode_value(self.columns[name], raw[name]) for name in raw}
@@ -183,7 +183,7 @@ class MDS(FileSource):
 
 
 def _offsets(data: bytes, num_samples: int, path: Path) -> list[int]:
-    """Where each sample begins, and the last one ends."""
+    """Returns where each sample begins, and the last one ends."""
     count = int.from_bytes(data[:4], "little")
     if count != num_samples:
         raise DataError(f"{path} holds {count:,} samples; the index says {num_samples:,}")
@@ -314,7 +314,7 @@ def _check_size(size: int, part: ListedFile, path: Path) -> None:
 
 
 def kind_of_encoding(encoding: str) -> Kind | None:
-    """What a column may hold for us; of json only its values tell."""
+    """Returns what a column may hold for us; of json only its values tell."""
     name, _, rest = encoding.partition(":")
     if name == "str":
         return "text"

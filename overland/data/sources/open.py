@@ -1,4 +1,4 @@
-"""From a path to its source: the format shows in the files."""
+"""Opens the source at a path: the format shows in the files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _open(
 
 
 def _data_files(root: Path, left_out: LeftOut, column: str | None) -> list[str]:
-    """All files that may be data, in order; none that is hidden or describes the others."""
+    """Returns all files that may be data, in order; none that is hidden or describes the others."""
     found: dict[str, str] = {}
     for file in walk(root, left_out):
         name = _format_of(root / file)

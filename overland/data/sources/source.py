@@ -113,7 +113,7 @@ class FileSource:
         return self.files
 
     def files_of(self, chunk: str) -> list[str]:
-        """Those among them that one chunk is read from."""
+        """Returns those of them that one chunk is read from."""
         file, part = split_part(chunk)
         return [chunk if part is None or chunk in self.names else file]
 

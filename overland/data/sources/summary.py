@@ -1,4 +1,4 @@
-"""What a source holds: everything is read once, and counted."""
+"""A summary of a source: everything is read once, and counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from overland.words import bad_ones
 
 @dataclass
 class SourceSummary:
-    """What was counted. Lengths are in characters for text, tokens for ids, bytes for arrays."""
+    """The counts of a source. Lengths are in characters for text, tokens for ids, bytes for
+    arrays."""
 
     format: str
     kind: str
