@@ -24,7 +24,7 @@ from overland.config.schema import JobConfig
 from overland.parallel.comm import process_group
 from overland.training.run import Run, build_run
 from overland.training.step import StepResult
-from overland.world.world import World
+from overland.world import World
 
 STEPS = 2000
 

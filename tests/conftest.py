@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.world.pool import RankPool
+from overland.tools.proofs.pool import RankPool
 
 
 def pytest_configure() -> None:

@@ -11,7 +11,7 @@ from overland.config.schema import JobConfig
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import conclude, train
 from overland.training.run import Run, build_run
-from overland.world.world import World
+from overland.world import World
 
 TINY_MODEL = {
     "hidden_size": 32,

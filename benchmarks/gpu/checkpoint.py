@@ -41,7 +41,7 @@ from overland.training.loop import open_data
 from overland.training.run import Run, build_run
 from overland.training.state import load_tensors, run_facts, run_tensors, saved_state
 from overland.training.step import train_step
-from overland.world.world import World
+from overland.world import World
 
 GB = 1e9
 

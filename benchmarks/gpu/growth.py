@@ -28,8 +28,8 @@ from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
 from overland.training.plot import line_chart
 from overland.training.run import Run, build_run
+from overland.world import World
 from overland.world.devices import device_type
-from overland.world.world import World
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536, 131072]
 DEPTHS = [4, 8, 16, 32]

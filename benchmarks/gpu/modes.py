@@ -24,7 +24,7 @@ from overland.parallel.comm import process_group
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
 from overland.training.run import Run, build_run
-from overland.world.world import World
+from overland.world import World
 
 STEPS, LOG_EVERY = 9, 3
 COMPILED = {"compile": {"enable": True}}

@@ -29,8 +29,8 @@ from overland.parallel.comm import process_group
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
 from overland.training.run import Run, build_run
+from overland.world import World
 from overland.world.devices import device_type
-from overland.world.world import World
 
 TRACED_STEPS = 3
 

@@ -25,8 +25,8 @@ from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
 from overland.training.run import Run, build_run
 from overland.training.state import restore
+from overland.world import World
 from overland.world.devices import device_type
-from overland.world.world import World
 
 STEPS, SAVED = 14, 7
 MODEL = {"num_hidden_layers": 4, "vocab_size": 4096, "hidden_size": 1024, "head_dim": 32}

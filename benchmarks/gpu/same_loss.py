@@ -38,8 +38,8 @@ from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
 from overland.training.plot import line_chart
 from overland.training.run import Run, build_run
+from overland.world import World
 from overland.world.devices import device_type
-from overland.world.world import World
 
 WIDTHS = {
     "hidden_size": 1024,

@@ -57,8 +57,8 @@ def once(name: str, folder: str, changes: list[str]) -> None:
     from overland.training.callbacks import Callback, Record
     from overland.training.loop import train
     from overland.training.run import Run, build_run
+    from overland.world import World
     from overland.world.devices import device_type
-    from overland.world.world import World
 
     class FirstStep(Callback):
         def on_log(self, run: Run, record: Record) -> None:

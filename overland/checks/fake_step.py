@@ -40,10 +40,9 @@ from overland.objectives.objective import Objective, count_of
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
-from overland.parallel.mesh import build_mesh
+from overland.parallel.mesh import build_mesh, forget_meshes
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.sharding import splits
-from overland.world.pool import forget_meshes
 
 # Raised where a user's code reads numbers: nothing is known of it then, here.
 NOT_FOR_FAKES = (

@@ -44,8 +44,8 @@ def layout(
         settings_of,
     )
     from overland.tools.proofs.layouts import FIVE_AXES, LAYOUTS, SHORT, parse_all
+    from overland.tools.proofs.pool import RankPool
     from overland.words import any_of
-    from overland.world.pool import RankPool
 
     if dtype not in TOLERANCES:
         message = f"expected {any_of(list(TOLERANCES))}"
@@ -101,8 +101,8 @@ def resume(
     from overland.config.errors import ConfigError, Problem
     from overland.tools.proofs.evidence import Evidence
     from overland.tools.proofs.layouts import parse_all
+    from overland.tools.proofs.pool import RankPool
     from overland.tools.proofs.resume import DOZEN, HEAD, TOLERANCE, pairs, prove_resumes
-    from overland.world.pool import RankPool
 
     try:
         chosen = DOZEN if layouts == "dozen" else parse_all(layouts)

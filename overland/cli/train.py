@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
     from overland.training.run import Run
+    from overland.world import World
     from overland.world.heartbeat import Heartbeat
-    from overland.world.world import World
 
 
 @user_errors
@@ -46,8 +46,8 @@ def train(
     from overland.cli.check import report
     from overland.config.arguments import dry_run, ngpu
     from overland.tools.jobs.agent import under_watch
+    from overland.world import World
     from overland.world.launchers import export_world, find_world
-    from overland.world.world import World
 
     source, arguments = split_settings(settings)
     arguments += [f"checkpoint.resume={resume}"] if resume is not None else []
@@ -67,9 +67,9 @@ def train_here(
     """Trains as one rank of a world, or starts all ranks."""
     from overland.checks import load_checked
     from overland.config.arguments import log_ranks, ngpu
+    from overland.world import World
     from overland.world.devices import available_memory, num_local_ranks
     from overland.world.launch import NOTES_TOLD, launch_local
-    from overland.world.world import World
 
     num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
     loaded, notes = load_checked(source, arguments, world_size=num_ranks)

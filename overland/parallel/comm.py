@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from overland.config.schema import Comm
 from overland.parallel.mesh import Mesh
+from overland.world import World
 from overland.world.rendezvous import open_store
-from overland.world.world import World
 
 T = TypeVar("T")
 

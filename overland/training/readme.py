@@ -10,8 +10,8 @@ from overland.files import replace_file
 from overland.models.flops import count_parameters, measure_of
 from overland.run_folder import WRITTEN_BY, RunFolder
 from overland.words import command
+from overland.world import World
 from overland.world.devices import device_name
-from overland.world.world import World
 
 
 def write_readme(

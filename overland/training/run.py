@@ -54,8 +54,8 @@ from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.schedule import with_steps
 from overland.training.state import Progress, learned_names, run_facts, saved_state, set_seeds
 from overland.training.step import InnerState
+from overland.world import World
 from overland.world.heartbeat import Heartbeat, Phase
-from overland.world.world import World
 
 T = TypeVar("T")
 

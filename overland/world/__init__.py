@@ -1,1 +1,37 @@
-"""How ranks start, find each other and tell how they are."""
+"""How ranks start, find each other and report how they are.
+
+A `World` is the place of a process among the ranks, a `Rendezvous` where they meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store that rank 0 opens, and the name that keeps this world's keys apart in it."""
+
+    address: str
+    port: int
+    name: str
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place. `local_` is within one node; nodes are filled one after the other, each
+    with as many ranks. Without a rendezvous, torch itself knows where the ranks meet."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    rendezvous: Rendezvous | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.size // self.local_size)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0

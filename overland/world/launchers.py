@@ -13,8 +13,8 @@ from pathlib import Path
 
 from overland.errors import ClusterError
 from overland.slurm import expand_counts, expand_hosts
+from overland.world import Rendezvous, World
 from overland.world.rendezvous import LOOPBACK, port_of_job, port_of_name
-from overland.world.world import Rendezvous, World
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h counts batch, interactive and extern steps from the top
 

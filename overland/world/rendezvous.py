@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from overland.errors import ClusterError
 from overland.slurm import ask
-from overland.world.world import Rendezvous, World
+from overland.world import Rendezvous, World
 
 if TYPE_CHECKING:
     from torch.distributed import Store

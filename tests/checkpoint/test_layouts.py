@@ -9,10 +9,10 @@ from overland.config.schema import JobConfig
 from overland.parallel.sharding import named_parameters, shard_of
 from overland.tools.proofs.layout import curve, difference, proof_job
 from overland.tools.proofs.layouts import parse
+from overland.tools.proofs.pool import RankPool
 from overland.training.loop import train
 from overland.training.run import build_run
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 
 
 def job(folder: Path, layout: str | None, steps: int, tied: bool) -> JobConfig:

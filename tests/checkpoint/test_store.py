@@ -31,9 +31,9 @@ from overland.errors import CheckpointError
 from overland.files import Disk, reserve
 from overland.kernels.master_weights import join, split
 from overland.run_folder import LATEST
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
-from overland.world.pool import RankPool
-from overland.world.world import World
 from tests.checkpoint.states import FullDisk, like, save, some_state
 
 

@@ -28,10 +28,10 @@ from overland.optimizers import WholeMatrix
 from overland.optimizers import registry as optimizers
 from overland.tools.proofs.layout import proof_job
 from overland.tools.proofs.layouts import parse
+from overland.tools.proofs.pool import RankPool
 from overland.training.run import build_run
 from overland.training.step import train_step
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 
 
 def steps(world_size: int, *settings: str):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from overland.cli import train
+from overland.world import World
 from overland.world.heartbeat import Heartbeat
 from overland.world.launch import NOTES_TOLD
-from overland.world.world import World
 from tests.cli.processes import (
     LIMIT_SECONDS,
     ROOT,

@@ -18,6 +18,8 @@ from overland.tools.jobs.agent import PIPES, dump, kept_agent, under_watch
 from overland.tools.jobs.supervise.attempt import Watched
 from overland.tools.jobs.supervise.faults import Findings
 from overland.tools.jobs.supervise.watchdog import Watchdog
+from overland.tools.wire import Switchboard
+from overland.world import World
 from overland.world.heartbeat import (
     HEARTBEATS,
     Heartbeat,
@@ -27,8 +29,6 @@ from overland.world.heartbeat import (
     heartbeat_prefix,
     read_signs,
 )
-from overland.world.wire import Switchboard
-from overland.world.world import World
 
 WRITER = """
 import sys

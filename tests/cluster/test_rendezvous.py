@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from overland.errors import ClusterError
+from overland.world import Rendezvous, World
 from overland.world.launch import free_port
 from overland.world.rendezvous import open_store, port_of_job, port_of_name, reachable
-from overland.world.world import Rendezvous, World
 
 
 def test_jobs_and_steps_near_each_other_have_ports_of_their_own() -> None:

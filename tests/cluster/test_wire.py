@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from overland.errors import ClusterError
-from overland.world.wire import ADDRESS, KEY, Switchboard, Wire, own_address
+from overland.tools.wire import ADDRESS, KEY, Switchboard, Wire, own_address
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from overland.errors import ClusterError
+from overland.world import Rendezvous, World
 from overland.world.launchers import export_world, find_world
 from overland.world.rendezvous import port_of_job, port_of_name
-from overland.world.world import Rendezvous, World
 
 HERE = Path(__file__).parent / "environments"
 GIVEN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -14,8 +14,8 @@ from overland.config.write import write_config
 from overland.errors import CheckpointError, DataError
 from overland.parallel.apply import build_undivided
 from overland.tools.evaluation.model import find_run, open_model
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 from tests.jobs import run_job, tiny_job
 
 

@@ -12,9 +12,9 @@ from overland.models.init import cast_floats
 from overland.models.inner import InnerLoss, Statistic
 from overland.parallel.apply import require_splittable
 from overland.parallel.mesh import build_mesh
+from overland.tools.proofs.pool import RankPool
 from overland.training.step import InnerState
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 
 
 def degrees(shard: int = 1, tp: int = 1) -> Degrees:

@@ -13,8 +13,8 @@ from overland.config.schema import JobConfig
 from overland.tools.convert import convert
 from overland.tools.proofs.layout import TOLERANCES, Curve, curve, difference, proof_job
 from overland.tools.proofs.layouts import parse
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 
 SAVED_AT, STEPS = 2, 4
 Curves = dict[tuple[str, tuple[str, ...]], Curve]

@@ -11,10 +11,10 @@ import torch
 from overland.checkpoint.read import open_checkpoint
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
+from overland.tools.proofs.pool import RankPool
 from overland.training.run import build_run
 from overland.training.state import run_tensors, saved_state
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.cli.processes import ROOT
 from tests.jobs import losses
 

@@ -12,8 +12,8 @@ import overland.models.float8 as float8
 from overland.config.schema import JobConfig
 from overland.tools.proofs.layout import Curve, curve, difference, proof_job
 from overland.tools.proofs.layouts import parse
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 
 NARROW = {"training": {"float8": "tensorwise"}}
 

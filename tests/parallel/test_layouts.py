@@ -11,8 +11,8 @@ import pytest
 
 from overland.tools.proofs.layout import TOLERANCES, LayoutVerdict, curve, proof_job, prove_layouts
 from overland.tools.proofs.layouts import LAYOUTS, SHORT, ProofLayout, parse
+from overland.tools.proofs.pool import RankPool
 from overland.tools.proofs.resume import prove_resumes
-from overland.world.pool import RankPool
 
 
 @pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)

@@ -25,10 +25,10 @@ from overland.parallel.micro_batches import Whole
 from overland.parallel.pipeline import Pipeline
 from overland.tools.proofs.layout import ROWS, TINY, held_out_data, proof_job, prove_layouts
 from overland.tools.proofs.layouts import SHORT, parse
+from overland.tools.proofs.pool import RankPool
 from overland.training import loop, step, validate
 from overland.training.run import Run
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 
 Patch = AbstractContextManager[object]
 

@@ -27,8 +27,8 @@ from overland.models.init import Normal
 from overland.tools.convert import convert
 from overland.tools.proofs.layout import difference
 from overland.tools.proofs.layouts import WAYS, parse
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 from tests.jobs import losses_and_norms, run_job, tiny_job
 
 SIZES: dict[str, Any] = {

@@ -14,8 +14,8 @@ from overland.kernels.master_weights import MasterWeights
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel import sharding as single
 from overland.tools.proofs.layout import Curve, curve, difference, proof_job
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 
 
 def model() -> nn.Module:

@@ -20,8 +20,8 @@ from overland.objectives import registry as objectives
 from overland.objectives.objective import Objective
 from overland.objectives.registry import register_objective
 from overland.tools.proofs.data import prove_data
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 from tests.data import test_arrays
 from tests.data.test_arrays import Pictures
 from tests.jobs import run_job, tiny_job

@@ -13,12 +13,12 @@ from overland.config.schema import JobConfig
 from overland.data.plan import ChangedSource
 from overland.errors import DataError
 from overland.tools.proofs.data import prove_data
+from overland.tools.proofs.pool import RankPool
 from overland.tools.proofs.sessions import SHORT, prove_sessions
 from overland.training import loop
 from overland.training.loop import train
 from overland.training.run import build_run
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.jobs import tiny_job
 
 WEIGHTS = {"code": 3.0, "news": 1.0}

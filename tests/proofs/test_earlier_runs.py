@@ -17,8 +17,8 @@ from overland.data.ledger import read_ledger
 from overland.data.sources import open_source
 from overland.data.tokenizer import Tokenizer
 from overland.tools.proofs.data import prove_data
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 from tests.jobs import run_job
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "token_run"

@@ -15,7 +15,7 @@ from overland.training.readme import (
     strategy_in_words,
 )
 from overland.words import command
-from overland.world.world import World
+from overland.world import World
 
 
 def job(**sections: dict[str, Any]) -> JobConfig:

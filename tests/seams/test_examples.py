@@ -12,8 +12,8 @@ import pytest
 
 from overland.config.schema import JobConfig
 from overland.tools.proofs.layouts import parse
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 from tests.jobs import run_job, tiny_job
 
 ROOT = Path(__file__).parents[2]

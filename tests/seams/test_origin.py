@@ -21,8 +21,8 @@ from overland.models import build_model, resolve_config, transform
 from overland.models.init import init_weights
 from overland.tools.convert import convert
 from overland.tools.proofs.layouts import parse
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 from tests.jobs import TINY_MODEL, losses_and_norms, tiny_job
 from tests.training.test_rehearsal import rehearsed
 

@@ -21,9 +21,9 @@ from overland.models.flops import count_parameters
 from overland.parallel import plans
 from overland.tools.proofs.layout import difference
 from overland.tools.proofs.layouts import parse
+from overland.tools.proofs.pool import RankPool
 from overland.training.run import FromFirstRank, build_run
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.jobs import losses_and_norms, tiny_job
 from tests.seams import own_network
 

@@ -26,9 +26,9 @@ from overland.models import build_model, resolve_config
 from overland.models.flops import measure_of
 from overland.tools.convert import convert
 from overland.tools.proofs.layouts import WAYS, parse
+from overland.tools.proofs.pool import RankPool
 from overland.training import callbacks
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.cli.processes import overland, read_metrics, start_overland
 from tests.jobs import losses_and_norms, tiny_job
 from tests.training.test_rehearsal import outcomes, rehearsed

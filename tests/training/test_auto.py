@@ -14,10 +14,10 @@ from overland.config.derived import resolve_degrees
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config
+from overland.tools.proofs.pool import RankPool
 from overland.training import auto
 from overland.training.auto import settle
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.jobs import run_job, tiny_job
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

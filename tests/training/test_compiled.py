@@ -21,7 +21,7 @@ from overland.training.compile_cache import (
     put,
     unpacked_tar,
 )
-from overland.world.world import World
+from overland.world import World
 
 
 def run_in(folder: Path, rank: int = 0, pp: int = 1, size: int = 4) -> Any:

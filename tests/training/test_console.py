@@ -13,7 +13,7 @@ import pytest
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
 from overland.training.console import Console, line_of, short_line_of
-from overland.world.world import World
+from overland.world import World
 
 PROFILED = """
 import torch

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from overland.run_folder import RunFolder
-from overland.world.pool import RankPool
+from overland.tools.proofs.pool import RankPool
 from tests.jobs import losses, run_job, tiny_job
 
 

@@ -14,10 +14,10 @@ from overland.data.ledger import read_ledger
 from overland.errors import DataError
 from overland.run_folder import RunFolder
 from overland.tools.proofs.data import prove_data
+from overland.tools.proofs.pool import RankPool
 from overland.tools.watch.watch import Watch
 from overland.training.schedule import known_steps
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.data.corpora import Numbered, make_corpus
 from tests.jobs import run_job, tiny_job
 

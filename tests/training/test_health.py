@@ -13,6 +13,7 @@ from overland.config.schema import Health, JobConfig
 from overland.data.batch import Batch
 from overland.errors import TrainingError
 from overland.parallel.sharding import shard_of
+from overland.tools.proofs.pool import RankPool
 from overland.tools.watch.watch import read_checkpoints
 from overland.training import loop as loop_module
 from overland.training import step as step_module
@@ -22,8 +23,7 @@ from overland.training.loop import check_last_save, train
 from overland.training.resume import resume_newest
 from overland.training.run import Run, build_run
 from overland.training.state import run_facts, saved_state
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.jobs import Recorder, losses, run_job, tiny_job
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from overland.world.pool import RankPool
+from overland.tools.proofs.pool import RankPool
 from tests.jobs import losses_and_norms, tiny_job
 
 TOLERANCE = 1e-12

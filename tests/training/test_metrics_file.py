@@ -14,6 +14,7 @@ import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from overland.config.schema import JobConfig
+from overland.tools.proofs.pool import RankPool
 from overland.training.callbacks import Callback
 from overland.training.history import History
 from overland.training.loop import train
@@ -25,8 +26,7 @@ from overland.training.metrics import (
     newest_records,
 )
 from overland.training.run import Run, build_run
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.jobs import tiny_job
 
 WHOLE = b'{"step": 1}\n{"step": 2}\n'

@@ -17,10 +17,10 @@ import pytest
 
 from overland.errors import TrainingError
 from overland.run_folder import OWNER
+from overland.tools.proofs.pool import RankPool
 from overland.training import owner
 from overland.training.owner import Ownership, owned, read_owner, take, this_owner
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 
 
 @pytest.fixture(autouse=True)

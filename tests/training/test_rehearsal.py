@@ -22,9 +22,9 @@ from overland.data.corpus import lay_out
 from overland.data.prepare import training_data, validation_data
 from overland.data.tokenizer import Tokenizer, train_tokenizer
 from overland.errors import DataError
+from overland.tools.proofs.pool import RankPool
 from overland.training.rehearsal import require_start
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.data.making import lines_of, tokenizer_in, write_lines
 from tests.data.tokenizer_folders import write_bpe
 from tests.jobs import run_job, tiny_job

@@ -23,13 +23,13 @@ from overland.data.rows import Room
 from overland.data.sampler import RandomBlocks
 from overland.errors import CheckpointError, DataError, NotSavedError
 from overland.files import Disk
+from overland.tools.proofs.pool import RankPool
 from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run
+from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
-from overland.world.pool import RankPool
-from overland.world.world import World
 from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job
 
 STEPS = 8

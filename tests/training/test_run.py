@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from overland.checkpoint.read import open_checkpoint
 from overland.config.schema import JobConfig
 from overland.data.batch import Batch
+from overland.tools.proofs.pool import RankPool
 from overland.training.export import export_hf
 from overland.training.loop import train
 from overland.training.run import build_run
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.world import World
 from tests.jobs import TINY_MODEL, losses, run_job, tiny_job
 
 FLOAT32 = {

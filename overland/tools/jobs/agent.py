@@ -20,6 +20,8 @@ from pathlib import Path
 
 from overland.errors import Kind
 from overland.processes import state_of
+from overland.tools.wire import Wire
+from overland.world import World
 from overland.world.heartbeat import (
     HEARTBEATS,
     Heartbeat,
@@ -32,8 +34,6 @@ from overland.world.heartbeat import (
 )
 from overland.world.last_words import error_kind, error_place, say
 from overland.world.signals import SIGNALS
-from overland.world.wire import Wire
-from overland.world.world import World
 
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from overland.tools.preflight.child import Stage
 from overland.tools.preflight.link import group
-from overland.world.wire import Message
+from overland.tools.wire import Message
 
 CPU_BYTES = 4 * 2**20
 ACCELERATOR_BYTES = 64 * 2**20

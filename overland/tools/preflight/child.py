@@ -15,8 +15,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from overland.tools.wire import Message, Wire
 from overland.world.launch import PR_SET_PDEATHSIG
-from overland.world.wire import Message, Wire
 
 Stage = Callable[[str], None]
 """Tells what is being done, to be named should it never end."""

@@ -22,10 +22,10 @@ from overland.tools.preflight.report import Report
 from overland.tools.preflight.start import Started, first_task
 from overland.tools.preflight.task import run_task
 from overland.tools.preflight.tournament import Rounds
+from overland.tools.wire import Message, Switchboard
+from overland.world import World
 from overland.world.heartbeat import node_name
 from overland.world.rendezvous import open_store, reachable
-from overland.world.wire import Message, Switchboard
-from overland.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -15,7 +15,7 @@ from overland.errors import ClusterError
 from overland.processes import allow_open_files
 from overland.tools.preflight.judge import Place
 from overland.tools.preflight.start import Started
-from overland.world.wire import Message, Switchboard, Wire
+from overland.tools.wire import Message, Switchboard, Wire
 
 LOOK_SECONDS = 0.1
 NUM_FILES = 256  # besides one connection per task

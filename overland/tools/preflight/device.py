@@ -16,8 +16,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from overland.tools.preflight.child import Stage
+from overland.tools.wire import Message
 from overland.world.devices import cpu_name, device_name
-from overland.world.wire import Message
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from overland.errors import ClusterError
 from overland.tools.preflight.child import Stage
 from overland.tools.preflight.device import BEST, MEDIAN
-from overland.world.wire import ADDRESS, Message, own_address
+from overland.tools.wire import ADDRESS, Message, own_address
 
 if TYPE_CHECKING:
     import torch

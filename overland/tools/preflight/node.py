@@ -13,7 +13,7 @@ from pathlib import Path
 
 import overland
 from overland.errors import ClusterError
-from overland.world.wire import INTERFACES, Message, Wire, address_of_interface
+from overland.tools.wire import INTERFACES, Message, Wire, address_of_interface
 
 ROUND_TRIPS = 8  # the fastest has waited least, on the way or for a busy conductor
 CLOCK_SECONDS = 5.0

@@ -11,11 +11,11 @@ from overland.tools.preflight import link, node
 from overland.tools.preflight.all_reduce import measure_all_reduce
 from overland.tools.preflight.child import in_child
 from overland.tools.preflight.device import measure_cpu, measure_device
+from overland.tools.wire import Message, Wire
+from overland.world import World
 from overland.world.devices import may_have_accelerator
 from overland.world.heartbeat import node_name
 from overland.world.launchers import find_world
-from overland.world.wire import Message, Wire
-from overland.world.world import World
 
 
 def run_task(env: Mapping[str, str] = os.environ) -> None:

@@ -17,7 +17,7 @@ from statistics import median_high
 from overland.tools.preflight.crew import GRACE, LIMITS, Crew, Task
 from overland.tools.preflight.judge import Finding, Place
 from overland.tools.preflight.link import TOKEN_BYTES
-from overland.world.wire import Message
+from overland.tools.wire import Message
 
 Pair = tuple[str, str]
 MOST_RETRIALS = 2

@@ -22,8 +22,8 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config, own_model_name
 from overland.tools.proofs.layouts import KINDS, WAYS, ProofLayout, Sections
-from overland.world.pool import RankPool
-from overland.world.world import World
+from overland.tools.proofs.pool import RankPool
+from overland.world import World
 
 # Largest relative difference of the loss that passes, and of the gradient norm. Only float64 is a
 # proof. In bfloat16 twenty steps on random tokens drift apart by up to 7e-3 in the loss (measured

@@ -15,7 +15,7 @@ from typing import Any
 from overland.config.schema import JobConfig
 from overland.tools.proofs.layout import TOLERANCES, Curve, curve, difference, last_line, proof_job
 from overland.tools.proofs.layouts import ProofLayout, parse_all
-from overland.world.pool import RankPool
+from overland.tools.proofs.pool import RankPool
 
 SAVED_AT, STEPS = 3, 6
 TOLERANCE = TOLERANCES["float64"]

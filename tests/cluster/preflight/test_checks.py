@@ -17,7 +17,7 @@ from overland.tools.preflight import device, node
 from overland.tools.preflight.child import in_child
 from overland.tools.preflight.link import backend_for
 from overland.tools.preflight.start import tasks_per_node
-from overland.world.wire import Wire
+from overland.tools.wire import Wire
 
 
 @pytest.fixture

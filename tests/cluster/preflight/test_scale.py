@@ -11,7 +11,7 @@ from typing import Any
 
 from overland.tools.preflight.conduct import PreflightSettings, conduct
 from overland.tools.preflight.start import Started
-from overland.world.wire import ADDRESS, KEY, Switchboard
+from overland.tools.wire import ADDRESS, KEY, Switchboard
 
 NODES = [f"n{i:03}" for i in range(640)]
 SLOW = {"n017", "n333"}

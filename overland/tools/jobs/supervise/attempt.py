@@ -20,8 +20,8 @@ from overland.slurm import ask, signal_step
 from overland.tools.jobs.agent import RECORDS
 from overland.tools.jobs.supervise.faults import Findings
 from overland.tools.jobs.supervise.watchdog import GONE_SECONDS, Heard, Watchdog
+from overland.tools.wire import Message, Switchboard, Wire
 from overland.world.heartbeat import HEARTBEATS, Phase, heartbeat_prefix
-from overland.world.wire import Message, Switchboard, Wire
 
 END_SECONDS = 20.0
 WORD_SECONDS = 10.0  # from the first rank's last words to the end of all

@@ -62,9 +62,9 @@ from overland.tools.jobs.supervise.policy import (
 from overland.tools.jobs.supervise.roster import Roster
 from overland.tools.jobs.supervise.run import Supervised, room_needed
 from overland.tools.jobs.supervise.watchdog import SILENT_SECONDS, Watchdog
+from overland.tools.wire import Switchboard
 from overland.world.heartbeat import node_name
 from overland.world.signals import SIGNALS
-from overland.world.wire import Switchboard
 
 AWAY_SECONDS = 5.0
 ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS

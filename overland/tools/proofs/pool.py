@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from functools import _lru_cache_wrapper
 from multiprocessing.connection import Connection
 from typing import Any
 
-from overland.world.world import World
+from overland.world import World
 
 TIMEOUT_SECONDS = 300
 
@@ -71,6 +69,8 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from overland.parallel.mesh import forget_meshes
+
     torch.set_num_threads(1)
     while True:
         function, world, meeting_point, args = pipe.recv()
@@ -84,24 +84,3 @@ def _serve(pipe: Connection) -> None:
                 forget_meshes()
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def forget_meshes() -> None:
-    """DTensor and the compiler remember what they worked out for a mesh, its group names included,
-    and take another world's mesh of the same shape for it. A process that joins several worlds, as
-    a pool's and that of `overland check` do, must make them forget."""
-    import torch
-    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
-
-    if "torch._dynamo" in sys.modules:  # its import takes a second
-        torch._dynamo.reset()
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
-    for module in (_collective_utils, _redistribute, _sharding_prop):
-        classes = [value for value in vars(module).values() if isinstance(value, type)]
-        for owner in (module, *classes):
-            for value in vars(owner).values():
-                cached = getattr(value, "__func__", value)  # a static or class method's own
-                if isinstance(cached, _lru_cache_wrapper):
-                    cached.cache_clear()
-    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
