@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from overland.checks import files, hyperparameters, machine, model, parallelism
-from overland.config.errors import ConfigError, Mending, Problem
+from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
 
 __all__ = ["check_config", "load_checked", "require"]
@@ -92,7 +92,7 @@ def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
 
 
 def require(
-    loaded: Loaded, world_size: int | None, waive: Collection[Mending] = ()
+    loaded: Loaded, world_size: int | None, waive: Collection[ProblemKind] = ()
 ) -> list[Problem]:
     """Raises `ConfigError` unless the config can run here; returns notes and what was waived.
 
@@ -115,7 +115,7 @@ def load_checked(
     arguments: Sequence[str] = (),
     env: Mapping[str, str] = os.environ,
     world_size: int | None = None,
-    waive: Collection[Mending] = (),
+    waive: Collection[ProblemKind] = (),
 ) -> tuple[Loaded, list[Problem]]:
     """Does what `load_config` and `require` do, so that the problems of both come at once."""
     try:
@@ -128,7 +128,7 @@ def load_checked(
     return loaded, require(loaded, world_size, waive)
 
 
-def _with_missing(problems: Sequence[Problem], waive: Collection[Mending]) -> list[Problem]:
+def _with_missing(problems: Sequence[Problem], waive: Collection[ProblemKind]) -> list[Problem]:
     hidden = {*waive, "note"} - {"missing"}
     return [problem for problem in problems if problem.kind not in hidden]
 

@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 from overland.cli.common import Settings, split_settings, user_errors
 
 if TYPE_CHECKING:
-    from overland.config.errors import Mending
+    from overland.config.errors import ProblemKind
     from overland.config.load import Loaded
     from overland.config.schema import JobConfig
     from overland.tools.jobs.job import JobRequest, RunPlace
@@ -161,7 +161,7 @@ def load_for_chain(
     from overland.training.rehearsal import require_start
 
     source, arguments = split_settings(settings)
-    waive: set[Mending] = {"machine", "missing"} if waive_missing else {"machine"}
+    waive: set[ProblemKind] = {"machine", "missing"} if waive_missing else {"machine"}
     loaded, problems = load_checked(source, arguments, world_size=world_size, waive=waive)
     problems += require_start(loaded)
     for note in [*loaded.notes, *(str(p) for p in problems if p.kind != "machine")]:

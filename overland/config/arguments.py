@@ -66,7 +66,7 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
 
 
 def parse_value(text: str, key: Key | None) -> Any:
-    """The value that a word stands for, given the key it is meant for."""
+    """Returns the value that a word stands for, given the key it is meant for."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -87,7 +87,7 @@ def parse_value(text: str, key: Key | None) -> Any:
 
 
 def environment_entries(env: Mapping[str, str]) -> tuple[Entries, list[Problem]]:
-    """COMM_BACKEND; the other variables are not settings of the run (see below)."""
+    """Reads COMM_BACKEND; the other variables are not settings of the run (see below)."""
     backend = env.get("COMM_BACKEND", "")
     if not backend:
         return {}, []
@@ -102,7 +102,7 @@ def environment_entries(env: Mapping[str, str]) -> tuple[Entries, list[Problem]]
 
 
 def ngpu(env: Mapping[str, str]) -> int | None:
-    """NGPU: processes to start on this machine; None: one per device."""
+    """Reads NGPU, the processes to start on this machine; None: one per device."""
     text = env.get("NGPU", "").strip()
     if not text:
         return None
@@ -112,7 +112,7 @@ def ngpu(env: Mapping[str, str]) -> int | None:
 
 
 def log_ranks(env: Mapping[str, str]) -> list[int]:
-    """LOG_RANK: the ranks that print, such as 0 or 0,1; rank 0 unless told."""
+    """Reads LOG_RANK, the ranks that print, such as 0 or 0,1; only rank 0 unless it is set."""
     text = env.get("LOG_RANK", "").strip()
     if not text:
         return [0]
@@ -122,7 +122,7 @@ def log_ranks(env: Mapping[str, str]) -> list[int]:
 
 
 def dry_run(env: Mapping[str, str]) -> bool:
-    """DRY_RUN=1: check the config and stop."""
+    """Reads DRY_RUN: with 1, check the config and stop."""
     text = env.get("DRY_RUN", "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
         raise _bad_variable("DRY_RUN", text, "expected 0 or 1")
@@ -134,7 +134,7 @@ def _bad_variable(name: str, text: str, message: str) -> ConfigError:
 
 
 def _without_no(path: KeyPath) -> tuple[KeyPath, bool]:
-    """`checkpoint.no_enable` is `checkpoint.enable`, negated, unless there is such a key."""
+    """Reads `checkpoint.no_enable` as `checkpoint.enable`, negated, unless there is such a key."""
     if path[-1].startswith("no_") and find_key(todays_key(path)) is None:
         plain = (*path[:-1], path[-1].removeprefix("no_"))
         key = find_key(todays_key(plain))
@@ -144,7 +144,7 @@ def _without_no(path: KeyPath) -> tuple[KeyPath, bool]:
 
 
 def _is_value(word: str, key: Key | None) -> bool:
-    """Whether the word after `--section.key` is its value, and not the next argument."""
+    """Returns whether the word after `--section.key` is its value, and not the next argument."""
     if word.startswith("--"):
         return False
     if key is not None and key.accepts(bool):

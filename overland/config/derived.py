@@ -9,9 +9,27 @@ from fnmatch import fnmatchcase
 from overland.config.schema import Optimizer, Parallelism, Training
 from overland.errors import Kind, OverlandError
 
+# Stages of a rank, by pipeline schedule.
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+
+# The loop turns back at the last rank: rank 0 has the first and the last stage.
+TURNING = {"ZBVZeroBubble", "DualPipeV"}
+
+# Weight gradients are computed apart from those of the inputs.
+SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
+
 
 @dataclass(frozen=True)
 class Degrees:
+    """The parallel degrees of a run, for a certain world size."""
+
     pp: int
     dp_replicate: int
     dp_shard: int
@@ -30,7 +48,7 @@ class Degrees:
 
 
 class DegreeError(OverlandError, ValueError):
-    """The degrees do not fit the world."""
+    """Raised when the degrees do not fit the world."""
 
     kind = Kind.CONFIG
 
@@ -63,14 +81,14 @@ def resolve_degrees(parallelism: Parallelism, world_size: int, ranks_per_node: i
 
 
 def smallest_world(parallelism: Parallelism) -> int:
-    """The fewest devices that the degrees fit on."""
+    """Returns the fewest devices that the degrees fit on."""
     p = parallelism
     data = p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
     return data * p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
 
 
 def _data_parallel(p: Parallelism, dp: int, dp_per_node: int) -> tuple[int, int]:
-    """(replicate, shard) for `dp` data-parallel ranks."""
+    """Returns the replicate and shard degrees for `dp` data-parallel ranks."""
     stage = p.sharding_stage
     if stage == "zero0":
         return dp, 1
@@ -90,24 +108,9 @@ def _reshards(p: Parallelism) -> bool:
     return p.fsdp_reshard_after_forward == "always"
 
 
-STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-
-# The loop turns back at the last rank: rank 0 has the first and the last stage.
-TURNING = {"ZBVZeroBubble", "DualPipeV"}
-
-# Weight gradients are computed apart from those of the inputs.
-SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
-
-
 def settle_dtype(training: Training, device_type: str) -> Training:
-    """Training without `auto`. A CPU without bfloat16 instructions took 200 times as long in it."""
+    """Returns the section without `auto`. A CPU without bfloat16 instructions took 200 times as
+    long in it."""
     if training.mixed_precision_param != "auto":
         return training
     dtype = "bfloat16" if device_type == "cuda" else "float32"
@@ -115,17 +118,19 @@ def settle_dtype(training: Training, device_type: str) -> Training:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupRates:
+    """The rates of parameters, by name."""
+
     lr_factor: float
     weight_decay: float
 
 
-def group_of(name: str, num_dims: int, settings: Optimizer) -> Group:
-    """The rates of the first group whose pattern matches. Unless a group says otherwise, matrices
-    and embeddings decay; norms and biases (anything with one dimension) do not."""
+def group_rates(name: str, num_dims: int, settings: Optimizer) -> GroupRates:
+    """Returns the rates of the first group whose pattern matches. Unless a group says otherwise,
+    matrices and embeddings decay; norms and biases (anything with one dimension) do not."""
     decay = settings.weight_decay if num_dims >= 2 else 0.0
     for group in settings.groups:
         if fnmatchcase(name, group.pattern):
             given = group.weight_decay
-            return Group(group.lr_factor, decay if given is None else given)
-    return Group(1.0, decay)
+            return GroupRates(group.lr_factor, decay if given is None else given)
+    return GroupRates(1.0, decay)

@@ -15,12 +15,12 @@ from overland.errors import Kind, OverlandError
 
 NO_VALUE: Any = type("NoValue", (), {"__repr__": lambda self: "NO_VALUE"})()
 
-Mending = Literal["invalid", "missing", "machine", "note"]
+ProblemKind = Literal["invalid", "missing", "machine", "note"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend. `kind` tells what sort of mending it takes:
+    """One thing to fix. `kind` says what sort of fix it takes:
 
     invalid: the config is wrong; missing: a file or dataset is still to be fetched; machine: this
     machine or torch build lacks what is asked; note: worth knowing, and no reason to stop.
@@ -31,7 +31,7 @@ class Problem:
     key: str = ""
     value: Any = NO_VALUE
     nearest: str | None = None
-    kind: Mending = "invalid"
+    kind: ProblemKind = "invalid"
 
     def __str__(self) -> str:
         subject = self.key
@@ -54,7 +54,7 @@ class ConfigError(OverlandError):
 
 
 def show_value(value: Any, limit: int = 60) -> str:
-    """The value as TOML would write it, cut to `limit` characters."""
+    """Returns the value as TOML would write it, cut to `limit` characters."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif value is None:

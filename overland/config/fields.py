@@ -57,7 +57,7 @@ class Key:
         return value if isinstance(value, type) and issubclass(value, Section) else None
 
     def inside(self, path: tuple[str, ...]) -> Key | None:
-        """The key of one of those tables: `data.sources.c4.weight`."""
+        """Returns the key of one of those tables: `data.sources.c4.weight`."""
         fields = self.table.model_fields if self.table else {}
         return Key(".".join(path[:3]), path[3], fields[path[3]]) if path[3] in fields else None
 
@@ -87,13 +87,13 @@ class Key:
 
 @cache
 def all_keys() -> dict[str, Key]:
-    """Every key by its dotted name, in the order of the schema."""
+    """Returns every key by its dotted name, in the order of the schema."""
     return {key.dotted: key for key in _walk()}
 
 
 @cache
 def sections() -> dict[str, str]:
-    """Every section with its description."""
+    """Returns every section with its description."""
     return {
         name: " ".join((field.annotation.__doc__ or "").split())
         for name, field in JobConfig.model_fields.items()
@@ -101,7 +101,8 @@ def sections() -> dict[str, str]:
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
-    """The key that a path leads to or into (`model.overrides.hidden_size` → `model.overrides`)."""
+    """Returns the key that a path leads to or into (`model.overrides.hidden_size` →
+    `model.overrides`)."""
     key = all_keys().get(".".join(path[:2]))
     if key is None or (len(path) > 2 and not key.accepts(dict)):
         return None
@@ -109,7 +110,7 @@ def find_key(path: tuple[str, ...]) -> Key | None:
 
 
 def nearest_key(dotted: str) -> str | None:
-    """The key that was most likely meant, in its own section or in another."""
+    """Returns the key that was most likely meant, in its own section or in another."""
     section, _, name = dotted.partition(".")
     keys = list(all_keys().values())
     same_name = [key.dotted for key in keys if key.name == name]
@@ -131,13 +132,14 @@ def _has_paths(annotation: Any) -> bool:
 
 
 def in_words(annotation: Any) -> str:
-    """A type as a physicist would say it: `a positive whole number`, `one of "a" or "b"`."""
+    """Returns a type as a physicist would say it: `a positive whole number`, `one of "a"
+    or "b"`."""
     parts = [part for part in members(annotation) if strip(part) is not type(None)]
     return " or ".join(_one_in_words(part) for part in parts)
 
 
 def members(annotation: Any) -> list[Any]:
-    """The alternatives of a union; of anything else, itself."""
+    """Returns the alternatives of a union; of anything else, itself."""
     if get_origin(annotation) is Annotated:
         inner = members(get_args(annotation)[0])
         if len(inner) > 1:

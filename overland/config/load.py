@@ -50,7 +50,8 @@ class Loaded:
     """Those variables and their values."""
 
     def where(self, key: str) -> str:
-        """Where `section.key` was set (`run.toml:12`); the file alone if it has its default."""
+        """Returns where `section.key` was set (`run.toml:12`); the file alone if it has its
+        default."""
         path = tuple(key.split("."))
         inside = [place for other, place in self.places.items() if other[: len(path)] == path]
         return inside[0] if inside else self.source
@@ -133,14 +134,15 @@ def translate(
 
 
 def in_own_folder(config: JobConfig, path: Path) -> JobConfig:
-    """The config with a run folder named after its file, so that configs do not share one. The same
-    file means the same folder, whoever starts it and whenever: that is how a run resumes."""
+    """Returns the config with a run folder named after its file, so that configs do not share
+    one. The same file means the same folder, whoever starts it and whenever: that is how a run
+    resumes."""
     folder = f"{Job().dump_folder}/{path.stem}"
     return config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": folder})})
 
 
 def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) -> tuple[Path, str]:
-    """The file to read and its name in messages."""
+    """Returns the file to read and its name in messages."""
     named = [*([source] if source else []), *given.config_files]
     if len(set(named)) > 1:
         message = f"names a second config file beside {named[0]}; give one"
@@ -166,7 +168,7 @@ def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) ->
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """By line within the file; then the environment; then the command line."""
+    """Sorts problems by line within the file; then the environment; then the command line."""
 
     def rank(problem: Problem) -> tuple[int, int]:
         if problem.where == COMMAND_LINE:
@@ -184,7 +186,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str) -> Path | None:
-    """The file of a packaged recipe, if there is one of that name."""
+    """Returns the file of a packaged recipe, if there is one of that name."""
     plain = name.removesuffix(".toml")
     return _recipes() / f"{plain}.toml" if plain in recipe_names() else None
 
@@ -215,8 +217,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]]:
-    """The config with `model.from` replaced by the keys it stands for, and what is wrong with it.
-    A tokenizer may be given beside it; another architecture or other weights contradict it."""
+    """Returns the config with `model.from` replaced by the keys it stands for, and what is wrong
+    with it. A tokenizer may be given beside it; another architecture or other weights contradict
+    it."""
     if config.model.from_ is None:
         return config, []
     folder = Path(config.model.from_)
@@ -246,7 +249,7 @@ def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]
 
 
 def parts_of(folder: Path) -> tuple[dict[str, str], str]:
-    """What a folder gives, by key; or what it lacks."""
+    """Returns what a folder gives, by key; or what it lacks."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "no such folder"
         fetch = command("overland", "fetch", "model", "NAME")
@@ -271,8 +274,8 @@ def parts_of(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def takes_tokens(architecture: Path) -> bool:
-    """Whether the model has a vocabulary; one of images has none. A file that cannot be read is
-    reported where the model is built."""
+    """Returns whether the model has a vocabulary; one of images has none. A file that cannot be
+    read is reported where the model is built."""
     path = architecture / "config.json" if architecture.is_dir() else architecture
     try:
         keys = read_json(path)

@@ -118,7 +118,7 @@ def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entr
 
 
 def nest(entries: Entries) -> dict[str, Any]:
-    """The opposite of `flatten`. A later entry takes the place of an earlier one on its way."""
+    """Undoes `flatten`. A later entry takes the place of an earlier one on its way."""
     tree: dict[str, Any] = {}
     for path, entry in entries.items():
         node = tree
@@ -131,8 +131,8 @@ def nest(entries: Entries) -> dict[str, Any]:
 
 
 def overlay(base: Entries, top: Entries) -> Entries:
-    """`base` with `top` on it: a value takes away what it replaces, above and below its path, or
-    in another unit: steps take the place of epochs."""
+    """Lays `top` over `base`: a value takes away what it replaces, above and below its path, or in
+    another unit: steps take the place of epochs."""
     pairs = [tuple(tuple(key.split(".")) for key in pair) for pair in IN_PLACE_OF.items()]
     other_unit = {pair[1 - i] for pair in pairs for i in (0, 1) if pair[i] in top}
     kept = {
@@ -232,6 +232,8 @@ class LineIndex:
 
 
 def index_lines(text: str) -> LineIndex:
+    """Finds the line of each key, since `tomllib` keeps no positions. The text may be broken: the
+    index then holds what came before, and goes on at the next line."""
     return _Scanner(text).scan()
 
 

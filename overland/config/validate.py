@@ -14,7 +14,7 @@ from overland.words import nearest_name
 
 
 def validate(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
-    """The config, the problems, and the paths left out of the config because of them."""
+    """Returns the config, the problems, and the paths left out of the config because of them."""
     problems, unknown = _unknown_keys(entries)
     known = {path: entry for path, entry in entries.items() if path not in unknown}
     bad = _bad_paths(known)
@@ -59,7 +59,8 @@ def _unknown_keys(entries: Entries) -> tuple[list[Problem], set[KeyPath]]:
 
 
 def _taught(message: str, path: KeyPath, entry: Entry) -> Problem:
-    """With the nearest key, or what to write for a name that other trainers have."""
+    """Makes a problem that names the nearest key, or what to write for a name that other trainers
+    have."""
     name = path[-1]
     near = _nearest_inside(path) or nearest_key(".".join(("", *path)[-2:]))
     same_name = near is not None and near.rpartition(".")[2] == name
@@ -82,7 +83,7 @@ def _bad_paths(known: Entries) -> list[KeyPath]:
 
 
 def _nearest_inside(path: KeyPath) -> str | None:
-    """A key of the same table of `data.sources` or its like."""
+    """Returns a key of the same table of `data.sources` or its like."""
     key = find_key(path[:3]) if len(path) > 3 else None
     near = nearest_name(path[3], key.table.model_fields) if key and key.table else None
     return ".".join((*path[:3], near)) if near else None
@@ -161,5 +162,6 @@ LESSONS = {
 
 
 def lesson(name: str) -> str:
-    """What to set in place of a name that is another trainer's; empty: it is none that is known."""
+    """Returns what to set in place of another trainer's name; empty for names that are
+    not known."""
     return LESSONS.get(name.replace("_", "").replace("-", "").lower(), "")

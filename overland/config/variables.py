@@ -61,12 +61,13 @@ def resolve_paths(
 
 
 def with_literal_paths(config: JobConfig) -> JobConfig:
-    """The config with its paths as a file must hold them, so that no variable is read into one."""
+    """Returns the config with its paths as a file must hold them, so that no variable is read into
+    one."""
     return with_paths(config, lambda key, path: path.replace("$", "$$"))
 
 
 def with_paths(config: JobConfig, change: Change) -> JobConfig:
-    """The config with each path in it changed."""
+    """Returns the config with each path in it changed."""
     update = {}
     for name in JobConfig.model_fields:
         section = getattr(config, name)
@@ -80,7 +81,7 @@ def with_paths(config: JobConfig, change: Change) -> JobConfig:
 
 
 def on_paths(key: Key, value: Any, change: Change) -> Any:
-    """The key's value with each path in it changed."""
+    """Returns the key's value with each path in it changed."""
     if isinstance(value, str):
         return change(key.dotted, value)
     if isinstance(value, dict) and key.table:
@@ -101,7 +102,7 @@ def on_paths(key: Key, value: Any, change: Change) -> Any:
 
 
 def expand(text: str, env: Mapping[str, str]) -> tuple[str, list[str], str]:
-    """(the path, the variables in it, what is wrong with it)."""
+    """Returns the path, the variables in it, and what is wrong with it."""
     names, problems = [], []
 
     def value(found: re.Match[str]) -> str:

@@ -83,7 +83,7 @@ def to_toml(
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Returns a value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -112,7 +112,7 @@ def _lines(key: Key, value: Any, comments: bool) -> list[str]:
 
 
 def _tables(key: Key, tables: dict[str, Section], written: Mapping[str, str]) -> list[str]:
-    """One TOML table each, with what is set in it."""
+    """Writes one TOML table each, with what is set in it."""
     blocks = []
     for name, table in tables.items():
         values = table.model_dump(exclude_defaults=True)
@@ -123,7 +123,7 @@ def _tables(key: Key, tables: dict[str, Section], written: Mapping[str, str]) ->
 
 
 def _as_written(dotted: str, written: Mapping[str, str]) -> list[str]:
-    """How the paths of this key, or below it, were written."""
+    """Returns how the paths of this key, or below it, were written."""
     return [
         f"# {key.rpartition('.')[2]} is written {toml_value(text)}"
         for key, text in written.items()
@@ -145,7 +145,7 @@ def _toml_key(name: str) -> str:
 
 
 def reference_rows() -> list[dict[str, Any]]:
-    """One row per key: section, key, type, default, description."""
+    """Returns one row per key: section, key, type, default, description."""
     rows = []
     for key in all_keys().values():
         rows.append(_row(key, key.section, key.name))
@@ -167,7 +167,7 @@ def _row(key: Key, section: str, name: str) -> dict[str, Any]:
 
 
 def reference_text(width: int = 100) -> str:
-    """The reference as plain text."""
+    """Returns the reference as plain text."""
     lines: list[str] = []
     for section, about in sections().items():
         lines += [f"[{section}]  {about}", ""]
@@ -181,7 +181,7 @@ def reference_text(width: int = 100) -> str:
 
 
 def reference_tables() -> list[RenderableType]:
-    """The reference for a terminal: one table per section."""
+    """Returns the reference for a terminal: one table per section."""
     from rich.table import Table
     from rich.text import Text
 
@@ -199,7 +199,8 @@ def reference_tables() -> list[RenderableType]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of the config file, for editors that complete and check TOML or YAML."""
+    """Returns a JSON Schema of the config file, for editors that complete and check TOML
+    or YAML."""
     schema = JobConfig.model_json_schema()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

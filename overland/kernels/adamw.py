@@ -109,7 +109,7 @@ def update_plain(
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
-    """The definition: all in float32, PyTorch's own fused update, and back."""
+    """Defines the update: all in float32, PyTorch's own fused update, and back."""
     for first, state in in_pieces(states):
         parameter, remainder = state.parameter, state.remainder
         wide = parameter if remainder is None else join(parameter, remainder)
@@ -127,8 +127,8 @@ def update_plain(
 
 
 def in_pieces(states: Sequence[UpdateState]) -> Iterator[tuple[int, UpdateState]]:
-    """With the place of the first number of each. An update holds up to 51 bytes per number on the
-    way: of a whole embedding, tens of GB."""
+    """Yields pieces, each with the place of its first number. An update holds up to 51 bytes per
+    number on the way: of a whole embedding, tens of GB."""
     for state in states:
         parameter, gradient = state.parameter.view(-1), state.gradient.reshape(-1)
         remainder = None if state.remainder is None else state.remainder.view(-1)

@@ -29,7 +29,7 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> Tensor:
 
 @torch.no_grad()
 def cross_entropy_plain_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> Tensor:
-    """The definition."""
+    """Defines `cross_entropy_`."""
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     valid_C1 = (labels_C != ignored)[:, None]
     labels_C1 = labels_C.clamp(min=0)[:, None]

@@ -26,7 +26,7 @@ FAST_SUMS = True
 
 
 def scale_for(x: Tensor, dtype: torch.dtype, by_rows: bool = True) -> Tensor:
-    """The float32 number that brings the largest element to the end of the range.
+    """Returns the float32 number that brings the largest element to the end of the range.
 
     By rows first, the compiler makes it part of the kernel that computes the rows: no pass of its
     own for what a norm, SwiGLU or a rotation has just made.
@@ -37,12 +37,12 @@ def scale_for(x: Tensor, dtype: torch.dtype, by_rows: bool = True) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · scale, in 8 bits."""
+    """Returns x · scale in 8 bits."""
     return torch.ops.overland.float8_cast(x, scale, dtype, True, False)[0]
 
 
 def cast_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The transpose of `cast`, row by row in memory."""
+    """Returns the transpose of `cast`, row by row in memory."""
     return torch.ops.overland.float8_cast(x, scale, dtype, False, True)[1]
 
 
@@ -54,7 +54,7 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 def product(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """a · bᵀ of the numbers that were cast."""
+    """Returns a · bᵀ of the numbers that were cast."""
     if a_MK.is_cuda and dtype != torch.float64:
         return torch._scaled_mm(
             a_MK,
@@ -70,7 +70,7 @@ def product(
 def product_plain(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The definition."""
+    """Defines `product`."""
     wide = torch.promote_types(dtype, torch.float32)
     return (a_MK.to(wide) @ b_NK.to(wide).t() / (a_scale * b_scale)).to(dtype)
 
@@ -78,7 +78,7 @@ def product_plain(
 def cast_plain(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    """The definition; what is not asked for is empty."""
+    """Defines the casts; what is not asked for is empty."""
     most = torch.finfo(dtype).max
     # Clamped: a scale rounded up would else turn the largest number into NaN.
     narrow = (x.float() * scale).clamp(-most, most).to(dtype)

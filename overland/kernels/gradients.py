@@ -16,7 +16,7 @@ from overland.kernels import triton_takes
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """One number, on the tensors' device."""
+    """Returns the sum of squares of all tensors, in float32 or wider, on their device."""
     if triton_takes(tensors[0]) and tensors[0].dtype != torch.float64:
         from overland.kernels.triton_kernels import sum_of_squares_triton
 
@@ -25,13 +25,13 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
-    """The definition. A norm rounded to bfloat16 would be off by up to 0.4 %."""
+    """Defines `sum_of_squares`. A norm rounded to bfloat16 would be off by up to 0.4 %."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return torch.stack(torch._foreach_norm(list(tensors), 2, wide)).square().sum()
 
 
 def scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(wide * factor).to(dtype), multiplied in the wide type."""
+    """Returns (wide * factor).to(dtype), multiplied in the wide type."""
     if triton_takes(wide) and wide.is_contiguous() and wide.dtype == torch.float32:
         from overland.kernels.triton_kernels import scaled_triton
 
@@ -40,5 +40,5 @@ def scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_plain(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The definition."""
+    """Defines `scaled`."""
     return (wide * factor).to(dtype)

@@ -24,7 +24,8 @@ def random_bits(size: int, count: Tensor, number: int, first: int = 0) -> Tensor
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of x (the constants are C. Wellons')."""
+    """Hashes x: every bit of the result depends on every bit of x (the constants are
+    C. Wellons')."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & LOW_32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & LOW_32
     return x ^ (x >> 16)

@@ -143,7 +143,7 @@ def _round_stochastically(wide, bits):  # type: ignore[no-untyped-def]
 
 
 def cross_entropy_triton_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> Tensor:
-    """One program per row, two passes over it."""
+    """Runs one program per row, with two passes over it."""
     assert logits_CV.stride(1) == 1
     block, warps = TUNED["cross_entropy"]
     losses_C = torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device)
@@ -199,7 +199,7 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
 def cast_triton(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    """A tile is read once and written as it is, turned, or both."""
+    """Reads each tile once and writes it as it is, turned, or both."""
     block, warps = TUNED["float8"]
     height, width = x.shape
     as_it_is = torch.empty((height, width) if rows else 0, dtype=dtype, device=x.device)

@@ -58,7 +58,8 @@ CAUSAL_KERNELS: dict[str, tuple[str, ...]] = {
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the visible keys; K key-value heads serve H query heads."""
+    """Computes softmax(q k^T / sqrt(d)) v over the visible keys; K key-value heads serve H query
+    heads."""
 
     def forward(self, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
         return _FORMS[mask.form](q_BHSd, k_BKSd, v_BKSd, mask)
@@ -183,7 +184,7 @@ def build_mask(
     q_positions_BQ: Tensor | None = None,
     k_positions_BK: Tensor | None = None,
 ) -> Mask:
-    """A mask in the form that the backend computes, or a ModelError where it cannot.
+    """Builds a mask in the form that the backend computes; raises a ModelError where it cannot.
 
     Without positions, queries and keys are the same `seq_len` places in order. With them, both
     must be given ([B, Q] and [B, K], or [1, Q] and [1, K] if all rows are alike).
@@ -227,7 +228,7 @@ def visible(
     k_documents_BK: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """The definition, pair by pair: True where the query sees the key."""
+    """Defines the mask, pair by pair: True where the query sees the key."""
     distance_BQK = q_positions_BQ[:, :, None] - k_positions_BK[:, None, :]
     seen_BQK = distance_BQK >= 0
     if window is not None:
@@ -254,7 +255,8 @@ def run_starts(documents_BS: Tensor) -> Tensor:
 
 
 def compute_dtype(x_BSD: Tensor) -> torch.dtype:
-    """What queries will have: autocast turns the projections of float32 inputs narrower."""
+    """Returns the type that queries will have: autocast makes the projections of float32 inputs
+    narrower."""
     kind = x_BSD.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -297,8 +299,8 @@ def _block_mask_maker() -> Callable[..., Any]:
 
 @cache
 def varlen_parameters() -> frozenset[str]:
-    """What this torch's varlen attention takes; nothing where there is none. Its import brings the
-    compiler, for which a CPU need not wait."""
+    """Returns the parameters that this torch's varlen attention takes; none where there is no such
+    function. Importing it brings the compiler, for which a CPU need not wait."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -323,7 +325,7 @@ def choose_form(
     moved: bool,
     deterministic: bool | None = None,
 ) -> str:
-    """The form of mask (see mask.py) for this backend and this mask."""
+    """Returns the form of mask for this backend and this mask."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     on_gpu = device.type == "cuda"  # ROCm calls itself cuda too

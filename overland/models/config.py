@@ -81,7 +81,8 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> DecoderConfig:
-        """From the contents of a config.json, its path, or the folder that holds it."""
+        """Reads the contents of a config.json, given as a dict, its path, or the folder that holds
+        it."""
         config = _from_dict(*contents_of(source))
         if cls is DecoderConfig:
             return config
@@ -89,30 +90,33 @@ class DecoderConfig:
         return cls(**{item.name: getattr(config, item.name) for item in fields(DecoderConfig)})
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of this model, in a form that transformers 4 and 5 both read."""
+        """Returns the config.json of this model, in a form that transformers 4 and 5 both read."""
         return _config_as_hf(self)
 
     def override(self, overrides: Mapping[str, Any]) -> DecoderConfig:
-        """This config with some Hugging Face keys replaced; an unknown key is a ModelError."""
+        """Returns this config with some Hugging Face keys replaced; an unknown key
+        is a ModelError."""
         return _override_config(self, overrides)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by its Hugging Face name; a tied lm_head is not listed."""
+        """Returns the shape of every parameter by its Hugging Face name; a tied lm_head is not
+        listed."""
         return sizes.parameter_shapes(self)
 
     def structure(self) -> Structure:
-        """What the model is made of. A subclass has a `build` of its own, which may change what
-        blocks do."""
+        """Returns what the model is made of. A subclass has a `build` of its own, which may change
+        what blocks do."""
         return sizes.decoder_structure(self, plain=type(self) is DecoderConfig)
 
     def attention_flops(self, seq_len: int, causal: bool) -> float:
-        """Training FLOP per token of attention itself; `causal` counts visible keys alone."""
+        """Returns the training FLOP per token of attention itself; `causal` counts visible keys
+        alone."""
         windows = [self.window_of(layer) for layer in range(self.num_hidden_layers)]
         keys = sum(_mean_visible_keys(seq_len, window) if causal else seq_len for window in windows)
         return 12 * self.num_attention_heads * self.head_dim * keys
 
     def activations(self, one: sizes.Pass) -> sizes.Activations:
-        """Memory that a pass takes beside parameters and gradients."""
+        """Returns the memory that a pass takes beside parameters and gradients."""
         return sizes.decoder_activations(self, one)
 
     @property
@@ -132,7 +136,7 @@ class DecoderConfig:
         return self.attention_bias
 
     def window_of(self, layer: int) -> int | None:
-        """Sliding window of a layer, None where it sees everything before it."""
+        """Returns the sliding window of a layer, None where it sees everything before it."""
         if self.layer_types and self.layer_types[layer] == FULL:
             return None
         return self.sliding_window
@@ -272,7 +276,8 @@ def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
 
 
 def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Qwen: a window only where use_sliding_window is true, then in layers >= max_window_layers."""
+    """Reads Qwen's keys: there is a window only where use_sliding_window is true, and then in
+    layers >= max_window_layers."""
     given = hf.get("layer_types")
     if not hf.get("use_sliding_window", False):
         # Refused below if it names a sliding layer, harmless if it says "full" everywhere.
@@ -291,8 +296,8 @@ def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_as_hf(config: DecoderConfig) -> dict[str, Any]:
-    """config.json contents. Rope is written in both forms: transformers 4 reads only
-    `rope_theta` + `rope_scaling`, and tools of the v5 time may read only `rope_parameters`."""
+    """Returns the contents of a config.json. Rope is written in both forms: transformers 4 reads
+    only `rope_theta` + `rope_scaling`, and tools of the v5 time may read only `rope_parameters`."""
     family = config.family
     hf: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.model_type]],
@@ -339,7 +344,7 @@ def _window_as_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> DecoderConfig:
-    """The config with Hugging Face keys replaced; sizes that were derived follow along."""
+    """Returns the config with Hugging Face keys replaced; sizes that were derived follow along."""
     overrides = dict(overrides)
     rope = overrides.pop("rope", None)
     if rope is not None:

@@ -28,7 +28,7 @@ class HeadLoss(Protocol):
     """The loss that a head computes (see overland/objectives)."""
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """The summed loss, a number, or followed by sums of what else is to be logged."""
+        """Returns the summed loss, a number, or followed by sums of what else is to be logged."""
 
 
 class Decoder(nn.Module):
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         return self.config.structure()
 
     def init_rule(self, name: str) -> Rule:
-        """How a parameter starts (see init.py)."""
+        """Returns how a parameter starts (see init.py)."""
         return decoder_rule(self.config, name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
@@ -171,7 +171,7 @@ class MLP(nn.Module):
 
 
 def build_norm(config: DecoderConfig) -> nn.Module:
-    """The norm of the residual stream."""
+    """Returns the norm of the residual stream."""
     if config.norm_type == LAYERNORM:
         return nn.LayerNorm(config.hidden_size, config.rms_norm_eps, bias=False)
     return RMSNorm(config.hidden_size, config.rms_norm_eps)

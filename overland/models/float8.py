@@ -50,7 +50,7 @@ class Float8Linear(nn.Linear):
 
 
 def linear8(x: Tensor, weight_OD: Tensor) -> Tensor:
-    """x · weightᵀ in 8 bits, or as ever where a side is too odd for the matrix units."""
+    """Computes x · weightᵀ in 8 bits, or as usual where a side is too odd for the matrix units."""
     x_ND = x.flatten(0, -2)
     if any(size % MULTIPLE for size in (x_ND.shape[0], *weight_OD.shape)):
         return F.linear(x, weight_OD)

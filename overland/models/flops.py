@@ -42,8 +42,18 @@ class StageCosts:
     after: float
 
 
+@dataclass(frozen=True)
+class Measure:
+    """What training is counted in: tokens, or samples that are named arrays."""
+
+    unit: Literal["tokens", "samples"]
+    per_row: int
+    flops: float | None
+    """Training FLOP per unit; None where the model does not say."""
+
+
 def count_parameters(config: Any) -> ParameterCount:
-    """Counts by part; of a model that does not describe itself the total alone."""
+    """Counts parameters by part; for a model that does not describe itself, only the total."""
     structure, shapes = outline_of(config)
     sizes = {name: prod(shape) for name, shape in shapes.items()}
     total = sum(sizes.values())
@@ -64,7 +74,7 @@ def count_parameters(config: Any) -> ParameterCount:
 
 
 def stage_costs(config: Any) -> StageCosts:
-    """What pipeline stages are balanced by; refuses a model that cannot be cut."""
+    """Returns what pipeline stages are balanced by; refuses a model that cannot be cut."""
     structure, shapes = outline_of(config)
     if structure is None or structure.between is None:
         raise ModelError(
@@ -85,19 +95,20 @@ def stage_costs(config: Any) -> StageCosts:
 
 
 def flops_per_token(config: Any, seq_len: int) -> float:
-    """Training FLOP per token by the reporting convention (attention not halved). Without an
-    `attention_flops(seq_len, causal)` of the config only the parameters count."""
+    """Returns the training FLOP per token by the reporting convention (attention not halved).
+    Without an `attention_flops(seq_len, causal)` of the config only the parameters count."""
     return 6.0 * count_parameters(config).in_matmuls + _attention(config, seq_len, causal=False)
 
 
 def causal_flops_per_token(config: Any, seq_len: int) -> float:
-    """Training FLOP per token with attention counted only where a key is visible."""
+    """Returns the training FLOP per token with attention counted only where a key is visible."""
     return 6.0 * count_parameters(config).in_matmuls + _attention(config, seq_len, causal=True)
 
 
 def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
-    """Structure and parameter shapes. A config that says both by itself is believed; of any other
-    the model is built, without memory. What a config class inherits describes another model."""
+    """Returns structure and parameter shapes. A config that states both itself is believed; for
+    any other, the model is built without memory. What a config class inherits describes another
+    model."""
     if describes_itself(config):
         return config.structure(), config.parameter_shapes()
     import torch
@@ -109,6 +120,20 @@ def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
 
 def describes_itself(config: Any) -> bool:
     return all(name in vars(type(config)) for name in ("structure", "parameter_shapes"))
+
+
+def sample_fields(config: Any) -> SampleFields | None:
+    """Returns the type and shape of each array that the model takes, by name; None: it takes
+    tokens."""
+    describe = getattr(config, "sample_fields", None)
+    return None if describe is None else describe()
+
+
+def measure_of(config: Any, seq_len: int) -> Measure:
+    if sample_fields(config) is None:
+        return Measure("tokens", seq_len, flops_per_token(config, seq_len))
+    count = getattr(config, "flops_per_sample", None)
+    return Measure("samples", 1, None if count is None else float(count()))
 
 
 def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
@@ -125,24 +150,3 @@ def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
 def _attention(config: Any, seq_len: int, causal: bool) -> float:
     count = getattr(config, "attention_flops", None)
     return float(count(seq_len, causal)) if count is not None else 0.0
-
-
-@dataclass(frozen=True)
-class Measure:
-    unit: Literal["tokens", "samples"]
-    per_row: int
-    flops: float | None
-    """Training FLOP per unit; None where the model does not say."""
-
-
-def sample_fields(config: Any) -> SampleFields | None:
-    """Type and shape of each array that the model takes, by name; None: it takes tokens."""
-    describe = getattr(config, "sample_fields", None)
-    return None if describe is None else describe()
-
-
-def measure_of(config: Any, seq_len: int) -> Measure:
-    if sample_fields(config) is None:
-        return Measure("tokens", seq_len, flops_per_token(config, seq_len))
-    count = getattr(config, "flops_per_sample", None)
-    return Measure("samples", 1, None if count is None else float(count()))

@@ -66,7 +66,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
-    """A config.json's contents, from its path or the folder that holds it, and where it was."""
+    """Returns a config.json's contents, from its path or the folder that holds it, and where it
+    was."""
     if isinstance(source, Mapping):
         return dict(source), "config.json"
     path = Path(source)
@@ -83,7 +84,7 @@ def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any],
 
 
 def keys_of(model_type: str) -> set[str]:
-    """The keys of a family's config.json that describe the model."""
+    """Returns the keys of a family's config.json that describe the model."""
     family = FAMILIES[model_type]
     keys = {"model_type", "head_dim", *SIZES, *PLAIN, *_ROPE_KEYS}
     if family.chooses_attention_bias:
@@ -124,7 +125,8 @@ def _short(value: Any) -> str:
 
 
 def check_type(owner: type, name: str, value: Any, where: str) -> None:
-    """JSON says "32" and 32 as easily; only one of them is a size."""
+    """Refuses a value of another type: JSON says "32" and 32 as easily, and only one of them is a
+    size."""
     (expected,) = (str(item.type) for item in fields(owner) if item.name == name)
     for one in expected.split(" | "):
         inner = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", one)

@@ -50,12 +50,12 @@ Rule = Normal | Constant
 
 
 def whole(parameter: Tensor) -> Part:
-    """The local part of a parameter that is not sharded."""
+    """Returns the local part of a parameter that is not sharded."""
     return parameter.data, (0,) * parameter.dim(), tuple(parameter.shape)
 
 
 def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> None:
-    """Fill every parameter by `model.init_rule(name)`; sharded ones through `local_part`."""
+    """Fills every parameter by `model.init_rule(name)`; sharded ones through `local_part`."""
     ties = ties_of(model)
     with torch.no_grad():
         for wrapped_name, parameter in model.named_parameters():
@@ -72,7 +72,8 @@ def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> 
 
 
 def rule_of(model: nn.Module, name: str) -> Rule:
-    """By the transform that has added the parameter, or by the model itself."""
+    """Returns the rule of the transform that has added the parameter, or else of the
+    model itself."""
     rule: Rule = added_rule(model, name) or model.init_rule(name)  # type: ignore[operator]
     return rule
 
@@ -95,7 +96,7 @@ def require_rules(model: nn.Module) -> None:
 
 
 def decoder_rule(config: DecoderConfig, name: str) -> Rule:
-    """The scheme above for a parameter of a Decoder."""
+    """Returns the rule of the scheme above for a parameter of a Decoder."""
     if name.endswith("norm.weight"):
         return Constant(1.0)
     if name.endswith(".bias"):
@@ -114,7 +115,7 @@ def fill_normal(
     offsets: Sequence[int],
     shape: Sequence[int],
 ) -> None:
-    """Put the numbers of (seed, name) into a rectangle of a parameter of this full shape."""
+    """Puts the numbers of (seed, name) into a rectangle of a parameter of this full shape."""
     if tensor.numel() == 0:
         return
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
@@ -133,7 +134,7 @@ def fill_normal(
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers (recompute, compile) put into it."""
+    """Returns a parameter's name without what wrappers (recompute, compile) put into it."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -145,7 +146,7 @@ _M32 = (1 << 32) - 1
 def _places(
     local: Sequence[int], offsets: Sequence[int], shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Row-major number in the full parameter of each local element."""
+    """Returns the row-major number of each local element in the full parameter."""
     index = torch.zeros(tuple(local), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
@@ -156,7 +157,8 @@ def _places(
 
 
 def _normal(index: Tensor, key: tuple[int, int]) -> Tensor:
-    """One hash per element; its two halves are the two uniforms of Box and Muller."""
+    """Makes a normal number of one hash per element; its two halves are the two uniforms of Box and
+    Muller."""
     bits = hash_bits(index, key)
     radius = ((bits >> 32) & _M32).to(torch.float64).add_(0.5).mul_(2.0**-32)
     angle = (bits & _M32).to(torch.float64).mul_(2 * math.pi * 2.0**-32)
@@ -175,7 +177,7 @@ def hash_bits(index: Tensor, key: tuple[int, int]) -> Tensor:
 
 
 def _shift(bits: Tensor, places: int) -> Tensor:
-    """Logical right shift, which torch has not for int64."""
+    """Shifts right logically, which torch cannot do for int64."""
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
@@ -190,7 +192,7 @@ def cast_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, by plain name."""
+    """Returns the buffers that belong to the model's state, by plain name."""
     return {
         name: buffer
         for name, owner, own, buffer in _buffers(model)
@@ -239,7 +241,8 @@ def has_start(module: nn.Module) -> bool:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(full name, the module that registered it, its name there, the buffer)."""
+    """Yields the full name of each buffer, the module that registered it, its name there, and the
+    buffer."""
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
             if buffer is not None:
@@ -257,7 +260,7 @@ def _without_start(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """What no module fills a buffer with, where the type has such a value."""
+    """Returns a value that no module fills a buffer with, where the type has one."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min

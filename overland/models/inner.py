@@ -96,8 +96,8 @@ class InnerLoss(Statistic):
 
 
 def _with_gradient(x: Tensor) -> Tensor:
-    """What stands behind frozen parameters alone has no gradient of its own in one process, and one
-    in a later stage of a pipeline: here it always has one, so that all is noted."""
+    """Makes sure that there is a gradient, so that all is noted. What stands behind frozen
+    parameters alone has none of its own in one process, and one in a later stage of a pipeline."""
     if x.requires_grad or not torch.is_grad_enabled():
         return x
     return x.detach().requires_grad_()

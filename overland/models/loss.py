@@ -42,8 +42,8 @@ class OutputMatrix:
         weights_BS: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """(Σ w · (-log p(label) + z · log²Z), the part of it that is z-loss) over labels other than
-        -100, in float32 or wider. The second has no gradient."""
+        """Returns Σ w · (-log p(label) + z · log²Z) over labels other than -100, in float32 or
+        wider, and the part of it that is z-loss. The second has no gradient."""
         chunk = KERNEL_CHUNK_TOKENS if triton_takes(hidden_BSD) else CHUNK_TOKENS
         weights_N = weights_BS.reshape(-1) if weights_BS is not None else None
         hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.reshape(-1)
@@ -53,7 +53,7 @@ class OutputMatrix:
         return total, z_part
 
     def token_losses(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """-log p(label) of each token, 0 where the label is -100."""
+        """Returns -log p(label) of each token, 0 where the label is -100."""
         losses_N: Tensor = TokenLosses.apply(
             hidden_BSD.flatten(0, -2), self.weight_VD, labels_BS.reshape(-1), 0, None
         )
@@ -66,7 +66,8 @@ def chunked_cross_entropy(
     labels_BS: Tensor,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Sum of -log p(label) over labels other than -100, as a float32 (or wider) scalar."""
+    """Returns the sum of -log p(label) over labels other than -100, as a float32 (or
+    wider) scalar."""
     if chunk_tokens is None:
         return OutputMatrix(weight_VD).weighted_sum(hidden_BSD, labels_BS)[0]
     hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.reshape(-1)
@@ -75,7 +76,7 @@ def chunked_cross_entropy(
 
 
 def plain_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor) -> Tensor:
-    """The definition that the chunked one is tested against; holds all logits."""
+    """Defines what the chunked one is tested against; holds all logits."""
     logits_NV = (hidden_BSD @ weight_VD.t()).flatten(0, -2)
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     return torch.nn.functional.cross_entropy(
@@ -164,9 +165,9 @@ def _logits_of(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 class TokenLosses(torch.autograd.Function):
-    """-log p(label) of each token, with `first` the first token id of the vocabulary's part here
-    and `group` the ranks that have the other parts (None: all of it is here). What is kept for the
-    backward pass is log Z of each token."""
+    """Computes -log p(label) of each token, with `first` the first token id of the vocabulary's
+    part here and `group` the ranks that have the other parts (None: all of it is here). What is
+    kept for the backward pass is log Z of each token."""
 
     @staticmethod
     def forward(
@@ -219,7 +220,7 @@ class TokenLosses(torch.autograd.Function):
 
 
 def places_of(labels_C: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where each label lies in this part of the vocabulary, and whether it does."""
+    """Returns where each label lies in this part of the vocabulary, and whether it does."""
     place_C1 = (labels_C - first)[:, None]
     here_C1 = (place_C1 >= 0) & (place_C1 < size)
     return place_C1.clamp(0, size - 1), here_C1
@@ -234,7 +235,8 @@ def _over(values: Tensor, how: str, group: Any) -> Tensor:
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + a @ b, in place, in `dtype`: in bfloat16 each further chunk would lose low bits."""
+    """Returns total + a @ b, in place, in `dtype`: in bfloat16 each further chunk would lose low
+    bits."""
     # Only NVIDIA's library has a product of two types. Under autocast a and b may differ.
     if not triton_takes(a) or a.dtype != b.dtype or a.dtype == dtype:
         product = (a @ b).to(dtype)

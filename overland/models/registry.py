@@ -100,7 +100,8 @@ def resolve_config(
     config_path: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model's config: a named flavor, or a config.json (file or its folder), then overrides.
+    """Returns the model's config: a named flavor, or a config.json (file or its folder), then
+    overrides.
 
     The name 'hf' stands for whatever supported model_type the config.json has.
     """
@@ -118,7 +119,8 @@ def resolve_config(
 
 
 def model_config(section: Model) -> Any:
-    """What `[model]` describes. With a config.json, its model_type says which family it is."""
+    """Returns what `[model]` describes. With a config.json, its model_type says which family
+    it is."""
     if section.config is None:
         return resolve_config(section.name, section.flavor, None, section.overrides)
     unnamed = section.name == Model.model_fields["name"].default
@@ -127,25 +129,25 @@ def model_config(section: Model) -> Any:
 
 
 def lacks_hf_form(config: Any) -> bool:
-    """Whether no config.json describes the model: a user's own class without a `to_hf()`, or with
-    an inherited one, which describes a model that would compute something else."""
+    """Returns whether no config.json describes the model: a user's own class without a `to_hf()`,
+    or with an inherited one, which describes a model that would compute something else."""
     inherited = (None, *(kind.to_hf for kind in BUILT_IN))
     return own_model_name(config) is not None and getattr(type(config), "to_hf", None) in inherited
 
 
 def own_model_name(config: Any) -> str | None:
-    """The name of a user's own config class; None for Overland's models."""
+    """Returns the name of a user's own config class; None for Overland's models."""
     return None if type(config) in BUILT_IN else type(config).__name__
 
 
 def read_hf_config(source: Mapping[str, Any] | str | Path) -> Any:
-    """The config that a config.json describes, by its model_type."""
+    """Returns the config that a config.json describes, by its model_type."""
     is_vit_mae = contents_of(source)[0].get("model_type") == "vit_mae"
     return ViTMAEConfig.from_hf(source) if is_vit_mae else DecoderConfig.from_hf(source)
 
 
 def build_model(config: Any, attention: str = "auto") -> nn.Module:
-    """The module on the default device: use `with torch.device("meta")` for a large one."""
+    """Builds the module on the default device: use `with torch.device("meta")` for a large one."""
     build = _build_of(type(config))
     if build is None:
         raise ModelError(f"no model is registered for a {type(config).__name__}")

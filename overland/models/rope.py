@@ -48,7 +48,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x_BHSd: Tensor, cos_BSd: Tensor, sin_BSd: Tensor) -> Tensor:
-    """Turn queries or keys by their positions."""
+    """Turns queries or keys by their positions."""
     low, high = x_BHSd.chunk(2, dim=-1)
     turned_BHSd = torch.cat((-high, low), dim=-1)
     return x_BHSd * cos_BSd[:, None] + turned_BHSd * sin_BSd[:, None]
@@ -62,7 +62,7 @@ def inverse_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, float]:
-    """Angle per position for each half dimension, and the factor on cos and sin."""
+    """Returns the angle per position for each half dimension, and the factor on cos and sin."""
     theta = rope.rope_theta
     if rope.rope_type == "dynamic":
         theta *= _dynamic_stretch(rope, head_dim, max_position_embeddings, seq_len)
@@ -79,14 +79,14 @@ def inverse_frequencies(
 
 
 def _dynamic_stretch(rope: RopeConfig, head_dim: int, trained: int, seq_len: int) -> float:
-    """NTK-aware growth of theta; exactly 1 up to the trained length."""
+    """Returns the NTK-aware growth of theta; exactly 1 up to the trained length."""
     factor = _number(rope.factor)
     ratio = factor * max(seq_len, trained) / trained - (factor - 1)
     return ratio ** (head_dim / (head_dim - 2))
 
 
 def _llama3(rope: RopeConfig, frequencies_F: Tensor) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Slows long waves by `factor`, keeps short ones and blends those between."""
     factor, trained = _number(rope.factor), _number(rope.original_max_position_embeddings)
     low, high = _number(rope.low_freq_factor), _number(rope.high_freq_factor)
     # Turns of this wave within the trained context, as a place between low (0) and high (1):
@@ -100,7 +100,7 @@ def _yarn(rope: RopeConfig, head_dim: int, frequencies_F: Tensor) -> Tensor:
     factor, trained = _number(rope.factor), _number(rope.original_max_position_embeddings)
 
     def dim_of(turns: float) -> float:
-        """The (fractional) dimension that turns this often within the trained context."""
+        """Returns the (fractional) dimension that turns this often within the trained context."""
         return (
             head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
         )

@@ -36,7 +36,7 @@ ROLES = {
 
 
 def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
-    """`plain`: nobody has changed what the blocks do."""
+    """Returns the structure of a decoder. `plain`: nobody has changed what the blocks do."""
     return Structure(
         blocks=("model.layers",),
         before=("model.embed_tokens",),
@@ -52,7 +52,8 @@ def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape by name, in the order of the forward pass. A tied lm_head is the embedding, once."""
+    """Returns the shape by name, in the order of the forward pass. A tied lm_head is the embedding,
+    once."""
     vocab, width = config.vocab_size, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab, width)}
     for layer in range(config.num_hidden_layers):
@@ -105,7 +106,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one device."""
+    """Memory of activations: bytes on one device."""
 
     kept: float  # by one block, from its forward to its backward pass
     block: float  # made by the backward pass of one block
@@ -135,7 +136,7 @@ def decoder_activations(model: DecoderConfig, one: Pass) -> Activations:
 
 
 def _kept_per_token(model: DecoderConfig, one: Pass) -> float:
-    """Bytes per token and block that are kept for its backward pass."""
+    """Returns the bytes per token and block that are kept for its backward pass."""
     size, tp = one.size, one.tp
     width, inner = model.hidden_size, model.intermediate_size / tp
     q = model.num_attention_heads * model.head_dim / tp

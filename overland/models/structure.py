@@ -60,7 +60,7 @@ class Structure:
 
 
 def structure_of(model: nn.Module) -> Structure | None:
-    """What the model says of itself; None where it says nothing."""
+    """Returns what the model says of itself; None where it says nothing."""
     describe = getattr(model, "structure", None)
     if describe is None:
         return None
@@ -104,7 +104,7 @@ def check_structure(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that are here, by full name and in order; none of a model that names none."""
+    """Returns the blocks that are here, by full name and in order; none if the model names none."""
     structure = structure_of(model)
     found: dict[str, nn.Module] = {}
     for path in structure.blocks if structure is not None else ():
@@ -115,7 +115,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_module(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path; None if it, or one around it, is not there."""
+    """Returns the module at a path; None if it, or one around it, is not there."""
     module: nn.Module | None = model
     for name in path.split("."):
         module = getattr(module, name, None)
@@ -151,12 +151,12 @@ def tie(model: nn.Module) -> None:
 
 
 def inside(path: str, modules: tuple[str, ...]) -> bool:
-    """Whether a parameter or module lies in one of these modules."""
+    """Returns whether a parameter or module lies in one of these modules."""
     return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def walk_roles(model: nn.Module) -> Iterator[tuple[str, Role]]:
-    """Every matrix that has a role, by the full name of its module."""
+    """Yields every matrix that has a role, by the full name of its module."""
     structure = structure_of(model)
     if structure is None:
         return
@@ -186,7 +186,7 @@ class Inputs:
         self.first, self.others = named[0], named[1:]
 
     def of(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the model begins with, and all else by name."""
+        """Returns what the model begins with, and all other fields by name."""
         if self.first not in fields:
             raise ModelError(
                 f"{self.model} is given {self.first} first, which the data does not have: it has "

@@ -36,7 +36,7 @@ class Transform(ABC):
         """Changes the model in place. It is on the meta device: no tensor has values."""
 
     def init_rule(self, name: str) -> Rule | None:
-        """How a parameter starts that this transform adds: it is asked about no other."""
+        """Returns how a parameter starts that this transform adds: it is asked about no other."""
         return None
 
 
@@ -47,7 +47,7 @@ def register_transform(name: str, make: Callable[..., Transform]) -> None:
 
 
 def make_transforms(wanted: Mapping[str, Mapping[str, Any]]) -> list[Transform]:
-    """Those of `[model.transforms.NAME]`, in the order of the config."""
+    """Makes the transforms of `[model.transforms.NAME]`, in the order of the config."""
     return [_make(name, options) for name, options in wanted.items()]
 
 
@@ -76,7 +76,8 @@ def transforms_of(model: nn.Module) -> tuple[Transform, ...]:
 
 
 def added_rule(model: nn.Module, name: str) -> Rule | None:
-    """How a parameter starts that a transform has added; None for those of the model itself."""
+    """Returns how a parameter starts that a transform has added; None for those of the model
+    itself."""
     added: dict[str, Rule] = getattr(model, "_added", {})
     return added.get(name)
 

@@ -37,8 +37,8 @@ class ViTMAE(nn.Module):
         weight_B: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """The loss, summed over images: of each, the mean squared error of the patches that it
-        was not shown. `noise` [B, patches] decides which are shown: those with the least."""
+        """Returns the loss, summed over images: of each, the mean squared error of the patches that
+        it was not shown. `noise` [B, patches] decides which are shown: those with the least."""
         painted_BNP, is_hidden_BN = self.paint(pixel_values, sample_B, epoch_B, noise)
         wide = torch.promote_types(painted_BNP.dtype, torch.float32)
         target_BNP = patches(pixel_values.to(wide), self.config.patch_size)
@@ -57,7 +57,7 @@ class ViTMAE(nn.Module):
         epoch_B: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The pixels of every patch, and which patches were not shown."""
+        """Returns the pixels of every patch, and which patches were not shown."""
         if noise is None:
             noise = self.noise(len(pixel_values), sample_B, epoch_B, pixel_values.device)
         order_BN = noise.argsort(dim=1)
@@ -79,7 +79,7 @@ class ViTMAE(nn.Module):
         return Structure(blocks=("vit.encoder.layer", "decoder.decoder_layers"), random=False)
 
     def other_names(self, name: str) -> tuple[str, ...]:
-        """What transformers 5 calls a parameter in the files that it writes."""
+        """Returns what transformers 5 calls a parameter in the files that it writes."""
         return (name.replace(OLD_NAMES, NEW_NAMES),)
 
     def init_rule(self, name: str) -> Rule:
@@ -207,7 +207,7 @@ class ViTAttention(nn.Module):
 
 
 def patches(pixel_values: Tensor, size: int) -> Tensor:
-    """The pixels of each patch, row by row, channels last."""
+    """Returns the pixels of each patch, row by row, channels last."""
     x = pixel_values.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # B, C, rows, p, columns, p
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
@@ -227,7 +227,9 @@ def places(num_patches: int, width: int) -> Tensor:
 
 
 def uniform(seed: str, sample_B: Tensor, epoch_B: Tensor, count: int) -> Tensor:
-    """[B, count] numbers from [0, 1), with 24 bits each: float32 holds them exactly."""
+    """Returns [B, count] numbers from [0, 1), with 24 bits each, which float32 holds exactly. They
+    are a pure function of the seed, the epoch and the number of the sample: the same on every rank,
+    device and restart."""
     digest = hashlib.blake2b(seed.encode(), digest_size=32).digest()
     keys = [signed(int.from_bytes(digest[i : i + 8])) for i in range(0, 32, 8)]
     row_B = hash_bits(hash_bits(sample_B, (keys[0], keys[1])) + epoch_B, (keys[2], keys[3]))

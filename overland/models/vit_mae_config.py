@@ -59,13 +59,13 @@ class ViTMAEConfig:
         return int(self.num_patches * (1 - self.mask_ratio))
 
     def sample_fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """What a sample must hold: type and shape by name."""
+        """Returns what a sample must hold: type and shape by name."""
         shape = (self.num_channels, self.image_size, self.image_size)
         return {"pixel_values": ("float32", shape)}
 
     def flops_per_sample(self) -> float:
-        """Training FLOP per image by the reporting convention: 6 per number of a matrix and vector
-        that it is applied to, and 12 per number of queries and key."""
+        """Returns the training FLOP per image by the reporting convention: 6 per number of a matrix
+        and vector that it is applied to, and 12 per number of queries and key."""
         pixels, hidden = self.num_channels * self.patch_size**2, self.hidden_size
         patches, seen, painted = self.num_patches, self.num_seen + 1, self.num_patches + 1
         width = self.decoder_hidden_size
@@ -81,7 +81,8 @@ class ViTMAEConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ViTMAEConfig:
-        """From the contents of a config.json, its path, or the folder that holds it."""
+        """Reads the contents of a config.json, given as a dict, its path, or the folder that holds
+        it."""
         contents, where = contents_of(source)
         kind = contents.get("model_type")
         if kind != "vit_mae":

@@ -47,7 +47,8 @@ class Objective:
     _found: list[Tensor]
 
     def count(self, batch: Batch) -> Tensor:
-        """This rank's share; what is not a whole number is a share of a row that ranks share."""
+        """Counts this rank's share; what is not a whole number is a share of a row that ranks
+        share."""
         if self.counts == "tokens":
             valid_BS, weights_BS = batch["labels_BS"] != IGNORED, weights_of(batch.fields)
             return valid_BS.sum() if weights_BS is None else (valid_BS * weights_BS.double()).sum()
@@ -67,12 +68,14 @@ class Objective:
     def loss(
         self, terms_Bk: Tensor, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss of each sample, and of each what else is logged, by the names in `metrics`."""
+        """Returns the loss of each sample, and of each what else is logged, by the names in
+        `metrics`."""
         losses = terms_Bk[:, 0].unflatten(0, (-1, self.rows_per_sample)).sum(dim=1)
         return losses, {}
 
     def during(self, field: str, parts: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """What holds during a pass without gradient, such as adapters that are switched off."""
+        """Returns what holds during a pass without gradient, such as adapters that are switched
+        off."""
         return nullcontext()
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
@@ -101,8 +104,8 @@ class Objective:
     def _losses(
         self, terms_Bk: Tensor, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """What `loss` returns, once it is known to be a number per sample: a mean, say, would make
-        the result depend on how the batch is split."""
+        """Returns what `loss` does, once it is known to be a number per sample: a mean, say, would
+        make the result depend on how the batch is split."""
         returned = self.loss(terms_Bk, fields)
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise ObjectiveError(
@@ -136,7 +139,7 @@ class Objective:
         )
 
     def _sample_weights(self, weight_B: Tensor) -> Tensor:
-        """A sample counts as much as the least of its rows: half a pair is none."""
+        """Weighs a sample as the least of its rows: half a pair is none."""
         return weight_B.unflatten(0, (-1, self.rows_per_sample)).amin(dim=1)
 
     def bind(self, mesh: Mesh) -> None:
@@ -145,7 +148,7 @@ class Objective:
 
     @contextmanager
     def finding(self, field: str) -> Iterator[list[Tensor]]:
-        """Inside, forward passes put their terms into the list, where this rank has the head."""
+        """Lets forward passes put their terms into the list, where this rank has the head."""
         self._field, self._found = field, []
         try:
             yield self._found
@@ -158,7 +161,7 @@ class Objective:
 
 
 def count_of(objective: Objective, batch: Batch) -> Tensor:
-    """What the objective counts of this rank's share, if it is a number."""
+    """Returns what the objective counts of this rank's share, if it is a number."""
     name = type(objective).__name__
     try:
         count = objective.count(batch)
@@ -188,7 +191,7 @@ class Fields(dict[str, Tensor]):
 
 
 def weights_of(fields: Mapping[str, Tensor]) -> Tensor | None:
-    """How much each token counts; None where all count alike."""
+    """Returns how much each token counts; None where all count alike."""
     weights_BS, weight_B = fields.get("weights_BS"), fields.get("weight_B")
     if weight_B is None:
         return weights_BS

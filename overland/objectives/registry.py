@@ -28,7 +28,8 @@ def register_objective(name: str, make: Callable[..., Objective]) -> None:
 
 
 def objective_name(training: Training, architecture: Any) -> str:
-    """What the config names, or else what the model's config does (next_token, by default)."""
+    """Returns what the config names, or else what the model's config does (next_token,
+    by default)."""
     if training.objective != AUTO:
         return training.objective
     return str(getattr(architecture, "objective", NEXT_TOKEN))
@@ -54,7 +55,7 @@ def objective_for(training: Training, architecture: Any) -> Objective:
 
 
 def _wrong(objective: object) -> str:
-    """What is wrong with what an objective says of itself, if anything."""
+    """Returns what is wrong with what an objective says of itself, if anything."""
     from overland.objectives.objective import Objective
 
     if not isinstance(objective, Objective):
@@ -105,7 +106,7 @@ def _next_token(**options: Any) -> Objective:
 
 
 def _own(**options: Any) -> Objective:
-    """A model that computes its loss by itself, summed over samples."""
+    """Makes the objective of a model that computes its loss by itself, summed over samples."""
     from overland.objectives.objective import Objective
 
     return Objective(**options)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from overland.checkpoint import plan
 from overland.config import schema
-from overland.config.derived import Group, group_of
+from overland.config.derived import GroupRates, group_rates
 from overland.kernels.master_weights import MasterWeights, join
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.parameter_shard import (
@@ -46,7 +46,7 @@ class TrainedParameter:
     name: str
     rule: Rule
     kinds: StateKinds
-    group: Group
+    group: GroupRates
     seed: int
     state: dict[str, Tensor] = field(default_factory=dict)
     packed: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class TrainedParameter:
 
 
 class Optimizer:
-    """Master weights are whole until `split`; inside of `whole` they are too, and packed state is
-    unpacked."""
+    """Updates the parameters of this rank. Master weights are whole until `split`; inside of
+    `whole` they are too, and packed state is unpacked."""
 
     def __init__(self, parts: Sequence[nn.Module], settings: schema.Optimizer) -> None:
         names = names_by_parameter(parts)
@@ -89,7 +89,7 @@ class Optimizer:
         return list(self._entries)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What is kept of a parameter, by name; packed state only inside of `whole`."""
+        """Returns what is kept of a parameter, by name; packed state only inside of `whole`."""
         return self._entries[parameter].state
 
     @property
@@ -149,7 +149,8 @@ class Optimizer:
                         entry.packed[name] = packed(entry.packing(name), numbers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by its names in a checkpoint, to be filled from one. Only inside of `whole`."""
+        """Returns the state by its names in a checkpoint, to be filled from one. Only inside of
+        `whole`."""
         found = {f"{PREFIX}num_updates": self.num_updates}
         for entry in self._entries.values():
             if entry.is_saved:
@@ -157,7 +158,7 @@ class Optimizer:
         return found
 
     def saved(self) -> Saved:
-        """The state under the same names, to be saved: packed state is unpacked while it is
+        """Returns the state under the same names, to be saved: packed state is unpacked while it is
         written."""
         found: Saved = {f"{PREFIX}num_updates": self.num_updates}
         for parameter, entry in self._entries.items():
@@ -173,7 +174,8 @@ class Optimizer:
         return found
 
     def saved_parameter(self, parameter: nn.Parameter) -> Tensor | plan.PackedTensor:
-        """What is saved of a parameter: a split one as the float32 master weight that it is."""
+        """Returns what is saved of a parameter: a split one as the float32 master weight that it
+        is."""
         remainder = self._master_weights.remainders.get(parameter)
         if remainder is None:
             return parameter.detach()
@@ -196,7 +198,7 @@ class Optimizer:
             name,
             rule,
             kinds,
-            group_of(name, len(shape), settings),
+            group_rates(name, len(shape), settings),
             # By name: both ends of a tied matrix must be rounded alike, wherever they are.
             seed=crc32(name.encode()) >> 1,
         )
@@ -214,7 +216,8 @@ class Optimizer:
         return entry
 
     def prepared(self) -> list[Updater]:
-        """One for each rule. Made by the first step, while collectives may still take long."""
+        """Returns an updater for each rule. They are made by the first step, while collectives may
+        still take long."""
         if self._updaters is None:
             self._updaters = [
                 updater_of(rule, {e.name: p for p, e in self._entries.items() if e.rule is rule})

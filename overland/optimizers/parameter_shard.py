@@ -67,7 +67,7 @@ class ParameterShard:
         return Rates(step.lr * self.lr_factor, self.weight_decay, step.num_updates)
 
     def pieces(self) -> Iterator[ParameterShard]:
-        """The shard in flat pieces of limited size; an empty one is a piece of its own."""
+        """Yields the shard in flat pieces of limited size; an empty one is a piece of its own."""
         flat = {
             name: one if isinstance(self.kinds[name], Scalar) else one.view(-1)
             for name, one in self.state.items()
@@ -114,7 +114,7 @@ class ParameterShard:
         _write(self.remainder, remainder, step)
 
     def write_state(self, new: Mapping[str, Tensor], step: Step) -> None:
-        """Everything but scalars, which all pieces of a shard read."""
+        """Writes everything but scalars, which all pieces of a shard read."""
         if missing := [name for name in self.kinds if name not in new]:
             raise OptimizerError(f"the update of {self.name} returned no new {missing[0]}")
         for name, one in self.state.items():
@@ -139,7 +139,7 @@ class ParameterShard:
                 _write(one, new[name], step)
 
     def _require_shape(self, what: str, new: Tensor, shape: torch.Size) -> None:
-        """Another one would be stretched to fit, or would not fit."""
+        """Refuses another shape: it would be stretched to fit, or would not fit."""
         found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
         if found != tuple(shape):
             raise OptimizerError(
@@ -176,7 +176,7 @@ def unchanged(rule: Rule, method: str, *given: Tensor) -> Iterator[None]:
 
 
 def pair(rule: Rule, method: str, result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What a rule returned: a tensor, and state by name."""
+    """Returns what a rule returned, once it is known to be a tensor and state by name."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     if is_pair and isinstance(result[0], Tensor) and isinstance(result[1], Mapping):
         return result
@@ -186,14 +186,14 @@ def pair(rule: Rule, method: str, result: Any) -> tuple[Tensor, Mapping[str, Ten
 
 
 def packed(kind: Packed, numbers: Tensor) -> tuple[Tensor, ...]:
-    """What is kept of these numbers."""
+    """Packs these numbers."""
     flat = numbers.float().reshape(-1)
     filled = torch.nn.functional.pad(flat, (0, -flat.numel() % kind.block))
     return kind.pack(filled.view(-1, kind.block))
 
 
 def unpacked(kind: Packed, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-    """The numbers, in float32."""
+    """Returns the numbers, in float32."""
     return kind.unpack(*kept).reshape(-1)[: shape.numel()].view(shape)
 
 

@@ -65,8 +65,8 @@ def rule_class(name: str) -> type[Rule]:
 
 
 def rules_of(settings: Optimizer) -> list[Rule]:
-    """The rule that `[optimizer]` asks for, and after it the one of the parameters it does not
-    take."""
+    """Returns the rule that `[optimizer]` asks for, and after it the one of the parameters it does
+    not take."""
     kind = rule_class(settings.name)
     if kind is AdamW:
         if settings.options:
@@ -87,7 +87,7 @@ def rules_of(settings: Optimizer) -> list[Rule]:
 
 
 def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
-    """The first rule that takes this parameter."""
+    """Returns the first rule that takes this parameter."""
     for rule in rules:
         if rule.takes(name, tuple(shape)):
             return rule
@@ -98,7 +98,7 @@ def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
 
 
 def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> StateKinds:
-    """The state that is kept of this parameter."""
+    """Returns the state that is kept of this parameter."""
     rule = rule_for(rules, name, shape)
     kinds = rule.state(name, tuple(shape))
     if not isinstance(kinds, Mapping):
@@ -119,7 +119,7 @@ def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> StateKin
 def state_bytes(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]], saved: bool = False
 ) -> float:
-    """Bytes of the state of all these parameters in memory, or as they are saved."""
+    """Returns the bytes of the state of all these parameters in memory, or as they are saved."""
     rules = rules_of(config.optimizer)
     count = num_saved_bytes if saved else num_bytes
     return sum(
@@ -129,7 +129,8 @@ def state_bytes(
 
 
 def same_state(one: str, other: str) -> bool:
-    """Whether two optimizers, by name, keep the same state: Adam resumes what AdamW saved."""
+    """Returns whether two optimizers, by name, keep the same state: Adam resumes what
+    AdamW saved."""
     return one == other or (_RULES.get(one) is not None and _RULES.get(one) is _RULES.get(other))
 
 

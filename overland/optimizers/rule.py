@@ -35,14 +35,14 @@ class Rates:
 
 
 class Rule:
-    """What both kinds have in common."""
+    """What both kinds of rule have in common."""
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether this rule updates the parameter of this name and (whole) shape."""
+        """Returns whether this rule updates the parameter of this name and (whole) shape."""
         return True
 
     def state(self, name: str, shape: Sequence[int]) -> StateKinds:
-        """What is kept of such a parameter, by name."""
+        """Returns what is kept of such a parameter, by name."""
         return {}
 
 
@@ -125,7 +125,7 @@ StateKinds = Mapping[str, StateKind]
 
 
 def wrong_kind(kind: object) -> str:
-    """What is wrong with a description of state, if anything."""
+    """Returns what is wrong with a description of state, if anything."""
     if isinstance(kind, Packed):
         is_power = isinstance(kind.block, int) and kind.block > 0 and kind.block.bit_count() == 1
         if not is_power or kind.block > LARGEST_BLOCK:
@@ -139,7 +139,7 @@ def wrong_kind(kind: object) -> str:
 
 
 def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> float:
-    """Bytes in memory for the state of a parameter of this shape and type."""
+    """Returns the bytes in memory for the state of a parameter of this shape and type."""
     total = 0.0
     for kind in kinds.values():
         if isinstance(kind, Scalar):
@@ -152,7 +152,7 @@ def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> float:
 
 
 def num_saved_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes in a checkpoint, which holds packed state unpacked."""
+    """Returns the bytes in a checkpoint, which holds packed state unpacked."""
     saved = {
         name: Like("float32") if isinstance(kind, Packed) else kind for name, kind in kinds.items()
     }

@@ -75,7 +75,7 @@ class Matrices:
         group: dist.ProcessGroup | None,
         step: Step,
     ) -> None:
-        """One round: the matrix of each owner, if it has one."""
+        """Runs one round: the matrix of each owner, if it has one."""
         inputs: list[Tensor | None] = []
         for matrix in matrices:
             inputs.append(None if matrix is None else self._before(shards[matrix.name], step))
@@ -125,7 +125,8 @@ def require_shape(rule: WholeMatrix, method: str, result: Tensor, shape: tuple[i
 
 
 def locate(name: str, parameter: Tensor) -> Matrix:
-    """The boxes of all ranks that share a parameter with this one; copies are not shared."""
+    """Returns the boxes of all ranks that share a parameter with this one; copies are
+    not shared."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return Matrix(name, shape, (0,), (tuple(slice(0, size) for size in shape),))
@@ -147,8 +148,8 @@ def locate(name: str, parameter: Tensor) -> Matrix:
 
 
 def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
-    """For each round, the matrix of each owner. The largest are dealt first, always to the owner
-    that has the least so far."""
+    """Returns for each round the matrix of each owner. The largest are dealt first, always to the
+    owner that has the least so far."""
     num_owners = len(matrices[0].ranks)
     dealt: list[list[Matrix]] = [[] for _ in range(num_owners)]
     loads = [0] * num_owners
@@ -163,8 +164,8 @@ def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
 
 
 def process_group_of(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The group of the ranks that share a parameter; None for one rank. Along one axis the mesh has
-    it; for several, these ranks make one, without the others."""
+    """Returns the group of the ranks that share a parameter; None for one rank. Along one axis the
+    mesh has it; for several, these ranks make one, without the others."""
     if len(ranks) == 1:
         return None
     assert isinstance(parameter, DTensor)
@@ -192,7 +193,8 @@ def to_owners(
 def from_owners(
     results: Sequence[Tensor], inputs: Sequence[Tensor | None], group: dist.ProcessGroup | None
 ) -> list[Tensor | None]:
-    """The way back: parts of this rank's own matrix to everyone, and from every owner one part."""
+    """Sends parts of this rank's own matrix back to everyone, and receives one part from every
+    owner."""
     like = next(one for one in inputs if one is not None)
     expected = [0 if one is None else one.numel() for one in inputs]
     given = [one.numel() for one in results] or [0] * len(inputs)
@@ -207,7 +209,7 @@ def exchange(
     received: list[int],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """All to all, with parts of any size."""
+    """Exchanges parts of any size, all to all."""
     outgoing = torch.cat([part.reshape(-1) for part in parts if part is not None])
     if group is None:
         return [outgoing]

@@ -15,7 +15,7 @@ CPU_RANKS = 2  # on a machine without accelerators: enough that every run is rea
 
 
 def num_local_ranks() -> int:
-    """One rank per accelerator; without any, a few on the CPU."""
+    """Returns one rank per accelerator; without any, a few on the CPU."""
     if not may_have_accelerator():
         return min(CPU_RANKS, os.cpu_count() or 1)
     import torch
@@ -24,20 +24,20 @@ def num_local_ranks() -> int:
 
 
 def may_have_accelerator() -> bool:
-    """Whether it is worth importing torch (seconds) to count devices."""
+    """Returns whether it is worth importing torch (seconds) to count devices."""
     drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
     return sys.platform == "darwin" or any(Path(path).exists() for path in drivers)
 
 
 def device_type() -> str:
-    """`cuda` (NVIDIA and AMD alike) or `cpu`."""
+    """Returns `cuda` (NVIDIA and AMD alike) or `cpu`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name() -> str:
-    """The accelerator's name as its driver gives it, or the CPU's."""
+    """Returns the accelerator's name as its driver gives it, or the CPU's."""
     import torch
 
     if torch.cuda.is_available():
@@ -53,7 +53,7 @@ def cpu_name() -> str:
 
 
 def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
-    """Peak FLOP/s of the device with this name, or None where the table has no figure.
+    """Returns the peak FLOP/s of the device with this name, or None where the table has no figure.
 
     float16 runs at bfloat16's rate on every device listed; float32 is not what the matrix units
     are rated for, so it has no peak here and no MFU is reported.
@@ -66,7 +66,7 @@ def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
 
 
 def memory_in_use() -> float:
-    """Peak memory of this rank so far, GiB: the device's, or the process's on a CPU."""
+    """Returns the peak memory of this rank so far, GiB: the device's, or the process's on a CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -78,7 +78,8 @@ def memory_in_use() -> float:
 
 
 def available_memory() -> float:
-    """Bytes that can be had without swapping; the limits of containers and jobs count."""
+    """Returns the bytes that can be had without swapping; the limits of containers and
+    jobs count."""
     free = [float("inf")]
     with suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -179,7 +179,7 @@ def heartbeat_folder(env: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def stacks_signal() -> int:
-    """One that no library and no scheduler uses."""
+    """Returns a signal that no library and no scheduler uses."""
     return signal.SIGRTMIN + 5
 
 

@@ -89,7 +89,7 @@ def error_kind(error: BaseException) -> Kind:
 
 
 def _stated_kind(error: BaseException) -> Kind | None:
-    """What the error's class says of itself, or what is known of it by name."""
+    """Returns what the error's class says of itself, or what is known of it by name."""
     if isinstance(error, OverlandError):
         return error.kind
     names = (kind.__name__ for kind in type(error).__mro__)
@@ -97,8 +97,8 @@ def _stated_kind(error: BaseException) -> Kind | None:
 
 
 def error_place(error: BaseException) -> str:
-    """The type of an error and the innermost line outside of torch that it came from. Empty for a
-    file system that failed: whatever reads next fails."""
+    """Returns the type of an error and the innermost line outside of torch that it came from. Empty
+    for a file system that failed: whatever reads next fails."""
     if _file_system_failed(error):
         return ""
     if isinstance(error, OSError) and not isinstance(error, WRONG_PATH):
@@ -129,7 +129,8 @@ def last_words(rank: int, kind: Kind, what: str, step: int = 0, place: str = "")
 
 
 def _file_system_failed(error: BaseException | None) -> bool:
-    """It, or what it was raised for: of one node, as often as not."""
+    """Returns whether a file system failed, in this error or in what it was raised for: on one
+    node, as often as not."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FILE_SYSTEM:
             return True

@@ -82,8 +82,8 @@ def launch_local(
 
 
 def _end_with_launcher() -> Callable[[], object] | None:
-    """On Linux, a rank gets SIGTERM when the launcher is gone, even by SIGKILL: it saves and ends,
-    where it would train on for nobody."""
+    """Makes Linux send a rank SIGTERM when the launcher is gone, even by SIGKILL: it saves and
+    ends, where it would otherwise train on for nobody."""
     if sys.platform != "linux":
         return None
     set_option = ctypes.CDLL(None).prctl  # found before the fork, where little may be done
@@ -117,7 +117,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """SIGKILL after a grace period: a rank stuck in a collective never sees SIGTERM."""
+    """Sends SIGKILL after a grace period: a rank stuck in a collective never sees SIGTERM."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -131,7 +131,8 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 class _interrupts_go_to:
-    """Passed on to the ranks, which finish their step and save; a second Ctrl-C ends them."""
+    """Passes interrupts on to the ranks, which finish their step and save; a second Ctrl-C ends
+    them."""
 
     def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         self.ranks = ranks

@@ -20,7 +20,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h counts batch, interactive and extern 
 
 
 def find_world(env: Mapping[str, str] = os.environ) -> World | None:
-    """The world that a launcher made for this process, or None if nobody launched it."""
+    """Returns the world that a launcher made for this process, or None if nobody launched it."""
     for read in (from_torchrun, from_open_mpi, from_mpich, from_srun):
         world = read(env)
         if world is not None:
@@ -41,14 +41,15 @@ def export_world(world: World, env: MutableMapping[str, str] = os.environ) -> No
 
 
 def is_under_mpi(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether mpirun or mpiexec started this process. Its terminal is then one that they made up,
-    and what it prints is passed on line by line."""
+    """Returns whether mpirun or mpiexec started this process. Its terminal is then one that they
+    made up, and what it prints is passed on line by line."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID")
     return any(name in env for name in names)
 
 
 def from_torchrun(env: Mapping[str, str]) -> World | None:
-    """torchrun's names, which our own launcher sets too, and scripts that do its work by hand."""
+    """Reads torchrun's variables, which our own launcher sets too, and scripts that do its work by
+    hand."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     size = number(env, "WORLD_SIZE", at_least=1)
@@ -192,7 +193,8 @@ def _mpi_first_host(env: Mapping[str, str]) -> str:
 
 
 def _proxy() -> int:
-    """Each rank leads a session of its own, whatever scripts lie between; above it is the proxy."""
+    """Returns the proxy above a rank: each rank leads a session of its own, whatever scripts lie
+    between."""
     try:
         leader = Path(f"/proc/{os.getsid(0)}/stat").read_text()
     except OSError:
@@ -292,5 +294,5 @@ def number(env: Mapping[str, str], name: str, default: int | None = None, at_lea
 
 
 def first_set(env: Mapping[str, str], *names: str) -> str | None:
-    """The first of these variables that is there."""
+    """Returns the first of these variables that is there."""
     return next((name for name in names if env.get(name, "").strip()), None)

@@ -28,7 +28,8 @@ STEPS = 4  # neighbouring steps of a job that may run at once on a node
 
 
 def port_of_job(job: int, step: int) -> int:
-    """Another one for each of 3,192 consecutive jobs, and for 4 consecutive steps of a job."""
+    """Returns a different port for each of 3,192 consecutive jobs, and for 4 consecutive steps of a
+    job."""
     num_jobs = (LAST_PORT + 1 - FIRST_PORT) // STEPS
     return FIRST_PORT + job % num_jobs * STEPS + step % STEPS
 
@@ -38,7 +39,7 @@ def port_of_name(name: str) -> int:
 
 
 def open_store(world: World, timeout_seconds: int) -> Store | None:
-    """The store of this world, on every rank; None where torch is to find it by itself."""
+    """Returns the store of this world, on every rank; None where torch is to find it by itself."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -76,7 +77,7 @@ def open_store(world: World, timeout_seconds: int) -> Store | None:
 
 
 def reachable(host: str) -> str:
-    """A host that the name service does not know, Slurm may."""
+    """Returns an address of a host: if the name service does not know it, Slurm may."""
     try:
         socket.getaddrinfo(host, None)
         return host

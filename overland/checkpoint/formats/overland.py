@@ -30,7 +30,7 @@ from overland.checkpoint.formats.lazy import Lazy, Slices, counter, held
 from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
-from overland.config.derived import Group, group_of
+from overland.config.derived import GroupRates, group_rates
 from overland.config.schema import Optimizer
 from overland.errors import CheckpointError
 from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
@@ -164,11 +164,11 @@ def _param_groups(
     for name in tensors:
         if (state := split_state(name, tensors)) is not None:
             states.setdefault(state[0], set()).add(state[1])
-    members: dict[tuple[bool, Group, bool], list[str]] = {}
+    members: dict[tuple[bool, GroupRates, bool], list[str]] = {}
     for name in [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]:
         if name in states:
             num_dims = len(tensors[MODEL + name].shape)
-            group = group_of(name, num_dims, settings)
+            group = group_rates(name, num_dims, settings)
             key = num_dims < 2, group, states[name] >= {*MOMENTS}
             members.setdefault(key, []).append(name)
     rate = run.get("learning_rate") or settings.lr

@@ -46,7 +46,7 @@ class Draft:
         self.notes.append(f"{source.where}: {text}")
 
     def refuse(self, path: KeyPath, source: Entry, reason: str) -> None:
-        """For what would train something else than was asked for: a note is not enough."""
+        """Reports what would train something else than was asked for: a note is not enough."""
         self.problems.append(Problem(reason, source.where, ".".join(path), source.value))
 
     def without_meaning(self, path: KeyPath, source: Entry, reason: str) -> None:

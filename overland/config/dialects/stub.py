@@ -64,7 +64,8 @@ WITHOUT_MEANING: dict[str, str] = {
 
 
 def is_stub(entries: Entries) -> bool:
-    """By `model.hf_config`, or by two of its own sections and none of another kind."""
+    """Recognises the stub by `model.hf_config`, or by two of its own sections and none of another
+    kind."""
     tops = {path[0] for path in entries}
     if any(path[:2] == ("model", "hf_config") for path in entries):
         return True

@@ -66,7 +66,7 @@ def translate_torchtitan(
 
 
 def todays_key(path: KeyPath) -> KeyPath:
-    """Where a renamed key lives now; any other key as it is."""
+    """Returns where a renamed key lives now; any other key is returned as it is."""
     new = RENAMED.get(".".join(path))
     return tuple(new.split(".")) if new else path
 
