@@ -119,7 +119,7 @@ def settle_dtype(training: Training, device_type: str) -> Training:
 
 @dataclass(frozen=True)
 class GroupRates:
-    """The rates of parameters, by name."""
+    """The rates of a parameter group."""
 
     lr_factor: float
     weight_decay: float

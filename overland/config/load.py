@@ -28,7 +28,7 @@ from overland.config.dialects.torchtitan import translate_torchtitan
 from overland.config.errors import ConfigError, Problem
 from overland.config.schema import Job, JobConfig
 from overland.config.source import SUFFIXES, Entries, KeyPath, overlay, read_file
-from overland.config.validate import validate
+from overland.config.validate import validate_entries
 from overland.config.variables import Resolved, resolve_paths
 from overland.files import read_json
 from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
@@ -85,7 +85,7 @@ def load_config(
     from_env, env_problems = environment_entries(env)
     over, over_notes, over_refused = translate(given.entries, COMMAND_LINE, below=entries)
     entries = overlay(overlay(entries, from_env), over)
-    config, problems, dropped = validate(entries)
+    config, problems, dropped = validate_entries(entries)
     places = {key: entry.where for key, entry in entries.items() if key not in dropped}
     paths = Resolved(config)
     if resolve:

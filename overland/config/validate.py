@@ -13,7 +13,7 @@ from overland.config.source import Entries, Entry, KeyPath, nest
 from overland.words import nearest_name
 
 
-def validate(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
+def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
     """Returns the config, the problems, and the paths left out of the config because of them."""
     problems, unknown = _unknown_keys(entries)
     known = {path: entry for path, entry in entries.items() if path not in unknown}

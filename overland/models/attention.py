@@ -218,10 +218,10 @@ def build_mask(
     sides = (q_positions_BQ, k_positions_BK, q_documents_BQ, k_documents_BK)
     if form == "block":
         return Mask(form, window=window, block_mask=_block_mask(*sides, window, batch))
-    return Mask(form, window=window, visible_BQK=visible(*sides, window))
+    return Mask(form, window=window, visible_BQK=visible_keys(*sides, window))
 
 
-def visible(
+def visible_keys(
     q_positions_BQ: Tensor,
     k_positions_BK: Tensor,
     q_documents_BQ: Tensor | None,

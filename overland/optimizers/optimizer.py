@@ -28,7 +28,7 @@ from overland.optimizers.parameter_shard import (
     unpacked,
     update_in_pieces,
 )
-from overland.optimizers.registry import rule_for, rules_of, state_of
+from overland.optimizers.registry import rule_for, rules_of, state_kinds
 from overland.optimizers.rule import Elementwise, Packed, Rule, Scalar, StateKinds, WholeMatrix
 from overland.optimizers.whole_matrix import Matrices
 from overland.parallel.sharding import names_by_parameter, shard_of, tied_copies
@@ -193,7 +193,7 @@ class Optimizer:
     ) -> TrainedParameter:
         shape = tuple(parameter.shape)
         rule = rule_for(self.rules, name, shape)
-        kinds = state_of(self.rules, name, shape)
+        kinds = state_kinds(self.rules, name, shape)
         entry = TrainedParameter(
             name,
             rule,

@@ -97,7 +97,7 @@ def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
     )
 
 
-def state_of(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> StateKinds:
+def state_kinds(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> StateKinds:
     """Returns the state that is kept of this parameter."""
     rule = rule_for(rules, name, shape)
     kinds = rule.state(name, tuple(shape))
@@ -123,7 +123,7 @@ def state_bytes(
     rules = rules_of(config.optimizer)
     count = num_saved_bytes if saved else num_bytes
     return sum(
-        count(state_of(rules, name, shape), shape, config.training.dtype)
+        count(state_kinds(rules, name, shape), shape, config.training.dtype)
         for name, shape in shapes.items()
     )
 

@@ -66,7 +66,7 @@ from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.registry import build_model, model_config
 from overland.models.transform import added_rule, apply_transforms
 from overland.optimizers.optimizer import PREFIX
-from overland.optimizers.registry import rules_of, state_bytes, state_of
+from overland.optimizers.registry import rules_of, state_bytes, state_kinds
 from overland.optimizers.rule import Scalar
 from overland.parallel.apply import freeze, transforms_for
 from overland.parallel.sharding import named_parameters
@@ -401,7 +401,7 @@ def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
     for name, parameter in named_parameters([model]).items():
         if parameter.requires_grad:
             shape = tuple(parameter.shape)
-            for state, kind in state_of(rules, name, shape).items():
+            for state, kind in state_kinds(rules, name, shape).items():
                 found[f"{PREFIX}{name}.{state}"] = () if isinstance(kind, Scalar) else shape
     return found
 

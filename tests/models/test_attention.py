@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from overland.models import DecoderConfig, ModelError, build_model
-from overland.models.attention import Attention, build_mask, choose_form, run_starts, visible
+from overland.models.attention import Attention, build_mask, choose_form, run_starts, visible_keys
 from overland.models.init import init_weights
 
 from .tiny import hf
@@ -100,7 +100,7 @@ def test_run_starts_are_padded_to_few_shapes() -> None:
 
 def test_visible_has_no_row_without_a_key() -> None:
     places = torch.arange(6)[None]
-    assert visible(places, places, None, None, window=1).sum(-1).eq(1).all()
+    assert visible_keys(places, places, None, None, window=1).sum(-1).eq(1).all()
 
 
 @pytest.mark.parametrize(
