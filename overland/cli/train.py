@@ -69,12 +69,13 @@ def train_here(
     from overland.config.arguments import log_ranks, ngpu
     from overland.world import World
     from overland.world.devices import available_memory, num_local_ranks
-    from overland.world.launch import NOTES_TOLD, launch_local
+    from overland.world.launch import launch_local
+    from overland.world.signals import LAUNCHED
 
     num_ranks = world.size if world else ngpu(os.environ) or num_local_ranks()
     loaded, notes = load_checked(source, arguments, world_size=num_ranks)
     printing = log_ranks(os.environ)
-    if (world is None or world.is_first) and NOTES_TOLD not in os.environ:
+    if (world is None or world.is_first) and LAUNCHED not in os.environ:
         for note in [*loaded.notes, *map(str, notes)]:
             print(f"note: {note}", file=sys.stderr)
     if world is None:

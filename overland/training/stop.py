@@ -23,7 +23,15 @@ import torch.distributed as dist
 
 from overland.config.schema import Checkpoint as Settings
 from overland.run_folder import STOP
-from overland.world.signals import INTERRUPTED, SAME_PRESS_SECONDS, SIGNALS, leave, leave_terminal
+from overland.world.signals import (
+    ENDED_AT_ONCE,
+    INTERRUPTED,
+    LAUNCHED,
+    SAME_PRESS_SECONDS,
+    SIGNALS,
+    leave,
+    leave_terminal,
+)
 
 RETRY_FOR_SECONDS = 600.0  # at most, where no job ends before
 LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow to ask
@@ -142,8 +150,10 @@ class StopRequest:
         leave_terminal(number)
         if self.signal is None:
             self.signal, self._since = signal.Signals(number), now
+        elif LAUNCHED in os.environ:
+            return
         elif number == signal.SIGINT and now - self._since > SAME_PRESS_SECONDS:
-            leave(INTERRUPTED, "ended at once; the last checkpoint is kept")
+            leave(INTERRUPTED, ENDED_AT_ONCE)
 
 
 def _seconds(minutes: float | None) -> float:

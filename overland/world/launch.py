@@ -20,14 +20,15 @@ from pathlib import Path
 from types import FrameType
 
 from overland.world.signals import (
+    ENDED_AT_ONCE,
     INTERRUPTED,
+    LAUNCHED,
     SAME_PRESS_SECONDS,
     SIGNALS,
     STOPPED,
     leave_terminal,
 )
 
-NOTES_TOLD = "OVERLAND_NOTES_TOLD"  # set for ranks whose launcher has printed the config's notes
 GRACE_SECONDS = 10.0
 STOP_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -45,7 +46,7 @@ def launch_local(
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        NOTES_TOLD: "1",
+        LAUNCHED: "1",
     }
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}
@@ -70,6 +71,7 @@ def launch_local(
     with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
     if passing.interrupts > 1:
+        print(ENDED_AT_ONCE, file=sys.stderr)
         return INTERRUPTED
     if failed is None:
         return max(rank.returncode for rank in ranks)
@@ -155,7 +157,8 @@ class _interrupts_go_to:
             return
         self.interrupts, self.since = self.interrupts + 1, now
         if self.interrupts > 1:
-            _end(self.ranks)
+            for rank in self.ranks:
+                rank.kill()
         else:
             self._pass_on(number, frame)
 

@@ -18,6 +18,10 @@ from overland.world.last_words import last_words
 
 STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
 INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it
+ENDED_AT_ONCE = "ended at once; the last checkpoint is kept"  # said after a second Ctrl-C
+# Set for ranks that a launcher on this machine has started. It has printed the config's notes, and
+# ends all of them at a second Ctrl-C: one that leaves first fails the others in their collectives.
+LAUNCHED = "OVERLAND_LAUNCHED"
 # A terminal that is closed, or an ssh connection that breaks, sends SIGHUP; nohup ignores it.
 IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 HANGUP = () if IS_IGNORED else (signal.SIGHUP,)

@@ -39,13 +39,17 @@ WORDS = [
 ]  # fmt: skip
 
 ENDLESS = """\
-import time
+import pathlib, time
+import torch
 from overland.training.callbacks import Callback, register_callback
 
 @register_callback
 class Endless(Callback):
     def on_step(self, run):
-        time.sleep(600 * (run.progress.step > 1))
+        pathlib.Path(f"endless.{run.world.rank}").touch()
+        if run.world.rank == 0 < run.world.size - 1:
+            torch.distributed.barrier()  # where no signal is seen
+        time.sleep(600)
 """
 
 
@@ -181,7 +185,9 @@ def test_a_second_ctrl_c_ends_at_once_with_one_sentence(tmp_path: Path, num_rank
     (tmp_path / "endless.py").write_text(ENDLESS)
     words = [*WORDS, *steps(100_000), "job.custom_import=endless"]
     process = start_overland(*words, cwd=tmp_path, NGPU=num_ranks)
-    wait_for_step(tmp_path / RUN / "metrics.jsonl", 1)
+    while len(list(tmp_path.glob("endless.[01]"))) < int(num_ranks) and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the barrier begins
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(1.5)
     code, output = interrupt(process, signal.SIGINT)

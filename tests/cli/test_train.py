@@ -12,7 +12,7 @@ import pytest
 from overland.cli import train
 from overland.world import World
 from overland.world.heartbeat import Heartbeat
-from overland.world.launch import NOTES_TOLD
+from overland.world.signals import LAUNCHED
 from tests.cli.processes import (
     LIMIT_SECONDS,
     ROOT,
@@ -259,9 +259,9 @@ def test_the_first_rank_prints_the_notes_unless_its_launcher_has(
 ) -> None:  # fmt: skip
     (tmp_path / "mine.txt").write_text("some text\n")
     monkeypatch.setattr(train, "run_rank", lambda *_: None)
-    monkeypatch.delenv(NOTES_TOLD, raising=False)
+    monkeypatch.delenv(LAUNCHED, raising=False)
     if launcher == "ours":
-        monkeypatch.setenv(NOTES_TOLD, "1")
+        monkeypatch.setenv(LAUNCHED, "1")
     monkeypatch.chdir(tmp_path)
     settings = ["training.dataset_path=mine.txt", "data.holdout=0", "validation.enable=true"]
     train.train_here("quickstart", settings, World(rank=rank, size=2), Heartbeat())
