@@ -26,9 +26,10 @@ from overland.tools.proofs.pool import RankPool
 from overland.world import World
 
 # Largest relative difference of the loss that passes, and of the gradient norm. Only float64 is a
-# proof. In bfloat16 twenty steps on random tokens drift apart by up to 7e-3 in the loss (measured
-# over the short list), and by then the norm, a sum of what nearly cancels, differs at will.
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
+# proof. In bfloat16 twenty steps on random tokens drift apart by up to 1.3e-2 in the loss (measured
+# over the short list, where one process was 7e-3 from float32 and its layout 6e-3), and by then the
+# norm, a sum of what nearly cancels, differs at will.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 STEPS = 20
 ROWS = 8
