@@ -8,6 +8,7 @@ before it could tidy up.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import random
@@ -31,6 +32,11 @@ LIMIT_SECONDS = 600  # only a hang takes so long
 FOLDERS = "overland-slurm-"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY",
          "BOOT_FAIL", "DEADLINE")  # fmt: skip
+
+
+class BrokenPipe(AssertionError):
+    """A command was ended by SIGPIPE."""
+
 
 CONFIG = """\
 ClusterName=overland
@@ -107,8 +113,20 @@ class Slurm:
             text=True,
             timeout=LIMIT_SECONDS,
         )
-        assert done.returncode == code, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        what = f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        if done.returncode == -signal.SIGPIPE:
+            raise BrokenPipe(what)
+        assert done.returncode == code, what
         return done.stdout
+
+    def ask(self, *command: str) -> str:
+        """What a command prints that only asks. On a busy machine, Slurm's own may be ended by
+        SIGPIPE when its controller is slow to answer: asked again, it gets an answer."""
+        for _ in range(5):
+            with contextlib.suppress(BrokenPipe):
+                return self.run(*command)
+            time.sleep(1)
+        return self.run(*command)
 
     def batch(
         self,
@@ -132,7 +150,7 @@ class Slurm:
         """What Slurm says of a job that has ended. `sbatch --wait` would ask ever more rarely."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
-            shown = self.run("scontrol", "show", "job", str(job), "--oneliner")
+            shown = self.ask("scontrol", "show", "job", str(job), "--oneliner")
             if re.search(rf" JobState=({'|'.join(ENDED)}) ", shown):
                 return shown
             assert time.monotonic() < deadline, f"{shown}\n{log()[-5000:]}\n{self._logs()}"
