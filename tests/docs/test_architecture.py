@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Collection
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.cli.processes import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "overland"
+MODULES = list(PACKAGE.rglob("*.py"))
 
 
 def levels() -> dict[str, int]:
@@ -21,7 +23,7 @@ def levels() -> dict[str, int]:
 
 
 def imports_between_rooms() -> dict[str, set[tuple[str, str]]]:
-    """Room -> (file, room it imports), without imports for type hints alone."""
+    """Room -> (file, room it imports)."""
     found: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -34,7 +36,8 @@ def imports_between_rooms() -> dict[str, set[tuple[str, str]]]:
     return found
 
 
-def imported_names(tree: ast.AST) -> list[str]:
+def imported_names(tree: ast.AST, modules: Collection[str] = ()) -> list[str]:
+    """What is imported, without imports for type hints alone; of `modules`, to the very file."""
     names: list[str] = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
@@ -44,8 +47,9 @@ def imported_names(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module == "overland":
             names += [f"overland.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
-        names += imported_names(node)
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [name if name in modules else node.module for name in inside]
+        names += imported_names(node, modules)
     return names
 
 
@@ -68,6 +72,17 @@ def test_no_import_goes_up() -> None:
 
 def test_no_rooms_import_each_other_in_a_circle() -> None:
     graph = {room: {other for _, other in found} for room, found in imports_between_rooms().items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside of functions count too: they hide a circle, and do not undo it."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    graph = {
+        name: set(imported_names(ast.parse(path.read_text(encoding="utf-8")), files)) - {name}
+        for name, path in files.items()
+    }
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
