@@ -28,6 +28,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(other), target
 
 
+def test_every_file_that_a_page_or_a_docstring_names_is_there() -> None:
+    """Python files, by their path in the project or in the package."""
+    texts = [*PAGES, *(ROOT / "overland").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    for path in texts:
+        names = re.findall(r"(?<![\w./-])((?:\w+/)+\w+\.py)\b", path.read_text(encoding="utf-8"))
+        for name in names:
+            found = [(ROOT / name), (ROOT / "overland" / name), path.parent / name]
+            assert any(one.exists() for one in found), f"{path.relative_to(ROOT)}: {name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_that_a_page_shows_exist(page: Path) -> None:
     """In blocks without a language, which hold what a user types."""
