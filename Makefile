@@ -61,10 +61,9 @@ cluster-packages:
 		apt-get -qq install --yes --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null || \
 		echo "The packages could not be installed; the tests of clusters will tell."
 
-# Many tests wait for clusters and processes: two at a time, each file by one worker. In the order
-# of their names: by their number of tests, the files with few long ones would come last.
+# Many tests wait for clusters and processes: two at a time, each file by one worker.
 test: lint cluster-packages
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/overland prove layout --layouts all --table docs/evidence/layouts.md

@@ -1,7 +1,7 @@
 """float32 master weights, each split into a bfloat16 weight and a 16-bit remainder.
 
 Together they are the float32 number, bit for bit, in the same four bytes; but the bfloat16 weight
-can be computed with as it is. On one device a parameter *is* that weight (see parallel/sharding.py),
+can be computed with as it is. On one device a parameter *is* that weight (parallel/sharding.py),
 and the remainder is kept next to it for the optimizer.
 
 Rounding is to nearest, ties away from zero: then the remainder of every number fits into 16 signed
