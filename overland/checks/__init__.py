@@ -42,7 +42,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (hyperparameters.check_optimizer, ("optimizer", "job.custom_import")),
     (hyperparameters.check_groups, ("optimizer.groups", "model", "job.custom_import")),
     (hyperparameters.check_moments, ("optimizer.bf16_moments", "training.dtype")),
-    (machine.check_recompute, ("activation_checkpoint",)),
+    (machine.check_recompute, ("activation_checkpoint", "parallelism", "compile")),
     (machine.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
     (machine.check_compiler, ("compile",)),
     (machine.check_profiling, ("profiling",)),

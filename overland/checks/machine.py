@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from overland.config.derived import SPLIT_BACKWARD, settle_dtype
+from overland.config.derived import SPLIT_BACKWARD, recomputes_some_split_blocks, settle_dtype
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.errors import ModelError
@@ -102,10 +102,16 @@ def _backends() -> dict[str, bool]:
 
 
 def check_recompute(loaded: Loaded) -> Iterator[Problem]:
-    option = loaded.config.activation_checkpoint.selective_ac_option
+    config, key = loaded.config, "activation_checkpoint.selective_ac_option"
+    option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) > 0):
-        key = "activation_checkpoint.selective_ac_option"
         message = 'expected "op" or a positive whole number in quotes, such as "2"'
+        yield Problem(message, loaded.where(key), key, option)
+    elif config.compile.enable is True and recomputes_some_split_blocks(config):
+        message = (
+            "torch cannot compile blocks that are split by tensor parallelism and recomputed one "
+            "by one: set it to op, activation_checkpoint.mode = full, or compile.enable = false"
+        )
         yield Problem(message, loaded.where(key), key, option)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from overland.config.schema import Optimizer, Parallelism, Training
+from overland.config.schema import JobConfig, Optimizer, Parallelism, Training
 from overland.errors import Kind, OverlandError
 
 # Stages of a rank, by pipeline schedule.
@@ -123,6 +123,13 @@ class GroupRates:
 
     lr_factor: float
     weight_decay: float
+
+
+def recomputes_some_split_blocks(config: JobConfig) -> bool:
+    """Whether every n-th block is recomputed, and tensor parallelism splits its matrices."""
+    recompute = config.activation_checkpoint
+    by_number = recompute.mode == "selective" and recompute.selective_ac_option != "op"
+    return by_number and config.parallelism.tensor_parallel_degree > 1
 
 
 def group_rates(name: str, num_dims: int, settings: Optimizer) -> GroupRates:

@@ -33,21 +33,30 @@ KEPT_OPS = {
 
 
 def checkpoint_activations(
-    blocks: Iterable[nn.Module], settings: ActivationCheckpoint, random: bool
+    blocks: Iterable[nn.Module],
+    settings: ActivationCheckpoint,
+    random: bool,
+    only_by_compiler: bool = False,
 ) -> None:
     """Changes the forward of the blocks that are recomputed; names and hooks stay as they are.
-    `random`: blocks may draw random numbers, and the same ones when they are recomputed."""
+    `random`: blocks may draw random numbers, and the same ones when they are recomputed.
+    `only_by_compiler`: blocks are compiled and their matrices split, and torch 2.13 fails to
+    compile the recomputation of such a block (it takes the mesh for a tensor to be kept)."""
     assert settings.mode != "auto"  # it was settled by now
-    by_compiler = settings.mode == "memory_budget"
-    # The compiler weighs what each value costs to keep and to compute again; 1 keeps all.
-    functorch_config.activation_memory_budget = settings.memory_budget if by_compiler else 1.0
-    if by_compiler or settings.mode == "none":
+    # The compiler weighs what each value costs to keep and to compute again; 1 keeps all, 0 only
+    # what a block is given.
+    budget = settings.memory_budget if settings.mode == "memory_budget" else 1.0
+    if only_by_compiler and settings.mode == "full":
+        budget = 0.0
+    functorch_config.activation_memory_budget = budget
+    if budget < 1 or settings.mode in ("none", "memory_budget"):
         return
     every, options = 1, dict[str, Any]()
     if settings.mode == "selective" and settings.selective_ac_option == "op":
         options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     elif settings.mode == "selective":
         every = int(settings.selective_ac_option)
+        assert not only_by_compiler  # it was refused by now
     for number, block in enumerate(blocks):
         if number % every == 0:
             block.forward = partial(

@@ -79,7 +79,10 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config:
         assert plan is not None
         plan.split_context(model, mesh.axis("cp"))
     if structure is not None:
-        checkpoint_activations(blocks, config.activation_checkpoint, structure.random)
+        compiled_and_split = bool(config.compile.enable) and mesh.degrees.tp > 1
+        checkpoint_activations(
+            blocks, config.activation_checkpoint, structure.random, compiled_and_split
+        )
         compile_blocks(model, config.compile)
     shard(model, blocks, mesh, config.training)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from overland.config.derived import Degrees, settle_dtype
+from overland.config.derived import Degrees, recomputes_some_split_blocks, settle_dtype
 from overland.config.schema import JobConfig
 from overland.kernels import has_triton
 from overland.parallel.comm import from_first_rank
@@ -45,10 +45,12 @@ def settle(
 def compiles(config: JobConfig, device: torch.device) -> bool:
     """Decides `compile.enable = auto`. On GPUs, always: Llama 3 1B on an H200 trains 41 k tokens/s
     as it is and 49 k compiled, in less memory; however short the run, since a short one is there to
-    show speed and memory of the long one. On a CPU, only where the config cannot do without."""
+    show speed and memory of the long one. On a CPU, only where the config cannot do without; and
+    not what torch cannot compile."""
     needs = config.activation_checkpoint.mode == "memory_budget"
     needs = needs or config.parallelism.enable_async_tensor_parallel
-    return needs or (device.type == "cuda" and has_triton())
+    can = not recomputes_some_split_blocks(config)
+    return needs or (can and device.type == "cuda" and has_triton())
 
 
 def choose_recompute(

@@ -77,6 +77,17 @@ def test_what_a_config_says_is_left_alone(mode: str, enable: bool) -> None:
     assert note == ""
 
 
+@pytest.mark.usefixtures("gpu")
+def test_what_torch_cannot_compile_is_not() -> None:
+    every_other = {"mode": "selective", "selective_ac_option": "2"}
+    config, _ = settled(GPU, activation_checkpoint=every_other)
+    assert config.compile.enable is True
+    base = JobConfig.model_validate({
+        "activation_checkpoint": every_other, "parallelism": {"tensor_parallel_degree": 2},
+    })  # fmt: skip
+    assert not auto.compiles(base, GPU)
+
+
 def test_a_cpu_neither_compiles_nor_recomputes() -> None:
     config, note = settled(CPU)
     assert (config.compile.enable, config.activation_checkpoint.mode) == (False, "none")

@@ -113,7 +113,7 @@ SHORT = parse_all("""
     tp2+layernorm  tp2+qknorm  tp2+bias+tied  cp2+documents  cp2+window  cp2:full
     pp2:1F1B+tied  pp2:GPipe+uneven  pp2:Interleaved1F1B  pp2:InterleavedZeroBubble
     pp2:ZBVZeroBubble+tied  pp2:DualPipeV  pp2:microbatch2
-    tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile
+    tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile:full
     shard2+frozen  tp2+frozen  pp2:ZBVZeroBubble+tied+frozen  cp2xtp2+frozen
     pp2+frozenstage
 """)
@@ -129,7 +129,8 @@ LAYOUTS = SHORT + parse_all("""
     pp2xshard2xtp2  pp2xcp2xtp2+documents  rep2xshard2xtp2  cp2xshard2xtp2:every2
     rep2xcp2xtp2  pp2xrep2xtp2+tied  pp2xshard2xcp2:Interleaved1F1B  pp4xtp2+uneven
     pp2xrep2xshard2:GPipe
-    tp2  pp2xtp2:compile+layernorm  cp2+layernorm  shard2:full+layernorm
+    tp2  tp2:compile  tp2:compile:op  pp2xtp2:compile+layernorm  cp2+layernorm
+    shard2:full+layernorm
     pp2:GPipe+frozenstage  pp2:Interleaved1F1B+frozenstage  pp2:InterleavedZeroBubble+frozenstage
     pp2:ZBVZeroBubble+frozenstage  pp2:DualPipeV+frozenstage  pp2:1F1B+tied+frozen
     pp2xtp2+tied+frozen  pp2xshard2+frozenstage
