@@ -47,6 +47,7 @@ from overland.words import did_you_mean
 
 BACKENDS = ("auto", "cudnn", "flash", "flex", "sdpa")
 HALF = (torch.float16, torch.bfloat16)
+FEWEST_RUNS = 128  # that varlen attention is told of
 
 # Kernels that SDPA may take for a plain causal mask, best first; empty: as it likes.
 CAUSAL_KERNELS: dict[str, tuple[str, ...]] = {
@@ -241,13 +242,14 @@ def visible_keys(
 def run_starts(documents_BS: Tensor) -> Tensor:
     """Where each run of equal documents starts in the flattened batch, then the total.
 
-    Padded with empty runs to a power of two: compiled layers see few shapes, not one per batch.
-    Finding the starts waits for the device once per forward.
+    Padded with empty runs, which cost next to nothing, to a power of two that is seldom exceeded:
+    compiled layers see few shapes, not one per batch. Finding the starts waits for the device once
+    per forward.
     """
     starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     starts_R = starts_BS.flatten().nonzero().squeeze(1)
-    length = 1 << (starts_R.numel()).bit_length()
+    length = max(FEWEST_RUNS, 1 << starts_R.numel().bit_length())
     padding = documents_BS.numel() * torch.ones(
         length + 1 - starts_R.numel(), dtype=torch.int64, device=documents_BS.device
     )

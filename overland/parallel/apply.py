@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
@@ -50,6 +51,7 @@ from overland.parallel.plans import ParallelPlan, plan_for
 from overland.parallel.sharding import is_single, shard
 
 ParallelModel = Whole | Pipeline
+RECOMPILE_LIMIT = 64
 
 
 def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
@@ -95,6 +97,10 @@ def compile_blocks(model: nn.Module, settings: Compile) -> None:
     # What is compiled of 8-bit products is kept for the next start as all else is: both of their
     # passes are part of the graph that it is found by.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    # A block is compiled anew for each power of two of documents that a batch may hold, for each of
+    # the lengths of training and validation, and with and without a gradient; torch's own limit, 8,
+    # would end the run.
+    dynamo_config.recompile_limit = RECOMPILE_LIMIT
     structure = structure_of(model)
     assert structure is not None
     others = (find_module(model, path) for path in structure.compiled)

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from overland.models import DecoderConfig, ModelError, build_model
-from overland.models.attention import Attention, build_mask, choose_form, run_starts, visible_keys
+from overland.models.attention import (
+    FEWEST_RUNS,
+    Attention,
+    build_mask,
+    choose_form,
+    run_starts,
+    visible_keys,
+)
 from overland.models.init import init_weights
 
 from .tiny import hf
@@ -94,8 +101,11 @@ def test_documents_in_a_row_equal_documents_alone(kind: str) -> None:
 def test_run_starts_are_padded_to_few_shapes() -> None:
     documents_BS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     # A new row starts a run though its document has the number of another row's.
-    assert run_starts(documents_BS).tolist() == [0, 2, 5, 6, 12, 12, 12, 12, 12]
+    assert run_starts(documents_BS).tolist() == [0, 2, 5, 6, *[12] * (FEWEST_RUNS - 3)]
     assert run_starts(documents_BS).dtype == torch.int32
+    each_its_own = torch.arange(300)[None]
+    assert len(run_starts(each_its_own)) == 512 + 1
+    assert len({len(run_starts(each_its_own.clamp(max=n))) for n in range(FEWEST_RUNS - 1)}) == 1
 
 
 def test_visible_has_no_row_without_a_key() -> None:

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from overland.config.derived import DegreeError, resolve_degrees
-from overland.config.schema import Parallelism
+from overland.config.schema import Compile, Parallelism
 from overland.models import resolve_config
 from overland.models.flops import StageCosts, stage_costs
+from overland.models.registry import build_model
+from overland.parallel.apply import compile_blocks
 from overland.parallel.context import places_of_rank, row_order
 from overland.parallel.pipeline import deal_blocks, stages_of_rank
 
@@ -77,3 +79,12 @@ def test_stages_are_degrees_over_the_same_mesh(
 def test_degrees_that_do_not_fit_are_one_sentence() -> None:
     with pytest.raises(DegreeError, match="does not divide the 6 devices"):
         resolve_degrees(Parallelism(tensor_parallel_degree=4), 6)
+
+
+def test_blocks_are_compiled_for_more_shapes_than_torch_allows_by_itself() -> None:
+    """Batches hold more or fewer documents, validation has another length."""
+    with torch.device("meta"):
+        model = build_model(resolve_config("llama3", "debug"))
+    compile_blocks(model, Compile(enable=True, backend="eager"))
+    for length in range(2, 12):
+        model(torch.zeros(1, length, dtype=torch.int64, device="meta"))
