@@ -39,7 +39,6 @@ def test_a_child_answers_fails_crashes_or_is_killed(wire: Wire) -> None:
     assert in_child(lambda stage: {"x": 1 // 0}, 10, wire) == {
         "error": "integer division or modulo by zero"
     }
-    start = time.monotonic()
 
     def hang(stage: object) -> dict[str, int]:
         stage("the wait")  # type: ignore[operator]
@@ -53,15 +52,12 @@ def test_a_child_answers_fails_crashes_or_is_killed(wire: Wire) -> None:
     words = "did not end within 0 s, in the wait"
     assert in_child(hang, 0.3, wire) == {"error": words}
     assert in_child(crash, 10, wire) == {"error": "was ended by SIGKILL in the start"}
-    assert time.monotonic() - start < 60, "it waited for the sleep"
     assert children() == before
 
 
 def test_a_child_ends_when_nobody_waits_for_it(wire: Wire) -> None:
-    start = time.monotonic()
     wire.socket.shutdown(socket.SHUT_RDWR)
     assert "error" in in_child(lambda stage: time.sleep(100) or {}, 100, wire)
-    assert time.monotonic() - start < 60, "it waited for the sleep"
 
 
 def test_a_disk_is_written_and_read_and_nothing_stays(tmp_path: Path) -> None:
