@@ -73,6 +73,10 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/overland prove resume --layouts dozen --table docs/evidence/resume.md
 	$(BIN)/overland prove sessions --stories all --table docs/evidence/sessions.md
 	$(BIN)/python -m tests.prove_long docs/evidence/long.md
+	$(BIN)/python -m tests.prove_peft docs/evidence/peft.md
+	$(BIN)/python -m tests.cluster.walkthrough docs/evidence/walkthrough.md
+	$(BIN)/python -m tests.prove_trl docs/evidence/trl.md
+	$(BIN)/python -m tests.prove_masks docs/evidence/masks.md
 	$(BIN)/python -m tests.cluster.supervise.prove_faults --into docs/evidence
 	$(BIN)/python -m tests.cluster.supervise.prove_restarts --into docs/evidence
 

@@ -8,7 +8,9 @@ data/plan.json         the plan of its data, and where the corpora lie
 data/ledger.bin        what the model was fed
 metrics.jsonl          a line per logged step
 loss.svg               the losses
+samples.jsonl          what the model said to metrics.sample_prompt
 checkpoint/step_N/     checkpoints; those of a stop before the end are called step_N.preempt
+checkpoint-N/          the adapters of step_N as PEFT stores them, if that is asked for
 logs/                  what ranks and jobs printed
 faults/                stacks and flight records of what went wrong
 submit/                scripts and configs of the jobs
@@ -48,6 +50,7 @@ LATEST = "latest"
 WRITTEN_BY = "Written by `overland train`"  # in the README.md of every run
 COMMITTED = "COMMITTED"  # in a checkpoint that is whole
 CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
+ADAPTERS = re.compile(r"checkpoint-(\d+)")
 
 # What is logged of every step. What a model or an objective logs needs other names, or one number
 # would hide the other.
@@ -61,6 +64,11 @@ VALIDATION_LOSS = "validation_loss"  # and what begins with it
 
 def checkpoint_name(step: int, preempt: bool = False) -> str:
     return f"step_{step}" + (".preempt" if preempt else "")
+
+
+def adapters_name(step: int) -> str:
+    """As the Trainer of transformers calls its checkpoints."""
+    return f"checkpoint-{step}"
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,11 @@ class RunFolder:
     @property
     def plot(self) -> Path:
         return self.root / PLOT
+
+    @property
+    def samples(self) -> Path:
+        """What the model said to `metrics.sample_prompt`, by step."""
+        return self.root / "samples.jsonl"
 
     @property
     def config(self) -> Path:

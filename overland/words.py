@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 # Control characters, half characters, and what ends a line or a paragraph: in a name they are a
@@ -43,6 +43,11 @@ def size(num_bytes: float) -> str:
 def bad_ones(count: int) -> str:
     """Documents that were skipped."""
     return f"{count:,} bad {'one' if count == 1 else 'ones'}"
+
+
+def counted_words(counts: Mapping[str, int]) -> list[str]:
+    """`3 too long`, for each thing that was counted."""
+    return [f"{count:,} {what}" for what, count in sorted(counts.items())]
 
 
 def any_of(names: Sequence[str], word: str = "or") -> str:

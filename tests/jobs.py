@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from overland.config.schema import JobConfig
+from overland.models.config import DecoderConfig
+from overland.models.init import init_weights
+from overland.models.registry import build_model
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import conclude, train
 from overland.training.run import Run, build_run
@@ -48,6 +53,18 @@ def tiny_job(folder: Path, **sections: dict[str, Any]) -> JobConfig:
     for section, values in sections.items():
         settings.setdefault(section, {}).update(values)
     return JobConfig.model_validate(settings)
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """A tiny Llama with random weights, as Hugging Face stores one; the tokenizer is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = DecoderConfig(model_type="llama", **{**TINY_MODEL, **changes})
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    model = build_model(config)
+    init_weights(model, seed=1)
+    tensors = {name: one.detach().clone() for name, one in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 class Recorder(Callback):

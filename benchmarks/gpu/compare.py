@@ -7,7 +7,9 @@ back to back. Rows are kept in the store, so that a table can be filled over sev
 `--print` shows what is there and runs nothing. FOLDER holds the peers:
 
     pip install --no-deps --target FOLDER torchtitan==0.2.2 torchdata==0.11.0 tyro typeguard \
-        docstring-parser shtab torchao==0.17.0
+        docstring-parser shtab torchao==0.17.0 liger-kernel==0.8.5
+
+Adapters (8B-lora and others) are compared with PEFT in place of torchtitan.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from shapes import PEAK_FLOPS, SHAPES, Shape
 
 HERE = Path(__file__).parent
 NARROW = "overland, bf16 moments"
+TITAN, LIGER, PEFT = "torchtitan", "PEFT, Liger's kernels", "PEFT"
 Rows = dict[str, dict[str, Any]]
 
 
@@ -44,10 +47,11 @@ def main() -> None:
     for name in [] if args.print else args.shapes:
         profile = ["--profile"] if args.profile else []
         rows[f"{name} overland"] = run([HERE / "ours.py", name, *profile], args.seconds)
-        peer = [HERE / "peer_torchtitan.py", name]
-        rows[f"{name} torchtitan"] = run(peer, args.seconds, args.peers)
-        narrow = [HERE / "ours.py", name, "optimizer.bf16_moments=true"]
-        rows[f"{name} {NARROW}"] = run(narrow, args.seconds)
+        for peer, command in others(SHAPES[name]).items():
+            path = None if peer == NARROW else args.peers
+            rows[f"{name} {peer}"] = run(
+                [HERE / command[0], name, *command[1:]], args.seconds, path
+            )
         args.store.parent.mkdir(parents=True, exist_ok=True)
         args.store.write_text(json.dumps(rows, indent=1))
         print(table(rows, [name]), flush=True)
@@ -57,6 +61,18 @@ def main() -> None:
             print(
                 f"\n{name}, milliseconds per step: {kinds['per_step_ms']}, idle {kinds['idle_ms']}"
             )
+
+
+def others(shape: Shape) -> dict[str, list[str]]:
+    """What is compared with our row, and the command of each."""
+    if not shape.peer_recompute:
+        return {}
+    if shape.lora_rank:
+        return {LIGER: ["peer_peft.py"], PEFT: ["peer_peft.py", "--plain"]}
+    return {
+        TITAN: ["peer_torchtitan.py"],
+        NARROW: ["ours.py", "optimizer.bf16_moments=true"],
+    }
 
 
 def run(command: list[Any], seconds: int, path: Path | None = None) -> dict[str, Any]:
@@ -88,7 +104,7 @@ def table(rows: Rows, names: list[str]) -> str:
         shape = SHAPES[name]
         ours = rows.get(f"{name} overland", {})
         # transformers has a script of its own
-        for trainer in ("overland", NARROW, "torchtitan", "transformers"):
+        for trainer in ("overland", NARROW, TITAN, "transformers", LIGER, PEFT):
             row = rows.get(f"{name} {trainer}")
             if row is not None:
                 lines.append(line(shape, trainer, row, ours))

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -25,6 +26,8 @@ from kinds import device_time
 from shapes import SHAPES, STEPS, Shape
 
 from overland.config.schema import JobConfig
+from overland.kernels.nf4 import pack
+from overland.models.nf4 import narrow_matrices
 from overland.parallel.comm import process_group
 from overland.training.callbacks import Callback, Record
 from overland.training.loop import train
@@ -62,11 +65,44 @@ def job(shape: Shape, folder: str, changes: list[str]) -> JobConfig:
         "metrics": {"log_freq": STEPS, "enable_tensorboard": False},
         "checkpoint": {"enable": False},
     }
+    if shape.lora_rank:
+        settings["training"] |= {"dataset_path": str(documents(shape, Path(folder)))}
+        settings["data"] = {
+            "folder": folder, "packing": "best_fit", "document_mask": True, "add_eos": False,
+        }  # fmt: skip
+        settings["lora"] = {
+            "rank": shape.lora_rank, "alpha": 32.0, "targets": "all-linear",
+            "base": shape.lora_base,
+        }  # fmt: skip
     for change in changes:
         name, _, value = change.partition("=")
         section, key = name.split(".")
         settings[section] = {**settings.get(section, {}), key: parse(value)}
     return JobConfig.model_validate(settings)
+
+
+def documents(shape: Shape, folder: Path) -> Path:
+    """Random tokens in documents about as long as conversations are: half of them shorter than 300
+    tokens, a few as long as a row."""
+    draw = np.random.default_rng(0)
+    total = 2.2 * STEPS * shape.tokens
+    path = folder / "documents.jsonl"
+    with path.open("w") as file:
+        while total > 0:
+            length = int(min(draw.lognormal(np.log(300), 0.9), shape.seq_len))
+            total -= length
+            file.write(json.dumps({"tokens": draw.integers(0, 512, length + 2).tolist()}) + "\n")
+    return path
+
+
+def draw_narrow(run: Run) -> None:
+    """Gives random values to weights in 4 bits, which begin as zeros: a GPU multiplies those in
+    less time than others."""
+    model = run.model.parts[0]
+    for name, columns in narrow_matrices(model).items():
+        packed = model.get_parameter(name)
+        weight = torch.randn((len(packed), columns), device=packed.device) * 0.02
+        packed.data.copy_(pack(weight))
 
 
 def parse(value: str) -> Any:
@@ -93,6 +129,7 @@ def measure(shape: Shape, changes: list[str], profile: bool) -> dict[str, Any]:
     ):
         config = job(shape, folder, [change for change in changes if not change.startswith("@")])
         run = build_run(config, World(), device, log_ranks=())
+        draw_narrow(run)
         recorder = Recorder(run)
         run.callbacks = [recorder]
         train(run)

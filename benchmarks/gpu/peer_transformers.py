@@ -60,6 +60,11 @@ def measure(shape: Shape) -> dict[str, Any]:
     config = transformers.LlamaConfig(**ours)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    return timed(model, shape, config.vocab_size)
+
+
+def timed(model: Any, shape: Shape, vocab_size: int) -> dict[str, Any]:
+    """Trains a model by transformers' own trainer."""
     arguments = transformers.TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=shape.rows,
@@ -72,7 +77,7 @@ def measure(shape: Shape) -> dict[str, Any]:
         disable_tqdm=True,
     )
     clock = Clock()
-    data = RandomTokens(shape, config.vocab_size)
+    data = RandomTokens(shape, vocab_size)
     Trainer(model, arguments, train_dataset=data, callbacks=[clock]).train()
     on_gpu = torch.cuda.is_available()
     return {

@@ -135,4 +135,4 @@ done >>/lustre/orion/abc123/scratch/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log
 # Tests the nodes, starts the ranks on 64 good ones of 66, watches them, and starts them again where a
 # rank or a node is lost; docs/clusters.md tells how. `exec`: signals reach it.
 exec /lustre/orion/abc123/scratch/me/envs/overland/bin/python -m overland supervise /lustre/orion/abc123/scratch/me/runs/llama/submit/1.toml \
-    --nodes 64 --tasks-per-node 8 --requeue -- "${launch[@]}"
+    --nodes 64 --tasks-per-node 8 --steps 100 --requeue -- "${launch[@]}"

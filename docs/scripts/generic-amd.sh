@@ -108,4 +108,4 @@ done >>/scratch/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log" 2>&1
 # Tests the nodes, starts the ranks on 4 good ones, watches them, and starts them again where a
 # rank or a node is lost; docs/clusters.md tells how. `exec`: signals reach it.
 exec /scratch/me/envs/overland/bin/python -m overland supervise /scratch/me/runs/llama/submit/1.toml \
-    --nodes 4 --tasks-per-node 8 --requeue -- "${launch[@]}"
+    --nodes 4 --tasks-per-node 8 --steps 100 --requeue -- "${launch[@]}"

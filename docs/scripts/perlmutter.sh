@@ -113,4 +113,4 @@ done >>/pscratch/sd/m/me/runs/llama/logs/"guards-$SLURM_JOB_ID.log" 2>&1
 # Tests the nodes, starts the ranks on 4 good ones, watches them, and starts them again where a
 # rank or a node is lost; docs/clusters.md tells how. `exec`: signals reach it.
 exec /pscratch/sd/m/me/envs/overland/bin/python -m overland supervise /pscratch/sd/m/me/runs/llama/submit/1.toml \
-    --nodes 4 --tasks-per-node 4 --requeue -- "${launch[@]}"
+    --nodes 4 --tasks-per-node 4 --steps 100 --requeue -- "${launch[@]}"

@@ -81,4 +81,4 @@ launch=(
 # Tests the nodes, starts the ranks on 1 good ones, watches them, and starts them again where a
 # rank or a node is lost; docs/clusters.md tells how. `exec`: signals reach it.
 exec /sdf/scratch/me/envs/overland/bin/python -m overland supervise /sdf/scratch/me/runs/llama/submit/1.toml \
-    --nodes 1 --tasks-per-node 10 --requeue -- "${launch[@]}"
+    --nodes 1 --tasks-per-node 10 --steps 100 --requeue -- "${launch[@]}"

@@ -7,7 +7,8 @@
    to `step_N`. From this moment the checkpoint exists. `latest` is pointed at it. A state with
    values that are not finite is kept as `step_N.nonfinite`, which nobody resumes, and nothing else
    changes.
-4. Old checkpoints that nobody asked to keep are deleted.
+4. Old checkpoints that nobody asked to keep are deleted. What else is made of checkpoints
+   (`then`) follows.
 5. `poll` tells the loop how it went. An error is told, and never ends the run.
 
 Two saves never overlap: the second waits for the first. A save may take as long as it needs, but it
@@ -113,6 +114,8 @@ class Store:
         beat = beat or Heartbeat()
         self.pulse, self._is_watched, self._stall_seconds = beat.pulse, beat.is_read, stall_seconds
         self.notes: list[str] = []
+        self.then: Callable[[Path, Moved], None] | None = None
+        """Rank 0 calls it with every new checkpoint, once the old ones are deleted."""
         self._device, self._local_ranks = device or torch.device("cpu"), local_ranks
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = None if alone else dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -394,4 +397,9 @@ class Store:
                 moved(0)
         except Exception as problem:  # the other ranks wait for word from this one
             return f"{LATEST} or an older checkpoint could not be put right: {sentence(problem)}"
+        try:
+            if self.then is not None:
+                self.then(self.folder / name, moved)
+        except Exception as problem:
+            return sentence(problem)
         return ""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from overland.checks import files, hyperparameters, machine, model, parallelism
+from overland.checks import adapters, files, hyperparameters, machine, model, parallelism
+from overland.checks.vocabulary import with_new_tokens
 from overland.config.errors import ConfigError, Problem, ProblemKind
 from overland.config.load import Loaded, in_order, load_config
 
@@ -24,6 +25,13 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_custom_import, ("job.custom_import",)),
     (model.check_model, ("model", "job.custom_import")),
     (model.check_export, ("model", "job.custom_import", "checkpoint.last_save_in_hf")),
+    (
+        adapters.check_adapter,
+        ("model", "lora", "job.custom_import", "checkpoint.initial_load_path"),
+    ),
+    (adapters.check_saved_modules, ("model", "lora", "job.custom_import")),
+    (adapters.check_adapter_files, ("lora", "checkpoint")),
+    (adapters.check_narrow_base, ("lora", "checkpoint", "parallelism", "training.float8")),
     (model.check_freeze, ("model", "job.custom_import")),
     (model.check_start, ("model", "checkpoint.initial_load_path")),
     (model.check_flavor, ("model",)),
@@ -35,12 +43,14 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     ),
     (parallelism.check_splits, ("model", "parallelism")),
     (parallelism.check_lengths, ("model", "parallelism", "training.seq_len", "validation")),
+    (parallelism.check_grouping, ("data", "parallelism")),
     (hyperparameters.check_units, ("lr_scheduler", "training")),
     (hyperparameters.check_epochs, ("training.epochs", "training.dataset", "data")),
+    (hyperparameters.check_sft, ("sft", "data.packing")),
     (hyperparameters.check_warmup, ("lr_scheduler", "training.steps", "training.epochs")),
     (hyperparameters.check_lowest_rate, ("lr_scheduler.min_lr", "optimizer.lr")),
     (hyperparameters.check_optimizer, ("optimizer", "job.custom_import")),
-    (hyperparameters.check_groups, ("optimizer.groups", "model", "job.custom_import")),
+    (hyperparameters.check_groups, ("optimizer.groups", "model", "lora", "job.custom_import")),
     (hyperparameters.check_moments, ("optimizer.bf16_moments", "training.dtype")),
     (machine.check_recompute, ("activation_checkpoint", "parallelism", "compile")),
     (machine.check_needs_compile, ("activation_checkpoint", "parallelism", "compile")),
@@ -125,6 +135,7 @@ def load_checked(
             raise
         more = _with_missing(check_config(error.partial, world_size), waive)
         raise ConfigError(in_order([*error.problems, *more]), partial=error.partial) from None
+    loaded = with_new_tokens(loaded)
     return loaded, require(loaded, world_size, waive)
 
 

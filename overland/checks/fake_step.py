@@ -26,7 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overland.config.derived import STAGES_PER_RANK, Degrees, resolve_degrees, settle_dtype
+from overland.config.derived import (
+    STAGES_PER_RANK,
+    Degrees,
+    optimizer_settings,
+    resolve_degrees,
+    settle_dtype,
+)
 from overland.config.schema import JobConfig
 from overland.data import registry
 from overland.data.batch import Batch
@@ -37,6 +43,7 @@ from overland.models.registry import model_config
 from overland.models.structure import Inputs, Structure, find_module, structure_of, tie
 from overland.objectives import give_objective, objective_for
 from overland.objectives.objective import Objective, count_of
+from overland.objectives.preference import COMPARED, REFERENCE
 from overland.optimizers.adamw import AdamW
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import build_parts
@@ -128,7 +135,7 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
         mesh = build_mesh(degrees, "cpu")
         architecture = model_config(config.model)
         parts = build_parts(architecture, mesh, config)
-        objective = objective_for(config.training, architecture)
+        objective = objective_for(config, architecture)
         objective.bind(mesh)
         give_objective(parts, objective)
         with FakeTensorMode(allow_non_fake_inputs=True), Collectives() as collectives:
@@ -136,8 +143,8 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
             for part in parts:
                 part.to_empty(device="cpu")
                 tie(part)
-            optimizer = Optimizer(parts, config.optimizer)
-            if splits(mesh, config.training):
+            optimizer = Optimizer(parts, optimizer_settings(config))
+            if splits(mesh, config):
                 optimizer.split()
             each = []
             count_of(objective, Batch(fields_of_pass(architecture, config, degrees)))
@@ -236,7 +243,10 @@ def made_up_fields(
         for name, dtype in channels_of(config).items()
     }
     own = {"tokens_BS": ids, "labels_BS": ids, "positions_BS": ids}
-    return own | documents | channels | numbers
+    preference, computed = config.preference, {}
+    if preference.loss in COMPARED and preference.reference == "precomputed":
+        computed = {REFERENCE: torch.zeros(rows, 2)}
+    return own | documents | channels | numbers | computed
 
 
 def channels_of(config: JobConfig) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from overland.config.errors import ConfigError, Problem
-from overland.config.load import Loaded, load_config
+from overland.config.load import Loaded, load_config, recipe_for
 from overland.run_folder import CONFIG, METRICS, README, WRITTEN_BY
 from overland.words import any_of, command, nearest_name
 
@@ -17,11 +17,18 @@ C4 = {"c4": "train", "c4_test": "validation", "c4_validation": "validation"}
 
 def check_paths(loaded: Loaded) -> Iterator[Problem]:
     model = loaded.config.model
+    folder = missing_from(loaded)
+    if folder is not None:
+        recipe = recipe_for(Path(folder))
+        way_out = f"`{command('overland', 'fetch', 'model', 'NAME', '--to', folder)}` brings one"
+        if recipe is not None:
+            way_out = f"`{command('overland', 'train', recipe)}` makes it"
+        yield _missing(loaded, "model.from", folder, way_out)
     for key, path in (
         ("model.config", model.config),
         ("model.hf_assets_path", model.hf_assets_path),
     ):
-        if path is not None and not _exists(path):
+        if path is not None and path != folder and not _exists(path):
             yield _missing(
                 loaded, key, path, f"`{command('overland', 'fetch', 'model', 'NAME')}` brings one"
             )
@@ -31,10 +38,17 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
             yield _missing(loaded, f"data.datasets.{name}", path, way_out)
 
 
+def missing_from(loaded: Loaded) -> str | None:
+    """The folder of `model.from`, if it is still to be fetched or trained."""
+    folder = loaded.config.checkpoint.initial_load_path
+    is_from = folder is not None and loaded.is_set("model.from")
+    return folder if is_from and folder is not None and not _exists(folder) else None
+
+
 def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
     checkpoint = loaded.config.checkpoint
     path = checkpoint.initial_load_path
-    if path is not None and not _exists(path):
+    if path is not None and not _exists(path) and missing_from(loaded) is None:
         way_out = f"{_fetch_model()} brings released weights"
         yield _missing(loaded, "checkpoint.initial_load_path", path, way_out)
     if checkpoint.keep_best and not loaded.config.validation.enable:

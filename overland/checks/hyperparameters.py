@@ -12,6 +12,7 @@ from overland.config.load import Loaded
 from overland.config.schema import IN_PLACE_OF, Optimizer
 from overland.data.registry import is_random, sources_of
 from overland.errors import ModelError, ObjectiveError, OptimizerError
+from overland.models.flops import trained_parameters
 from overland.models.registry import model_config
 from overland.objectives import objective_for
 from overland.optimizers.adamw import AdamW
@@ -53,10 +54,15 @@ def check_moments(loaded: Loaded) -> Iterator[Problem]:
 def check_groups(loaded: Loaded) -> Iterator[Problem]:
     """Every pattern matches a parameter, and not only parameters of earlier groups."""
     key, groups = "optimizer.groups", loaded.config.optimizer.groups
+    section, lora = loaded.config.model, loaded.config.lora
     if not groups:
         return
     try:
-        names = parameter_names(loaded.config.model, all_names=False)
+        names: list[str] = []
+        if section.transforms or not lora.rank:
+            names += parameter_names(section, all_names=False)
+        if lora.rank:
+            names += trained_parameters(model_config(section), lora)
     except (ModelError, OSError):
         return
     left = set(names)
@@ -129,6 +135,45 @@ def check_lowest_rate(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, lowest)
 
 
+def check_sft(loaded: Loaded) -> Iterator[Problem]:
+    """What is done to long conversations can be done to them."""
+    sft, data, key = loaded.config.sft, loaded.config.data, "sft.too_long"
+    if sft.shape == "off":
+        return
+    if sft.too_long == "split" and data.packing == "trunc":
+        message = 'data.packing = "trunc" leaves out what does not fit: set it to "best_fit"'
+        yield Problem(message, loaded.where(key), key, sft.too_long)
+    if data.packing == "pack":
+        message = (
+            "cuts conversations wherever a sequence ends, and what follows is learned without what "
+            'came before: "best_fit" keeps them whole'
+        )
+        key = "data.packing"
+        yield Problem(message, loaded.where(key), key, data.packing, kind="note")
+
+
+def _check_preference(loaded: Loaded) -> Iterator[Problem]:
+    """Pairs have rows of their own, and a reference."""
+    config, settings = loaded.config, loaded.config.preference
+    if settings.loss == "off":
+        return
+    if config.sft.shape not in ("auto", "preference"):
+        message = 'needs pairs of answers: set sft.shape = "preference"'
+        yield Problem(message, loaded.where("preference.loss"), "preference.loss", settings.loss)
+    if config.data.packing != "trunc":
+        message = f'with preference.loss = "{settings.loss}" each pair is a row: expected "trunc"'
+        key = "data.packing"
+        yield Problem(message, loaded.where(key), key, config.data.packing)
+    if settings.reference == "adapter_off":
+        key, message = "preference.reference", ""
+        if not config.lora.rank:
+            message = "there are no adapters to switch off: set lora.rank, or leave it out"
+        elif config.lora.modules_to_save:
+            message = "lora.modules_to_save are trained whole and stay on: leave it out"
+        if message:
+            yield Problem(message, loaded.where(key), key, settings.reference)
+
+
 def check_objective(loaded: Loaded) -> Iterator[Problem]:
     """The objective exists, and rows that belong together stay together."""
     training, layout = loaded.config.training, loaded.config.parallelism
@@ -136,12 +181,13 @@ def check_objective(loaded: Loaded) -> Iterator[Problem]:
         architecture = model_config(loaded.config.model)
     except (ModelError, OSError):
         return
+    yield from _check_preference(loaded)
     if training.objective == "auto" and not training.z_loss and not training.objective_options:
         return  # it needs no torch to know that this is fine
     key = "training.objective_options" if training.objective_options else "training.z_loss"
     key = key if training.objective == "auto" else "training.objective"
     try:
-        objective = objective_for(training, architecture)
+        objective = objective_for(loaded.config, architecture)
     except ObjectiveError as error:
         value = getattr(training, key.partition(".")[2])
         yield Problem(str(error), loaded.where(key), key, value)

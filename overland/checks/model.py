@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -80,7 +80,8 @@ def check_flavor(loaded: Loaded) -> Iterator[Problem]:
     """Notes that a flavor next to a config.json, by `model.config` or `model.from`, is not what is
     trained."""
     key, model = "model.flavor", loaded.config.model
-    if model.config is not None and loaded.is_set(key):
+    is_chosen = loaded.is_set(key) and model.flavor != Model().flavor  # a full config names all
+    if model.config is not None and is_chosen:
         given = "model.from" if loaded.is_set("model.from") else "model.config"
         message = f"has no effect: the architecture is that of {given}"
         yield Problem(message, loaded.where(key), key, model.flavor, kind="note")
@@ -199,7 +200,8 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
     """Says what is not taken from a model's folder that is named for its architecture alone."""
     model, weights = loaded.config.model, loaded.config.checkpoint.initial_load_path
     folder = Path(model.config or "").expanduser()
-    if model.config is not None and weights is not None and (changed := _changed(model)):
+    grown = {"vocab_size"} if loaded.config.sft.new_tokens else set()  # which is said with them
+    if model.config is not None and weights is not None and (changed := _changed(model, grown)):
         key = "model.overrides"
         message = (
             f"the weights of {weights} are loaded into a model with another {changed} than they "
@@ -219,8 +221,8 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
-def _changed(model: Model) -> str:
-    """Returns what the overrides change in the config.json, in words."""
+def _changed(model: Model, known: Collection[str]) -> str:
+    """Returns what the overrides change in the config.json beside what is known, in words."""
     try:
         plain = model_config(model.model_copy(update={"overrides": {}}))
         ours = model_config(model)
@@ -229,7 +231,7 @@ def _changed(model: Model) -> str:
     changed = [
         f"{key} ({getattr(ours, key)}, not {getattr(plain, key)})"
         for key in model.overrides
-        if getattr(ours, key, None) != getattr(plain, key, None)
+        if getattr(ours, key, None) != getattr(plain, key, None) and key not in known
     ]
     return ", ".join(changed)
 

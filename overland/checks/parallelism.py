@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm, prod
 
-from overland.config.derived import STAGES_PER_RANK, TURNING
+from overland.config.derived import STAGES_PER_RANK, TURNING, smallest_world
 from overland.config.errors import Problem
 from overland.config.load import Loaded
 from overland.config.schema import JobConfig
+from overland.data.plan import LENGTH_STEP
 from overland.errors import ModelError
 from overland.models.flops import outline_of, stage_costs
 from overland.models.registry import model_config
@@ -114,6 +115,27 @@ def check_lengths(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, rows, kind="note")
 
 
+def check_grouping(loaded: Loaded) -> Iterator[Problem]:
+    """Batches that are cut to their longest row can be split like any other."""
+    data, layout, key = loaded.config.data, loaded.config.parallelism, "data.group_by_length"
+    if not data.group_by_length:
+        return
+    tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
+    pieces = lcm(2 * cp, cp * tp) if cp > 1 else tp
+    message = ""
+    if data.packing not in ("trunc", "overflow"):
+        message = f'data.packing = "{data.packing}" fills sequences up: it is for "trunc"'
+    elif layout.pipeline_parallel_degree > 1:
+        message = "a pipeline takes sequences of one length only"
+    elif LENGTH_STEP % pieces:
+        message = (
+            f"sequences have a multiple of {LENGTH_STEP} tokens, which tensor and context "
+            f"parallelism would have to split into {pieces} parts"
+        )
+    if message:
+        yield Problem(message, loaded.where(key), key, True)
+
+
 def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     """A pipeline has enough micro-batches, and as many as its schedule can order."""
     layout, training = loaded.config.parallelism, loaded.config.training
@@ -121,8 +143,9 @@ def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Probl
     if pp == 1:
         return
     rows = training.local_batch_size
-    if training.global_batch_size != -1 and world_size is not None:
-        degree = data_parallel_degree(loaded.config, world_size)
+    if training.global_batch_size != -1:
+        devices = world_size or smallest_world(layout)  # on more, a rank has fewer sequences
+        degree = data_parallel_degree(loaded.config, devices)
         rows = training.global_batch_size // degree if degree else rows
     size = layout.pipeline_parallel_microbatch_size
     key = "parallelism.pipeline_parallel_microbatch_size"

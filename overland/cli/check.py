@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from math import prod
 from typing import Annotated, Any
 
 import typer
@@ -58,7 +59,8 @@ def report(
         raise ConfigError(in_order([*to_fetch, *error.problems])) from None
     world_size = world_size or smallest_world(loaded.config.parallelism)
     has_model = not any(
-        problem.kind == "missing" and problem.key == "model.config" for problem in problems
+        problem.kind == "missing" and problem.key in ("model.config", "model.from")
+        for problem in problems
     )
     facts = describe_run(loaded.config, world_size) if has_model else {}
     notes = loaded.notes + [str(problem) for problem in problems if problem.kind != "missing"]
@@ -132,7 +134,12 @@ def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
 
 def describe_run(config: Any, world_size: int) -> dict[str, Any]:
     from overland.config.derived import resolve_degrees
-    from overland.models.flops import causal_flops_per_token, count_parameters, measure_of
+    from overland.models.flops import (
+        causal_flops_per_token,
+        count_parameters,
+        measure_of,
+        trained_parameters,
+    )
     from overland.models.registry import model_config
     from overland.training.readme import model_name, strategy_in_words
     from overland.training.schedule import known_steps
@@ -143,15 +150,17 @@ def describe_run(config: Any, world_size: int) -> dict[str, Any]:
     per_pass = training.local_batch_size * degrees.dp
     rows = per_pass if training.global_batch_size == -1 else training.global_batch_size
     steps = known_steps(config, rows)
-    measure = measure_of(architecture, training.seq_len)
+    measure = measure_of(architecture, training.seq_len, config.lora)
     unit = measure.unit
+    num_trained = sum(map(prod, trained_parameters(architecture, config.lora).values()))
     flops = {} if measure.flops is None else {f"flops_per_{unit[:-1]}": int(measure.flops)}
     if unit == "tokens":
-        causal = causal_flops_per_token(architecture, training.seq_len)
+        causal = causal_flops_per_token(architecture, training.seq_len, config.lora)
         flops["flops_per_token_causal"] = int(causal)
     return {
         "model": model_name(config),
         "parameters": count_parameters(architecture).total,
+        **({"trained_parameters": num_trained} if config.lora.rank else {}),
         **flops,
         "devices": world_size,
         "layout": strategy_in_words(degrees),

@@ -46,11 +46,17 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-@app.command()
+@app.command(context_settings=TAKES_SETTINGS)
 @user_errors
 def convert(
-    old: Annotated[str, typer.Argument(help="A TOML or YAML of torchtitan or of the stub.")],
+    old: Annotated[
+        str, typer.Argument(help="A TOML or YAML of torchtitan, axolotl or the training stub.")
+    ],
     new: Annotated[Path, typer.Argument(help="The TOML to write.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[section.key=value ...]", show_default=False),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite NEW.")] = False,
 ) -> None:
     """Write a config of another trainer, or an older one, in today's keys."""
@@ -60,7 +66,7 @@ def convert(
 
     if new.exists() and not force:
         raise ConfigError([Problem(f"{new} exists already; --force overwrites it")])
-    loaded = load_config(old, env={}, resolve=False)
+    loaded = load_config(old, settings or [], env={}, resolve=False)
     heading = "\n".join([f"{loaded.config.job.description} (converted from {old})", *loaded.notes])
     write_config(loaded.config, new, heading=heading, resolved=False)
     for note in loaded.notes:

@@ -17,7 +17,7 @@ from overland.progress import progress_bar
 def convert(
     source: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint of any format.")],
     target: Annotated[Path, typer.Argument(help="New folder (or, for safetensors, new file).")],
-    to: Annotated[str, typer.Option(help="hf, dcp, meta, torch, safetensors or overland.")],
+    to: Annotated[str, typer.Option(help="hf, peft, dcp, meta, torch, safetensors or overland.")],
     dtype: Annotated[
         str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16.")
     ] = None,
@@ -39,6 +39,12 @@ def convert(
     verify: Annotated[
         str, typer.Option(help="Afterwards compare hash (of every tensor), logits, or none.")
     ] = "hash",
+    adapter: Annotated[
+        Path | None, typer.Option(help="Adapters for SOURCE: PEFT's, or of any checkpoint.")
+    ] = None,
+    merge_lora: Annotated[
+        bool, typer.Option("--merge-lora", help="Put adapters into the weights.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
     """Convert a checkpoint, tensor by tensor; the format of SOURCE is found out."""
@@ -61,6 +67,8 @@ def convert(
             options=options,
             verify=verify,
             advance=lambda what, done, total: bar(done, total, what),
+            adapter=adapter,
+            merge_lora=merge_lora,
         )
     if as_json:
         print(json.dumps(summary.to_json(), indent=2))
@@ -71,10 +79,16 @@ def convert(
     )
     if summary.verified:
         print(f"verified: {summary.verified} tensors read back as they were sent")
+    if summary.products_difference is not None:
+        print(
+            f"merged: {summary.merged} matrices, each compared with its parts by what they make of "
+            f"random vectors: {summary.products_difference:.2g} off at most"
+        )
     if summary.logits_difference is not None:
-        print(f"outputs differ by {summary.logits_difference:.2g} at most")
-    elif verify == "logits":
-        print(f"logits were not compared, only weights: {summary.own_model} is a model of your own")
+        what = "logits of base + adapter and of the merged model" if summary.merged else "outputs"
+        print(f"{what} differ by {summary.logits_difference:.2g} at most")
+    elif summary.note:
+        print(f"logits were not compared, only weights: {summary.note}")
     print(
         f"peak memory {summary.peak_memory / 1e6:,.0f} MB above the start, "
         f"of {summary.allowed_memory / 1e6:,.0f} MB allowed (2 x largest tensor + 256 MiB)"

@@ -17,6 +17,7 @@ from overland.cli.common import user_errors
 from overland.progress import progress_bar
 
 if TYPE_CHECKING:
+    from overland.config.schema import JobConfig
     from overland.data.build import BuildState, Built
     from overland.data.sources import Source
     from overland.data.tokenizer import Tokenizer
@@ -61,6 +62,16 @@ def build(
     array: Annotated[
         bool, typer.Option("--array", help="The part of this task of a Slurm job array.")
     ] = False,
+    sft: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Fine-tuning: a key of [sft], such as shape=auto; may be repeated.",
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="With --sft: training.seq_len.", min=1, show_default="2048")
+    ] = None,
     custom_import: Annotated[
         str, typer.Option("--import", help="Module that registers a source, named by PATH.")
     ] = "",
@@ -71,16 +82,25 @@ def build(
     from overland.data import build as builder
     from overland.data.corpus_folder import read_layout
     from overland.data.layout import lay_out
+    from overland.data.sft import conversations_of
+    from overland.data.sources.columns import WHOLE
     from overland.data.tokenizer import Tokenizer
 
     which = find_part(part, array, os.environ)
     import_sources(custom_import)
-    source: Any = source_at(path, column, subset, split, dtype, skip_bad)
+    source: Any
+    opened: Tokenizer | None = None
+    tuning = sft_config(sft, seq_len, tokenizer, bos, eos)
+    if tuning is not None:
+        whole = source_at(path, WHOLE, subset, split, dtype, skip_bad)
+        source = conversations_of(whole, tuning, tuning.training.seq_len, column)
+        opened = source.tokenizer
+    else:
+        source = source_at(path, column, subset, split, dtype, skip_bad)
+        if tokenizer is not None:
+            opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)
     for note in getattr(source, "notes", ()):
         to_stderr(f"note: {note}")
-    opened = None
-    if tokenizer is not None:
-        opened = Tokenizer(Path(tokenizer).expanduser(), add_bos=bos, add_eos=eos)
     started = time.monotonic()
     name = name or Path(path).expanduser().resolve().name
     root = Path(out or Data().folder).expanduser()
@@ -115,7 +135,46 @@ def build(
     if as_json:
         print(json.dumps(to_json(built, seconds)))
     else:
-        print("\n".join(built_lines(built, seconds)))
+        print("\n".join([*built_lines(built, seconds), *sft_lines(tuning)]))
+
+
+def sft_config(
+    given: list[str] | None, seq_len: int | None, tokenizer: str | None, bos: bool | None, eos: bool
+) -> JobConfig | None:
+    """The config of which these are a part; None if nothing is to be fine-tuned."""
+    from overland.config.arguments import parse_arguments
+    from overland.config.errors import ConfigError
+    from overland.config.validate import check_switches, validate_entries
+    from overland.errors import DataError
+
+    if not given:
+        if seq_len is not None:
+            raise DataError("--seq-len is for --sft: other corpora have no length of sequences")
+        return None
+    if tokenizer is None:
+        raise DataError("--sft needs --tokenizer, the folder with the model's tokenizer")
+    words = [f"sft.{one.removeprefix('sft.')}" for one in given]
+    arguments = parse_arguments([*words, f"model.hf_assets_path={json.dumps(tokenizer)}"])
+    config, problems, _ = validate_entries(arguments.entries)
+    problems += [*arguments.problems, *check_switches(config, arguments.entries)]
+    if problems:
+        raise ConfigError(problems)
+    length = {"seq_len": seq_len} if seq_len is not None else {}
+    training = config.training.model_copy(update=length)
+    data = config.data.model_copy(update={"add_bos": bos, "add_eos": eos})
+    return config.model_copy(update={"training": training, "data": data})
+
+
+def sft_lines(config: JobConfig | None) -> Iterator[str]:
+    """What else a config must say to train on conversations that were built."""
+    from overland.config.write import toml_value
+
+    if config is None:
+        return
+    yield f"seq_len = {config.training.seq_len}"
+    yield "\n[sft]"
+    for name, value in config.sft.model_dump(exclude_defaults=True).items():
+        yield f"{name} = {toml_value(value)}"
 
 
 def check_apart(source: Path, out: Path) -> None:
@@ -178,7 +237,7 @@ def source_at(
     from overland.data.sources import open_source
 
     if not Path(path).expanduser().exists() and path in registry.source_names():
-        return registry.open_by_name(path, DataSource(), Data())
+        return registry.open_by_name(path, DataSource(column=column), Data())
     return open_source(
         path, column=column, subset=subset, split=split, dtype=dtype, skip_bad=skip_bad
     )
@@ -225,6 +284,7 @@ def to_json(built: Built, seconds: float) -> dict[str, Any]:
         "documents": built.documents,
         unit_of(built): built.tokens,
         "skipped": built.bad,
+        **({"counts": built.counts} if built.counts else {}),
         "shards": built.layout.num_shards,
         "made": built.made.num_made,
         "seconds": round(seconds, 3),
@@ -244,6 +304,8 @@ def built_lines(built: Built, seconds: float) -> Iterator[str]:
     yield f"{'documents':<12}{built.documents:,}"
     yield f"{unit_of(built):<12}{built.tokens:,}"
     yield f"{'skipped':<12}{built.bad:,}"
+    for what, count in sorted(built.counts.items()):
+        yield f"{count:,} {what}"
     yield f"{'shards':<12}{shards}"
     yield f"{'seconds':<12}{seconds:,.1f}"
     if built.made.num_tokens:

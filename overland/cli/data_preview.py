@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overland.cli.common import user_errors
+from overland.words import any_of, visible
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from overland.config.schema import JobConfig
     from overland.data.prepare import Dataset
 
+MARKS = ("⟦", "⟧")
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue")
 
 
@@ -33,7 +35,8 @@ def preview(
     rows: Annotated[int, typer.Option(help="Rows to show.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> None:
-    """Show exactly what the model sees at a step: documents in colours, what has no loss dimmed."""
+    """Show exactly what the model sees at a step: documents in colours, what has no loss dimmed.
+    Of conversations, what is learned stands in colours, and special tokens are reversed."""
     from rich.console import Console
 
     from overland.errors import DataError
@@ -47,7 +50,7 @@ def preview(
         if as_json:
             print(json.dumps(page))
         else:
-            screen.print(render(page, step))
+            screen.print(render(page, step, marks=screen.color_system is None))
     loaded.close()
 
 
@@ -55,6 +58,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     """The data, and the batch that a step is given. A run has a plan of its own, and its ledger
     knows of batches that were left out."""
     from overland.checks.model import check_custom_import
+    from overland.checks.vocabulary import with_new_tokens
     from overland.config.errors import ConfigError
     from overland.config.load import load_config
     from overland.config.schema import Job
@@ -68,7 +72,7 @@ def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int
     if run.name == CONFIG and not settings:
         run = run.parent
     is_run = (run / PLAN).is_file()
-    found = load_config(str(run / CONFIG) if is_run else config, settings)
+    found = with_new_tokens(load_config(str(run / CONFIG) if is_run else config, settings))
     if problems := list(check_custom_import(found)):  # a source may be one of the user's own
         raise ConfigError(problems)
     loaded = found.config
@@ -108,6 +112,7 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
     import numpy as np
 
     from overland.data.rows import IGNORED, tokens_and_labels, with_borders
+    from overland.data.shard import WEIGHTS
 
     segment = dataset.plan.segment(batch)
     size, names = segment.global_batch_size, list(dataset.plan.sources)
@@ -121,6 +126,12 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
         if row >= dataset.rows.num_rows(batch):
             labels = np.full_like(labels, IGNORED)
         tokens = fields.tokens[0].tolist()
+        has_loss, about = labels[0] != IGNORED, {}
+        if WEIGHTS in rows.channels:
+            counts = np.where(has_loss, rows.channels[WEIGHTS][0, 1:], 0)
+            has_loss = counts > 0
+            # How much predicting each of the tokens counts, which is said one place before it.
+            about = {"weights": [0.0, *counts[:-1].tolist()], "special": special(dataset, tokens)}
         # A row that only fills up the last batch comes from nowhere.
         pieces = (
             piece
@@ -132,7 +143,8 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
             "rows": size,
             "tokens": tokens,
             "pieces": dataset.tokenizer.pieces(tokens) if dataset.tokenizer else None,
-            "has_loss": (labels[0] != IGNORED).tolist(),
+            "has_loss": has_loss.tolist(),
+            **about,
             "documents": fields.documents[0].tolist(),
             "positions": fields.positions[0].tolist(),
             "from": [
@@ -145,6 +157,12 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
                 for source, number, start, length in pieces
             ],
         }
+
+
+def special(dataset: Dataset, tokens: list[int]) -> list[bool]:
+    """Which of the tokens are special ones."""
+    names = set(dataset.tokenizer.specials.values()) if dataset.tokenizer is not None else set()
+    return [token in names for token in tokens]
 
 
 def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, Any]:
@@ -170,26 +188,49 @@ def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, 
     }
 
 
-def render(page: dict[str, Any], step: int) -> Text:
-    """A row in colours: a colour per document, dim where no loss is taken."""
+def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
+    """A row in colours: a colour per document, dim where no loss is taken. `marks`: where there are
+    no colours, what is learned of conversations stands between marks."""
     from rich.text import Text
 
-    text = Text(f"step {step}, row {page['row']} of {page['rows']}: ", style="bold")
+    text = Text()
+    text.append(f"step {step}, row {page['row']} of {page['rows']}: ", style="bold")
     sources = ", ".join(
         f"{one['source']} {one['document'] >> 32}/{one['document'] & 0xFFFFFFFF}"
         + (f" from token {one['start']:,}" if one["start"] else "")
         for one in page["from"]
     )
-    text.append(f"{sources}\n", style="not bold")
+    text.append(f"{visible(sources)}\n")
     if "fields" in page:
         for name, words in page["fields"].items():
-            text.append(f"{name}: {words}\n", style="not bold")
+            text.append(f"{name}: {words}\n")
         text.append(f"sample {page['sample']}, epoch {page['epoch']}\n", style="bold")
         return text
     words = page["pieces"] or [f"{token} " for token in page["tokens"]]
-    for word, document, has_loss in zip(words, page["documents"], page["has_loss"], strict=True):
-        style = COLOURS[document % len(COLOURS)] + ("" if has_loss else " dim")
-        text.append(word, style=style)
-    without = len(page["has_loss"]) - sum(page["has_loss"])
-    text.append(f"\n{len(words):,} tokens, {without:,} without a loss\n", style="bold")
+    is_chat = "weights" in page
+    bright = page["weights"] if is_chat else page["has_loss"]
+    reversed_ = page.get("special") or [False] * len(words)
+    shown = list(zip(words, page["documents"], bright, reversed_, strict=True))
+    if is_chat:  # the rest is padding, which says nothing
+        shown = shown[: sum(one["tokens"] for one in page["from"])]
+    inside = False
+    for word, document, counts, is_special in shown:
+        if marks and is_chat and bool(counts) != inside:
+            inside = bool(counts)
+            text.append(MARKS[0] if inside else MARKS[1])
+        style = COLOURS[document % len(COLOURS)] + ("" if counts else " dim")
+        text.append(visible(word), style=f"{style} reverse" if is_special else style)
+    text.append(MARKS[1] if inside else "")
+    text.append(f"\n{len(words):,} tokens, {_counted(page, len(shown), marks)}\n", style="bold")
     return text
+
+
+def _counted(page: dict[str, Any], shown: int, marks: bool) -> str:
+    """How many tokens have a loss, in words."""
+    with_loss, total = sum(page["has_loss"]), len(page["tokens"])
+    if "weights" not in page:
+        return f"{total - with_loss:,} without a loss"
+    what = f"{with_loss:,} learned" + (f" (between {MARKS[0]} and {MARKS[1]})" if marks else "")
+    if others := sorted({round(one, 6) for one in page["weights"] if one not in (0, 1)}):
+        what += f", some with weight {any_of([f'{one:g}' for one in others], 'and')}"
+    return what + (f", {total - shown:,} of padding" if shown < total else "")

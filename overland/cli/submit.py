@@ -282,6 +282,9 @@ def supervise(
     launch: Annotated[list[str], typer.Argument(help="srun … python -m overland")],
     nodes: Annotated[int, typer.Option(help="To train on; the others are spares.", min=1)],
     tasks_per_node: Annotated[int, typer.Option(min=1)],
+    steps: Annotated[
+        int | None, typer.Option(help="It is done after so many; default: as the config says.")
+    ] = None,
     preflight: Annotated[bool, typer.Option(help="Test all nodes first.")] = True,
     requeue: Annotated[
         bool, typer.Option(help="Go back into the queue when good nodes run out.")
@@ -297,7 +300,7 @@ def supervise(
     job = Supervised(
         run=Path(settings["job"]["dump_folder"]).expanduser(),
         config=config,
-        steps=settings["training"]["steps"],
+        steps=steps or settings["training"]["steps"],
         launch=launch,
         num_nodes=nodes,
         tasks_per_node=tasks_per_node,

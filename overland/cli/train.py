@@ -174,6 +174,7 @@ def train_and_tell(
     config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Heartbeat
 ) -> bool:
     """Whether it got to the last step."""
+    from overland.tools.evaluation.sample import sample_start, take_sample
     from overland.training.loop import check_last_save, conclude
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
@@ -184,6 +185,7 @@ def train_and_tell(
     is_new = run.progress.step < run.config.training.steps
     if config.job.print_config and world.is_first:
         print(run.folder.config.read_text())
+    sample_start(run)
     try:
         finished = train_loop(run)
     finally:  # an error on one rank becomes a signal for the others
@@ -191,36 +193,15 @@ def train_and_tell(
     check_last_save(run)
     if finished:
         conclude(run)
-    sample = sample_text(run) if finished else ""
+    if finished:
+        take_sample(run)
     if world.is_first:
-        print(closing_words(run, finished, is_new, sample))
+        print(closing_words(run, finished, is_new))
     return finished
 
 
-def sample_text(run: Run) -> str:
-    """The continuation of `metrics.sample_prompt`; all ranks take part. A model that is cut into
-    stages or works on parts of rows is left for `overland generate`."""
-    import torch
-
-    from overland.tools.evaluation.generate import generate
-
-    prompt, tokenizer = run.config.metrics.sample_prompt, run.dataset.tokenizer
-    degrees = run.mesh.degrees
-    if not prompt or tokenizer is None or degrees.pp * degrees.cp > 1:
-        return ""
-    model = run.model.parts[0].eval()
-    ids = generate(
-        lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=run.device)[None]),
-        tokenizer.encode_prompt(prompt),
-        num_tokens=96,
-        context=run.config.training.seq_len,
-        end_id=tokenizer.end_id,
-        device=run.device,
-    )
-    return prompt + tokenizer.decode(list(ids), after=tokenizer.encode(prompt))
-
-
-def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
+def closing_words(run: Run, finished: bool, is_new: bool) -> str:
+    from overland.tools.evaluation.sample import is_chat, samples_in_words
     from overland.words import command
 
     folder, steps = run.folder, run.config.training.steps
@@ -238,15 +219,18 @@ def closing_words(run: Run, finished: bool, is_new: bool, sample: str) -> str:
             f"\nNothing left to do: {folder.root} is at step {run.progress.step} of {steps}. "
             f"`--resume none` starts a new run beside it."
         ]
-    if sample:
-        shown = "\n".join("  │ " + line for line in sample.splitlines())
-        lines.append(f"The model continues {run.config.metrics.sample_prompt!r}:\n\n{shown}\n")
+    tokenizer = run.dataset.tokenizer
+    if tokenizer is not None and (said := samples_in_words(run, tokenizer)):
+        lines.append(said)
     epochs = run.config.training.epochs
     longer = f"training.steps={2 * steps}" if epochs is None else f"training.epochs={2 * epochs:g}"
     commands = [command("overland", "train", folder.config, longer)]
     if run.config.metrics.enable_tensorboard:
         commands.insert(0, command("tensorboard", "--logdir", folder.tb))
-    if run.config.checkpoint.enable and run.dataset.tokenizer is not None:
-        commands.insert(0, command("overland", "generate", folder.root, "--prompt", "class Node:"))
+    if run.config.checkpoint.enable and tokenizer is not None:
+        asked = is_chat(run.config, tokenizer)
+        question = run.config.metrics.sample_prompt or "Who are you?"
+        words = ("--chat", question) if asked else ("--prompt", "class Node:")
+        commands.insert(0, command("overland", "generate", folder.root, *words))
     lines.append("To try next:\n\n" + "".join(f"  {command}\n" for command in commands))
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from overland.config.schema import JobConfig, Optimizer, Parallelism, Training
+from overland.config.schema import JobConfig, Optimizer, Parallelism, ParameterGroup, Training
 from overland.errors import Kind, OverlandError
 
 # Stages of a rank, by pipeline schedule.
@@ -130,6 +130,15 @@ def recomputes_some_split_blocks(config: JobConfig) -> bool:
     recompute = config.activation_checkpoint
     by_number = recompute.mode == "selective" and recompute.selective_ac_option != "op"
     return by_number and config.parallelism.tensor_parallel_degree > 1
+
+
+def optimizer_settings(config: JobConfig) -> Optimizer:
+    """Returns the optimizer's settings, with the rate of LoRA+ as the last group."""
+    settings, ratio = config.optimizer, config.lora.lr_ratio
+    if not config.lora.rank or ratio == 1:
+        return settings
+    own = ParameterGroup(pattern="*.lora_B.weight", lr_factor=ratio)
+    return settings.model_copy(update={"groups": [*settings.groups, own]})
 
 
 def group_rates(name: str, num_dims: int, settings: Optimizer) -> GroupRates:

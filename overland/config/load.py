@@ -4,18 +4,21 @@
 2. COMM_BACKEND is laid over it, then the command line, which has the last word.
 3. The result is validated; variables and `~` in its paths are resolved. Whatever is wrong is told
    at once, each thing in one line.
-4. `model.from = FOLDER` stands for three other keys (architecture, tokenizer and weights of a
+4. What `[sft]` needs and nobody has set is chosen, and said.
+5. `model.from = FOLDER` stands for three other keys (architecture, tokenizer and weights of a
    model), and is replaced by them: one mechanism underneath, and a run folder's config.toml says in
-   full what was taken from where.
+   full what was taken from where. `lora.adapter = FOLDER` likewise gives the keys of [lora].
 """
 
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from overland.config.adapter import check_expressions, expand_adapter
 from overland.config.arguments import (
     COMMAND_LINE,
     Arguments,
@@ -23,16 +26,17 @@ from overland.config.arguments import (
     parse_arguments,
 )
 from overland.config.dialects import Translated
+from overland.config.dialects.axolotl import is_axolotl, translate_axolotl
 from overland.config.dialects.stub import is_stub, translate_stub
 from overland.config.dialects.torchtitan import translate_torchtitan
-from overland.config.errors import ConfigError, Problem
-from overland.config.schema import Job, JobConfig
+from overland.config.errors import ConfigError, Problem, show_value
+from overland.config.schema import PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
 from overland.config.source import SUFFIXES, Entries, KeyPath, overlay, read_file
-from overland.config.validate import validate_entries
+from overland.config.validate import check_switches, validate_entries
 from overland.config.variables import Resolved, resolve_paths
 from overland.files import read_json
 from overland.run_folder import COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
-from overland.words import command, nearest_name
+from overland.words import any_of, command, nearest_name
 
 
 @dataclass(frozen=True)
@@ -86,26 +90,39 @@ def load_config(
     over, over_notes, over_refused = translate(given.entries, COMMAND_LINE, below=entries)
     entries = overlay(overlay(entries, from_env), over)
     config, problems, dropped = validate_entries(entries)
+    problems += check_switches(config, entries)
     places = {key: entry.where for key, entry in entries.items() if key not in dropped}
+    config, bad_expressions = check_expressions(config, places)
+    config, sft_notes = with_sft_defaults(config, places)
     paths = Resolved(config)
     if resolve:
         paths = resolve_paths(config, env, lambda key: places.get(tuple(key.split(".")), shown))
     from_problems: list[Problem] = []
+    adapter_problems: list[Problem] = []
     if resolve and not paths.problems:
         place = places.get(("model", "from"), shown)
         paths.config, from_problems = expand_from(paths.config, place)
+        place = places.get(("lora", "adapter"), shown)
+        paths.config, adapter_problems = expand_adapter(paths.config, places, place)
     if resolve and ("job", "dump_folder") not in places:
         paths.config = in_own_folder(paths.config, path)
-    problems += (
-        refused + over_refused + given.problems + env_problems + paths.problems + from_problems
-    )
+    problems += refused + over_refused + given.problems + env_problems
+    problems += paths.problems + from_problems + adapter_problems + bad_expressions
     problems = in_order(problems)
     loaded = Loaded(
         config=paths.config,
-        notes=notes + over_notes,
+        notes=notes + over_notes + sft_notes,
         source=shown,
         places=places,
-        dropped=frozenset({*dropped, *(tuple(one.key.split(".")) for one in paths.problems)}),
+        dropped=frozenset(
+            {
+                *dropped,
+                *(
+                    tuple(one.key.split("."))
+                    for one in [*paths.problems, *adapter_problems, *bad_expressions]
+                ),
+            }
+        ),
         written=paths.written,
         variables=paths.variables,
     )
@@ -129,8 +146,29 @@ def translate(
     first = Translated(entries, [], [])
     if is_stub(entries):
         first = translate_stub(entries, shown, above or {})
+    elif is_axolotl(entries):
+        first = translate_axolotl(entries, shown, above or {})
     second = translate_torchtitan(first.entries, shown, below or {}, above or {})
     return Translated(second.entries, first.notes + second.notes, first.problems + second.problems)
+
+
+def with_sft_defaults(
+    config: JobConfig, places: Mapping[KeyPath, str]
+) -> tuple[JobConfig, list[str]]:
+    """Returns the config with what conversations need and nobody has set, and says so. Pairs of
+    answers are not packed: each is a row."""
+    if config.sft.shape == "off":
+        return config, []
+    defaults = SFT_DEFAULTS if config.preference.loss == "off" else PAIR_DEFAULTS
+    chosen = {key: value for key, value in defaults.items() if tuple(key.split(".")) not in places}
+    if "data.packing" not in chosen and config.data.packing in ("trunc", "overflow"):
+        chosen.pop("data.document_mask", None)  # no row has two conversations
+    if not chosen:
+        return config, []
+    update = {key.partition(".")[2]: value for key, value in chosen.items()}
+    said = any_of([f"{key} = {show_value(value)}" for key, value in chosen.items()], "and")
+    data = config.data.model_copy(update=update)
+    return config.model_copy(update={"data": data}), [f"with sft.shape, {said} unless set"]
 
 
 def in_own_folder(config: JobConfig, path: Path) -> JobConfig:
@@ -181,6 +219,15 @@ def in_order(problems: list[Problem]) -> list[Problem]:
     return sorted(problems, key=rank)
 
 
+def recipe_for(folder: Path) -> str | None:
+    """Returns the recipe whose run folder this is, unless it is told otherwise."""
+    for name in recipe_names():
+        job = tomllib.loads((_recipes() / f"{name}.toml").read_text(encoding="utf-8"))["job"]
+        if Path(job["dump_folder"]) == folder:
+            return name
+    return None
+
+
 def recipe_names() -> list[str]:
     return sorted(path.stem for path in _recipes().glob("*.toml"))
 
@@ -214,12 +261,14 @@ def _near(path: Path) -> str | None:
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model_state_dict.pt")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+FROM = ("model.config", "model.hf_assets_path", "checkpoint.initial_load_path")
+"""What `model.from` stands for."""
 
 
 def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]]:
     """Returns the config with `model.from` replaced by the keys it stands for, and what is wrong
     with it. A tokenizer may be given beside it; another architecture or other weights contradict
-    it."""
+    it. A folder that is still to be fetched stands for all of them: `checks` reports it."""
     if config.model.from_ is None:
         return config, []
     folder = Path(config.model.from_)
@@ -250,10 +299,11 @@ def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]
 
 def parts_of(folder: Path) -> tuple[dict[str, str], str]:
     """Returns what a folder gives, by key; or what it lacks."""
+    if not folder.exists():
+        return dict.fromkeys(FROM, str(folder)), ""
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "no such folder"
         fetch = command("overland", "fetch", "model", "NAME")
-        return {}, f"{what}; expected a folder, as `{fetch}` brings one"
+        return {}, f"is a file; expected a folder, as `{fetch}` brings one"
     if (folder / MODEL_CONFIG).is_file() and (folder / CONFIG).is_file():  # a run
         architecture, tokenizer = folder / MODEL_CONFIG, folder / TOKENIZER
     elif (folder / COMMITTED).is_file():

@@ -33,6 +33,19 @@ IN_PLACE_OF = {
 """Keys that say the same in another unit: only one of the two may be set."""
 
 
+SWITCHES = {
+    "sft": ("sft.shape",),
+    "lora": ("lora.rank", "lora.adapter"),
+    "preference": ("preference.loss",),
+}
+"""Sections that do nothing before one of these keys is set."""
+
+SFT_DEFAULTS: dict[str, Any] = {"data.packing": "best_fit", "data.document_mask": True}
+"""What keys are with sft.shape, unless they are set: each conversation by itself, and whole."""
+PAIR_DEFAULTS: dict[str, Any] = {"data.packing": "trunc"}
+"""The same with preference.loss: each pair is a row."""
+
+
 class Section(BaseModel):
     """A TOML section: unknown keys are errors, and types are not guessed."""
 
@@ -88,8 +101,8 @@ class Training(Section):
     """The batch, the length and the number formats."""
 
     dataset: str = "stdlib"
-    """Data source by name: stdlib (Python's own source text; stdlib:2/6 is a part of it), random,
-    or a name under `data.folder`."""
+    """Data source by name: stdlib (Python's own source text; stdlib:2/6 is a part of it),
+    docstrings (questions and answers about it), random, or a name under `data.folder`."""
     dataset_path: PathText | None = None
     """File or folder of any format to train on, in place of a name."""
     column: str | None = None
@@ -249,7 +262,8 @@ class Metrics(Section):
     disable_color_printing: bool = False
     """Plain text on the console."""
     sample_prompt: str = ""
-    """Text to let the model continue after the last step, for a first look; empty: none."""
+    """Text to let the model continue after the last step, or a question where it learns
+    conversations, for a first look; with model.from also before the first step. Empty: none."""
 
 
 class Profiling(Section):
@@ -314,7 +328,8 @@ class Checkpoint(Section):
     """Weights that a new run starts from: a Hugging Face folder, a checkpoint, or any other format
     that `overland convert` reads."""
     last_save_in_hf: bool = False
-    """Also write the final weights as a Hugging Face folder, `hf/` below the run folder."""
+    """Also write the final weights as a Hugging Face folder, `hf/` below the run folder, with
+    adapters merged into them."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights in that folder."""
 
@@ -417,6 +432,9 @@ class Data(Section):
     """With pack: what is left at the end of a window is padded, or dropped."""
     document_mask: bool = False
     """Attention and positions start anew at each document, and no loss is taken across a border."""
+    group_by_length: bool = False
+    """With trunc or overflow: sequences of similar length share a batch, and padding that all of
+    them have is left out."""
     window_documents: PositiveInt = 100_000
     """Documents, about, that are shuffled together; held ready as tokens, on disk."""
     add_bos: bool | None = None
@@ -442,6 +460,102 @@ class Data(Section):
     at least one; default: half of the cores, 16 at most; 0: ranks make what they need."""
     read_ahead: PositiveInt = 4
     """Batches prepared ahead of the step that takes them."""
+
+
+class Sft(Section):
+    """Supervised fine-tuning: conversations, prompts with completions, or texts."""
+
+    shape: Literal[
+        "off", "auto", "messages", "sharegpt", "completion", "instruction", "text", "preference"
+    ] = "off"
+    """What the records of a dataset are; auto: told by their columns, and said; off: documents of
+    text or tokens, as for pretraining."""
+    chat_template: PathText | None = None
+    """File of a chat template (Jinja), or chatml or alpaca, which are built in; default: the one
+    that the tokenizer brings."""
+    template_options: dict[str, Any] = {}
+    """Variables that the template is given, e.g. {enable_thinking = false}."""
+    date: str | None = None
+    """The day that templates are told which ask for today's, e.g. "2026-07-01"."""
+    learn: Literal["assistant", "last", "all"] = "assistant"
+    """What is learned: what assistants say, their last turn, or every token. A turn may say
+    otherwise by its own `weight` or `train`."""
+    too_long: Literal["error", "truncate", "drop", "split"] = "error"
+    """Samples that are longer than training.seq_len."""
+    parse_specials: bool | None = None
+    """Whether names of special tokens in plain texts, such as <s>, stand for the tokens. Not set:
+    a text that has one is refused."""
+    skip_unlearned: bool = False
+    """Skip and count samples that have nothing to learn; else the first one is an error."""
+    new_tokens: list[str] = []
+    """Special tokens to add to the tokenizer, such as <|im_start|>. Where they do not fit, the
+    vocabulary grows; their rows start as the mean of the others."""
+    neftune_alpha: NonNegativeFloat = 0.0
+    """Noise on embeddings while training (NEFTune, Jain et al. 2023); 5 is usual, 0: none."""
+
+
+class Lora(Section):
+    """Adapters: small trained matrices beside frozen ones (LoRA). Names and defaults are PEFT's,
+    in plain words."""
+
+    rank: NonNegativeInt = 0
+    """Width of the adapters, PEFT's `r`; 0: none, all weights are trained."""
+    alpha: PositiveFloat = 8.0
+    """Adapters count alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of what an adapter is given that is left out by chance."""
+    targets: str | list[str] = ["q_proj", "v_proj"]
+    """Matrices that get an adapter: their names, a regular expression for full names, or
+    all-linear."""
+    exclude: str | list[str] = []
+    """Matrices that get none: names, or a regular expression."""
+    layers: list[NonNegativeInt] | None = None
+    """Blocks that get adapters, counted from 0; not set: all."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Other ranks, by a regular expression for the end of a name, e.g. {"layers.0.*" = 32}."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """Other alphas, likewise."""
+    rslora: bool = False
+    """Adapters count alpha / √rank (rsLoRA)."""
+    dora: bool = False
+    """Lengths of the matrices' rows are trained on their own (DoRA)."""
+    lr_ratio: PositiveFloat = 1.0
+    """Learning rate of B over that of A (LoRA+); 16 is usual where it is used."""
+    modules_to_save: list[str] = []
+    """Modules that are trained whole beside the adapters, such as lm_head."""
+    base: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
+    """Type that frozen weights are kept in; auto: that of the forward pass; nf4: 4 bits (QLoRA),
+    without tensor parallelism."""
+    adapter: PathText | None = None
+    """Folder of a PEFT adapter to continue from. It also gives rank, alpha, dropout, targets,
+    exclude, layers, both patterns, rslora, dora and modules_to_save."""
+    save_as_peft: bool = False
+    """At each save, also write the adapters to checkpoint-N/ in the run folder, as PEFT does."""
+
+
+class Preference(Section):
+    """Preference tuning: pairs of a chosen and a rejected answer."""
+
+    loss: Literal["off", "dpo", "ipo", "orpo", "simpo"] = "off"
+    """What is minimised; off: pairs are not trained on."""
+    beta: PositiveFloat = 0.1
+    """How much leaving the reference costs (dpo, ipo); scale of the rewards (simpo, 2 is usual);
+    weight of the odds (orpo)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """With dpo: how often a pair is taken to be the wrong way round."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """With simpo: the margin that is aimed at."""
+    reference: Literal["auto", "adapter_off", "copy", "precomputed"] = "auto"
+    """Where the reference of dpo and ipo comes from: the model without its adapters, a frozen copy
+    of what is trained, or log-probabilities computed once beforehand. auto: the model as this run
+    starts, which is adapter_off if all that is trained are new adapters, else copy."""
+    max_prompt: PositiveInt | None = None
+    """Tokens that are kept of a prompt that is too long, at least; not set: half of the room that
+    it has with an answer, which is half of a row."""
+    prompt_side: Literal["left", "right"] = "left"
+    """Where prompts that are too long lose tokens."""
+    answer_side: Literal["left", "right"] = "right"
+    """Where answers that are too long lose tokens."""
 
 
 class Comm(Section):
@@ -500,6 +614,9 @@ class JobConfig(BaseModel):
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     data: Data = Data()
+    sft: Sft = Sft()
+    lora: Lora = Lora()
+    preference: Preference = Preference()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from overland.config.errors import Problem, show_value
 from overland.config.fields import find_key, nearest_key, sections
-from overland.config.schema import JobConfig
+from overland.config.schema import SWITCHES, JobConfig
 from overland.config.source import Entries, Entry, KeyPath, nest
-from overland.words import nearest_name
+from overland.words import any_of, nearest_name
 
 
 def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[KeyPath]]:
@@ -32,6 +33,24 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
     dropped = unknown | {path for path in known if any(path[: len(b)] == b for b in bad)}
     good = {path: entry for path, entry in entries.items() if path not in dropped}
     return JobConfig.model_validate(nest(good)), problems, dropped
+
+
+def check_switches(config: JobConfig, entries: Entries) -> Iterator[Problem]:
+    """Refuses keys of a section that is not switched on: they would do nothing."""
+    for section, switches in SWITCHES.items():
+        values = getattr(config, section)
+        changed = [  # a run folder's config sets them all
+            f"{section}.{name}"
+            for name, field in type(values).model_fields.items()
+            if getattr(values, name) != field.default
+        ]
+        if not set(changed).isdisjoint(switches):
+            continue
+        for key in changed:
+            path = tuple(key.split("."))
+            where = next((one.where for other, one in entries.items() if other[:2] == path), "")
+            message = f"does nothing unless {any_of(switches)} is set"
+            yield Problem(message, where, key, getattr(values, path[1]))
 
 
 def _unknown_keys(entries: Entries) -> tuple[list[Problem], set[KeyPath]]:

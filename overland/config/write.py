@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overland.config.fields import Key, all_keys, sections
-from overland.config.schema import IN_PLACE_OF, JobConfig, Section
+from overland.config.schema import IN_PLACE_OF, SFT_DEFAULTS, JobConfig, Section
 from overland.config.variables import with_literal_paths
 from overland.files import replace_file
 
@@ -57,13 +57,14 @@ def to_toml(
     replaced = {
         other for key, other in IN_PLACE_OF.items() if _value(config, known[key]) is not None
     }
+    always = {*(ALWAYS if resolved else ()), *(SFT_DEFAULTS if config.sft.shape != "off" else ())}
     for section in sections():
         keys = [key for key in known.values() if key.section == section]
         chosen = [
             key
             for key in keys
             if key.dotted not in replaced
-            and (full or _value(config, key) != key.default or (resolved and key.dotted in ALWAYS))
+            and (full or _value(config, key) != key.default or key.dotted in always)
         ]
         plain = [key for key in chosen if not (key.table and _value(config, key))]
         if plain:

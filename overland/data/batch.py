@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from overland.data.order import mix64
-from overland.data.rows import IGNORED, Rows, Samples, tokens_and_labels, with_borders
+from overland.data.rows import (
+    ANSWERS,
+    IGNORED,
+    Rows,
+    Samples,
+    answers_apart,
+    tokens_and_labels,
+    with_borders,
+)
 
 ABOUT_ROWS = ("sample_B", "epoch_B", "weight_B")
 """Left out for rows of tokens: tokens and labels say it all, and earlier ledgers have no more."""
@@ -55,6 +63,9 @@ class Batch:
     def replace(self, **changed: Tensor) -> Batch:
         """The same rows with some fields changed or added."""
         return Batch({**self.fields, **changed})
+
+    def without(self, *names: str) -> Batch:
+        return Batch({name: value for name, value in self.fields.items() if name not in names})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return Batch({name: change(value) for name, value in self.fields.items()})
@@ -106,6 +117,8 @@ def make_batch(rows: Rows | Samples, document_mask: bool = False) -> Batch:
 
 def token_fields(rows: Rows, document_mask: bool) -> dict[str, npt.NDArray[Any]]:
     names = ("tokens_BS", "labels_BS", "positions_BS", "documents_BS")
+    if ANSWERS in rows.channels:
+        rows, document_mask = answers_apart(rows), True
     arrays = with_borders(rows) if document_mask else tokens_and_labels(rows)
     # A channel is of the token that is predicted: a weight is that of its label.
     channels = {f"{name}_BS": values[:, 1:] for name, values in rows.channels.items()}

@@ -11,14 +11,14 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from overland.data.arrays import Arrays
-from overland.data.order import groups, permute
+from overland.data.order import group_alike, groups, permute
 from overland.data.pack import Cut, LastBlock, Packing, Pieces, cut, num_packed
 from overland.data.rows import Origins, Room
 from overland.data.sources.marks import digest_of
@@ -36,6 +36,8 @@ class Shape:
     packing: Packing = "pack"
     last_block: LastBlock = "pad"
     pad_id: int = 0
+    alike: int = 0
+    """Blocks that are read together and are to be of similar length; 0: any."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Window:
 
     def pieces(self, places: Array) -> Pieces:
         return self.cut.pieces(self.order[places])
+
+    def lengths(self, places: Array) -> Array:
+        pieces = self.pieces(places)
+        sizes = np.bincount(pieces.row, pieces.stop - pieces.start, minlength=len(places))
+        return sizes.astype(np.int64)
 
     def own_pieces(self, places: Array) -> Pieces:
         """Leaves out last tokens that come again elsewhere: over a window, every token once."""
@@ -99,6 +106,7 @@ class BlockStream:
         self.windows, self.shape, self.reading = windows, shape, reading
         self.first, self.rest = first, rest
         parts = [windows.key, shape.seq_len, shape.packing, shape.last_block, reading.seed]
+        parts += [shape.alike] if shape.alike else []
         self.key = digest_of([*parts, first, rest.key if rest else None])
         self._opened: OrderedDict[int, Window] = OrderedDict()
         self._lead = 1 if rest else 0
@@ -135,6 +143,13 @@ class BlockStream:
                 for name, values in arrays.decode(record, int(sample[i]), int(epoch[i])).items():
                     into[name][rows[i]] = values
         return sample, epoch
+
+    def lengths(self, numbers: Array) -> Array:
+        """The tokens of each block."""
+        found = np.zeros(len(numbers), np.int64)
+        for window, mine, places in self._find(numbers):
+            found[mine] = window.lengths(places)
+        return found
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         return [
@@ -179,7 +194,8 @@ class BlockStream:
                 documents = self.windows.open(self.window_behind(window))
             laid_out = cut(documents.length, shape.seq_len, shape.packing, shape.last_block)
             self._counts.check(window, laid_out.num_blocks)
-            self._opened[window] = Window(documents, laid_out, self._order(window, laid_out))
+            opened = Window(documents, laid_out, self._order(window, laid_out))
+            self._opened[window] = self._with_alike(window, opened)
             while len(self._opened) > OPEN_WINDOWS:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(window)
@@ -200,6 +216,16 @@ class BlockStream:
         if not self.reading.shuffle or not len(places):
             return places
         return permute(places, len(places), "blocks", self.reading.seed, self.key, window)
+
+    def _with_alike(self, window: int, opened: Window) -> Window:
+        """Brings blocks of similar length together, if that is asked for."""
+        size, order = self.shape.alike, opened.order
+        if not size or not len(order):
+            return opened
+        lengths = opened.lengths(np.arange(len(order)))
+        first = -self._counts.total(window) % size  # of a batch that began in the window before
+        key = ("alike", self.reading.seed, self.key, window)
+        return replace(opened, order=group_alike(order, lengths, first, size, key))
 
     def _count(self, first: int) -> npt.ArrayLike:
         if self.shape.packing == "pack" and first >= self._lead:

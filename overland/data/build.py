@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from overland.data.corpus_folder import CorpusLayout, read_layout
-from overland.data.shard import read_counts
+from overland.data.shard import open_shard, read_counts
 from overland.data.shard_maker import ShardMaker, sweep
 from overland.data.sources.source import Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
 from overland.errors import DataError
 from overland.files import replace_file, replaced
-from overland.words import bad_ones
+from overland.words import bad_ones, counted_words
 
 FEW_SHARDS = 2  # are made here, by the tokenizer's own threads, before a process has started
 HEADS_AT_ONCE = 16  # read in parallel: a shared file system takes a millisecond for each
@@ -53,6 +55,8 @@ class Totals:
     num_documents: int
     num_tokens: int
     num_bad: int
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Conversations that were left out or cut, by what was done."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,10 @@ class Built:
     @property
     def tokens(self) -> int:
         return self.totals.num_tokens if self.totals is not None else self.made.num_tokens
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.totals.counts if self.totals is not None else {}
 
     @property
     def bad(self) -> int:
@@ -119,11 +127,16 @@ def finish(layout: CorpusLayout) -> Totals | None:
     paths = map(layout.shard_path, range(layout.num_shards))
     with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
         counts = np.asarray(list(pool.map(read_counts, paths)), np.int64)
-    totals = Totals(*counts.sum(axis=0).tolist())
+    documents, tokens, bad = counts.sum(axis=0).tolist()
+    totals = Totals(documents, tokens, bad, _left_out(layout))
     if not totals.num_documents:
-        bad = f", {bad_ones(totals.num_bad)} skipped" if totals.num_bad else ""
-        raise DataError(f"{layout.source} is empty: it holds no documents{bad}")
-    about = {"documents": totals.num_documents, "tokens": totals.num_tokens, "bad": totals.num_bad}
+        skipped = counted_words(totals.counts)
+        skipped += [f"{bad_ones(totals.num_bad)} skipped"] if totals.num_bad else []
+        raise DataError(", ".join([f"{layout.source} is empty: it holds no documents", *skipped]))
+    about: dict[str, Any] = {
+        "documents": totals.num_documents, "tokens": totals.num_tokens, "bad": totals.num_bad
+    }  # fmt: skip
+    about |= {"counts": totals.counts} if totals.counts else {}
     replace_file(layout.folder / "totals.json", json.dumps(about), shared=True)
     # A sample of arrays counts once, whatever its bytes.
     sizes = counts[:, [0, 0]] if layout.kind == "arrays" else counts[:, :2]
@@ -133,11 +146,19 @@ def finish(layout: CorpusLayout) -> Totals | None:
     return totals
 
 
+def _left_out(layout: CorpusLayout) -> dict[str, int]:
+    """Counts what was left out or cut; only conversations are."""
+    total: Counter[str] = Counter()
+    for number in range(layout.num_shards) if layout.made_by is not None else ():
+        total.update(open_shard(layout.shard_path(number)).info.counts)
+    return dict(total)
+
+
 def _read_totals(layout: CorpusLayout) -> Totals | None:
     if not layout.sizes_path.exists():
         return None
     about = json.loads((layout.folder / "totals.json").read_bytes())
-    return Totals(about["documents"], about["tokens"], about["bad"])
+    return Totals(about["documents"], about["tokens"], about["bad"], about.get("counts", {}))
 
 
 def _missing(layout: CorpusLayout, numbers: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
 from overland.data.corpus import Corpus, lay_out, open_corpus
-from overland.data.corpus_folder import is_corpus, read_layout, source_changes
+from overland.data.corpus_folder import CorpusLayout, is_corpus, read_layout, source_changes
 from overland.data.layout import SHARD_DOCUMENTS
 from overland.data.plan import (
     ChangedSource,
@@ -26,14 +26,17 @@ from overland.data.plan import (
 from overland.data.registry import (
     find_built,
     is_random,
+    length_of_rows,
     open_wanted,
     refuse_choices,
     sources_of,
     training_table,
 )
 from overland.data.sampler import RandomBlocks
+from overland.data.sft import writer_for
 from overland.data.sources import Source
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
+from overland.data.writer import what_changed
 from overland.errors import DataError, Unsettled
 
 TOKENIZER_SIZE = 4096
@@ -79,11 +82,25 @@ def open_named_corpus(
     if built := find_built(name, wanted, config.data):
         refuse_choices(wanted, table, f"{built} is a built corpus, which")
         corpus = open_built(built)
+        check_made_by(corpus.layout, config, table)
     else:
         source = partial(open_wanted, config, table, name, wanted)
         corpus = _stream(name, source, config, tokenizer, vocab_size, preparer)
     check_vocabulary(name, corpus.vocab_size, vocab_size)
     return corpus
+
+
+def check_made_by(layout: CorpusLayout, config: JobConfig, table: str) -> None:
+    """Raises where conversations were made into tokens otherwise than the config says."""
+    if config.sft.shape == "off" or layout.made_by is None:
+        return
+    writer = writer_for(config, length_of_rows(config, table), layout.tokenizer_path)
+    before = {key: value for key, value in layout.made_by.items() if key != "columns"}
+    if changes := what_changed(before, writer.identity):
+        raise DataError(
+            f"{layout.folder} was built otherwise: {'; '.join(changes)}. Set it back, or build the "
+            "corpus again"
+        )
 
 
 def open_built(folder: Path) -> Corpus:
@@ -138,7 +155,8 @@ def reopen_earlier(
         if path.name.endswith(fingerprint):
             found = path
             break
-    if found is None or source_changes(found, source()):
+    now = source()
+    if found is None or source_changes(found, now) or made_otherwise(found, now):
         return None
     if is_of_another_tokenizer(found, config, tokenizer):
         return None
@@ -168,8 +186,21 @@ def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) ->
         if name not in plan.sources or find_built(name, wanted, config.data):
             continue
         before = find_corpus(streams_root(config), plan.sources[name].fingerprint)
-        if before is not None and is_of_another_tokenizer(before, config, tokenizer):
+        if before is None:
+            continue
+        if is_of_another_tokenizer(before, config, tokenizer):
             raise ChangedSource(name, (ANOTHER_TOKENIZER,))
+        if config.sft.shape != "off":
+            source = open_wanted(config, training_table(config, name), name, wanted)
+            if changes := made_otherwise(before, source):
+                raise ChangedSource(name, tuple(changes))
+
+
+def made_otherwise(before: Path, source: Source) -> list[str]:
+    """Returns what has changed about how conversations become tokens since a corpus was laid
+    out."""
+    made_by = read_layout(before).made_by or {}
+    return what_changed(made_by, getattr(source, "made_by", None) or {})
 
 
 def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenizer | None) -> bool:
@@ -245,7 +276,7 @@ def _stream(
         prepare()  # the folder is this node's own
     folder = _wait_for(root, fingerprint, name)
     if not (folder / "shards").exists():
-        how = "tokenised" if read_layout(folder).kind == "text" else "made into shards"
+        how = "tokenised" if read_layout(folder).tokenizer is not None else "made into shards"
         preparer.report(f"{name} is {how} ahead of training, into {folder}")
     return open_streamed(
         folder, open_source, tokenizer, config, _processes(config) * preparer.tokenises

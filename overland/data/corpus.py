@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from overland.data.sources.source import Kind, Source
 from overland.data.tokenizer import Tokenizer
 from overland.data.workers import CannotStart, Workers
 from overland.errors import DataError
-from overland.words import bad_ones
+from overland.words import bad_ones, counted_words
 
 __all__ = ["Corpus", "lay_out", "open_corpus"]
 
@@ -98,6 +98,7 @@ class Corpus:
         """The background processes of this rank, once they were needed."""
         self._opened: OrderedDict[int, Shard] = OrderedDict()
         self._bad: dict[int, int] = {}
+        self._counts: dict[int, Mapping[str, int]] = {}
         self._empty: set[int] = set()
         self._expected: list[int] = []
         self._is_closed = False
@@ -112,6 +113,14 @@ class Corpus:
     def num_bad(self) -> int:
         """Documents that were skipped in the shards opened so far."""
         return sum(self._bad.values())
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Documents that were left out or cut in the shards opened so far, by what was done."""
+        total: Counter[str] = Counter()
+        for one in self._counts.values():
+            total.update(one)
+        return total
 
     def num_tokens(self) -> int | None:
         """Counts the tokens of the whole corpus, if it is built, or so small that it is made here
@@ -252,13 +261,17 @@ class Corpus:
         if not shard.info.num_documents:
             self._empty.add(number)
             if len(self._empty) == self.num_shards:
+                self._counts[number] = shard.info.counts
+                skipped = counted_words(self.counts)
                 bad = sum(self._bad.values()) + shard.info.num_bad
+                skipped += [f"{bad_ones(bad)} skipped"] if bad else []
                 raise DataError(
-                    f"{self.layout.source} is empty: it holds no documents"
-                    + (f", {bad_ones(bad)} skipped" if bad else "")
+                    ", ".join([f"{self.layout.source} is empty: it holds no documents", *skipped])
                 )
         if shard.info.num_bad:
             self._bad[number] = shard.info.num_bad
+        if shard.info.counts:
+            self._counts[number] = shard.info.counts
 
 
 class ShardCache:

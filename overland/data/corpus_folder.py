@@ -65,6 +65,8 @@ class CorpusLayout:
     """Of arrays, as their source declares them."""
     channels: dict[str, str] | None = None
     """Types of what goes with each token, by name."""
+    made_by: dict[str, Any] | None = None
+    """Of conversations: what beside the tokenizer decided about their tokens, see `writer.py`."""
 
     @property
     def unit(self) -> str:

@@ -43,7 +43,7 @@ SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which one core makes in about te
 DOCUMENT_BYTES = 4096  # a web page; where nothing says how many documents a file holds
 CHUNK_DOCUMENTS = 1000  # of a source that says nothing
 OWN_FIELDS = (shard.TOKENS, "labels", "positions", "documents")  # a batch has its own of these
-OPTIONAL = ("fields", "channels")  # in corpus.json only where a corpus has them
+OPTIONAL = ("fields", "channels", "made_by")  # in corpus.json only where a corpus has them
 
 Report = Callable[[str], None]
 
@@ -67,7 +67,8 @@ def lay_out(
     fingerprint that these give under some rules, they are laid out by those.
     """
     policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
-    files = tokenizer.files() if tokenizer is not None and policy["kind"] == "text" else []
+    made_by = _tokenizer_of(source, tokenizer)
+    files = made_by.files() if made_by is not None else {}
     for rules in _rules(source) if expected is not None else ():
         with _under(source, rules):
             asked = _ask(name, source, policy, shard_documents)
@@ -212,16 +213,15 @@ def _policy(
 ) -> dict[str, Any]:
     """Says how documents become tokens; those of a token source stay as they are."""
     kind: Kind = getattr(source, "kind", "text")
+    tokenizer = _tokenizer_of(source, tokenizer)
     if kind == "arrays":
-        tokenizer, vocab_size = None, None
-    elif kind == "tokens":
-        tokenizer = None
-    elif tokenizer is None:
+        vocab_size = None
+    elif tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+    elif kind == "text":
         raise Unsettled(
             f"{name} is text: say which tokenizer makes tokens of it, by ", "tokenizer", ""
         )
-    else:
-        vocab_size = tokenizer.vocab_size
     is_short = vocab_size is not None and vocab_size <= 1 << 16
     ids = "<u2" if is_short else "<u4"
     return {
@@ -238,11 +238,18 @@ def _policy(
     }
 
 
+def _tokenizer_of(source: Source, tokenizer: Tokenizer | None) -> Tokenizer | None:
+    """What makes the tokens of a source: of text the tokenizer, of conversations their own."""
+    if getattr(source, "kind", "text") == "text":
+        return tokenizer
+    return getattr(source, "tokenizer", None)
+
+
 def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
     """Returns what only some corpora have, so that all others keep their fingerprints."""
     if kind == "arrays":
         return {"fields": Arrays.declared(name, getattr(source, "fields", None)).to_json()}
-    channels = getattr(source, "channels", None)
+    channels, made_by = getattr(source, "channels", None), getattr(source, "made_by", None)
     if kind != "tokens" or not channels:
         return {}
     # A channel is one number per token: what a field of that name would hold.
@@ -250,7 +257,8 @@ def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
     for channel in declared.fields:
         if channel in OWN_FIELDS:
             raise DataError(f"{name}: a channel cannot be named {channel!r}")
-    return {"channels": {channel: one.dtype for channel, one in declared.fields.items()}}
+    about = {"channels": {channel: one.dtype for channel, one in declared.fields.items()}}
+    return about if made_by is None else {**about, "made_by": made_by}
 
 
 def _find(name: str, source: Source, root: Path, request: str, report: Report) -> Path | None:
@@ -336,16 +344,16 @@ def _lines(
     yield json.dumps([[], rest]).encode() + b"\n"
 
 
-def _write(layout: CorpusLayout, lines: Iterator[bytes], tokenizer: Sequence[Path]) -> None:
+def _write(layout: CorpusLayout, lines: Iterator[bytes], tokenizer: Mapping[str, bytes]) -> None:
     """Writes the folder, which appears complete or not at all."""
     root = layout.folder.parent
     root.mkdir(parents=True, exist_ok=True)
     beside = root / f".{layout.folder.name}.{uuid.uuid4().hex}"
     beside.mkdir()
     try:
-        for original in tokenizer:
-            with new_file(_inside(beside / "tokenizer") / original.name) as file:
-                file.write(original.read_bytes())
+        for name, data in tokenizer.items():
+            with new_file(_inside(beside / "tokenizer") / name) as file:
+                file.write(data)
         borders = [0]
         with new_file(beside / "chunks.jsonl") as file:
             for line in lines:

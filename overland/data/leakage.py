@@ -50,6 +50,12 @@ def check_held_out(config: JobConfig) -> None:
                 "data.holdout keeps documents for validation, and random tokens are none: name "
                 "other data in [validation]"
             )
+    if config.sft.shape != "off" and "stdlib_heldout" in held_out_sources(config):
+        raise DataError(
+            "validation reads stdlib_heldout by default, which is no conversations: set "
+            "data.holdout = 0.02 to keep some of the training data for it, or "
+            "validation.dataset_path"
+        )
     _refuse_twice(config)
     if config.validation.allow_training_data:
         return

@@ -23,6 +23,7 @@ from overland.errors import DataError
 
 Indices = npt.NDArray[np.uint64]
 ROUNDS = 6
+GROUPS_AT_ONCE = 64  # sorted together: enough for lengths to be alike, and still most is random
 Array = npt.NDArray[np.int64]
 RECORD = np.dtype([("count", "<i8"), ("check", "<u4")])
 
@@ -41,6 +42,24 @@ def permute(indices: npt.ArrayLike, size: int, *key: object) -> npt.NDArray[np.i
         places[todo] = _feistel(places[todo], half_bits, round_keys)
         todo = places >= size
     return places.astype(np.int64)
+
+
+def group_alike(
+    order: Array, lengths: Array, first: int, size: int, key: tuple[object, ...]
+) -> Array:
+    """Changes an order of items so that groups of `size` that follow each other have about the same
+    length; `lengths` are those of the items in this order. The first group ends after `first`
+    items. Which groups come early stays random, and so does who is in a group, among
+    `GROUPS_AT_ONCE` of them."""
+    at_once = size * GROUPS_AT_ONCE
+    number = (np.arange(len(order)) - first) // at_once
+    alike = order[np.lexsort((lengths, number))]
+    count = max(0, len(order) - first) // size
+    if count < 2:
+        return alike
+    whole = alike[first : first + count * size].reshape(count, size)
+    whole = whole[permute(np.arange(count), count, *key)]
+    return np.concatenate((alike[:first], whole.reshape(-1), alike[first + count * size :]))
 
 
 def _feistel(places: Indices, half_bits: int, round_keys: Indices) -> Indices:

@@ -18,6 +18,7 @@ from overland.errors import DataError
 
 MixedBy = Literal["rows", "tokens"]
 FORMAT = 1
+LENGTH_STEP = 64  # rows that are cut to the longest of them have a multiple of so many tokens
 T = TypeVar("T")
 
 
@@ -38,12 +39,20 @@ class Segment:
     earlier version means, the pieces stayed apart and lost the predictions between them."""
     epochs: float | None = None
     """After so many epochs of its one source, the rows that fill up a batch count nothing."""
+    group_by_length: bool = False
+    """Whether rows of similar length share a batch, which is cut to the longest of them."""
 
     def for_samples(self) -> Segment:
         """Returns the segment for samples that are arrays: each is a row, whatever the config says
         about tokens."""
         return replace(
-            self, seq_len=1, packing="trunc", last_block="pad", document_mask=False, pad_id=0
+            self,
+            seq_len=1,
+            packing="trunc",
+            last_block="pad",
+            document_mask=False,
+            pad_id=0,
+            group_by_length=False,
         )
 
 
@@ -190,4 +199,6 @@ def _to_json(segment: Segment) -> dict[str, Any]:
         del values["rest_rules"]
     if segment.epochs is None:
         del values["epochs"]
+    if not segment.group_by_length:
+        del values["group_by_length"]
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from overland.data.corpora import (
     Preparer,
     built_corpora,
     find_corpus,
+    made_otherwise,
     open_named_corpus,
     open_streamed,
     reopen_earlier,
@@ -81,6 +83,12 @@ class Dataset:
         """Bad documents in what was read so far."""
         return sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
 
+    @property
+    def counts(self) -> Counter[str]:
+        """Documents that were left out or cut in what was read so far, by what was done."""
+        found = (getattr(corpus, "counts", {}) for corpus in self.rows.corpora.values())
+        return sum(map(Counter, found), Counter())
+
     def continued(self, saved: Mapping[str, Any], batch: int) -> Dataset:
         """Resumes at a batch with the plan of a checkpoint; what changed is a new segment."""
         plan = Plan.from_json(saved)
@@ -143,9 +151,11 @@ class Dataset:
         before = find_corpus(corpus.folder.parent, plan.sources[error.name].fingerprint)
         if before is None:
             return error
-        what = source_changes(before, corpus.open_source())
+        source = corpus.open_source()
+        what = source_changes(before, source)
         if not what and read_layout(before).tokenizer != corpus.layout.tokenizer:
             what = [ANOTHER_TOKENIZER]
+        what += made_otherwise(before, source)
         return ChangedSource(error.name, tuple(what))
 
 
@@ -169,7 +179,7 @@ def training_data(
         )
         for name, source in wanted.items()
     }
-    tokenizer = one_tokenizer(tokenizer, corpora, asked_policy(data))
+    tokenizer = one_tokenizer(tokenizer, corpora, asked_policy(config))
     if tokenizer is not None and tokenizer.bos_id is not None and tokenizer.bos_because:
         how = "with" if tokenizer.add_bos else "without"
         preparer.report(
@@ -186,6 +196,7 @@ def training_data(
         document_mask=data.document_mask,
         pad_id=_pad_id(corpora),
         epochs=training.epochs if training.last_batch == "pad" else None,
+        group_by_length=data.group_by_length,
     )
     if one_kind(corpora) is not None:
         segment = segment.for_samples()
@@ -254,6 +265,7 @@ def validation_data(
         global_batch_size=num_rows,
         seq_len=validation.seq_len or config.training.seq_len,
         weights={},
+        packing=config.data.packing if config.sft.shape != "off" else "pack",
         document_mask=config.data.document_mask,
         epochs=1.0,
     )
@@ -263,6 +275,7 @@ def validation_data(
     window_documents = config.data.window_documents
     if on_holdout:  # a shard at a time: all of a window is tokenised, to find a few documents in it
         window_documents = min(window_documents, SHARD_DOCUMENTS)
+        preparer = replace(preparer, report=lambda message: None)  # as said of the training data
     reading = Reading(config.debug.seed, False, window_documents, held_out=on_holdout)
     datasets = []
     for name, source in wanted.items():

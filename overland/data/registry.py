@@ -12,12 +12,15 @@ from pathlib import Path
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpus_folder import is_corpus
-from overland.data.sources import FileSource, Source, StandardLibrary, open_source
+from overland.data.sft import conversations_of
+from overland.data.sources import Docstrings, FileSource, Source, StandardLibrary, open_source
+from overland.data.sources.columns import WHOLE
 from overland.errors import DataError, Unsettled
 from overland.words import command
 
 RANDOM = "random"  # tokens without text: `sampler.RandomBlocks`
-PART = re.compile(r"stdlib:(\d+)/(\d+)")  # one of so many parts, from 0: stand-ins for a mixture
+# One of so many parts, from 0: stand-ins for a mixture.
+PART = re.compile(r"(stdlib|docstrings):(\d+)/(\d+)")
 
 CHOICES = ("column", "subset", "split")
 """Keys that say which part of a dataset is read; [training], [validation] and sources have them."""
@@ -25,6 +28,7 @@ CHOICES = ("column", "subset", "split")
 _sources: dict[str, Callable[[], Source]] = {
     "stdlib": lambda: StandardLibrary(),
     "stdlib_heldout": lambda: StandardLibrary(held_out=True),
+    "docstrings": lambda: Docstrings(),
 }
 
 
@@ -83,9 +87,11 @@ def open_by_name(name: str, wanted: DataSource, data: Data, held_out: bool = Fal
         )
     name = wanted.dataset or name
     if name in _sources:
-        return _sources[name]()
+        return _whole(name, _sources[name](), wanted)
     if part := PART.fullmatch(name):
-        return StandardLibrary(part=(int(part[1]), int(part[2])))
+        which = (int(part[2]), int(part[3]))
+        library = StandardLibrary(part=which) if part[1] == "stdlib" else Docstrings(which)
+        return _whole(name, library, wanted)
     fetch = command("overland", "fetch", "dataset", "OWNER/NAME", "--to", f"{data.folder}/{name}")
     raise DataError(
         f"there is no dataset {name!r}: `{fetch}` brings it, or set data.datasets.{name} to its "
@@ -132,9 +138,13 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
     """Opens a source as a table of the config describes it; messages name that table's keys."""
     if find_folder(name, wanted, config.data) is None:
         refuse_choices(wanted, table, wanted.dataset or name)
+    is_sft = config.sft.shape != "off"
+    whole = wanted.model_copy(update={"column": WHOLE}) if is_sft else wanted
     try:
-        source = open_by_name(name, wanted, config.data, held_out=table == "validation")
+        source = open_by_name(name, whole, config.data, held_out=table == "validation")
         _refuse_own_output(config.data, source)
+        if is_sft:
+            return conversations_of(source, config, length_of_rows(config, table), wanted.column)
         return source
     except Unsettled as error:
         key = f"{table}.{error.option}"
@@ -143,6 +153,12 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
         elif key == "validation.dtype":
             key = "--dtype (of `overland data build`, to validate on what it makes)"
         raise error.by(key) from None
+
+
+def length_of_rows(config: JobConfig, table: str) -> int:
+    """Returns the tokens of a sequence, to train or to validate on."""
+    own = config.validation.seq_len if table == "validation" else None
+    return own or config.training.seq_len
 
 
 def check_samples(
@@ -170,6 +186,13 @@ def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
     for key in CHOICES:
         if getattr(wanted, key) is not None and not table.startswith("data.sources"):
             raise DataError(f"{table}.{key} = {getattr(wanted, key)!r}: {what} has no {key}s")
+
+
+def _whole(name: str, source: Source, wanted: DataSource) -> Source:
+    """The source, unless it has records where documents are asked for."""
+    if getattr(source, "kind", "text") == "records" and wanted.column != WHOLE:
+        raise DataError(f'{name} holds questions and answers: set sft.shape = "auto"')
+    return source
 
 
 def _refuse_own_output(data: Data, source: Source) -> None:

@@ -6,7 +6,7 @@ That is labels and, where the borders of documents count, positions and document
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from overland.data.shard import WEIGHTS
 
 Array = npt.NDArray[np.int64]
 IGNORED = -100  # label that no loss is taken on
+ANSWERS = "answers"  # a channel of pairs: which of two answers a token belongs to
+CHOSEN, REJECTED = 1, 2
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,17 @@ def with_borders(rows: Rows) -> RowFields:
         labels,
         (np.arange(tokens.size) - np.repeat(begins, sizes)).reshape(tokens.shape),
         np.repeat(number, sizes).reshape(tokens.shape),
+    )
+
+
+def answers_apart(rows: Rows) -> Rows:
+    """Rows of pairs in which the second answer begins a document of its own."""
+    answers = rows.channels[ANSWERS]
+    row, place = np.nonzero((answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED))
+    return replace(
+        rows,
+        piece_row=np.append(rows.piece_row, row),
+        piece_begin=np.append(rows.piece_begin, place + 1),
     )
 
 

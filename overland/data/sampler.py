@@ -20,7 +20,7 @@ from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
 from overland.data.mixture import MixedWindows, Mixture
 from overland.data.order import groups
-from overland.data.plan import Plan, Segment
+from overland.data.plan import LENGTH_STEP, Plan, Segment
 from overland.data.rows import Origins, Room, Rows, Samples
 from overland.data.windows import Reading, SourceWindows
 from overland.errors import DataError
@@ -104,7 +104,7 @@ class Sampler:
         assert self.arrays is None
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
-        room = Room.of(len(whose), lanes.segment.seq_len + 1, lanes.channels)
+        room = Room.of(len(whose), self._width(lanes.segment, batch), lanes.channels)
         pieces = []
         for number, mine in groups(whose):
             pieces.append(self._at_hand(lanes, number).read(places[mine], mine, room))
@@ -153,6 +153,19 @@ class Sampler:
         first = int(lanes.read_until(batch)[number])
         rows = lane.num_blocks_in(segment.epochs, first + size) - first
         return rows if rows > 0 else size
+
+    def _width(self, segment: Segment, batch: int) -> int:
+        """Tokens of each row of a batch, the one that is only predicted included: as many as the
+        longest row of all ranks has, rounded up, where rows are grouped by length."""
+        if not segment.group_by_length:
+            return segment.seq_len + 1
+        lanes, whose, places = self._turns(batch, 0, 1)
+        longest = max(
+            int(self._at_hand(lanes, number).lengths(places[mine]).max())
+            for number, mine in groups(whose)
+        )
+        given = -(-max(longest - 1, 1) // LENGTH_STEP) * LENGTH_STEP
+        return min(given, segment.seq_len) + 1
 
     def _only_lane(self, lanes: Lanes) -> tuple[int, Lane]:
         """The one lane that a segment reads from, and its number."""
@@ -257,9 +270,9 @@ class Sampler:
             is_cut = place or first < old.first
             rest = Rest(old, window, place, segment.rest_rules) if is_cut else None
             first += 1 if rest else 0
-        shape = self._shape(segment)
         if not isinstance(old.windows, MixedWindows):
-            return BlockStream(old.windows, shape, self.reading, first, rest)
+            name = getattr(old.windows, "name", None)
+            return BlockStream(old.windows, self._shape(segment, name), self.reading, first, rest)
         return self._mixed(segment, old.windows.taken(first), rest)
 
     def _lane(self, name: str, segment: Segment) -> Lane:
@@ -268,7 +281,7 @@ class Sampler:
             return None
         if isinstance(corpus, RandomBlocks):
             return corpus.as_lane(self.names.index(name), segment.seq_len)
-        return BlockStream(self.windows[name], self._shape(segment), self.reading)
+        return BlockStream(self.windows[name], self._shape(segment, name), self.reading)
 
     def _mixed(self, segment: Segment, starts: list[int], rest: Rest | None = None) -> BlockStream:
         mixture = Mixture(self._weights(segment))
@@ -290,8 +303,13 @@ class Sampler:
     def _weights(self, segment: Segment) -> list[float]:
         return [segment.weights.get(name, 0) for name in self.names]
 
-    def _shape(self, segment: Segment) -> Shape:
-        return Shape(segment.seq_len, segment.packing, segment.last_block, segment.pad_id)
+    def _shape(self, segment: Segment, name: str | None = None) -> Shape:
+        """How the documents of one source, or of all, become blocks."""
+        alike = segment.global_batch_size if segment.group_by_length else 0
+        if alike and name is not None:  # a source's share of a batch
+            weights = segment.weights
+            alike = max(1, round(alike * weights.get(name, 0) / sum(weights.values())))
+        return Shape(segment.seq_len, segment.packing, segment.last_block, segment.pad_id, alike)
 
 
 @dataclass(frozen=True)
@@ -323,6 +341,9 @@ class RandomBlocks:
         into.num_tokens[rows] = self.seq_len + 1
         into.sample[rows], into.epoch[rows] = (self.source << 56) + numbers, 0
         return piece_rows, np.concatenate(begins)
+
+    def lengths(self, numbers: Array) -> Array:
+        return np.full(len(numbers), self.seq_len + 1)
 
     def origins(self, numbers: Array, rows: Array) -> list[Origins]:
         none = np.zeros_like(rows)

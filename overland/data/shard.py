@@ -5,7 +5,8 @@
               8 bytes
     channels  in format 2, further arrays with an element per token, each padded to 8 bytes
     offsets   int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
-    note      JSON: the first and the last chunk; in format 2 also the channels and their types
+    note      JSON: the first and the last chunk; in format 2 also the channels and their types, and
+              counts of documents that were left out or cut
 
 Token ids without channels are written in format 1.
 
@@ -63,6 +64,8 @@ class ShardInfo(NamedTuple):
     """Of all but the head."""
     channels: Mapping[str, str] = {}
     """Their types, by name."""
+    counts: Mapping[str, int] = {}
+    """Documents that were left out or cut as asked for, by what was done."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def open_shard(path: Path) -> Shard:
         size = os.fstat(file.fileno()).st_size
         about = _parse(head, path)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    chunks, channels = _read_note(data, about, path)
+    chunks, channels, counts = _read_note(data, about, path)
     types = [DTYPES[about.width], *channels.values()]
     *places, offsets_at, note_at = _places(about.num_documents, about.num_tokens, types)
     if size != note_at + about.note_bytes:
@@ -116,7 +119,7 @@ def open_shard(path: Path) -> Shard:
         raise DataError(f"{path} is damaged: its documents do not cover its tokens")
     info = ShardInfo(
         about.num_documents, about.num_tokens, about.num_bad, about.max_token, DTYPES[about.width],
-        chunks, about.checksum, channels,
+        chunks, about.checksum, channels, counts,
     )  # fmt: skip
     return Shard(path, info, tokens, offsets, dict(zip(channels, rest, strict=True)))
 
@@ -136,12 +139,13 @@ def write_shard(
     num_bad: Callable[[], int] = lambda: 0,
     beside: Path | None = None,
     channels: Mapping[str, str] | None = None,
+    counts: Callable[[], Mapping[str, int]] = dict,
 ) -> ShardInfo:
     """Writes documents as they come; only their offsets and channels are held in memory.
 
     With `channels`, by name and type, each document is a structured array that has them beside its
-    `tokens`. `num_bad` is asked at the end. `beside` is where the file grows before it is
-    published. Raises FileNotFoundError where somebody removed it meanwhile.
+    `tokens`. `num_bad` and `counts` are asked at the end. `beside` is where the file grows before
+    it is published. Raises FileNotFoundError where somebody removed it meanwhile.
     """
     width = np.dtype(dtype).itemsize
     assert dtype == DTYPES[width]
@@ -153,12 +157,16 @@ def write_shard(
         tee = _Tee(file, digest)
         offsets, max_token = _write_tokens(tee, documents, dtype, channels)
         tee.write(offsets.astype("<i8").tobytes())
-        about = chunks if version == FORMAT else {"chunks": chunks, "channels": channels}
+        about: Any = chunks
+        counted = dict(sorted(counts().items()))
+        if version != FORMAT:
+            about = {"chunks": chunks, "channels": channels}
+            about |= {"counts": counted} if counted else {}
         note = json.dumps(about).encode()
         tee.write(note)
         info = ShardInfo(
             len(offsets) - 1, int(offsets[-1]), num_bad(), max_token, dtype, chunks,
-            digest.hexdigest(), channels,
+            digest.hexdigest(), channels, counted,
         )  # fmt: skip
         file.seek(0)
         file.write(_head(info, version, width, len(note)))
@@ -229,14 +237,17 @@ def _places(num_documents: int, num_tokens: int, types: Iterable[str]) -> list[i
     return [*places, places[-1] + 8 * (num_documents + 1)]
 
 
-def _read_note(data: mmap.mmap, about: _Head, path: Path) -> tuple[tuple[str, str], dict[str, str]]:
-    """The first and the last chunk, and the types of the channels."""
+def _read_note(
+    data: mmap.mmap, about: _Head, path: Path
+) -> tuple[tuple[str, str], dict[str, str], dict[str, int]]:
+    """The first and the last chunk, the types of the channels, and what was counted."""
     try:
         note = json.loads(data[len(data) - about.note_bytes :])
-        (first, last), channels = (
-            (note, {}) if about.version == FORMAT else (note["chunks"], note["channels"])
-        )
-        return (first, last), {name: np.dtype(one).str for name, one in channels.items()}
+        if about.version == FORMAT:
+            note = {"chunks": note, "channels": {}}
+        first, last = note["chunks"]
+        channels = {name: np.dtype(one).str for name, one in note["channels"].items()}
+        return (first, last), channels, dict(note.get("counts", {}))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(
             f"{path} is cut short or damaged: its end is no note; delete it and build it again"

@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
@@ -85,7 +86,7 @@ class ShardMaker:
             if path.exists():  # published between the look and the claim
                 return None
             chunks, marks = self.layout.chunks_of(number)
-            before = self._num_bad_so_far()
+            before, counted = self._num_bad_so_far(), self.counts()
             return write_shard(
                 path,
                 self._documents(chunks, marks, touch_and_tick),
@@ -94,9 +95,14 @@ class ShardMaker:
                 lambda: self._num_bad_so_far() - before,
                 claim.part,
                 self.layout.channels,
+                lambda: self.counts() - counted,
             )
         finally:
             claim.release()
+
+    def counts(self) -> Counter[str]:
+        """What the source has left out or cut so far, as asked for."""
+        return Counter(getattr(self.source, "counts", {}))
 
     def try_out(self, num_documents: int, num_characters: int) -> tuple[int, int, bool]:
         """Prepares the first documents of the source as a shard's are, and writes nothing; returns

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,22 @@ from overland.data.tokenizer_encoders import (
     HuggingFace,
     Ids,
     SentencePiece,
+    Spots,
     TextEncoder,
     Tiktoken,
     need_for_text,
 )
-from overland.data.tokenizer_files import Beside, find_file, is_ranks, read_tokenizer_file
+from overland.data.tokenizer_files import (
+    ADDED,
+    CONFIG,
+    DEFAULT,
+    TEMPLATE,
+    Beside,
+    find_file,
+    is_ranks,
+    read_json,
+    read_tokenizer_file,
+)
 from overland.errors import DataError
 
 RULES = 1  # part of every fingerprint; counts up when the same files give other ids
@@ -61,14 +73,35 @@ class Tokenizer:
     """What decides `add_bos`, for people."""
     fingerprint: str
     """Of everything that decides which ids a document gets; not of where the files lie."""
+    chat_templates: dict[str, str]
+    """By name; see `tokenizer_files`. Copies of the tokenizer have these."""
+    new_tokens: tuple[str, ...]
+    """Special tokens that its files do not have, and copies of it do."""
 
-    def __init__(self, path: Path, *, add_bos: bool | None = None, add_eos: bool = True) -> None:
-        """Without `add_bos`, BOS comes by the tokenizer's own convention."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        add_bos: bool | None = None,
+        add_eos: bool = True,
+        new_tokens: Sequence[str] = (),
+    ) -> None:
+        """Without `add_bos`, BOS comes by the tokenizer's own convention. Of `new_tokens`, those
+        that it does not have get ids after all others."""
         self.path = find_file(path)
         self.add_eos = add_eos
         self._beside = Beside.of(self.path)
+        self.chat_templates = dict(self._beside.chat_templates)
         data = read_tokenizer_file(self.path)
         self._encoder = _encoder(self.path, data, self._beside)
+        if blank := [name for name in new_tokens if not name.strip()]:
+            raise DataError(f"sft.new_tokens: {blank[0]!r} is no name of a token")
+        known = self._encoder.specials
+        self.new_tokens = tuple(dict.fromkeys(name for name in new_tokens if name not in known))
+        if self.new_tokens:
+            data, self._beside = _with_new(data, self._beside, self._encoder, self.new_tokens)
+            self._encoder = _encoder(self.path, data, self._beside)
+        self._data = data
         self.vocab_size = self._encoder.vocab_size
         self.specials = self._encoder.specials
         self.bos_id = self._encoder.bos_id
@@ -103,9 +136,26 @@ class Tokenizer:
     def end_id(self) -> int | None:
         return self.eos_id
 
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether a text begins with BOS by the tokenizer's own convention, whatever the policy."""
+        return self._convention()[0]
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Special tokens by what they are for, as chat templates ask for them: `bos_token`, …"""
+        names = {i: name for name, i in self.specials.items()}
+        found = {role: name for role, name in self._beside.names.items() if name is not None}
+        for role, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
+            if i in names:
+                found[role] = names[i]
+        return found
+
     def with_bos(self, add_bos: bool) -> Tokenizer:
         """The same tokenizer, under that policy."""
-        return Tokenizer(self.path, add_bos=add_bos, add_eos=self.add_eos)
+        return Tokenizer(
+            self.path, add_bos=add_bos, add_eos=self.add_eos, new_tokens=self.new_tokens
+        )
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encodes a text as a document begins, for a model to continue. Nothing at all is the end
@@ -128,6 +178,12 @@ class Tokenizer:
         TOKENIZERS_PARALLELISM=false is set, as a pool of processes does."""
         return [self._framed(ids) for ids in self._encode_batch(list(texts))]
 
+    def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
+        """The ids of text with special tokens in between, and where each began and ended: in
+        characters, of which a special token counts as one. Nothing is added at either end."""
+        pieces = [piece if isinstance(piece, int) else _valid(piece) for piece in pieces]
+        return self._encoder.encode_pieces(pieces)
+
     def decode(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
         """The text of the ids, without special tokens and ids beyond the vocabulary (rows that
         only pad an embedding). `after`: ids before them, which decide about a space in between."""
@@ -144,9 +200,17 @@ class Tokenizer:
         self._pieces.update(zip(known, self._encoder.pieces(known), strict=True))
         return [self._pieces.get(int(i), "\ufffd") for i in ids]
 
-    def files(self) -> list[Path]:
-        """The files that a copy needs; side by side in any folder they open as this tokenizer."""
-        return [self.path, *self._beside.files]
+    def files(self) -> dict[str, bytes]:
+        """The files of a copy, by name; side by side in any folder they open as this tokenizer."""
+        found = {file.name: read_tokenizer_file(file) for file in self._beside.files}
+        if self.new_tokens and not isinstance(self._encoder, HuggingFace):
+            found[ADDED] = _as_json(self._beside.added)
+        if self.chat_templates != self._beside.chat_templates:
+            config = read_json(found[CONFIG], CONFIG) if CONFIG in found else {}
+            template = self.chat_templates[DEFAULT]
+            found[CONFIG] = _as_json({**config, "chat_template": template})
+            found[TEMPLATE] = template.encode()
+        return {self.path.name: self._data, **found}
 
     def _convention(self) -> tuple[bool, str]:
         """Whether a text begins with BOS, and what says so."""
@@ -174,7 +238,8 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By path: the libraries' own state is large, or cannot be sent at all.
-        return _reopen, (self.path.absolute(), self.add_bos, self.add_eos, self.fingerprint)
+        how = (self.add_bos, self.add_eos, self.new_tokens)
+        return _reopen, (self.path.absolute(), *how, self.fingerprint)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
@@ -194,8 +259,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def _reopen(path: Path, add_bos: bool, add_eos: bool, fingerprint: str) -> Tokenizer:
-    tokenizer = Tokenizer(path, add_bos=add_bos, add_eos=add_eos)
+def _reopen(
+    path: Path, add_bos: bool, add_eos: bool, new_tokens: Sequence[str], fingerprint: str
+) -> Tokenizer:
+    tokenizer = Tokenizer(path, add_bos=add_bos, add_eos=add_eos, new_tokens=new_tokens)
     if tokenizer.fingerprint != fingerprint:
         raise DataError(f"{path} was changed while it was in use: start again")
     return tokenizer
@@ -207,6 +274,20 @@ def _encoder(path: Path, data: bytes, beside: Beside) -> TextEncoder:
     if is_ranks(data):
         return Tiktoken(path, data, beside)
     return SentencePiece(path, data, beside)
+
+
+def _with_new(
+    data: bytes, beside: Beside, encoder: TextEncoder, names: Sequence[str]
+) -> tuple[bytes, Beside]:
+    """The contents of the files with some more special tokens, whose ids follow all others."""
+    ids = {name: encoder.vocab_size + place for place, name in enumerate(names)}
+    if isinstance(encoder, HuggingFace):
+        data = encoder.with_specials(ids)
+    return data, replace(beside, added={**beside.added, **ids})
+
+
+def _as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _valid(text: str) -> str:

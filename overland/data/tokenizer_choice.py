@@ -28,6 +28,7 @@ from overland.data.registry import (
     open_wanted,
     training_table,
 )
+from overland.data.sft import tokenizer_for_chats
 from overland.data.sources import Source
 from overland.data.sources.marks import digest_of
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer, train_tokenizer
@@ -58,7 +59,9 @@ def open_tokenizer(
 ) -> Tokenizer:
     """The tokenizer, with the policy of the config, of the run that is resumed, of a corpus that is
     there already, or its own: in this order."""
-    asked = asked_policy(config.data)
+    if config.sft.shape != "off":
+        return tokenizer_for_chats(config)
+    asked = asked_policy(config)
     built, folder = preparer.once(partial(_built_policy, config, wanted))
     known = (asked.add_eos, preparer.policy.add_eos, built.add_eos)
     add_eos = next((one for one in known if one is not None), True)
@@ -104,6 +107,8 @@ def one_tokenizer(
         other = given.fingerprint if given is not None else made_by[first or name].tokenizer
         if layout.tokenizer != other:
             expected = whose if given is not None else f"that of {first}"
+            if given is not None and layout.add_eos != given.add_eos:
+                _refuse_other_kind(name, is_chat=layout.made_by is not None)
             raise DataError(
                 f"{name} was made by another tokenizer than {expected}, or with another BOS and "
                 f"EOS policy ({_words(layout)}): build it again with the same one"
@@ -114,8 +119,21 @@ def one_tokenizer(
     return given if made_by else None
 
 
-def asked_policy(data: Settings) -> Policy:
-    return Policy(data.add_bos, data.add_eos)
+def _refuse_other_kind(name: str, is_chat: bool) -> None:
+    """Documents and conversations are put into tokens by other rules."""
+    if is_chat:
+        raise DataError(f"{name} is a corpus of conversations: set sft.shape, as it was built with")
+    raise DataError(
+        f"{name} is a corpus of documents, made by other rules than samples of sft.shape: "
+        "give its texts as records with a column text (JSON lines, parquet, …), or build them from "
+        "such records with --sft shape=text"
+    )
+
+
+def asked_policy(config: JobConfig) -> Policy:
+    """Returns what the config says about documents; around conversations there is nothing."""
+    data = config.data
+    return Policy(data.add_bos, data.add_eos) if config.sft.shape == "off" else UNKNOWN
 
 
 def kept_policy(run: Path) -> Policy:

@@ -14,8 +14,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,10 +28,16 @@ from overland.errors import DataError
 from overland.packages import need
 
 Ids = npt.NDArray[np.int32]
+Spots = npt.NDArray[np.int64]
+"""Places in a text, in characters."""
+Spotted = list[tuple[int, int, int]]
+"""Tokens: the id, where it begins, and where it ends."""
 # By these names where no file beside it says which tokens they are.
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 KNOWN_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")
 LARGEST_VOCABULARY = 2**26
+ALIAS, FIRST_NUMBER = "\ufdd3", 0xF0000  # no character, and a number; together no text
+PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 SPACE = "\u2581"  # what sentencepiece writes for a space
 BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -78,6 +85,10 @@ class TextEncoder(Protocol):
         """Encodes as ordinary tokens only. Raises TypeError or UnicodeEncodeError for text that is
         not Unicode."""
 
+    def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
+        """Encodes text with special tokens in between; returns also where each token began and
+        ended, in characters, of which a special token counts as one."""
+
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ordinary tokens."""
 
@@ -109,11 +120,7 @@ class HuggingFace:
             self._tokenizer = library.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"{path} is no tokenizer: {error}") from None
-        # The file may ask for what is right in front of a model, and wrong for a corpus.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        if getattr(self._tokenizer.model, "dropout", None):
-            self._tokenizer.model.dropout = None
+        _undisturbed(self._tokenizer)
         self._tokenizer.encode_special_tokens = True  # their names in a text are text
 
         token_id = self._tokenizer.token_to_id
@@ -133,10 +140,56 @@ class HuggingFace:
         self._spellings = self._spell_specials(json.loads(data)["model"])
         self._leaks = np.zeros(self.vocab_size, dtype=bool)
         self._leaks[list(self._spellings)] = True
+        self._library, self._data = library, data
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [self._without_leaks(np.fromiter(one.ids, dtype=np.int32)) for one in encoded]
+
+    def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
+        tokenizer, aliases, real_ids = self._aliased
+        text = "".join(piece if isinstance(piece, str) else aliases[piece] for piece in pieces)
+        found = tokenizer.encode(text, add_special_tokens=False)
+        ids = np.asarray([real_ids.get(i, i) for i in found.ids], np.int32)
+        # An alias is two characters, and its special token counts as one.
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        seconds = np.append(0, np.cumsum(codes == ord(ALIAS)))
+        spots = np.asarray(found.offsets, np.int64).reshape(-1, 2)
+        spots = spots - seconds[spots]
+        return ids, spots[:, 0], spots[:, 1]
+
+    @cached_property
+    def _aliased(self) -> tuple[Any, dict[int, str], dict[int, int]]:
+        """The tokenizer, with names for its special tokens that no text has, these names by id, and
+        the ids that are meant by its own. So text with special tokens is encoded as one, and their
+        usual names in it are text. In parts it would not be the same: many tokenizers put a space
+        before what begins a text, and take spaces away beside some special tokens."""
+        rules = json.loads(self._data)
+        aliases = {i: ALIAS + chr(FIRST_NUMBER + n) for n, i in enumerate(self.specials.values())}
+        listed = {token["content"]: token for token in rules.get("added_tokens") or []}
+        for name, i in self.specials.items():
+            token = listed.setdefault(name, {"id": i, **PLAIN_TOKEN})
+            token |= {"content": aliases[i], "special": True}
+        rules["added_tokens"] = sorted(listed.values(), key=lambda token: token["id"])
+        rules["post_processor"] = None  # it adds nothing here, but may take spaces off the places
+        tokenizer = self._library.Tokenizer.from_str(json.dumps(rules))
+        _undisturbed(tokenizer)
+        own_ids = {
+            tokenizer.token_to_id(token["content"]): token["id"] for token in listed.values()
+        }
+        return tokenizer, aliases, own_ids
+
+    def with_specials(self, ids: Mapping[str, int]) -> bytes:
+        """The file with some more special tokens."""
+        rules = json.loads(self._data)
+        for name, i in ids.items():
+            if self._tokenizer.token_to_id(name) is not None:
+                raise DataError(
+                    f"sft.new_tokens: {name!r} is an ordinary token of this tokenizer already"
+                )
+            token = {"id": i, "content": name, **PLAIN_TOKEN, "special": True}
+            rules["added_tokens"] = [*(rules.get("added_tokens") or []), token]
+        return json.dumps(rules, ensure_ascii=False).encode()
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids))
@@ -174,6 +227,38 @@ class HuggingFace:
         return next((i for i in ids if i is not None), None)
 
 
+def _one_by_one(
+    pieces: Sequence[str | int], encode: Callable[[str], Spotted]
+) -> tuple[Ids, Spots, Spots]:
+    """Encodes text between special tokens by itself, as both libraries have it."""
+    found: Spotted = []
+    place = 0
+    for piece in pieces:
+        if isinstance(piece, int):
+            found.append((piece, place, place + 1))
+            place += 1
+        elif piece:
+            found += [(i, place + start, place + stop) for i, start, stop in encode(piece)]
+            place += len(piece)
+    table = np.asarray(found, np.int64).reshape(-1, 3)
+    return table[:, 0].astype(np.int32), table[:, 1], table[:, 2]
+
+
+def _characters(text: str) -> Spots:
+    """Which character each byte of a text belongs to."""
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    sizes = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
+    return np.repeat(np.arange(len(codes)), sizes)
+
+
+def _undisturbed(tokenizer: Any) -> None:
+    """Undoes what a file may ask for that is right in front of a model, and wrong for a corpus."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+
+
 class SentencePiece:
     """A tokenizer.model of sentencepiece."""
 
@@ -202,6 +287,14 @@ class SentencePiece:
             texts, return_type="numpy", num_threads=num_threads(), add_bos=False, add_eos=False
         )
         return ids
+
+    def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
+        return _one_by_one(pieces, self._encode_with_spots)
+
+    def _encode_with_spots(self, text: str) -> Spotted:
+        found = self._model.encode(text, return_type="proto").pieces
+        character = np.append(_characters(text), len(text)).tolist()  # of each byte
+        return [(one.id, character[one.begin], character[one.end]) for one in found]
 
     def decode(self, ids: list[int]) -> str:
         return str(self._model.decode(ids))
@@ -260,6 +353,19 @@ class Tiktoken:
         parts = [texts[i : i + size] for i in range(0, len(texts), size)]
         with ThreadPoolExecutor(threads) as pool:
             return list(itertools.chain.from_iterable(pool.map(self._encode_some, parts)))
+
+    def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
+        return _one_by_one(pieces, self._encode_with_spots)
+
+    def _encode_with_spots(self, text: str) -> Spotted:
+        ids = self._encode(text).tolist()
+        # How many bytes each token has, and which character each byte belongs to.
+        ends = np.cumsum([len(self._encoding.decode_single_token_bytes(i)) for i in ids])
+        starts = ends - np.diff(ends, prepend=0)
+        of_byte = _characters(text)
+        return list(
+            zip(ids, of_byte[starts].tolist(), (of_byte[ends - 1] + 1).tolist(), strict=True)
+        )
 
     def decode(self, ids: list[int]) -> str:
         return str(self._encoding.decode(ids, errors="replace"))

@@ -15,8 +15,13 @@ from overland.files import parse_json
 PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-# The template decides nothing here, but chats are written by it.
-BESIDE = (CONFIG, NAMES, ADDED, "chat_template.jinja")
+TEMPLATE = "chat_template.jinja"
+BESIDE = (CONFIG, NAMES, ADDED, TEMPLATE)
+
+ROLES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+)  # fmt: skip
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # which chat template, where a tokenizer has several
 
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 
@@ -53,11 +58,14 @@ class Beside:
 
     files: list[Path] = field(default_factory=list)
     names: dict[str, str | None] = field(default_factory=dict)
-    """bos_token and eos_token, where they are said; None where it is said that there is none."""
+    """Special tokens by what they are for, such as bos_token, where it is said; None where it is
+    said that there is none."""
     added: dict[str, int] = field(default_factory=dict)
     """Tokens that a tokenizer.model does not hold itself."""
     adds_bos: bool | None = None
     """Whether a text begins with BOS, where it is said (`add_bos_token`)."""
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    """By name; `default` is the one for conversations without tools."""
 
     @classmethod
     def of(cls, tokenizer: Path) -> Beside:
@@ -69,13 +77,17 @@ class Beside:
         for file in found:
             if file.is_file():
                 by_name.setdefault(file.name, file)
-        config, names, added = (_read_json(by_name.get(name)) for name in (CONFIG, NAMES, ADDED))
+        config, names, added = (
+            read_json(read_tokenizer_file(by_name[name]), by_name[name]) if name in by_name else {}
+            for name in (CONFIG, NAMES, ADDED)
+        )
         adds_bos = config.get("add_bos_token")
         return cls(
             list(by_name.values()),
             _names(tokenizer.parent, config, names),
             _added(config, added),
             adds_bos if isinstance(adds_bos, bool) else None,
+            _chat_templates(tokenizer.parent, config, by_name.get(TEMPLATE)),
         )
 
     def find(
@@ -97,16 +109,42 @@ class Beside:
 
 def _names(folder: Path, *said: dict[str, Any]) -> dict[str, str | None]:
     names: dict[str, str | None] = {}
-    for role in ("bos_token", "eos_token"):
+    for role in ROLES:
         values = [_content(words[role]) for words in said if role in words]
-        if wrong := [value for value in values if not isinstance(value, str | None)]:
+        wrong = [value for value in values if not isinstance(value, str | None)]
+        if wrong and role in ("bos_token", "eos_token"):
             raise DataError(
                 f"{folder}: {CONFIG} or {NAMES} gives {wrong[0]!r:.60} as {role}, where the text "
                 "of a token is expected"
             )
-        if values:
+        if values and not wrong:
             names[role] = next((value for value in values if value), None)
     return names
+
+
+def _chat_templates(folder: Path, config: dict[str, Any], file: Path | None) -> dict[str, str]:
+    """The templates that a tokenizer's config lists; one in a file of its own wins."""
+    said = config.get("chat_template")
+    listed = said if isinstance(said, list) else [{"name": DEFAULT, "template": said}]
+    try:
+        found = {str(one["name"]): one["template"] for one in listed if one["template"] is not None}
+    except (TypeError, KeyError):
+        found = {DEFAULT: None}
+    if file is not None:
+        found[DEFAULT] = read_text(file)
+    if any(not isinstance(template, str) for template in found.values()):
+        raise DataError(
+            f"{folder}: {CONFIG} gives a chat_template that is neither text nor a list of "
+            '{"name", "template"}'
+        )
+    return found
+
+
+def read_text(path: Path) -> str:
+    try:
+        return read_tokenizer_file(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is no text in UTF-8") from None
 
 
 def _added(config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
@@ -123,11 +161,10 @@ def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _read_json(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
+def read_json(data: bytes, path: Path | str) -> dict[str, Any]:
+    """What a file says, which is a JSON object."""
     try:
-        value = parse_json(read_tokenizer_file(path))
+        value = parse_json(data)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -15,6 +15,7 @@ TUNED = {
     "cross_entropy": (8192, 16),
     # 128 numbers of 8 bits are a whole line of the cache, in both directions.
     "float8": (128, 8),
+    "nf4": (512, 2),  # of two weights each
     "norm": (4096, 8),
     "scale": (4096, 8),
 }
@@ -252,6 +253,53 @@ def _cast(  # type: ignore[no-untyped-def]
         at = column[:, None] * height + row[None, :]
         turned = tl.trans(x.to(columns_ptr.dtype.element_ty))
         tl.store(columns_ptr + at, turned, mask=tl.trans(inside))
+
+
+def unpack_triton(
+    packed: Tensor, width: int, levels: Tensor, group: int, dtype: torch.dtype
+) -> Tensor:
+    """Runs a program for each piece of a row. `group`: how many weights share a scale."""
+    assert packed.is_contiguous()
+    block, warps = TUNED["nf4"]
+    height = len(packed)
+    weight_OD = torch.empty((height, width), dtype=dtype, device=packed.device)
+    if height:
+        _unpack[(height, triton.cdiv(width // 2, block))](
+            packed,
+            packed.view(torch.bfloat16),
+            levels,
+            weight_OD,
+            width // 2,
+            packed.shape[1],
+            GROUP=group // 2,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return weight_OD
+
+
+@triton.jit
+def _unpack(  # type: ignore[no-untyped-def]
+    packed_ptr,
+    scales_ptr,
+    levels_ptr,
+    weight_ptr,
+    num_pairs,
+    row_bytes,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < num_pairs
+    pairs = tl.load(packed_ptr + row * row_bytes + places, mask=inside, other=0).to(tl.int32)
+    first_scale = (row * row_bytes + num_pairs) // 2
+    scale = tl.load(scales_ptr + first_scale + places // GROUP, mask=inside, other=0.0)
+    upper = tl.load(levels_ptr + (pairs >> 4)) * scale.to(tl.float32)
+    lower = tl.load(levels_ptr + (pairs & 15)) * scale.to(tl.float32)
+    both = tl.interleave(upper, lower).to(weight_ptr.dtype.element_ty)
+    columns = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(weight_ptr + row * 2 * num_pairs + columns, both, mask=columns < 2 * num_pairs)
 
 
 def sum_of_squares_triton(tensors: Sequence[Tensor]) -> Tensor:

@@ -49,6 +49,8 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
+        draws_BS: Tensor | None = None,
+        noise_BS: Tensor | None = None,
         **others: Tensor,
     ) -> Tensor:
         """Logits, or with labels what the objective makes of them: by default, the sum of the
@@ -56,11 +58,12 @@ class Decoder(nn.Module):
 
         `labels_BS[b, s]` is the token that should follow `tokens_BS[b, s]` (already shifted).
         `positions_BS` are rotary positions (default 0, 1, 2 ...); `documents_BS` numbers the
-        document of each token, and tokens see only their own document. `others` are fields of the
-        batch that the objective may want. `tokens_BS` holds hidden states [B, S, D] where this
-        stage has no embedding; the hidden states are returned where it has no head.
+        document of each token, and tokens see only their own document. `draws_BS` is what dropout
+        is drawn by, `noise_BS` noise on embeddings; without them there is none. `others` are fields
+        of the batch that the objective may want. `tokens_BS` holds hidden states [B, S, D] where
+        this stage has no embedding; the hidden states are returned where it has no head.
         """
-        hidden_BSD = self.model(tokens_BS, positions_BS, documents_BS)
+        hidden_BSD = self.model(tokens_BS, positions_BS, documents_BS, draws_BS, noise_BS)
         if self.lm_head is None:
             return hidden_BSD
         if labels_BS is None:
@@ -99,21 +102,29 @@ class DecoderModel(nn.Module):
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         windows = dict.fromkeys(config.window_of(i) for i in layers)
         self.masks = Masks(attention, list(windows))
+        self.noise: nn.Module | None = None
+        """On embeddings, see neftune.py."""
 
     def forward(
         self,
         tokens_BS: Tensor,
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
+        draws_BS: Tensor | None = None,
+        noise_BS: Tensor | None = None,
     ) -> Tensor:
         x_BSD = tokens_BS if self.embed_tokens is None else self.embed_tokens(tokens_BS)
+        if self.noise is not None and self.embed_tokens is not None and noise_BS is not None:
+            x_BSD = self.noise(x_BSD, noise_BS)
         if positions_BS is None:
             positions_BS = torch.arange(x_BSD.shape[1], device=x_BSD.device)[None]
         seq_len = positions_BS.shape[1]  # x may hold a part of it only, between two layers
         rotation = self.rotary(positions_BS, seq_len, x_BSD.dtype)
         masks = self.masks(x_BSD, seq_len, documents_BS)
+        # Only blocks that draw, by what a transform has put in, take what they draw by.
+        draws = {} if draws_BS is None else {"draws_BS": draws_BS}
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, *rotation, masks[layer.window])
+            x_BSD = layer(x_BSD, *rotation, masks[layer.window], **draws)
         return x_BSD if self.norm is None else self.norm(x_BSD)
 
 

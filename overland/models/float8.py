@@ -27,6 +27,7 @@ from overland.kernels.float8 import (
     product,
     scale_for,
 )
+from overland.models.lora import LoRALinear
 from overland.models.structure import blocks_of
 from overland.models.transform import Transform
 
@@ -41,12 +42,18 @@ class Float8(Transform):
             for module in block.modules():
                 if type(module) is nn.Linear:
                     module.__class__ = Float8Linear
+                elif isinstance(module, LoRALinear):  # whose own matrices are small
+                    module.product = biased8
 
 
 class Float8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        out = linear8(x, self.weight)
-        return out if self.bias is None else out + self.bias
+        return biased8(x, self.weight, self.bias)
+
+
+def biased8(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+    out = linear8(x, weight_OD)
+    return out if bias_O is None else out + bias_O
 
 
 def linear8(x: Tensor, weight_OD: Tensor) -> Tensor:

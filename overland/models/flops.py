@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
+from overland.config.schema import Lora
 from overland.errors import ModelError
+from overland.models.lora_targets import trained_shapes
 from overland.models.registry import build_model
 from overland.models.structure import Role, Structure, inside, structure_of
 
@@ -94,15 +96,38 @@ def stage_costs(config: Any) -> StageCosts:
     )
 
 
-def flops_per_token(config: Any, seq_len: int) -> float:
-    """Returns the training FLOP per token by the reporting convention (attention not halved).
-    Without an `attention_flops(seq_len, causal)` of the config only the parameters count."""
-    return 6.0 * count_parameters(config).in_matmuls + _attention(config, seq_len, causal=False)
+def trained_parameters(config: Any, lora: Lora) -> Shapes:
+    """Returns the shapes of the parameters that are trained: all, or adapters and what else is
+    trained beside them."""
+    structure, shapes = outline_of(config)
+    if not lora.rank:
+        return shapes
+    if structure is None:
+        return trained_shapes(lora, shapes)
+    tables = [f"{path}.weight" for path, role in structure.roles.items() if role is Role.VOCABULARY]
+    looked_up = [name for name in tables if inside(name, structure.before)]
+    outputs = [name for name in shapes if inside(name, structure.after)]
+    return trained_shapes(lora, shapes, [*looked_up, *outputs], looked_up)
 
 
-def causal_flops_per_token(config: Any, seq_len: int) -> float:
-    """Returns the training FLOP per token with attention counted only where a key is visible."""
-    return 6.0 * count_parameters(config).in_matmuls + _attention(config, seq_len, causal=True)
+def flops_per_token(
+    config: Any, seq_len: int, lora: Lora | None = None, causal: bool = False
+) -> float:
+    """Returns the training FLOP per token by the reporting convention (attention not halved), or
+    with attention counted only where a key is visible (`causal`). Without an
+    `attention_flops(seq_len, causal)` of the config only the parameters count. Frozen matrices have
+    no gradient of their own: 4 FLOP per parameter instead of 6."""
+    number = count_parameters(config).in_matmuls
+    products = 6.0 * number
+    if lora is not None and lora.rank:
+        trained = trained_parameters(config, lora)
+        whole = sum(prod(shape) for name, shape in trained.items() if ".lora_" not in name)
+        products = 4.0 * (number - whole) + 6.0 * sum(map(prod, trained.values()))
+    return products + _attention(config, seq_len, causal)
+
+
+def causal_flops_per_token(config: Any, seq_len: int, lora: Lora | None = None) -> float:
+    return flops_per_token(config, seq_len, lora, causal=True)
 
 
 def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
@@ -129,9 +154,9 @@ def sample_fields(config: Any) -> SampleFields | None:
     return None if describe is None else describe()
 
 
-def measure_of(config: Any, seq_len: int) -> Measure:
+def measure_of(config: Any, seq_len: int, lora: Lora | None = None) -> Measure:
     if sample_fields(config) is None:
-        return Measure("tokens", seq_len, flops_per_token(config, seq_len))
+        return Measure("tokens", seq_len, flops_per_token(config, seq_len, lora))
     count = getattr(config, "flops_per_sample", None)
     return Measure("samples", 1, None if count is None else float(count()))
 

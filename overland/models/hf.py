@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from overland.errors import ModelError
 from overland.files import read_json, what_is_wrong
+from overland.kernels.nf4 import pack
 from overland.models.flops import Shapes, describes_itself, outline_of
 from overland.models.init import LocalPart, persistent_buffers, plain_name, whole
+from overland.models.new_rows import NewRows, vocabulary_matrices
+from overland.models.nf4 import narrow_matrices
 from overland.models.registry import build_model
 from overland.models.structure import ties_of
 from overland.models.transform import added_rule
@@ -35,13 +38,16 @@ def load_hf(
     strict: bool = True,
     moved: Callable[[int], None] = lambda num_bytes: None,
     only: Collection[str] | None = None,
+    new_rows: NewRows | None = None,
 ) -> None:
-    """Fill the model's parameters from a folder of safetensors, cast to the parameters' types.
+    """Fill the model's parameters from a folder of safetensors, cast to the parameters' types, 4
+    bits included.
 
     The model may be a part of the whole (a pipeline stage, shards through `local_part`). A tensor
     that is missing or has another shape is always an error; `strict` also refuses tensors in the
     files that no part of the model asks for, if its config is known. `moved` is told of bytes as
-    they are read; `only` names the parameters that are wanted.
+    they are read; `only` names the parameters that are wanted. `new_rows` are of tokens that the
+    folder's model was not trained with: it may lack them.
     """
     folder = Path(folder)
     file_of = _files_by_tensor(folder)
@@ -65,12 +71,20 @@ def load_hf(
         if unexpected:
             raise ModelError(f"{folder} has {_list(unexpected)}, which this model does not have")
 
+    vocabulary = vocabulary_matrices(model) if new_rows is not None else set()
+    narrow = {plain_name(name): columns for name, columns in narrow_matrices(model).items()}
     for file in dict.fromkeys(file_of[source[name]] for name in wanted):
         names = [name for name in wanted if file_of[source[name]] == file]
         with _open(folder / file) as tensors, torch.no_grad():
             for name in names:
                 for num_bytes in _read(
-                    tensors, source[name], wanted[name], local_part, folder / file
+                    tensors,
+                    source[name],
+                    wanted[name],
+                    local_part,
+                    folder / file,
+                    new_rows if name in vocabulary else None,
+                    narrow.get(name),
                 ):
                     moved(num_bytes)
 
@@ -132,16 +146,26 @@ def _source(
 
 
 def _read(
-    tensors: Any, source: str, parameter: Tensor, local_part: LocalPart, file: Path
+    tensors: Any,
+    source: str,
+    parameter: Tensor,
+    local_part: LocalPart,
+    file: Path,
+    new_rows: NewRows | None = None,
+    narrow: int | None = None,
 ) -> Iterator[int]:
-    """Fills a parameter, some rows at a time; yields how many bytes they had."""
+    """Fills a parameter, some rows at a time; yields how many bytes they had. Where it is kept in 4
+    bits, `narrow` is the number of its columns."""
     target, offsets, full_shape = local_part(parameter)
+    if narrow is not None:
+        full_shape = (full_shape[0], narrow)
     try:
         stored = tensors.get_slice(source)
     except SafetensorError as error:
         raise ModelError(f"{file} does not hold {source}, though its index says so") from error
     shape = tuple(stored.get_shape())
-    if shape != tuple(full_shape):
+    is_smaller = new_rows is not None and new_rows.fits(shape, tuple(full_shape))
+    if shape != tuple(full_shape) and not is_smaller:
         raise ModelError(
             f"{source} in {file} has shape {list(shape)}, but the model expects {list(full_shape)}"
         )
@@ -155,11 +179,19 @@ def _read(
         return
     ends = (offset + size for offset, size in zip(offsets, target.shape, strict=True))
     rows, *columns = (slice(a, b) for a, b in zip(offsets, ends, strict=True))
-    for part in target.split(max(1, READ_BYTES * len(target) // target.nbytes)):
+    there = target[: max(0, shape[0] - rows.start)]
+    for part in (
+        there.split(max(1, READ_BYTES * len(target) // target.nbytes)) if len(there) else ()
+    ):
         stop = rows.start + len(part)
-        part.copy_(stored[(slice(rows.start, stop), *columns)])
+        if narrow is not None:
+            part.copy_(pack(stored[rows.start : stop].to(part.device)))
+        else:
+            part.copy_(stored[(slice(rows.start, stop), *columns)])
         rows = slice(stop, rows.stop)
         yield part.nbytes
+    if new_rows is not None:
+        new_rows.fill(target, offsets[0], shape[0], lambda a, b: stored[(slice(a, b), *columns)])
 
 
 @contextmanager

@@ -42,11 +42,19 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """From -bound to bound; None: 1 / √n, for a matrix of n inputs."""
+
+    bound: float | None
+    name: str  # whose numbers
+
+
+@dataclass(frozen=True)
 class Constant:
     value: float
 
 
-Rule = Normal | Constant
+Rule = Normal | Uniform | Constant
 
 
 def whole(parameter: Tensor) -> Part:
@@ -65,10 +73,12 @@ def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> 
                 raise ModelError(f"{name} is on the meta device; call to_empty() before init")
             # Alone on a last pipeline stage, a tied parameter starts as the one that it is.
             rule = rule_of(model, ties.get(name, name))
-            if isinstance(rule, Constant):
+            if not tensor.is_floating_point():
+                tensor.zero_()  # frozen, in bits of its own: such weights are loaded
+            elif isinstance(rule, Constant):
                 tensor.fill_(rule.value)
             else:
-                fill_normal(tensor, seed, rule.name, rule.std, offsets, shape)
+                fill_random(tensor, seed, rule, offsets, shape)
 
 
 def rule_of(model: nn.Module, name: str) -> Rule:
@@ -90,8 +100,8 @@ def require_rules(model: nn.Module) -> None:
         rule = rule_of(model, name)
         if not isinstance(rule, Rule):
             raise ModelError(
-                f"init_rule('{name}') of {name_of_model} returned {rule!r:.60}, expected a Normal "
-                "or a Constant of overland.models.init (docs/extending.md)"
+                f"init_rule('{name}') of {name_of_model} returned {rule!r:.60}, expected a Normal, "
+                "Uniform or Constant of overland.models.init (docs/extending.md)"
             )
 
 
@@ -107,18 +117,17 @@ def decoder_rule(config: DecoderConfig, name: str) -> Rule:
     return Normal(std, name)
 
 
-def fill_normal(
+def fill_random(
     tensor: Tensor,
     seed: int,
-    name: str,
-    std: float,
+    rule: Normal | Uniform,
     offsets: Sequence[int],
     shape: Sequence[int],
 ) -> None:
     """Puts the numbers of (seed, name) into a rectangle of a parameter of this full shape."""
     if tensor.numel() == 0:
         return
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(f"{seed}/{rule.name}".encode(), digest_size=16).digest()
     key = (signed(int.from_bytes(digest[:8])), signed(int.from_bytes(digest[8:])))
     # MPS has no float64; what is made on the CPU has the same bits.
     device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
@@ -128,9 +137,14 @@ def fill_normal(
     for start in range(0, rows.shape[0], rows_per_chunk):
         chunk = rows[start : start + rows_per_chunk]
         index = _places(chunk.shape, (offsets[0] + start, *offsets[1:]), shape, device)
+        if isinstance(rule, Normal):
+            numbers = _normal(index, key) * rule.std
+        else:
+            bound = shape[-1] ** -0.5 if rule.bound is None else rule.bound
+            numbers = _uniform(index, key) * bound
         # Rounded to float32 whatever the parameter's type, so that all types start alike and the
         # last bit of a device's log and cos is gone.
-        chunk.copy_((_normal(index, key) * std).to(torch.float32))
+        chunk.copy_(numbers.to(torch.float32))
 
 
 def plain_name(name: str) -> str:
@@ -165,7 +179,13 @@ def _normal(index: Tensor, key: tuple[int, int]) -> Tensor:
     return radius.log_().mul_(-2.0).sqrt_().mul_(angle.cos_())
 
 
-def hash_bits(index: Tensor, key: tuple[int, int]) -> Tensor:
+def _uniform(index: Tensor, key: tuple[int, int]) -> Tensor:
+    """Makes a number between -1 and 1 of one hash per element."""
+    bits = (hash_bits(index, key) >> 11) & ((1 << 53) - 1)
+    return bits.to(torch.float64).mul_(2.0**-52).sub_(1.0)
+
+
+def hash_bits(index: Tensor, key: tuple[int, int] | Tensor) -> Tensor:
     """splitmix64 in wrapping int64, with a second key half way.
 
     The first key alone would make all parameters pieces of one stream, which may overlap.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # kernel does all in place.
 CHUNK_TOKENS = 2048
 KERNEL_CHUNK_TOKENS = 8192
+NF4_BYTES = 1 / 2 + 2 / 64  # of a weight in 4 bits, with its share of a scale (kernels/nf4.py)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -102,6 +103,7 @@ class Pass:
     compiled: bool = False
     float8: bool = False
     kernels: bool = True  # our own take part, as on NVIDIA GPUs
+    trains_head: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,17 @@ def decoder_activations(model: DecoderConfig, one: Pass) -> Activations:
     chunk = min(tokens, CHUNK_TOKENS) * (size + 8)
     if one.kernels:
         chunk = min(tokens, KERNEL_CHUNK_TOKENS) * size
+    trained = matrix if one.trains_head else 0.0
     return Activations(
         kept=tokens * kept,
         # Gradients of gate, up and their product; what is computed again; the output matrix's
         # gradient, narrow by now.
         block=tokens * (3 * size * model.intermediate_size / tp + whole - kept)
-        + size * matrix
+        + size * trained
         + 2 * hidden,
         # The gradient of the output matrix is added up in float32; and the last norm's input and
         # output, and the gradient of the latter.
-        head=chunk * model.vocab_size / tp + 4 * matrix + 3 * hidden,
+        head=chunk * model.vocab_size / tp + 4 * trained + 3 * hidden,
     )
 
 

@@ -35,9 +35,17 @@ class Transform(ABC):
     def apply(self, model: nn.Module) -> None:
         """Changes the model in place. It is on the meta device: no tensor has values."""
 
+    def also_trains(self, name: str) -> bool:
+        """Where only new parameters are trained: whether this one of the model is, too."""
+        return False
+
     def init_rule(self, name: str) -> Rule | None:
         """Returns how a parameter starts that this transform adds: it is asked about no other."""
         return None
+
+    def start(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
+        """Sets parameters that start by values of the model's own. Called once these are there,
+        on a whole model or a part of it; not for a run that resumes."""
 
 
 def register_transform(name: str, make: Callable[..., Transform]) -> None:

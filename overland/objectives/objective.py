@@ -41,6 +41,9 @@ class Objective:
     passes: tuple[str, ...] = ()
     """Names of the batch fields that forward passes without gradient make, [rows, terms] each."""
 
+    keeps_start = False
+    """Whether it is shown the model with the weights that a run starts from, by `start`."""
+
     # Of the class: an __init__ of a user's own need not know of them.
     _context: Mesh | None = None
     _field: str | None = None
@@ -72,6 +75,9 @@ class Objective:
         `metrics`."""
         losses = terms_Bk[:, 0].unflatten(0, (-1, self.rows_per_sample)).sum(dim=1)
         return losses, {}
+
+    def start(self, parts: Sequence[nn.Module]) -> None:
+        """Called with the weights that a run starts from, also where it then resumes others."""
 
     def during(self, field: str, parts: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Returns what holds during a pass without gradient, such as adapters that are switched

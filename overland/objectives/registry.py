@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from overland.config.schema import Training
+from overland.config.schema import JobConfig, Training
 from overland.errors import ObjectiveError
 from overland.run_folder import first_taken
 from overland.words import did_you_mean
@@ -35,7 +35,10 @@ def objective_name(training: Training, architecture: Any) -> str:
     return str(getattr(architecture, "objective", NEXT_TOKEN))
 
 
-def objective_for(training: Training, architecture: Any) -> Objective:
+def objective_for(config: JobConfig, architecture: Any) -> Objective:
+    training = config.training
+    if config.preference.loss != "off":
+        return _preference(config)
     name, options = objective_name(training, architecture), dict(training.objective_options)
     if name not in _OBJECTIVES:
         raise ObjectiveError(f"no objective is named '{name}'{did_you_mean(name, _OBJECTIVES)}")
@@ -97,6 +100,19 @@ def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
                 "`objective`, see docs/extending.md), so training.objective and training.z_loss "
                 "would change nothing: leave them out"
             )
+
+
+def _preference(config: JobConfig) -> Objective:
+    from overland.objectives.preference import PreferenceLoss
+
+    if config.training.objective != AUTO or config.training.z_loss:
+        raise ObjectiveError(
+            "preference.loss is an objective by itself: leave training.objective and "
+            "training.z_loss out"
+        )
+    lora = config.lora
+    is_base = bool(lora.rank) and lora.adapter is None and not lora.modules_to_save
+    return PreferenceLoss(config.preference, starts_as_base=is_base)
 
 
 def _next_token(**options: Any) -> Objective:

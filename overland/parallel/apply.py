@@ -26,6 +26,9 @@ from overland.models.float8 import Float8
 from overland.models.flops import stage_costs
 from overland.models.init import cast_floats, require_rules, require_starts
 from overland.models.inner import InnerLoss, Statistic
+from overland.models.lora import LoRA
+from overland.models.neftune import Neftune
+from overland.models.nf4 import NF4
 from overland.models.registry import build_model
 from overland.models.structure import (
     blocks_of,
@@ -86,7 +89,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config:
             blocks, config.activation_checkpoint, structure.random, compiled_and_split
         )
         compile_blocks(model, config.compile)
-    shard(model, blocks, mesh, config.training)
+    shard(model, blocks, mesh, config)
 
 
 def compile_blocks(model: nn.Module, settings: Compile) -> None:
@@ -97,6 +100,8 @@ def compile_blocks(model: nn.Module, settings: Compile) -> None:
     # What is compiled of 8-bit products is kept for the next start as all else is: both of their
     # passes are part of the graph that it is found by.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
+    # A block tells its adapters what their dropout is drawn by; recomputed, it need not again.
+    dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # A block is compiled anew for each power of two of documents that a batch may hold, for each of
     # the lengths of training and validation, and with and without a gradient; torch's own limit, 8,
     # would end the run.
@@ -129,6 +134,7 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
     require_no_hand_ties(model)
     cast_floats(model, getattr(torch, config.training.dtype))
     freeze(model, config.model.freeze)
+    narrow_frozen(model, config)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             "nothing would be trained: model.freeze and model.transforms freeze every parameter"
@@ -139,8 +145,12 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
 def transforms_for(config: JobConfig) -> list[Transform]:
     """Returns what the config changes about the model. Products in 8 bits come last, so that they
     take what others have put in."""
-    narrow = [Float8()] if config.training.float8 != "off" else []
-    return [*make_transforms(config.model.transforms), *narrow]
+    adapters = [LoRA(config.lora)] if config.lora.rank else []
+    narrow: list[Transform] = [Float8()] if config.training.float8 != "off" else []
+    if config.lora.rank and config.lora.base == "nf4":
+        narrow.append(NF4(config.lora))
+    noise = [Neftune(config.sft.neftune_alpha)] if config.sft.neftune_alpha else []
+    return [*make_transforms(config.model.transforms), *adapters, *noise, *narrow]
 
 
 def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) -> None:
@@ -227,7 +237,7 @@ def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
     there to be looked into."""
     if not (config.compile.enable and config.compile.cuda_graphs):
         return False
-    if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config.training):
+    if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config):
         return False
     structure = structure_of(model)
     recordable = structure is not None and structure.recordable
@@ -250,12 +260,30 @@ def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mo
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes parameters by either name, where two modules share one; and all but what a transform
-    has added, if it says so."""
-    only_new = any(transform.only_new for transform in transforms_of(model))
+    has added or also trains, by either name, if it says so."""
+    only_new = [transform for transform in transforms_of(model) if transform.only_new]
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        is_old = only_new and added_rule(model, name) is None
-        if is_old or any(fnmatchcase(name, pattern) for pattern in patterns):
+        names.setdefault(parameter, []).append(name)
+    for parameter, known in names.items():
+        is_new = any(added_rule(model, name) is not None for name in known)
+        is_kept = all(any(map(one.also_trains, known)) for one in only_new)
+        is_named = any(fnmatchcase(name, pattern) for name in known for pattern in patterns)
+        if is_named or not (is_new or is_kept):
             parameter.requires_grad_(False)
+
+
+def narrow_frozen(model: nn.Module, config: JobConfig) -> None:
+    """Keeps what stands frozen beside adapters in the type that it is computed with: it has no
+    updates that would need more."""
+    if not config.lora.rank:
+        return
+    kind: str = config.lora.base
+    if kind in ("auto", "nf4"):  # what is not in 4 bits already
+        kind = config.training.mixed_precision_param
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, kind))
 
 
 def build_parallel_model(

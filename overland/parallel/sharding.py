@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from overland.config.schema import Training
+from overland.config.schema import JobConfig
 from overland.models.init import persistent_buffers, plain_name
 from overland.models.structure import ties_of
 from overland.parallel.mesh import Mesh
@@ -40,10 +40,11 @@ from overland.parallel.mesh import Mesh
 HALVES = ("float32", "bfloat16")  # kept in the one, computed with in the other
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, training: Training) -> None:
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConfig) -> None:
     """Shards each block by itself, so that the next one is gathered while this one computes."""
-    if is_single(mesh, training):
+    if is_single(mesh, config):
         return
+    training = config.training
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
@@ -101,17 +102,20 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
-def is_single(mesh: Mesh, training: Training) -> bool:
-    """Whether a model stays whole and plain. Offloading and float16 are left to FSDP."""
+def is_single(mesh: Mesh, config: JobConfig) -> bool:
+    """Whether a model stays whole and plain. Offloading, float16, and frozen weights that are kept
+    in another type than they are computed with, are left to FSDP."""
+    training, lora = config.training, config.lora
     kinds = (training.dtype, training.mixed_precision_param)
-    plain = kinds[0] == kinds[1] or kinds == HALVES
+    is_cast = bool(lora.rank) and lora.base not in ("auto", "nf4", training.mixed_precision_param)
+    plain = kinds == HALVES or (kinds[0] == kinds[1] and not is_cast)
     return mesh.degrees.world_size == 1 and not training.enable_cpu_offload and plain
 
 
-def splits(mesh: Mesh, training: Training) -> bool:
+def splits(mesh: Mesh, config: JobConfig) -> bool:
     """Whether parameters are bfloat16, with their remainders as master weights in the optimizer."""
-    kinds = (training.dtype, training.mixed_precision_param)
-    return is_single(mesh, training) and kinds == HALVES
+    kinds = (config.training.dtype, config.training.mixed_precision_param)
+    return is_single(mesh, config) and kinds == HALVES
 
 
 def local_part(

@@ -22,11 +22,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from overland.models.decoder import Head, HeadLoss
 from overland.models.float8 import Float8Linear, linear8
+from overland.models.lora import LoRALinear
 from overland.models.loss import IGNORED, OutputMatrix, TokenLosses, places_of
 from overland.models.sizes import CHUNK_TOKENS
 from overland.models.structure import Role
 from overland.parallel.comm import gather, gather_with_gradient, sum_and_scatter
 
+SUMMED = [Partial()]
 ROWS = Shard(1)  # of x_BSD: each rank holds some rows of the sequence
 
 
@@ -91,6 +93,40 @@ class SplitFloat8Linear(Float8Linear):
         placement = Shard(out_here.ndim - 1) if by_columns else Partial()
         out = DTensor.from_local(out_here, x.device_mesh, [placement], run_check=False)
         return out if self.bias is None else out + self.bias
+
+
+class SplitLoRALinear(LoRALinear):
+    """A rank's part of a matrix and its adapter. Both products are summed up over the ranks, or
+    their columns put together, at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(x, DTensor)
+        assert isinstance(self.weight, DTensor)
+        # By columns every rank has all of x and A, and by rows all of B: their gradients are sums
+        # over the ranks.
+        x_here = x.to_local(grad_placements=SUMMED if self.by_columns else None)
+        weight_here = self.weight.to_local()
+        if self.enabled:
+            first = 0 if self.by_columns else x.device_mesh.get_local_rank() * x_here.shape[-1]
+            out_here = self.adapted(x_here, weight_here, None, first)
+        else:
+            out_here = self.product(x_here, weight_here, None)
+        placement = Shard(out_here.ndim - 1) if self.by_columns else Partial()
+        out = DTensor.from_local(out_here, x.device_mesh, [placement], run_check=False)
+        return out if self.bias is None else out + self.bias
+
+    @property
+    def by_columns(self) -> bool:
+        assert isinstance(self.weight, DTensor)
+        return self.weight.placements[0].is_shard(0)
+
+    def a(self) -> Tensor:
+        assert isinstance(self.lora_A.weight, DTensor)
+        return self.lora_A.weight.to_local(grad_placements=SUMMED if self.by_columns else None)
+
+    def b(self) -> Tensor:
+        assert isinstance(self.lora_B.weight, DTensor)
+        return self.lora_B.weight.to_local(grad_placements=None if self.by_columns else SUMMED)
 
 
 def split_head(head: Head, tied_weight: Tensor | None, tp: DeviceMesh) -> None:

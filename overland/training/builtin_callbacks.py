@@ -8,6 +8,7 @@ import os
 import pickle
 import time
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from overland.parallel.comm import set_timeout
 from overland.training.callbacks import Callback, Record
+from overland.words import any_of, counted_words
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -84,6 +86,22 @@ class Pace(Callback):
     def _wait(self) -> None:
         if self.matrix.is_cuda:
             torch.cuda.synchronize()
+
+
+class LeftOut(Callback):
+    """Says how many documents were left out or cut because a key asks for it, whenever that has
+    grown."""
+
+    def __init__(self, run: Run) -> None:
+        self.said: Counter[str] = Counter()
+
+    def on_log(self, run: Run, record: Record) -> None:
+        counts = run.dataset.counts
+        if counts != self.said:
+            self.said = counts
+            words = any_of(counted_words(counts), "and")
+            run.call("on_message", f"of the conversations read so far, {words} (sft.too_long, "
+                     "sft.skip_unlearned)")  # fmt: skip
 
 
 class Profiler(Callback):

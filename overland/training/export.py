@@ -1,7 +1,7 @@
 """The weights of a run as a Hugging Face folder, from any layout.
 
 Each rank writes its part beside the folder, as for a checkpoint, and rank 0 puts the parts
-together, one tensor in memory at a time.
+together, one tensor in memory at a time. Adapters are put into the weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from overland.checkpoint.formats.checkpoint import Options, companions_in
 from overland.checkpoint.formats.hf import write_hf
 from overland.checkpoint.formats.lazy import cast_lazily
+from overland.checkpoint.formats.merge import merge
 from overland.checkpoint.formats.overland import as_lazy_checkpoint
 from overland.checkpoint.origin import LEFT_OUT
 from overland.checkpoint.plan import broadcast, gather, plan_save
@@ -83,6 +84,8 @@ def export_hf(run: Run) -> Path:
 def _write(checkpoint: CheckpointReader, run: Run) -> None:
     dtype = getattr(torch, run.config.checkpoint.export_dtype)
     source = as_lazy_checkpoint(checkpoint)
+    if source.adapter is not None:
+        source = merge(source, dtype)
     source.tensors = {name: cast_lazily(lazy, dtype) for name, lazy in source.tensors.items()}
     source.companions = companions_in(run.folder.tokenizer)
     beside = run.folder.hf.with_name(".hf.new")

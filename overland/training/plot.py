@@ -93,7 +93,7 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     """Returns round numbers that enclose [low, high]."""
-    span = high - low or abs(high) or 1.0
+    span = high - low if high - low > 1e-9 * abs(high) else abs(high) or 1.0
     raw = span / wanted
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from overland.config.derived import Degrees
 from overland.config.schema import ActivationCheckpoint, JobConfig, Optimizer
 from overland.files import replace_file
-from overland.models.flops import count_parameters, measure_of
+from overland.models.flops import count_parameters, measure_of, trained_parameters
 from overland.run_folder import WRITTEN_BY, RunFolder
 from overland.words import command
 from overland.world import World
@@ -41,13 +42,15 @@ def readme(
         if config.profiling.enable_profiling
         else "off (`profiling.enable_profiling=true` turns it on)"
     )
-    measure = measure_of(model_config, training.seq_len)
+    measure = measure_of(model_config, training.seq_len, config.lora)
     batch, length, documents, evaluate = f"{rows:,} samples", "", "", ""
     if measure.unit == "tokens":
         batch = f"{rows:,} sequences = {rows * training.seq_len:,} tokens"
         length = f"| sequence length | {training.seq_len:,} tokens |\n"
         borders = "attention stays within each document"
-        if not data.document_mask:
+        if data.packing in ("trunc", "overflow"):
+            borders = "each begins a sequence of its own"
+        elif not data.document_mask:
             borders = "packed, attention crosses borders"
         documents = f"| documents | {borders} |\n"
         prompt = command("overland", "generate", run, "--prompt", "...")
@@ -61,7 +64,7 @@ def readme(
 
 | | |
 |---|---|
-| model | {model_name(config)}, {count_parameters(model_config).total:,} parameters |
+| model | {model_name(config)}, {parameters_in_words(config, model_config)} |
 | data | {training.dataset_path or training.dataset} |
 {length}| batch | {batch} per step; {accumulation} × {training.local_batch_size} per device |
 | steps | {training.steps:,} ({rows * measure.per_row * training.steps:,} {measure.unit}) |
@@ -155,6 +158,14 @@ def strategy_in_words(d: Degrees) -> str:
         parts.append(f"each sequence is split over {d.cp} devices")
     text = "; ".join(parts)
     return text[0].upper() + text[1:] + "."
+
+
+def parameters_in_words(config: JobConfig, architecture: Any) -> str:
+    total = count_parameters(architecture).total
+    if not config.lora.rank:
+        return f"{total:,} parameters"
+    trained = sum(map(prod, trained_parameters(architecture, config.lora).values()))
+    return f"{total:,} parameters, frozen; {trained:,} of its adapters are trained"
 
 
 def optimizer_in_words(settings: Optimizer) -> str:

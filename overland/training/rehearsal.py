@@ -29,6 +29,7 @@ from overland.data import registry
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpora import (
     Preparer,
+    check_made_by,
     check_same_tokenizer,
     check_vocabulary,
     named_by_keys,
@@ -63,6 +64,7 @@ from overland.data.tokenizer_choice import (
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.flops import SampleFields, sample_fields
 from overland.models.hf import INDEX, SINGLE, load_hf
+from overland.models.new_rows import vocabulary_matrices
 from overland.models.registry import build_model, model_config
 from overland.models.transform import added_rule, apply_transforms
 from overland.optimizers.optimizer import PREFIX
@@ -74,6 +76,8 @@ from overland.run_folder import RunFolder
 from overland.training.readme import model_name
 from overland.training.resume import policy_of_the_resumed
 from overland.training.state import check_same_optimizer
+from overland.training.vocabulary import new_rows_of
+from overland.words import any_of, counted_words
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -174,7 +178,7 @@ class Rehearsal:
             if registry.is_random(name, source):
                 self.tokens.add(name)
         with self.told("data"):
-            kept = one_tokenizer(self.given, built, asked_policy(config.data))
+            kept = one_tokenizer(self.given, built, asked_policy(config))
             # Text among the sources has one trained; without any, the corpora bring theirs.
             if self.given is None and wanted.keys() <= built.keys() | self.tokens:
                 tokenizer = kept
@@ -193,6 +197,12 @@ class Rehearsal:
         """Whether its config.json is still to be fetched, which `checks` reports."""
         path = self.loaded.config.model.config
         return path is not None and not Path(path).expanduser().exists()
+
+    def lacks_chats(self) -> bool:
+        """Whether the tokenizer is still to be fetched that conversations are written for."""
+        path = self.loaded.config.model.hf_assets_path
+        is_missing = path is not None and not Path(path).expanduser().exists()
+        return is_missing and self.loaded.config.sft.shape != "off"
 
     def tokenizer(
         self, wanted: Mapping[str, DataSource], vocab_size: int | None
@@ -220,11 +230,12 @@ class Rehearsal:
         if registry.is_random(name, wanted):
             self.fits(name, None)
             return None
-        if self.is_missing(name, wanted):
+        if self.is_missing(name, wanted) or self.lacks_chats():
             return None
         if folder is not None and is_corpus(folder):
             refuse_choices(wanted, table, f"{folder} is a built corpus, which")
             corpus = open_built(folder)
+            check_made_by(corpus.layout, self.loaded.config, table)
             self.fits(name, corpus.arrays)
             check_vocabulary(name, corpus.vocab_size, vocab_size)
             return corpus
@@ -247,8 +258,13 @@ class Rehearsal:
             self.tokens.add(name)
         maker = ShardMaker(layout, source, tokenizer)
         documents, tokens, is_all = maker.try_out(FEW_DOCUMENTS, FEW_CHARACTERS)
+        counted = counted_words(maker.counts())
         if not tokens:
-            raise DataError(f"{layout.source} is empty: it holds no {layout.unit}")
+            what = ", ".join([f"it holds no {layout.unit}", *counted])
+            raise DataError(f"{layout.source} is empty: {what}")
+        if counted:
+            message = f"{name}: of the first {documents:,} documents, {any_of(counted, 'and')}"
+            self.problems.append(Problem(message, kind="note"))
         if is_all and table != "validation":
             # Which documents it would be takes their tokens; how many is known well enough.
             share = share_of_documents(data, name, lambda: documents)
@@ -375,12 +391,21 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
 def try_weights(path: Path, config: JobConfig) -> None:
     model = model_of(config)
     if any((path / name).is_file() for name in (INDEX, SINGLE)):
-        load_hf(model, path, lambda one: (torch.empty(0), (0,) * one.ndim, tuple(one.shape)))
+        load_hf(
+            model,
+            path,
+            lambda one: (torch.empty(0), (0,) * one.ndim, tuple(one.shape)),
+            new_rows=new_rows_of(config),
+        )
         return
     describe = getattr(model_config(config.model), "to_hf", None)
     weights = open_any(path, describe() if describe else None).weights()
     own = {n: shape for n, shape in shapes_of(model).items() if added_rule(model, n) is None}
-    compare(path, own, {name: tuple(one.shape) for name, one in weights.items()})
+    has = {name: tuple(one.shape) for name, one in weights.items()}
+    if (new := new_rows_of(config)) is not None:
+        for name in vocabulary_matrices(model) & own.keys() & has.keys():
+            own[name] = has[name] if new.fits(has[name], own[name]) else own[name]
+    compare(path, own, has)
 
 
 def model_of(config: JobConfig) -> nn.Module:

@@ -7,53 +7,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from overland.checkpoint.adapters import set_later_adapters_aside
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
 from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.lazy import counting
+from overland.checkpoint.formats.peft import OLD_WEIGHTS, WEIGHTS, open_peft
 from overland.checkpoint.origin import Origin, mark_files
+from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import Checkpoint
 from overland.data.tokenizer import UNKNOWN, Policy
 from overland.data.tokenizer_choice import kept_policy
 from overland.errors import CheckpointError, ModelError
 from overland.models.hf import INDEX, SINGLE, load_hf, weight_files
-from overland.models.transform import added_rule
+from overland.models.new_rows import vocabulary_matrices
+from overland.models.nf4 import narrow_matrices
+from overland.models.transform import added_rule, transforms_of
 from overland.parallel.comm import all_of, first_problem, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
 from overland.run_folder import RunFolder
 from overland.training.state import check_finite, restore
+from overland.training.vocabulary import new_rows_of
 
 if TYPE_CHECKING:
     from overland.training.run import Run
 
 Report = Callable[[str], None]
+ADAPTER_FILES = (ADAPTER_CONFIG, WEIGHTS, OLD_WEIGHTS)
 
 
 def start_from(run: Run, report: Report) -> None:
     """Resumes a checkpoint or loads weights, as the config asks; else the fresh weights stay."""
     settings = run.config.checkpoint
+    if run.objective.keeps_start:  # a resumed run, too, is compared with where it once started
+        load_start(run)
+        run.objective.start(run.model.parts)
+        run.start_marks = mark_start(run)
     if settings.resume not in ("auto", "none"):
         path = Path(settings.resume).expanduser()
         path = from_first_rank(newest_in(path) if run.world.is_first else path)
         if problem := try_to_restore(run, path, report):
             raise CheckpointError(problem)
         put_later_ones_aside(run, report)
-    elif settings.enable and settings.resume == "auto" and resume_newest(run, report):
-        pass
-    elif settings.initial_load_path is not None:
+        return
+    if settings.enable and settings.resume == "auto" and resume_newest(run, report):
+        return
+    if not run.objective.keeps_start:
+        load_start(run)
+    if settings.initial_load_path is not None:
         source = Path(settings.initial_load_path).expanduser()
-        problem = ""
-        run.beat.pulse.begin()
-        try:
-            load_weights(run, source)
-            check_finite(run, source, skip_optimizer=True)
-        except (CheckpointError, ModelError) as error:
-            problem = str(error)
-        run.beat.pulse.wait()
-        problem = first_problem(problem)
-        run.beat.pulse.end()
-        if problem:
-            raise CheckpointError(problem)
         report(f"starting from the weights in {source}")
         run.origin = note_origin(run, source)
         if run.origin is not None:
@@ -61,6 +64,52 @@ def start_from(run: Run, report: Report) -> None:
                 f"{len(run.origin.names):,} frozen tensors stay in {source}: checkpoints leave "
                 "them out (checkpoint.type = full holds all)"
             )
+    if run.config.lora.adapter is not None:
+        report(f"starting from the adapters in {run.config.lora.adapter}")
+
+
+def load_start(run: Run) -> None:
+    """Loads what a new run starts from."""
+    weights, adapter = run.config.checkpoint.initial_load_path, run.config.lora.adapter
+    if weights is not None:
+        together(run, lambda: load_weights(run, Path(weights).expanduser()))
+    with torch.no_grad():
+        for part in run.model.parts:
+            for transform in transforms_of(part):
+                transform.start(part)
+    if adapter is not None:
+        together(run, lambda: load_adapter(run, Path(adapter)))
+
+
+def mark_start(run: Run) -> dict[str, tuple[int, str]]:
+    """Returns size and digest of the files that a run starts from, as far as they are safetensors:
+    a resumed run that keeps its start must find the same. All ranks together."""
+    marks: dict[str, tuple[int, str]] = {}
+    weights, adapter = run.config.checkpoint.initial_load_path, run.config.lora.adapter
+    if run.world.is_first:
+        if weights is not None:
+            folder = Path(weights).expanduser()
+            is_hf = any((folder / name).is_file() for name in (INDEX, SINGLE))
+            marks |= mark_files(folder, weight_files(folder)) if is_hf else {}
+        if adapter is not None:
+            files = [name for name in ADAPTER_FILES if (Path(adapter) / name).is_file()]
+            marks |= mark_files(Path(adapter), files)
+    return from_first_rank(marks)
+
+
+def together(run: Run, load: Callable[[], None]) -> None:
+    """Loads on every rank, and raises on all of them what went wrong on one."""
+    problem = ""
+    run.beat.pulse.begin()
+    try:
+        load()
+    except (CheckpointError, ModelError, OSError) as error:
+        problem = str(error)
+    run.beat.pulse.wait()
+    problem = first_problem(problem)
+    run.beat.pulse.end()
+    if problem:
+        raise CheckpointError(problem)
 
 
 def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
@@ -84,6 +133,8 @@ def note_origin(run: Run, folder: Path) -> Origin | None:
         for name, parameter in named_parameters(run.model.parts).items()
         if not parameter.requires_grad and not is_added(run, name)
     }
+    if new_rows_of(run.config) is not None:  # then they are not what the folder holds
+        mine -= set().union(*map(vocabulary_matrices, run.model.parts))
     names: frozenset[str] = frozenset().union(*all_of(mine))
     if not names:
         return None
@@ -101,13 +152,25 @@ def load_weights(run: Run, path: Path) -> None:
     """Reads weights alone, from any format that `overland convert` reads."""
     if any((path / name).is_file() for name in (INDEX, SINGLE)):  # reads its own slices only
         for part in run.model.parts:
-            load_hf(part, path, local_part, moved=run.beat.pulse.moved)
-        return
-    with counting(run.beat.pulse.moved):
-        _load_foreign(run, path)
+            load_hf(
+                part,
+                path,
+                local_part,
+                moved=run.beat.pulse.moved,
+                new_rows=new_rows_of(run.config),
+            )
+    else:
+        with counting(run.beat.pulse.moved):
+            _load_foreign(run, path)
+    check_finite(run, path, skip_optimizer=True)
 
 
 def _load_foreign(run: Run, path: Path) -> None:
+    if any(map(narrow_matrices, run.model.parts)):
+        raise CheckpointError(
+            f"{path} is not a folder of Hugging Face safetensors, and only from those are weights "
+            "read into 4 bits (lora.base = nf4): overland convert it --to hf first"
+        )
     describe = getattr(run.model_config, "to_hf", None)
     weights = open_any(path, describe() if describe else None).weights()
     parameters = named_parameters(run.model.parts)
@@ -116,18 +179,70 @@ def _load_foreign(run: Run, path: Path) -> None:
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]}, which this model needs")
     buffers = {n: b for n, b in named_buffers(run.model.parts).items() if n in weights}
+    new_rows = new_rows_of(run.config)
+    vocabulary: set[str] = set().union(*map(vocabulary_matrices, run.model.parts))
     with torch.no_grad():
         for name, parameter in {**parameters, **buffers}.items():
             shard, offset, shape = local_part(parameter)
+            lazy, new = weights[name], new_rows if name in vocabulary else None
+            if lazy.shape != shape and not (new is not None and new.fits(lazy.shape, shape)):
+                raise CheckpointError(
+                    f"{path} has {name} in shape {list(lazy.shape)}, and this model needs "
+                    f"{list(shape)}"
+                )
+            if new is not None:
+                shard, whole = shard[: max(0, lazy.shape[0] - offset[0])], shard
+            box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
+            if shard.numel():
+                shard.copy_(lazy.load_slice(box))
+            if new is not None:
+                columns = box[1:]
+                read = lambda a, b, lazy=lazy, at=columns: lazy.load_slice((slice(a, b), *at))
+                new.fill(whole, offset[0], lazy.shape[0], read)
+        for parameter, copy in tied_copies(run.model.parts):
+            copy.copy_(parameter)
+
+
+def load_adapter(run: Run, path: Path) -> None:
+    """Reads adapters, and modules that are trained whole beside them, of PEFT. Frozen weights that
+    lie with them, as PEFT stores embeddings, must be those that were loaded."""
+    with counting(run.beat.pulse.moved):
+        weights = open_peft(path).weights()
+        named = named_parameters(run.model.parts)
+        wanted = {n: p for n, p in named.items() if p.requires_grad and n in weights}
+        mine = {n for n, p in named.items() if p.requires_grad and n not in weights}
+        if mine:
+            raise CheckpointError(f"{path} has no {min(mine)}, which this run trains")
+        for name, parameter in wanted.items():
+            shard, box, shape = _box(parameter)
             if weights[name].shape != shape:
                 raise CheckpointError(
                     f"{path} has {name} in shape {list(weights[name].shape)}, and this model "
                     f"needs {list(shape)}"
                 )
-            box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
-            shard.copy_(weights[name].load_slice(box))
-        for parameter, copy in tied_copies(run.model.parts):
-            copy.copy_(parameter)
+            with torch.no_grad():
+                shard.copy_(weights[name].load_slice(box))
+        with torch.no_grad():
+            for parameter, copy in tied_copies(run.model.parts):
+                copy.copy_(parameter)
+        for name, parameter in named.items():
+            if name in weights and not parameter.requires_grad:
+                shard, box, shape = _box(parameter)
+                same = weights[name].shape == shape and torch.equal(
+                    weights[name].load_slice(box).to(shard.dtype), shard.cpu()
+                )
+                if not same:
+                    raise CheckpointError(
+                        f"{path} has another {name} than the model that this run starts from"
+                    )
+    check_finite(run, path, skip_optimizer=True)
+
+
+def _box(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...], tuple[int, ...]]:
+    """Returns what of a tensor is here, where it lies in the whole, and the shape of that."""
+    shard, offset, shape = local_part(tensor)
+    box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
+    return shard, box, tuple(shape)
 
 
 def resume_newest(run: Run, report: Report) -> bool:
@@ -181,5 +296,6 @@ def try_to_restore(run: Run, path: Path, report: Report) -> str:
 
 def put_later_ones_aside(run: Run, report: Report) -> None:
     if run.world.is_first:
+        set_later_adapters_aside(run.folder.root, run.progress.step, run.store.disk)
         for later in set_later_aside(run.store.folder, run.progress.step, run.store.disk):
             report(f"a later checkpoint is kept as {later}")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from overland.checkpoint.adapters import follow
 from overland.checkpoint.folder import committed
 from overland.checkpoint.formats.checkpoint import companions_in
+from overland.checkpoint.formats.hf import GENERATION, padding_of
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
 from overland.checks.block_order import require_order
-from overland.config.derived import resolve_degrees
+from overland.config.derived import optimizer_settings, resolve_degrees
 from overland.config.schema import JobConfig
 from overland.config.write import write_config
 from overland.data.arrays import require_fields
@@ -26,9 +28,10 @@ from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.prepare import Dataset, corpora_of, training_data, validation_data
 from overland.data.registry import check_samples
-from overland.data.tokenizer import UNKNOWN
-from overland.errors import FromFirstRank
-from overland.files import replace_file
+from overland.data.sft import end_of_turn
+from overland.data.tokenizer import UNKNOWN, Tokenizer
+from overland.errors import CheckpointError, FromFirstRank, sentence
+from overland.files import Moved, ignore, replace_file
 from overland.kernels import has_triton
 from overland.models.flops import Measure, measure_of, sample_fields
 from overland.models.init import init_buffers, init_weights
@@ -36,6 +39,7 @@ from overland.models.registry import model_config
 from overland.models.structure import tie
 from overland.objectives import give_objective, objective_for
 from overland.objectives.objective import Objective
+from overland.objectives.preference import PreferenceLoss
 from overland.optimizers.optimizer import Optimizer
 from overland.parallel.apply import ParallelModel, build_parallel_model, build_parts
 from overland.parallel.comm import from_first_rank, warm_up
@@ -43,13 +47,20 @@ from overland.parallel.mesh import Mesh, build_mesh
 from overland.parallel.sharding import local_part, splits
 from overland.run_folder import MODEL_CONFIG, RunFolder
 from overland.training.auto import settle
-from overland.training.builtin_callbacks import GarbageCollection, Pace, Profiler, Timeouts
+from overland.training.builtin_callbacks import (
+    GarbageCollection,
+    LeftOut,
+    Pace,
+    Profiler,
+    Timeouts,
+)
 from overland.training.callbacks import Callback, user_callbacks
 from overland.training.compile_cache import CompileCache, KernelCache
 from overland.training.console import Console
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.metrics import LossPlot, MetricsFile, TensorBoard, WeightsAndBiases
 from overland.training.readme import model_name, write_readme
+from overland.training.reference import Reference, reference_for
 from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.schedule import with_steps
 from overland.training.state import Progress, learned_names, run_facts, saved_state, set_seeds
@@ -83,14 +94,18 @@ class Run:
     resumed_own: bool = False
     """Whether this session goes on from a checkpoint of its own run folder."""
     origin: Origin | None = None
+    start_marks: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Size and digest of the files whose weights the objective keeps; see `mark_start`."""
     """Where the frozen weights are that checkpoints leave out."""
+    reference: Reference | None = None
+    """What was computed beforehand for preference tuning."""
     beat: Heartbeat = field(default_factory=Heartbeat)
     callbacks: list[Callback] = field(default_factory=list)
 
     @cached_property
     def measure(self) -> Measure:
         """What training is counted in."""
-        return measure_of(self.model_config, self.config.training.seq_len)
+        return measure_of(self.model_config, self.config.training.seq_len, self.config.lora)
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -131,12 +146,12 @@ def build_run(
         unchecked = once_for_all(partial(require_order, architecture, config, degrees))
     parts = build_parts(architecture, mesh, config)
     give_weights(parts, config, device)
-    objective = objective_for(config.training, architecture)
+    objective = objective_for(config, architecture)
     objective.bind(mesh)
     give_objective(parts, objective)
     num_sums = 1 + len(objective.metrics)
     model = build_parallel_model(parts, mesh, config, rows // mesh.dp_size, device, num_sums)
-    optimizer = Optimizer(parts, config.optimizer)
+    optimizer = Optimizer(parts, optimizer_settings(config))
 
     def report(message: str) -> None:
         if world.rank in log_ranks:
@@ -165,6 +180,7 @@ def build_run(
     dataset = training_data(config, rows, vocab_size, place, folder.data, writes=world.is_first)
     if dataset.tokenizer is not None:
         place = replace(place, policy=dataset.tokenizer.policy)
+        say_padding(dataset.tokenizer, config, report)
     # A pipeline's number of rows is fixed.
     held_out_rows = 0 if degrees.pp > 1 else config.validation.local_batch_size
     held_out_rows = (held_out_rows or model.rows_per_pass) * mesh.dp_size
@@ -200,11 +216,15 @@ def build_run(
     start_from(run, report)
     beat.enter(Phase.BUILDING)
     config = run.config = with_steps(config, run.dataset, place)
-    if splits(mesh, config.training):
+    if splits(mesh, config):
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
         reduce = getattr(torch, config.training.mixed_precision_reduce)
         optimizer.split(gradient_dtype=reduce if accumulates else None)
+    if isinstance(objective, PreferenceLoss) and objective.is_precomputed:
+        run.reference = reference_for(run, report)
     if config.checkpoint.enable:
+        if config.lora.save_as_peft and world.is_first:
+            keep_adapters(run, report)
         run.store.prepare(saved_state(run))
         for note in run.store.notes:
             report(f"note: {note}")
@@ -215,6 +235,22 @@ def build_run(
         describe_run(run, asked)
     run.callbacks = build_callbacks(run, log_ranks)
     return run
+
+
+def keep_adapters(run: Run, report: Callable[[str], None]) -> None:
+    """Has rank 0 write the adapters of every checkpoint as PEFT does, beginning with those of an
+    earlier session that was killed before it did."""
+
+    def write(newest: Path | None = None, moved: Moved = ignore) -> None:
+        in_fallback = run.store.folder == run.folder.fallback
+        root = run.store.folder if in_fallback else run.folder.root
+        follow(root, run.store.folder, newest, run.store.disk, moved)
+
+    run.store.then = write
+    try:
+        write()
+    except (CheckpointError, OSError) as error:
+        report(f"note: {sentence(error)}")
 
 
 def once_for_all(make: Callable[[], T]) -> T:
@@ -256,13 +292,34 @@ def describe_run(run: Run, asked: JobConfig) -> None:
         text = json.dumps(run.model_config.to_hf(), indent=2)
         replace_file(run.folder.root / MODEL_CONFIG, text + "\n")
     if run.dataset.tokenizer is not None:
-        run.folder.tokenizer.mkdir(exist_ok=True)
-        # A model's chat template and generation config lie beside its tokenizer, and go where it
-        # goes.
-        files = run.dataset.tokenizer.files()
-        for file in {*files, *companions_in(files[0].parent)}:
-            if file.parent.resolve() != run.folder.tokenizer.resolve():  # a resume opens the copy
-                shutil.copyfile(file, run.folder.tokenizer / file.name)
+        keep_tokenizer(run.dataset.tokenizer, run.folder.tokenizer, run.config)
+
+
+def say_padding(tokenizer: Tokenizer, config: JobConfig, report: Callable[[str], None]) -> None:
+    """Says which token is taken for padding where a tokenizer that goes on to chat names none."""
+    pad = padding_of(tokenizer)
+    if config.sft.shape != "off" and "pad_token" not in tokenizer.named and pad is not None:
+        name = tokenizer.pieces([pad])[0]
+        report(f"the tokenizer names no padding token: exports name {name} (pad_token)")
+
+
+def keep_tokenizer(tokenizer: Tokenizer, folder: Path, config: JobConfig) -> None:
+    """Copies the tokenizer into the run folder, with the chat template that is learned."""
+    folder.mkdir(exist_ok=True)
+    if tokenizer.path.parent.resolve() == folder.resolve():
+        return  # a resume opens the copy
+    # A model's generation config lies beside its tokenizer, and goes where it goes.
+    beside = {file.name: file.read_bytes() for file in companions_in(tokenizer.path.parent)}
+    files = {**beside, **tokenizer.files()}
+    if config.sft.shape != "off" and (end := end_of_turn(config, tokenizer)) is not None:
+        about = json.loads(files.get(GENERATION, b"{}"))
+        ends = [end] if tokenizer.eos_id is None else [tokenizer.eos_id, end]
+        known = about.get("eos_token_id") or []
+        known = known if isinstance(known, list) else [known]
+        about["eos_token_id"] = list(dict.fromkeys([*known, *ends]))
+        files[GENERATION] = json.dumps(about, indent=2).encode()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
 
 
 def write_plan(run: Run) -> None:
@@ -293,6 +350,7 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
         (config.compile.enable is True, CompileCache),
         (run.device.type == "cuda" and has_triton(), KernelCache),
         (run.world.rank in log_ranks, Console),
+        (first and config.sft.shape != "off", LeftOut),
         (first, MetricsFile),
         (first, LossPlot),
         (first and config.metrics.enable_tensorboard, TensorBoard),

@@ -64,6 +64,13 @@ def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfi
     steps = place.once(lambda: num_steps(dataset, training))
     name = source_name(dataset)
     place.report(f"training.epochs = {training.epochs:g} of {name} comes to {steps:,} steps")
+    schedule = config.lr_scheduler
+    total = schedule.total_steps or steps
+    if (warmup := schedule.warmup(total)) > min(steps, total):
+        place.report(
+            f"the run ends in its warm-up of {warmup:,} steps, below the peak rate: set "
+            "lr_scheduler.warmup_ratio, such as 0.03, in place of warmup_steps"
+        )
     settled = training.model_copy(update={"steps": steps})
     return config.model_copy(update={"training": settled})
 

@@ -13,7 +13,7 @@ import os
 import platform
 import random
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from overland.optimizers.registry import same_state
 from overland.parallel.comm import all_of, from_first_rank
 from overland.parallel.sharding import local_part, named_buffers, named_parameters, tied_copies
 from overland.training.schedule import learning_rate
+from overland.training.vocabulary import new_rows_of
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -134,6 +135,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "model_config": None if lacks_hf_form(run.model_config) else run.model_config.to_hf(),
         "own_model": own_model_name(run.model_config),
         **({LEFT_OUT: run.origin.to_json()} if run.origin is not None else {}),
+        "start_marks": run.start_marks,
         "versions": {
             "overland": overland.__version__,
             "torch": torch.__version__,
@@ -150,12 +152,25 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
             notes = load_tensors(run, checkpoint, skip_optimizer)
             check_finite(run, path, skip_optimizer)
         facts = checkpoint.run
+        check_same_start(run, facts, path)
         run.progress.restore(facts["progress"])
         run.saved_step = run.progress.step
         if run.guard is not None:
             run.guard.restore(facts.get("spike_guard") or [])
         _restore_random(run, checkpoint)
         return [*notes, *_find_place_in_data(run, facts), *changes(run, facts)]
+
+
+def check_same_start(run: Run, facts: Mapping[str, Any], path: Path) -> None:
+    """Refuses other weights than those that the objective was shown when the run began."""
+    saved = facts.get("start_marks") or {}
+    for name, mark in saved.items():
+        if run.start_marks and run.start_marks.get(name) != tuple(mark):
+            raise CheckpointError(
+                f"{path} was trained with a reference whose {name} had other contents than the one "
+                "that this run is to start from: put that back (model.from, lora.adapter), or "
+                "start a new run with --resume none"
+            )
 
 
 def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -> list[str]:
@@ -217,7 +232,7 @@ def load_left_out(run: Run, origin: Origin) -> None:
         raise CheckpointError(problem)
     for part in run.model.parts:
         load_hf(part, folder, local_part, strict=False, moved=run.beat.pulse.moved,
-                only=origin.names)  # fmt: skip
+                only=origin.names, new_rows=new_rows_of(run.config))  # fmt: skip
     trained = [n for n, p in named_parameters(run.model.parts).items() if p.requires_grad]
     kept = origin.names - frozenset().union(*all_of(set(trained)))
     run.origin = replace(origin, folder=folder, names=kept) if kept else None
@@ -271,7 +286,7 @@ def changes(run: Run, facts: dict[str, Any]) -> list[str]:
     """Returns what is not as it was when the checkpoint was saved, and could surprise."""
     notes = []
     before, after = facts.get("config") or {}, run.config.model_dump(mode="json")
-    for section in ("model", "training", "optimizer", "lr_scheduler"):
+    for section in ("model", "training", "optimizer", "lr_scheduler", "lora", "sft", "preference"):
         for key, value in after[section].items():
             old = before.get(section, after[section]).get(key, value)
             if old != value and (section, key) not in EXPECTED_CHANGES:

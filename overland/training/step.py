@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from overland.data.batch import Batch
 from overland.kernels.gradients import sum_of_squares
+from overland.models.draws import draws_of
 from overland.models.inner import InnerLoss, Statistic
 from overland.objectives.objective import count_of
 from overland.optimizers.optimizer import Optimizer
@@ -31,6 +32,9 @@ from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:
     from overland.training.run import Run
+
+DRAWS = ("draws_BS", "noise_BS")
+"""What dropout and noise are drawn by."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     """Takes a step. One that is not finite, empty or a spike leaves the weights as they are."""
     run.beat.enter(Phase.COMPUTING)
     training, scaler, mesh = run.config.training, run.scaler, run.mesh
-    share = share_of_rows(batch, mesh)
+    share = share_of_rows(with_draws(run, with_known(run, batch)), mesh)
     count = sum_over(count_of(run.objective, share), mesh.token_group)
     is_empty = count == 0
     count = count.masked_fill(is_empty, 1)  # 0 / 1 and not 0 / 0: no gradient becomes NaN
@@ -72,20 +76,23 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip)
     run.inner.after_step(skip)
     scaler.update(not_finite.float())
-    num_units = run.global_batch_size * run.measure.per_row
+    per_row = batch["tokens_BS"].shape[1] if "tokens_BS" in batch else run.measure.per_row
+    num_units = run.global_batch_size * per_row
     return StepResult(loss, norm, not_finite, is_empty, num_units, sums[1:], spiked)
 
 
 def with_passes(run: Run, share: Batch) -> Batch:
     """Returns the batch with what the objective's passes without gradient find, as fields; away
-    from the last stage of a pipeline, where they are not needed, without."""
+    from the last stage of a pipeline, where they are not needed, without. A reference is not
+    trained, so these passes have no dropout and no noise."""
     for field in run.objective.passes:
+        reshard(run.model.parts)  # else a copy that is gathered would stand for other values
         with (
             torch.no_grad(),
             run.objective.during(field, run.model.parts),
             run.objective.finding(field) as found,
         ):
-            run.model.look(share)
+            run.model.look(share.without(*DRAWS))
         reshard(run.model.parts)
         if found:
             share = share.replace(**{field: torch.cat(found)})
@@ -133,6 +140,22 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
         return ()
     axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
     return tuple(name for name, placement in axes if not placement.is_replicate())
+
+
+def with_draws(run: Run, batch: Batch) -> Batch:
+    """Adds what dropout and noise are drawn by, where the config asks for any."""
+    amounts = (run.config.lora.dropout, run.config.sft.neftune_alpha)
+    names = [name for name, amount in zip(DRAWS, amounts, strict=True) if amount]
+    if not names:
+        return batch
+    length, seed = batch["tokens_BS"].shape[1], run.config.debug.seed
+    draws_BS = draws_of(seed, batch["sample_B"], batch["epoch_B"], length)
+    return batch.replace(**dict.fromkeys(names, draws_BS))
+
+
+def with_known(run: Run, batch: Batch) -> Batch:
+    """Adds what was computed beforehand, if anything was."""
+    return batch if run.reference is None else run.reference.added_to(batch)
 
 
 class InnerState:

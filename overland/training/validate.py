@@ -13,7 +13,7 @@ from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
 from overland.training.callbacks import Record
-from overland.training.step import total_sums, with_passes
+from overland.training.step import total_sums, with_known, with_passes
 from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def loss_on(run: Run, held_out: Dataset) -> float:
     count = torch.zeros((), dtype=torch.float64, device=run.device)
     for number in range(steps):
         batch = load_batch(held_out.rows, number, mesh.dp_rank, mesh.dp_size)
-        share = share_of_rows(batch.to(run.device), mesh)
+        share = share_of_rows(with_known(run, batch.to(run.device)), mesh)
         count += count_of(run.objective, share)
         sums += run.model.loss(with_passes(run, share))
     reshard(run.model.parts)

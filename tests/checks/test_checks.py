@@ -36,7 +36,10 @@ def test_every_recipe_is_valid_but_for_what_is_to_be_fetched(name: str) -> None:
     assert ("missing" in {problem.kind for problem in waived}) == (name in NEED_ASSETS)
 
 
-NEED_ASSETS = {"llama3_8b", "llama3_8b_frontier", "qwen3_0.6b"}
+NEED_ASSETS = {
+    "llama3_8b", "llama3_8b_frontier", "qwen3_0.6b", "sft_lora_llama3_8b", "sft_full", "qlora",
+    "dpo", "sft_quickstart",
+}  # fmt: skip
 
 
 def test_the_values_of_the_documents_are_in_their_recipes() -> None:
@@ -53,6 +56,23 @@ def test_the_values_of_the_documents_are_in_their_recipes() -> None:
     tokens = frontier.training.local_batch_size * degrees.dp * frontier.training.seq_len
     assert round(tokens / 1e6) == 11
     assert (frontier.optimizer.lr, frontier.training.steps) == (3e-5, 500_000)
+
+
+def test_the_values_of_the_walkthrough_are_in_its_recipe() -> None:
+    adapters = load_config("sft_lora_llama3_8b", env={}).config
+    lora, training = adapters.lora, adapters.training
+    assert (lora.rank, lora.alpha, lora.dropout) == (8, 8.0, 0.1)
+    assert lora.targets == ["q_proj", "v_proj"]
+    assert (training.epochs, training.global_batch_size, training.max_norm) == (1.0, 16, 0.3)
+    assert (adapters.optimizer.lr, adapters.optimizer.weight_decay) == (4e-5, 0.001)
+    assert (adapters.lr_scheduler.warmup_ratio, adapters.lr_scheduler.decay_type) == (
+        0.03,
+        "constant",
+    )
+    assert adapters.checkpoint.interval == 50
+    full = load_config("sft_full", env={}).config
+    assert full.lora.rank == 0
+    assert (full.sft, full.training, full.data) == (adapters.sft, adapters.training, adapters.data)
 
 
 def test_the_defaults_have_no_problems() -> None:
@@ -214,6 +234,18 @@ def test_weights_and_biases_without_its_package_is_one_line(monkeypatch) -> None
     monkeypatch.setattr("overland.checks.machine.find_spec", lambda name: None)
     (problem,) = check_config(load_config("quickstart", ["metrics.enable_wandb=true"], {}), 2)
     assert "pip install 'overland[wandb]'" in str(problem)
+
+
+def test_a_pipeline_has_the_micro_batches_of_a_whole_step() -> None:
+    """Also where it is not known for how many devices the check is."""
+    words = ["parallelism.pipeline_parallel_degree=2", "training.local_batch_size=1"]
+    for world_size in (None, 2):
+        loaded, _ = load_checked(
+            "llama3_debug", [*words, "training.global_batch_size=4"], {}, world_size
+        )
+        assert loaded.config.training.global_batch_size == 4
+        with pytest.raises(ConfigError, match="1 micro-batches; 1F1B needs at least 2"):
+            load_checked("llama3_debug", [*words, "training.global_batch_size=1"], {}, world_size)
 
 
 def test_a_schedule_that_hangs_on_an_older_torch_is_refused(monkeypatch) -> None:

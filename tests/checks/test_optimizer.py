@@ -46,12 +46,21 @@ def problems(text: str) -> list[str]:
             "overrides = {tie_word_embeddings = true}",
             "'lm_head.*' matches no parameter; the nearest names are",
         ),
+        (  # it is frozen
+            '[[optimizer.groups]]\npattern = "*.q_proj.weight"\n[lora]\nrank = 4',
+            "'*.q_proj.weight' matches no parameter; the nearest names are",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_with_a_way_out(text: str, says: str) -> None:
     (found,) = problems(text)
     assert found.startswith("run.toml:")
     assert says in found
+
+
+def test_a_group_may_be_of_adapters() -> None:
+    text = '[[optimizer.groups]]\npattern = "*.lora_magnitude_vector"\nweight_decay = 0.1\n'
+    assert problems(f"{text}[lora]\nrank = 4\ndora = true") == []
 
 
 def test_a_group_with_an_unknown_key_is_told_which_there_are() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from overland.cli.data_preview import render
 from tests.cli.processes import TINY, environment, overland
 
 WORDS = [*TINY, "training.steps=3", "validation.enable=false", "metrics.sample_prompt="]
@@ -74,3 +75,22 @@ def test_a_batch_that_follows_the_devices_is_shown_for_as_many_as_ngpu_says(fold
     done = overland(*words, cwd=folder, NGPU="3")
     assert json.loads(done.stdout)["rows"] == 6
     assert "shown for 3" in done.stderr
+
+
+def test_a_conversation_shows_what_is_learned_with_and_without_colours() -> None:
+    page = {
+        "row": 0, "rows": 1, "tokens": [1, 2, 3, 4, 9],
+        "pieces": ["<s>", "a\x1b[2J", "b", "c", "<p>"],
+        "has_loss": [False, True, True, False, False], "weights": [0.0, 0.0, 1.0, 0.5, 0.0],
+        "special": [True, False, False, False, True], "documents": [0] * 5,
+        "from": [{"source": "talks", "document": 3, "start": 0, "tokens": 4}],
+    }  # fmt: skip
+    plain = render(page, 1, marks=True).plain.splitlines()
+    assert plain[1] == "<s>a\\x1b[2J⟦bc⟧"
+    said = "5 tokens, 2 learned (between ⟦ and ⟧), some with weight 0.5, 1 of padding"
+    assert plain[2] == said
+    coloured = render(page, 1)
+    assert coloured.plain.splitlines()[1] == "<s>a\\x1b[2Jbc"
+    assert coloured.style == ""  # bold text would not look dim
+    styles = {coloured.plain[span.start : span.end]: str(span.style) for span in coloured.spans}
+    assert (styles["b"], styles["a\\x1b[2J"]) == ("cyan", "cyan dim")

@@ -106,7 +106,7 @@ def test_frontiers_script_has_what_frontier_needs() -> None:
         assert flag in asked
     srun = "srun --ntasks-per-node=8 --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest"
     assert srun in text
-    assert "--nodes 64 --tasks-per-node 8 --requeue -- " in text
+    assert "--nodes 64 --tasks-per-node 8 --steps 100 --requeue -- " in text
     for name, value in {
         "NCCL_SOCKET_IFNAME": "hsn0",
         "GLOO_SOCKET_IFNAME": "hsn0",
@@ -385,7 +385,9 @@ def test_a_run_that_has_had_its_epochs_is_not_submitted_again(tmp_path: Path) ->
     assert "has finished its 2 epochs; raise training.epochs" in refusal(
         *words, "training.epochs=2"
     )
-    assert overland(*words, "training.epochs=3").exit_code == 0
+    more = overland(*words, "training.epochs=3")
+    assert more.exit_code == 0
+    assert " --steps 161 " in more.stdout  # the supervisor counts as the script does
 
 
 # What is shown and written

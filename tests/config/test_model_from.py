@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,22 @@ def test_weights_of_torch_files_are_taken(model: Path) -> None:
 def test_what_contradicts_it_is_refused(model: Path, key: str) -> None:
     with pytest.raises(ConfigError, match="take one of them out"):
         load("model.from=model", f"{key}=other")
-    with pytest.raises(ConfigError, match="no such folder"):
-        load("model.from=nowhere")
+
+
+def test_a_folder_that_is_to_be_fetched_or_trained_is_named_once(model: Path) -> None:
+    """By the checks, and not when it is loaded: `overland check` works before a download."""
+
+    def missing(folder: str) -> str:
+        (problem,) = check_config(load(f"model.from={folder}"), 1)
+        assert problem.kind == "missing"
+        return str(problem)
+
+    assert re.search(
+        r"model.from = .assets/x.: no .*fetch model NAME --to assets/x`", missing("assets/x")
+    )
+    assert missing("runs/quickstart").endswith("overland train quickstart` makes it")
+    with pytest.raises(ConfigError, match="is a file; expected a folder"):
+        load("model.from=model/config.json")
 
 
 def test_weights_that_are_not_taken_are_named(model: Path) -> None:
@@ -109,4 +124,5 @@ def test_a_flavor_that_has_no_effect_is_told(model: Path, key: str) -> None:
     (note,) = notes(f"{key}=model", "model.flavor=8B")
     assert f'model.flavor = "8B": has no effect: the architecture is that of {key}' in note
     assert not notes(f"{key}=model")
+    assert not notes(f"{key}=model", "model.flavor=debug")  # as a run's config.toml has it
     assert not notes("model.flavor=8B")

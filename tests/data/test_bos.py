@@ -92,7 +92,7 @@ def test_a_corpus_is_trained_on_as_it_was_built(
         config = job(tmp_path / "run", folder, **{key: not has})
         for one in (opened(config, tokenizer, Preparer()), None):
             with pytest.raises(DataError, match=rf"data\.{key} is {str(not has).lower()}, and"):
-                one_tokenizer(one, corpora, asked_policy(config.data))
+                one_tokenizer(one, corpora, asked_policy(config))
 
 
 def test_corpora_of_different_policies_are_not_mixed(tmp_path: Path, tokenizer: Tokenizer) -> None:

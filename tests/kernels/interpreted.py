@@ -18,12 +18,14 @@ from overland.kernels.cross_entropy import cross_entropy_plain_
 from overland.kernels.float8 import E4M3, E5M2, cast_plain
 from overland.kernels.gradients import scaled_plain, sum_of_squares_plain
 from overland.kernels.master_weights import join, split
+from overland.kernels.nf4 import BLOCK, LEVELS, pack, unpack_plain
 from overland.kernels.triton_kernels import (
     PIECE,
     cast_triton,
     cross_entropy_triton_,
     scaled_triton,
     sum_of_squares_triton,
+    unpack_triton,
 )
 
 # optimizer
@@ -180,3 +182,13 @@ def test_float8_cast(dtype: torch.dtype, shape: tuple[int, int], turned: bool) -
             got = cast_triton(x, scale, dtype, rows, columns)
             for one, other in zip(got, cast_plain(x, scale, dtype, rows, columns), strict=True):
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+# 4-bit numbers
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (5, 4096), (2, 4160), (0, 128)])
+def test_nf4_unpack(shape: tuple[int, int]) -> None:
+    packed = pack(torch.randn(shape) * torch.logspace(-9, 9, shape[1]))
+    got = unpack_triton(packed, shape[1], torch.tensor(LEVELS), BLOCK, torch.float32)
+    assert torch.equal(got, unpack_plain(packed, torch.float32))

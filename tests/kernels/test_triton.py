@@ -41,6 +41,7 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scale": ("_scaled", "*fp32 *bf16 *fp32 i64", {"BLOCK": 4096}),
     "float8": ("_cast", "*bf16 *fp8e4nv *fp8e4nv *fp32 i32 i32 i32 i32",
                {"MOST": 448.0, "ROWS": True, "COLUMNS": True, "BLOCK": 128}),
+    "nf4": ("_unpack", "*u8 *bf16 *fp32 *bf16 i32 i32", {"GROUP": 32, "BLOCK": 512}),
 }  # fmt: skip
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
 FLOAT8_FROM = 89

@@ -9,14 +9,14 @@ import torch
 
 from overland.models import DecoderConfig, ModelError, build_model
 from overland.models import init as init_module
-from overland.models.init import Part, fill_normal, init_weights
+from overland.models.init import Normal, Part, fill_random, init_weights
 
 from .tiny import hf
 
 
 def numbers(*shape: int, name: str = "a", seed: int = 0, std: float = 1.0) -> torch.Tensor:
     tensor = torch.empty(shape)
-    fill_normal(tensor, seed, name, std, (0,) * len(shape), shape)
+    fill_random(tensor, seed, Normal(std, name), (0,) * len(shape), shape)
     return tensor
 
 
@@ -50,19 +50,19 @@ def test_any_shard_equals_its_slice_of_the_whole(
 ) -> None:
     shape = (37, 23)
     whole = torch.empty(shape, dtype=dtype)
-    fill_normal(whole, 7, "w", 0.02, (0, 0), shape)
+    fill_random(whole, 7, Normal(0.02, "w"), (0, 0), shape)
     monkeypatch.setattr(init_module, "_CHUNK", 50)  # chunks must not show either
     for rows in ((0, 37), (0, 1), (5, 18), (36, 37), (12, 12)):
         for columns in ((0, 23), (3, 4), (7, 23)):
             part = torch.empty(rows[1] - rows[0], columns[1] - columns[0], dtype=dtype)
-            fill_normal(part, 7, "w", 0.02, (rows[0], columns[0]), shape)
+            fill_random(part, 7, Normal(0.02, "w"), (rows[0], columns[0]), shape)
             assert torch.equal(part, whole[slice(*rows), slice(*columns)])
 
 
 def test_all_types_start_from_the_same_numbers() -> None:
     wide, narrow = torch.empty(64, 8, dtype=torch.float64), torch.empty(64, 8)
-    fill_normal(wide, 0, "w", 0.02, (0, 0), (64, 8))
-    fill_normal(narrow, 0, "w", 0.02, (0, 0), (64, 8))
+    fill_random(wide, 0, Normal(0.02, "w"), (0, 0), (64, 8))
+    fill_random(narrow, 0, Normal(0.02, "w"), (0, 0), (64, 8))
     assert torch.equal(wide, narrow.double())
 
 

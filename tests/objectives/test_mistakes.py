@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overland.config.schema import Training
+from overland.config.schema import JobConfig
 from overland.data.batch import Batch
 from overland.errors import ObjectiveError
 from overland.models.loss import OutputMatrix
@@ -17,6 +17,8 @@ from overland.objectives import registry
 from overland.objectives.objective import Objective, count_of
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 4, 3, 5, 7
+
+OWN = JobConfig.model_validate({"training": {"objective": "own"}})
 
 
 def given(**more: Tensor) -> dict[str, Tensor]:
@@ -80,7 +82,7 @@ def test_what_an_objective_says_of_itself(
 ) -> None:
     monkeypatch.setitem(registry._OBJECTIVES, "own", lambda: made(**members))
     with pytest.raises(ObjectiveError, match=says):
-        registry.objective_for(Training(objective="own"), None)
+        registry.objective_for(OWN, None)
 
 
 def test_an_objective_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +91,10 @@ def test_an_objective_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(registry._OBJECTIVES, "own", refuse)
     with pytest.raises(ObjectiveError, match="cannot be made: beta must be positive"):
-        registry.objective_for(Training(objective="own"), None)
+        registry.objective_for(OWN, None)
     monkeypatch.setitem(registry._OBJECTIVES, "own", lambda: None)  # type: ignore[arg-type]
     with pytest.raises(ObjectiveError, match="must extend Objective"):
-        registry.objective_for(Training(objective="own"), None)
+        registry.objective_for(OWN, None)
 
 
 def test_a_count_is_one_number() -> None:

@@ -51,6 +51,7 @@ def estimate(
 UNTIED = {"overrides": {"tie_word_embeddings": False}}
 FLOAT8 = {"float8": "tensorwise"}
 NARROW = {"bf16_moments": True}
+LORA = {"rank": 16, "targets": "all-linear"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,10 @@ NARROW = {"bf16_moments": True}
                 "training": FLOAT8,
             },
         ),
+        (85.96, {"flavor": "8B", "rows": 8, "seq_len": 2048, "lora": LORA}),
+        (87.76, {"flavor": "8B", "rows": 8, "seq_len": 2048, "lora": {**LORA, "rank": 64}}),
+        (51.75, {"flavor": "8B", "rows": 1, "lora": LORA}),
+        (76.42, {"flavor": "8B", "rows": 8, "seq_len": 2048, "lora": {**LORA, "base": "nf4"}}),
         (
             23.58,
             {

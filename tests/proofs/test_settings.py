@@ -8,7 +8,8 @@ import pytest
 
 from overland.config.errors import ConfigError
 from overland.models import registry
-from overland.tools.proofs.layout import settings_of
+from overland.tools.proofs.layout import proof_job, settings_of
+from overland.tools.proofs.layouts import parse
 
 OWN = """\
 from dataclasses import dataclass
@@ -31,6 +32,19 @@ def test_the_kind_of_a_built_in_model_is_taken(tmp_path: Path) -> None:
     assert settings is not None
     assert settings["model"]["model_type"] == "qwen3"
     assert settings["model"]["tie_word_embeddings"] is True
+
+
+def test_adapters_and_preferences_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        "[lora]\nrank = 64\nalpha = 32.0\nrslora = true\n"
+        '[sft]\nshape = "preference"\n[preference]\nloss = "ipo"\nbeta = 0.5\n'
+    )
+    settings = settings_of(str(tmp_path / "run.toml"))
+    assert settings is not None
+    job = proof_job(parse("tp2"), (), "float64", 2, tmp_path / "proof", settings)
+    assert (job.lora.rank, job.lora.alpha, job.lora.rslora) == (4, 32.0, True)
+    assert (job.preference.loss, job.preference.beta) == ("ipo", 0.5)
+    assert (job.sft.shape, job.data.packing) == ("preference", "trunc")
 
 
 def test_an_optimizer_of_ones_own_is_taken_with_its_module(tmp_path: Path) -> None:

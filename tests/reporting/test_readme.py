@@ -68,6 +68,18 @@ def test_a_layout_is_told_in_words(
 
 
 @pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, "packed, attention crosses borders"),
+        ({"packing": "best_fit", "document_mask": True}, "attention stays within each document"),
+        ({"packing": "trunc"}, "each begins a sequence of its own"),
+    ],
+)
+def test_it_says_what_documents_share(data: dict[str, Any], words: str) -> None:
+    assert f"| documents | {words} |" in page(job(data=data))
+
+
+@pytest.mark.parametrize(
     ("schedule", "words"),
     [
         ({"warmup_steps": 20}, "20 warm-up steps, then linear decay to 0"),

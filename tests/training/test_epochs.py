@@ -9,14 +9,16 @@ import pytest
 
 from overland.checks import check_config
 from overland.config.load import load_config
-from overland.config.schema import JobConfig
+from overland.config.schema import JobConfig, LRScheduler
+from overland.data.corpora import Preparer
 from overland.data.ledger import read_ledger
+from overland.data.prepare import training_data
 from overland.errors import DataError
 from overland.run_folder import RunFolder
 from overland.tools.proofs.data import prove_data
 from overland.tools.proofs.pool import RankPool
 from overland.tools.watch.watch import Watch
-from overland.training.schedule import known_steps
+from overland.training.schedule import known_steps, with_steps
 from overland.world import World
 from tests.data.corpora import Numbered, make_corpus
 from tests.jobs import run_job, tiny_job
@@ -88,6 +90,18 @@ def test_the_loss_of_a_short_batch_is_that_of_its_rows(
         ranks.run(count, train, job(folder, corpus, count, epochs=1.0))[0] for count, folder in runs
     )
     assert one == pytest.approx(four, rel=1e-12)
+
+
+def test_a_run_that_ends_in_its_warmup_says_so(tmp_path: Path, corpus: Path) -> None:
+    config = job(tmp_path, corpus, epochs=1.0)
+    said: list[str] = []
+    dataset = training_data(config, ROWS, None, Preparer())
+    for schedule in ({"warmup_steps": 200}, {"warmup_steps": 4}, {"warmup_ratio": 0.5}):
+        asked = config.model_copy(update={"lr_scheduler": LRScheduler.model_validate(schedule)})
+        with_steps(asked, dataset, Preparer(report=said.append))
+    dataset.close()
+    (warned,) = (one for one in said if "warm-up" in one)
+    assert warned.startswith("the run ends in its warm-up of 200 steps, below the peak rate")
 
 
 def test_a_batch_that_is_not_filled_can_be_dropped(

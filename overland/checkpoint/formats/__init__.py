@@ -14,7 +14,13 @@ from overland.checkpoint.formats.dcp import detect_dcp, open_dcp, write_dcp
 from overland.checkpoint.formats.deepspeed import detect_deepspeed, open_deepspeed
 from overland.checkpoint.formats.hf import detect_hf, open_hf, write_hf
 from overland.checkpoint.formats.meta import detect_meta, open_meta, write_meta
-from overland.checkpoint.formats.overland import detect_overland, open_overland, write_overland
+from overland.checkpoint.formats.overland import (
+    complete,
+    detect_overland,
+    open_overland,
+    write_overland,
+)
+from overland.checkpoint.formats.peft import detect_peft, open_peft, write_peft
 from overland.checkpoint.formats.safetensors import detect_single, open_single, write_single
 from overland.checkpoint.formats.torch import detect_torch, open_torch, write_torch
 from overland.errors import CheckpointError
@@ -40,6 +46,7 @@ FORMATS = {
     "meta": Format(detect_meta, open_meta, write_meta, weights_only=True),
     "deepspeed": Format(detect_deepspeed, open_deepspeed),
     "hf": Format(detect_hf, open_hf, write_hf, weights_only=True),
+    "peft": Format(detect_peft, open_peft, write_peft, weights_only=True),
     "safetensors": Format(
         detect_single, open_single, write_single, weights_only=True, is_file=True
     ),
@@ -54,15 +61,17 @@ _NOT_AS_IT_SHOULD_BE = (
 )  # fmt: skip
 
 
-def open_any(path: str | Path, config: Config = None) -> LazyCheckpoint:
-    """A checkpoint of whatever format. `config`: a config.json's contents, where it has none."""
+def open_any(path: str | Path, config: Config = None, whole: bool = True) -> LazyCheckpoint:
+    """A checkpoint of whatever format. `config`: a config.json's contents, where it has none. Not
+    `whole`: without frozen weights that it leaves out."""
     path = Path(path).expanduser()
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     for name, one in FORMATS.items():
         if one.detect(path):
             try:
-                return one.open(path, config)
+                opened = one.open(path, config)
+                return complete(opened) if whole else opened
             except _NOT_AS_IT_SHOULD_BE as error:
                 raise CheckpointError(
                     f"{path} looks like a {name} checkpoint, but what is in it does not fit "
@@ -71,5 +80,5 @@ def open_any(path: str | Path, config: Config = None) -> LazyCheckpoint:
     raise CheckpointError(
         f"{path} is no checkpoint of a known format. Known: a run folder or one of its step_N; a "
         "Hugging Face folder; a DCP folder with .metadata; a Meta folder with params.json; a "
-        "DeepSpeed folder; model_state_dict.pt; a .safetensors or .pt file"
+        "DeepSpeed folder; a PEFT adapter; model_state_dict.pt; a .safetensors or .pt file"
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.formats.lazy import Lazy, Slices, held
+from overland.checkpoint.origin import Origin
 from overland.errors import CheckpointError
 from overland.files import leads_out, new_file, read_json, sync
 
@@ -48,7 +49,9 @@ COMPANIONS = (
 class LazyCheckpoint:
     """What readers give and writers take. `extras`: step, batch, tokens, best_validation_loss,
     learning rates and `param_groups` (torch's, with parameter names) where the format has them.
-    `config`: a config.json's contents. `companions`: tokenizer and generation config."""
+    `config`: a config.json's contents. `companions`: tokenizer and generation config. `adapter`: an
+    adapter_config.json's contents, where there are adapters. `left_out`: weights that are needed
+    and are elsewhere."""
 
     format: str
     folder: Path
@@ -56,6 +59,8 @@ class LazyCheckpoint:
     extras: dict[str, Any] = field(default_factory=dict)
     config: Config = None
     companions: list[Path] = field(default_factory=list)
+    adapter: Config = None
+    left_out: Origin | None = None
 
     @property
     def own_model(self) -> str | None:

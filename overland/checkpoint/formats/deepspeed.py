@@ -28,8 +28,10 @@ from overland.checkpoint.formats.checkpoint import (
     num_updates,
 )
 from overland.checkpoint.formats.lazy import Joined, Lazy, Shape, Stored, cast_lazily
+from overland.checkpoint.formats.peft import PREFIX, plain_name, plain_names
 from overland.checkpoint.formats.pickles import StandIn
 from overland.checkpoint.formats.torch_save import read_torch_file, scalar, tensors_in
+from overland.config.adapter import ADAPTER_CONFIG, read_adapter_config
 from overland.errors import CheckpointError
 
 
@@ -62,6 +64,12 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
     for name, shared_with in (first.get("shared_params") or {}).items():
         if shared_with in weights:
             weights[name] = weights[shared_with]
+    adapter = None
+    if any(name.startswith(PREFIX) for name in weights):  # PEFT had wrapped the model
+        weights = plain_names(weights, folder)
+        moments = {_plain_state(name): lazy for name, lazy in moments.items()}
+        places = [one for one in (path, folder.parent) if (one / ADAPTER_CONFIG).is_file()]
+        adapter = read_adapter_config(places[0]) if places else None
     return LazyCheckpoint(
         "deepspeed",
         path,
@@ -69,7 +77,17 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
         extras=_extras(first, optimizers),
         config=config or config_near(path, folder),
         companions=companions_in(path),
+        adapter=adapter,
     )
+
+
+def _plain_state(name: str) -> str:
+    parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
+    return f"{OPTIMIZER}{_plain(parameter)}.{kind}"
+
+
+def _plain(name: str) -> str:
+    return plain_name(name)[0] if name.startswith(PREFIX) else name
 
 
 @dataclass
@@ -229,7 +247,8 @@ def _extras(state: dict[str, Any], optimizers: list[dict[str, Any]]) -> dict[str
         groups = base.get("param_groups", []) if isinstance(base, dict) else []
         if len(groups) == len(state["param_shapes"]):
             extras["param_groups"] = [
-                {k: v for k, v in group.items() if k != "params"} | {"names": list(named)}
+                {k: v for k, v in group.items() if k != "params"}
+                | {"names": [_plain(name) for name in named]}
                 for group, named in zip(groups, state["param_shapes"], strict=True)
             ]
     return extras

@@ -195,8 +195,7 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
         begin = tokenizer.bos_id
     pad = config.get("pad_token_id")
     if pad is None or (trained_here and pad not in known):
-        pad = next((tokenizer.specials[name] for name in PADS if name in tokenizer.specials), None)
-        pad = end if pad is None else pad
+        pad = padding_of(tokenizer)
     ids = {
         "bos_token_id": begin,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -205,6 +204,16 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
     _write_tokenizer_config(folder, tokenizer, ids, config)
     _write_generation(folder, ids)
     return {**config, **ids}
+
+
+def padding_of(tokenizer: Tokenizer) -> int | None:
+    """The token that pads, where the model's config does not say: the tokenizer's, or one with a
+    usual name, or the end of a document."""
+    name = tokenizer.named.get("pad_token")
+    for one in ([name] if name else []) + list(PADS):
+        if one in tokenizer.specials:
+            return tokenizer.specials[one]
+    return tokenizer.eos_id
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer | None:

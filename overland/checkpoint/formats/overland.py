@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import tomllib
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import overland
-from overland.checkpoint.folder import latest_checkpoint
+from overland.checkpoint.folder import committed, latest_checkpoint, step_of
 from overland.checkpoint.formats.checkpoint import (
     MODEL,
     MOMENTS,
@@ -27,13 +27,22 @@ from overland.checkpoint.formats.checkpoint import (
 )
 from overland.checkpoint.formats.hf import open_hf
 from overland.checkpoint.formats.lazy import Lazy, Slices, counter, held
+from overland.checkpoint.formats.peft import is_adapter
 from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.read import CheckpointReader, open_checkpoint
 from overland.checkpoint.write import write_whole_tensors
+from overland.config.adapter import config_of
 from overland.config.derived import GroupRates, group_rates
-from overland.config.schema import Optimizer
+from overland.config.schema import Lora, Optimizer
 from overland.errors import CheckpointError
-from overland.run_folder import CHECKPOINTS, COMMITTED, CONFIG, MODEL_CONFIG, TOKENIZER
+from overland.run_folder import (
+    ADAPTERS,
+    CHECKPOINTS,
+    COMMITTED,
+    CONFIG,
+    MODEL_CONFIG,
+    TOKENIZER,
+)
 
 
 def detect_overland(path: Path) -> bool:
@@ -71,15 +80,51 @@ def as_lazy_checkpoint(
         for name, entry in checkpoint.tensors.items()
         if with_random_state or not name.startswith("rng.")
     }
-    origin = Origin.from_json(run)
-    if origin is not None:  # what is read is whole, wherever its parts are
-        weights = open_hf(origin.find()).tensors
-        tensors |= {MODEL + name: weights[MODEL + name] for name in sorted(origin.names)}
-        run = {name: value for name, value in run.items() if name != LEFT_OUT}
     extras = {**(run.get("progress") or {}), "run": run}
     if groups := _param_groups(run.get("config") or {}, run, tensors):
         extras["param_groups"] = groups
-    return LazyCheckpoint("overland", checkpoint.path, tensors, extras, run.get("model_config"))
+    return LazyCheckpoint(
+        "overland",
+        checkpoint.path,
+        tensors,
+        extras,
+        run.get("model_config"),
+        adapter=_adapter(run, tensors),
+        left_out=Origin.from_json(run),
+    )
+
+
+def complete(source: LazyCheckpoint) -> LazyCheckpoint:
+    """Adds the frozen weights that a checkpoint leaves out, from where they are."""
+    origin = source.left_out
+    if origin is None:
+        return source
+    weights = open_hf(origin.find()).tensors
+    more = {MODEL + name: weights[MODEL + name] for name in sorted(origin.names)}
+    run = {name: value for name, value in source.extras["run"].items() if name != LEFT_OUT}
+    return replace(
+        source,
+        tensors={**source.tensors, **more},
+        extras={**source.extras, "run": run},
+        left_out=None,
+    )
+
+
+def _adapter(run: dict[str, Any], tensors: dict[str, Lazy]) -> Config:
+    """Returns the adapter_config.json of a run that trains adapters."""
+    names = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
+    modules = {name.partition(".lora_")[0] for name in names if is_adapter(name)}
+    config = run.get("config") or {}
+    saved = config.get("lora") or {}
+    if not modules or not saved.get("rank"):
+        return None
+    try:
+        known = {key: value for key, value in saved.items() if key in Lora.model_fields}
+        settings = Lora.model_validate(known)
+    except ValidationError:
+        return None
+    base = (config.get("checkpoint") or {}).get("initial_load_path")
+    return config_of(settings, sorted(modules), base)
 
 
 def write_overland(source: LazyCheckpoint, folder: Path, options: Options) -> None:
@@ -139,10 +184,22 @@ class _Kept(Lazy):
         return self.checkpoint.read_slice(self.name, starts, shape)
 
 
-def _newest(run_folder: Path) -> Path:
+def step_of_export(path: Path) -> Path | None:
+    """Returns the checkpoint whose adapters a run has written to this `checkpoint-N`."""
+    named, run = ADAPTERS.fullmatch(path.absolute().name), path.absolute().parent
+    if named is None or not (run / CONFIG).is_file():
+        return None
+    found = [one for one in committed(_checkpoints(run)) if step_of(one) == int(named[1])]
+    return found[-1] if found else None
+
+
+def _checkpoints(run_folder: Path) -> Path:
     settings = tomllib.loads((run_folder / CONFIG).read_text(encoding="utf-8"))
-    folder = run_folder / settings.get("checkpoint", {}).get("folder", CHECKPOINTS)
-    newest = latest_checkpoint(folder)
+    return run_folder / str(settings.get("checkpoint", {}).get("folder", CHECKPOINTS))
+
+
+def _newest(run_folder: Path) -> Path:
+    newest = latest_checkpoint(_checkpoints(run_folder))
     if newest is None:
         raise CheckpointError(f"{run_folder} holds no checkpoint yet")
     return newest

@@ -5,6 +5,7 @@ before. A chunk is a name, such as `part-3.parquet#7`: what of a file is read fr
 """
 
 from overland.data.sources.arrow_parquet import Arrow, Parquet
+from overland.data.sources.docstrings import Docstrings
 from overland.data.sources.jsonl import JsonLines
 from overland.data.sources.marks import FileMark
 from overland.data.sources.mds import MDS
@@ -17,6 +18,7 @@ from overland.data.sources.text import StandardLibrary, TextFolder
 __all__ = [
     "MDS",
     "Arrow",
+    "Docstrings",
     "Document",
     "FileMark",
     "FileSource",

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.data.sources.columns import (
+    RECORD,
+    WHOLE,
     Column,
     Place,
     Step,
@@ -30,6 +32,7 @@ from overland.data.sources.source import (
     Document,
     FileSource,
     Kind,
+    Located,
     decode,
     part_of,
     split_part,
@@ -60,9 +63,12 @@ class _Table(FileSource):
                 self.columns = {name: one.type for name, one in columns.items()}
                 examples = partial(self._examples, root / file, columns)
                 self.column = choose_column(root / file, column, columns, examples)
-                chosen = columns[self.column]
+                chosen = RECORD if self.column == WHOLE else columns[self.column]
                 self.kind, self._path = chosen.kind or "text", chosen.place
-            _check_column(root / file, columns, self.column, chosen)
+            if self.column != WHOLE:
+                _check_column(root / file, columns, self.column, chosen)
+            elif list(columns) != list(self.columns):
+                raise DataError(f"{root / file} has other columns than {root / files[0]}")
         if all(rows is not None and not sum(rows) for rows in self._rows.values()):
             raise DataError(f"{root / files[0]} is empty: it has no rows")
 
@@ -115,9 +121,9 @@ class Parquet(_Table):
 
     def _arrays(self, path: Path, group: int | None) -> Iterator[Any]:
         with _open_parquet(path) as parquet:
-            columns = _stored(parquet, self._path)
+            columns = _stored(parquet, self._path) if self._path else None
             for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
-                yield batch.column(0)
+                yield batch.column(0) if self._path else batch.to_struct_array()
 
     @staticmethod
     def _examples(path: Path, columns: Mapping[str, Column]) -> dict[str, Any]:
@@ -138,7 +144,11 @@ class Arrow(_Table):
     def _arrays(self, path: Path, group: int | None) -> Iterator[Any]:
         with _open_arrow(path) as (reader, is_file):
             for batch in [_batch(reader, group)] if is_file else _batches(reader, path):
-                yield batch.column(batch.schema.get_field_index(self._path[0]))
+                if self._path:
+                    yield batch.column(batch.schema.get_field_index(self._path[0]))
+                    continue
+                for start in range(0, batch.num_rows, BATCH_ROWS):
+                    yield batch.slice(start, BATCH_ROWS).to_struct_array()
 
     @staticmethod
     def _examples(path: Path, columns: Mapping[str, Column]) -> dict[str, Any]:
@@ -237,6 +247,11 @@ def _documents(
     are looked at before they are used.
     """
     array.validate()
+    if kind == "records":
+        array.validate(full=True)
+        for number, row in enumerate(array, start=first):
+            yield Located(_without_nulls(row.as_py()), f"{path}: row {number}")
+        return
     rows = np.arange(first, first + len(array))
     for step in place[1:]:
         array, rows = _into(array, step, rows, path, bad)
@@ -252,6 +267,13 @@ def _documents(
             document = token_ids(value.to_numpy(zero_copy_only=False), where, bad)
         if document is not None:
             yield document
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table gives every field to every struct in it: null stands for those that it had not."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _bytes_in(array: Any, path: Path) -> Iterator[bytes | None]:

@@ -18,6 +18,7 @@ from overland.words import any_of, nearest_name
 
 # Where a corpus has several columns and none is asked for, the first of these that it has.
 USUAL_NAMES = ("text", "tokens", "input_ids", "content")
+WHOLE = "*"  # asked for as a column, it makes a document of each record
 LISTED = 24  # columns that a message shows at most
 EXAMPLE_CHARACTERS = 32
 # What conversations and pairs for fine-tuning are called in public datasets.
@@ -47,6 +48,9 @@ class Column:
     """What its documents are; None: it holds none."""
 
 
+RECORD = Column("record", (), "records")
+
+
 def column_name(place: Place) -> str:
     """Returns `files[].text` for ("files", None, "text")."""
     return "".join("[]" if step is None else f".{step}" for step in place).removeprefix(".")
@@ -59,6 +63,8 @@ def choose_column(
     examples: Callable[[], Mapping[str, Any]] = dict,
 ) -> str:
     """The wanted column, or the one that must be meant. `examples`: a value of each, by name."""
+    if wanted == WHOLE:
+        return WHOLE
     if wanted is not None:
         if wanted not in columns:
             raise no_column(where, wanted, columns, _listed(columns))
@@ -122,8 +128,8 @@ def _chat(columns: Mapping[str, Column]) -> str:
     if not found:
         return ""
     return (
-        f". This looks like chat data for fine-tuning ({any_of(found, 'and')}), which is not "
-        "supported yet; to pretrain on it, write each conversation as one text column"
+        f'. This looks like data for fine-tuning ({any_of(found, "and")}): sft.shape = "auto" '
+        "learns from conversations; to pretrain on it, write each as one text column"
     )
 
 

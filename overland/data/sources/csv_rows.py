@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from overland.data.sources.columns import Column, choose_column, no_column
+from overland.data.sources.columns import WHOLE, Column, choose_column, no_column
 from overland.data.sources.compression import bare_suffix, open_bytes, reading
 from overland.data.sources.jsonl import LONGEST_LINE
-from overland.data.sources.source import Bad, FileSource
+from overland.data.sources.source import Bad, Document, FileSource, Located
 from overland.errors import DataError
 
 CSV_SUFFIXES = {".csv", ".tsv"}
@@ -33,10 +33,18 @@ class CsvRows(FileSource):
                 self.columns = dict.fromkeys(columns, "string")
                 examples = lambda file=file: dict(_first(root / file))
                 self.column = choose_column(root / file, column, columns, examples)
+                if self.column == WHOLE:
+                    self.kind = "records"
+            elif self.column == WHOLE and list(columns) != list(self.columns):
+                raise DataError(f"{root / file} has other columns than {root / self.files[0]}")
+            elif self.column == WHOLE:
+                continue
             elif self.column not in columns:
                 raise no_column(root / file, self.column, columns, ", ".join(columns))
 
-    def read(self, chunk: str) -> Iterator[str]:
+    def read(self, chunk: str) -> Iterator[Document]:
+        if self.kind == "records":
+            return read_records(self.root / chunk, self.bad)
         return read_rows(self.root / chunk, self.column or "text", self.bad)
 
 
@@ -50,8 +58,14 @@ def header(path: Path) -> list[str]:
 
 
 def read_rows(path: Path, column: str, bad: Bad) -> Iterator[str]:
+    return (record[column] for record in read_records(path, bad, [column]))
+
+
+def read_records(
+    path: Path, bad: Bad, columns: Sequence[str] | None = None
+) -> Iterator[dict[str, str]]:
+    """Yields each row by the names of its columns, or of some of them."""
     names = header(path)
-    place = names.index(column)
     rows = _rows(path, bad)
     next(rows)
     for line, row in rows:
@@ -59,12 +73,15 @@ def read_rows(path: Path, column: str, bad: Bad) -> Iterator[str]:
         if len(row) != len(names):
             bad(f"{where}: {len(row):,} values where the header names {len(names):,}")
             continue
+        record = dict(zip(names, row, strict=True))
+        record = {name: record[name] for name in columns or names}
         try:
-            row[place].encode()
+            for name in record:
+                record[name].encode()
         except UnicodeEncodeError:
-            bad(f"{where}: {column} is no UTF-8 text")
+            bad(f"{where}: {name} is no UTF-8 text")
             continue
-        yield row[place]
+        yield Located(record, where)
 
 
 def _first(path: Path) -> Iterator[tuple[str, str]]:

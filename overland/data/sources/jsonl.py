@@ -1,4 +1,5 @@
 """JSON lines: an object per line, of which one value is the document; and files of lines, in parts.
+A file that is one array of objects counts as lines, too.
 
 A part holds the lines that begin in it, so that several processes can share one file, and a build
 that is killed keeps the parts that it made. Parts are ranges of bytes; of a compressed file, of
@@ -25,6 +26,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from overland.data.sources.columns import (
+    RECORD,
+    WHOLE,
     Place,
     Sample,
     choose_column,
@@ -42,7 +45,8 @@ from overland.data.sources.compression import (
     reading,
     times_smaller,
 )
-from overland.data.sources.source import Bad, Document, FileSource, Kind
+from overland.data.sources.json_array import array_items, is_array
+from overland.data.sources.source import Bad, Document, FileSource, Kind, Located
 from overland.packages import need
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
@@ -81,7 +85,7 @@ class JsonLines(FileSource):
             self.column = choose_column(self.place, column, columns, lambda: sample.examples)
         else:
             self.column = column
-        chosen = columns.get(self.column or "")
+        chosen = RECORD if self.column == WHOLE else columns.get(self.column or "")
         self.kind = (chosen.kind if chosen else None) or "text"
         self._path = chosen.place if chosen else (self.column or "text",)
         self._line_bytes = sample.num_bytes / max(sample.num_lines, 1)
@@ -127,7 +131,7 @@ def read_lines(
             except _Unusable as error:
                 bad(f"{where()}: {error}")
             else:
-                yield document
+                yield Located(document, where) if isinstance(document, dict) else document
 
 
 class _Unusable(Exception):
@@ -151,6 +155,11 @@ def _parse(line: bytes) -> tuple[object, str]:
 
 
 def _document(value: object, column: Place, kind: Kind, record: object, line: str) -> Document:
+    if kind == "records":
+        if not isinstance(value, dict):
+            near = NO_ARRAY if isinstance(record, list) else ""
+            raise _Unusable(f"expected an object, got {line.strip()[:60]!r}{near}")
+        return value
     if kind == "tokens" and isinstance(value, list) and kind_of_value(value) == "tokens":
         if value and not 0 <= min(value) <= max(value) < 1 << 63:
             wrong = min(value) if min(value) < 0 else max(value)
@@ -215,7 +224,9 @@ def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
     for file in files:
         with reading(root / file):
             size = (root / file).stat().st_size
-        if rules == 1:
+        if is_array(root / file):
+            yield file
+        elif rules == 1:
             yield from _segments(file, size)
         elif is_compressed(file):
             size *= _expansion(root / file) if looks else USUAL_EXPANSION
@@ -234,7 +245,11 @@ def bytes_of_part(chunk: str, files: frozenset[str]) -> int | None:
 
 def read_part(path: Path, part: LineRange) -> Iterator[tuple[bytes, int, int]]:
     """Yields each line, where the reading began, and its number since then. Of a line
-    longer than `LONGEST_LINE` there is one byte more than that, and no end."""
+    longer than `LONGEST_LINE` there is one byte more than that, and no end. The items of an array
+    are its lines."""
+    if is_array(path):
+        yield from ((item, 0, n) for n, item in enumerate(array_items(path, LONGEST_LINE), start=1))
+        return
     with reading(path):
         file, start = _open_at(path, part)
         offset, place = start, 0

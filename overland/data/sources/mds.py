@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from overland.data.sources.columns import Column, Sample, choose_column
+from overland.data.sources.columns import WHOLE, Column, Sample, choose_column
 from overland.data.sources.compression import decompress, most_unfolded, reading
 from overland.data.sources.source import (
     TOKEN_DTYPES,
     Document,
     FileSource,
     Kind,
+    Located,
     check_dtype,
     inside_folder,
     token_ids,
@@ -67,6 +68,9 @@ class MDS(FileSource):
             for name, code in self.columns.items()
         }
         self.column = choose_column(root, column, columns, self._examples)
+        if self.column == WHOLE:
+            self.kind = "records"
+            return
         self.kind = columns[self.column].kind or "text"
         if dtype is None and self.columns[self.column] == "bytes":
             self._check_int64()
@@ -76,6 +80,9 @@ class MDS(FileSource):
 
     def read(self, chunk: str) -> Iterator[Document]:
         assert self.column is not None
+        if self.kind == "records":
+            yield from self.records(chunk)
+            return
         path = self.root / chunk
         for number, raw in enumerate(self._raw(chunk, [self.column])):
             document = self._document(raw[self.column], f"{path}: sample {number:,}")
@@ -85,10 +92,13 @@ class MDS(FileSource):
     def records(self, chunk: str) -> Iterator[dict[str, Any]]:
         """Yields all columns of each sample, decoded."""
         for number, raw in enumerate(self._raw(chunk, list(self.columns))):
+            where = f"{self.root / chunk}: sample {number:,}"
             try:
-                yield {name: decode_value(self.columns[name], raw[name]) for name in raw}
+                record = {name: decode_value(self.columns[name], raw[name]) for name in raw}
             except (ValueError, IndexError) as error:
-                self.bad(f"{self.root / chunk}: sample {number:,}: {error}")
+                self.bad(f"{where}: {error}")
+            else:
+                yield Located(record, where)
 
     def depends_on(self) -> list[str]:
         return [INDEX, *(file for chunk in self._shards for file in self.files_of(chunk))]

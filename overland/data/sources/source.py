@@ -5,10 +5,11 @@ more. Those that read files know more (`FileSource`): the kind of their document
 how many documents a chunk holds where that can be told without reading it, and a mark per file by
 which a changed one is found.
 
-A document is a text, token ids, or arrays by name; `kind` says which, and is "text" where a source
-does not say it. One of arrays declares its `fields`, see arrays.py. Token ids may have channels, an
-element for each id, such as how much predicting it counts: a source declares them,
-`channels = {"weights": "float32"}`, and its documents are dicts with `tokens` and each of these.
+A document is a text, token ids, arrays by name, or a whole record; `kind` says which, and is "text"
+where a source does not say it. One of arrays declares its `fields`, see arrays.py. Token ids may
+have channels, an element for each id, such as how much predicting it counts: a source declares
+them, `channels = {"weights": "float32"}`, and its documents are dicts with `tokens` and each of
+these.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import numpy.typing as npt
 from overland.data.sources.marks import FileMark, changed_files, digest_of, marks_of_files
 from overland.errors import DataError
 
-Kind = Literal["text", "tokens", "arrays"]
+Kind = Literal["text", "tokens", "arrays", "records"]
 Tokens: TypeAlias = npt.NDArray[np.int64]
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
-Document: TypeAlias = str | Tokens | Arrays
+Document: TypeAlias = str | Tokens | Arrays | Mapping[str, Any]
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 RULES = (2, 1)
 """How files are marked and cut into chunks. What was laid out under earlier rules keeps them:
@@ -36,6 +37,19 @@ RULES = (2, 1)
 Bad: TypeAlias = Callable[[str], None]
 """Told of a document that cannot be used; raises, or counts and lets the reader go on."""
 SHOWN = 5
+
+
+class Located(dict[str, Any]):
+    """A whole record, which knows where it was read."""
+
+    def __init__(self, record: Mapping[str, Any], where: str | Callable[[], str]) -> None:
+        """`where` may be asked for only when a message needs it: it may take counting lines."""
+        super().__init__(record)
+        self._where = where
+
+    @property
+    def where(self) -> str:
+        return self._where if isinstance(self._where, str) else self._where()
 
 
 class Source(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
+from overland.data.sources.columns import WHOLE
 from overland.data.sources.compression import bare_suffix, read_whole, reading
 from overland.data.sources.csv_rows import read_rows
 from overland.data.sources.jsonl import (
@@ -59,6 +60,11 @@ class TextFolder(FileSource):
             known = ", ".join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))
             raise DataError(f"{path} holds no text: looked for {known} (also compressed)")
         super().__init__(root, files, skip_bad)
+        if column == WHOLE:
+            raise DataError(
+                f"{path} is text, or mixes formats: records are read from JSON lines, CSV, "
+                "parquet, Arrow or MDS, one of them (a text is a record with a column text)"
+            )
         if column not in (None, "text"):
             if all(map(_is_one, files)):
                 raise DataError(f"{path} is text: it has no column {column!r}, nor any other")
@@ -106,24 +112,33 @@ class StandardLibrary(FileSource):
 
     def __init__(self, held_out: bool = False, part: tuple[int, int] = (0, 1)) -> None:
         self.held_out = held_out
-        which, of = part
-        if of < 1:
-            raise DataError(f"stdlib:{which}/{of}: expected at least one part, such as stdlib:0/1")
-        if not 0 <= which < of:
-            raise DataError(f"stdlib:{which}/{of}: parts are counted from 0 to {of - 1}")
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            path for i, path in enumerate(_modules(root)) if (i % HELD_OUT_EVERY == 0) == held_out
-        ]
+        root, modules = library_modules()
+        files = [path for i, path in enumerate(modules) if (i % HELD_OUT_EVERY == 0) == held_out]
         # Some __init__.py are empty, and a document without a token is an error.
         files = [file for file in files if (root / file).stat().st_size]
-        super().__init__(root, files[which::of])
+        super().__init__(root, part_of_files(files, self.format, part))
 
     def num_documents(self, chunk: str) -> int | None:
         return 1
 
     def read(self, chunk: str) -> Iterator[str]:
         yield (self.root / chunk).read_text(encoding="utf-8", errors="replace")
+
+
+def part_of_files(files: list[str], name: str, part: tuple[int, int]) -> list[str]:
+    """Every n-th file, from the k-th on: part k of n."""
+    which, of = part
+    if of < 1:
+        raise DataError(f"{name}:{which}/{of}: expected at least one part, such as {name}:0/1")
+    if not 0 <= which < of:
+        raise DataError(f"{name}:{which}/{of}: parts are counted from 0 to {of - 1}")
+    return files[which::of]
+
+
+def library_modules() -> tuple[Path, list[str]]:
+    """The folder of Python's standard library, and the modules in it."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return root, _modules(root)
 
 
 def _is_lines(file: str) -> bool:

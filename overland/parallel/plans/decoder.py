@@ -36,6 +36,8 @@ from overland.models.attention import Mask, Masks, build_mask, compute_dtype
 from overland.models.config import DecoderConfig
 from overland.models.decoder import Decoder, Head
 from overland.models.float8 import Float8Linear
+from overland.models.lora import LoRAEmbedding, LoRALinear
+from overland.models.neftune import EmbeddingNoise
 from overland.models.sizes import ROLES
 from overland.models.structure import find_module
 from overland.parallel.context import ContextAttention, gather_row, places_of_rank
@@ -43,6 +45,7 @@ from overland.parallel.tensor import (
     ROWS,
     SplitFloat8Linear,
     SplitLinear,
+    SplitLoRALinear,
     overlap_communication,
     split_head,
 )
@@ -71,6 +74,7 @@ class DecoderPlan:
             )
         if degrees.tp > 1:
             require_plain_head(model)
+            require_splittable_adapters(model)
 
     def split_tensors(self, model: nn.Module, tp: DeviceMesh, overlap: bool) -> None:
         assert isinstance(model, Decoder)
@@ -95,11 +99,16 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
         # Copied to a plain tensor: given the collective's unfinished result, a compiled block drops
         # the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
         embedding.register_forward_hook(lambda module, args, out: out.clone())
+        if isinstance(model.model.noise, EmbeddingNoise):
+            model.model.noise.part = tp.get_local_rank()
     for layer in model.model.layers.values():
         parallelize_module(layer, tp, {**plan, **changed_layers(layer)})
         for module in layer.modules():
             if isinstance(module, Float8Linear):
                 module.__class__ = SplitFloat8Linear
+            elif isinstance(module, LoRALinear):
+                module.__class__ = SplitLoRALinear
+                module.together = None  # each is given a copy of its own
     if model.model.norm is not None:
         parallelize_module(model.model.norm, tp, SequenceParallel(use_local_output=True))
     if head is not None:
@@ -146,6 +155,20 @@ def require_plain_head(model: Decoder) -> None:
         )
 
 
+def require_splittable_adapters(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, LoRAEmbedding):
+            raise ModelError(
+                "tensor parallelism splits the vocabulary, and cannot split an adapter of the "
+                "embedding: take embed_tokens out of lora.targets, or train without tp"
+            )
+        if isinstance(module, LoRALinear) and module.lora_magnitude_vector is not None:
+            raise ModelError(
+                "tensor parallelism splits rows of matrices, whose lengths DoRA needs: set "
+                "lora.dora = false, or train without tp"
+            )
+
+
 def block_plan(qk_norm: bool) -> dict[str, Any]:
     # Of q and k, [B, S, heads, d], the heads are what is split.
     own_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
@@ -172,6 +195,8 @@ def block_plan(qk_norm: bool) -> dict[str, Any]:
 
 def split_context(model: Decoder, cp: DeviceMesh) -> None:
     """Makes a decoder work on this rank's share of each row."""
+    if isinstance(model.model.noise, EmbeddingNoise):
+        model.model.noise.num_shares = cp.size()
     model.model.masks = ContextMasks(model.model.masks, cp)
     for number, layer in model.model.layers.items():
         attention = getattr(layer, "self_attn", None)

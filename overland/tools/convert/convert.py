@@ -27,9 +27,12 @@ from overland.checkpoint.formats.checkpoint import (
     split_state,
 )
 from overland.checkpoint.formats.lazy import Lazy, cast_lazily, digest
+from overland.checkpoint.formats.merge import Merged, join, merge
+from overland.checkpoint.formats.overland import step_of_export
+from overland.checkpoint.formats.peft import has_adapters, trained
 from overland.errors import CheckpointError
 from overland.files import publish, sync
-from overland.tools.convert.verify import verify_hashes, verify_logits
+from overland.tools.convert.verify import verify_hashes, verify_logits, verify_products
 from overland.words import did_you_mean
 
 DTYPES = {
@@ -38,6 +41,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 CHECKS = ("hash", "logits", "none")
+WITHOUT_ADAPTERS = ("hf", "meta", "safetensors")
 ALLOWANCE = 256 * 2**20
 
 Advance = Callable[[str, int, int], None]
@@ -57,6 +61,11 @@ class Conversion:
     verified: int
     logits_difference: float | None
     own_model: str | None
+    merged: int
+    """Matrices that adapters were put into."""
+    products_difference: float | None
+    """How far these are off, relative to the largest of what they make of random vectors."""
+    note: str
     peak_memory: int
     allowed_memory: int
 
@@ -76,6 +85,8 @@ def convert(
     options: Options | None = None,
     verify: str = "hash",
     advance: Advance = lambda what, done, total: None,
+    adapter: str | Path | None = None,
+    merge_lora: bool = False,
 ) -> Conversion:
     """Writes the checkpoint at `source` to `target` in format `to`; see docs/convert.md."""
     for given, valid, option in ((to, TARGETS, "--to"), (verify, CHECKS, "--verify")):
@@ -87,14 +98,21 @@ def convert(
     target = Path(target).expanduser()
     if format_.is_file and target.suffix != ".safetensors":
         raise CheckpointError(f"--to {to} writes one file: name it {target.name}.safetensors")
-    _check_apart(Path(source).expanduser(), target)
+    for place in (source, *([adapter] if adapter is not None else [])):
+        _check_apart(Path(place).expanduser(), target)
     memory = PeakMemory()
     given_config, companions = _given_config(config)
-    opened = open_any(source, given_config)
+    wanted = DTYPES[dtype] if dtype else torch.float32 if to == "safetensors" else None
+    opened = _open(Path(source).expanduser(), given_config, to, adapter, merge_lora)
     if companions:
         opened.companions = companions
-    kept = _without(_selected(opened, weights_only or format_.weights_only), exclude)
-    wanted = DTYPES[dtype] if dtype else torch.float32 if to == "safetensors" else None
+    with_adapters = opened
+    if merge_lora:
+        opened = merge(opened, wanted)
+    elif to == "peft":
+        opened = opened.with_tensors({MODEL + name: one for name, one in trained(opened).items()})
+    weights_only = weights_only or format_.weights_only or merge_lora
+    kept = _without(_selected(opened, weights_only), exclude)
     chosen = opened.with_tensors(_with_dtype(kept, wanted))
     if exclude:
         options = Options(**{**asdict(options), "partial": True})
@@ -110,7 +128,7 @@ def convert(
         count("writing", tensor.nbytes)
 
     watched = chosen.with_tensors(_watched(chosen.tensors, seen))
-    verified, difference = 0, None
+    verified, products, difference, note = 0, None, None, ""
     with _new_target(target, format_.is_file) as beside:
         assert format_.write is not None
         format_.write(watched, beside, options)
@@ -119,13 +137,51 @@ def convert(
             written = format_.open(beside, chosen.config)
             verify_hashes(written, sent, lambda size: count("verifying", size))
             verified = len(sent)
-        if verify == "logits":
-            difference = verify_logits(chosen, written)
+            if merge_lora:
+                products = verify_products(chosen, written)
+        growth = memory.growth()  # before models are built
+        if verify == "logits" or (merge_lora and verify != "none"):
+            is_asked = verify == "logits"
+            difference, note = verify_logits(with_adapters, written, chosen.config, is_asked)
     num_bytes = sum(chosen.tensors[name].nbytes for name in sent)
+    num_merged = sum(isinstance(lazy, Merged) for lazy in chosen.tensors.values())
     return Conversion(
-        str(source), opened.format, str(target), to, len(sent), num_bytes, verified,
-        difference, opened.own_model, memory.growth(), 2 * largest + ALLOWANCE,
+        str(source), opened.format, str(target), to, len(sent), num_bytes, verified, difference,
+        opened.own_model, num_merged, products, note, growth, 2 * largest + ALLOWANCE,
     )  # fmt: skip
+
+
+def _open(
+    path: Path, config: Config, to: str, adapter: str | Path | None, merge_lora: bool
+) -> LazyCheckpoint:
+    """Opens the source, with adapters that lie elsewhere, or with the weights that adapters lie
+    beside; refuses what TARGET has no place for."""
+    if adapter is not None:
+        if not merge_lora:
+            raise CheckpointError("--adapter without --merge-lora does nothing: say both")
+        base = open_any(path, config)
+        if has_adapters(base.weights()):
+            raise CheckpointError(f"{path} has adapters of its own: leave out --adapter")
+        return join(base, open_any(adapter, whole=False))
+    opened = open_any(path, config, whole=to != "peft")
+    if opened.format == "peft" and to != "peft":
+        step = step_of_export(path) if merge_lora else None
+        if step is None:
+            said = (opened.adapter or {}).get("base_model_name_or_path")
+            whose = f" (it says {said!r:.100}, which is not looked for)" if said else ""
+            raise CheckpointError(
+                f"{path} holds adapters alone: name the model that they belong to{whose}: overland "
+                f"convert MODEL OUT --to {to} --adapter {path} --merge-lora"
+            )
+        opened = open_any(step, config)
+    if merge_lora and to == "peft":
+        raise CheckpointError("--to peft writes adapters as they are: leave out --merge-lora")
+    if not merge_lora and to in WITHOUT_ADAPTERS and has_adapters(opened.weights()):
+        raise CheckpointError(
+            f"{path} has adapters, and {to} has no place for them: --merge-lora puts them into the "
+            "weights, --to peft writes them alone"
+        )
+    return opened
 
 
 def _check_apart(source: Path, target: Path) -> None:

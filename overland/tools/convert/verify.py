@@ -8,18 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint
+from overland.checkpoint.formats.checkpoint import MODEL, Config, LazyCheckpoint
 from overland.checkpoint.formats.lazy import digest
-from overland.errors import CheckpointError
+from overland.checkpoint.formats.merge import Merged, compare
+from overland.config.adapter import settings_of
+from overland.errors import CheckpointError, ModelError
 from overland.models.flops import sample_fields
 from overland.models.hf import shapes_in_files
 from overland.models.init import init_buffers
+from overland.models.lora import LoRA
 from overland.models.registry import build_model, read_hf_config
 from overland.models.sizes import EMBEDDING, HEAD
+from overland.models.transform import apply_transforms
 
 # 1.5 GB of weights in float32, twice.
 MAX_LOGITS_PARAMETERS = 400_000_000
 TOLERANCE = 1e-4
+PRODUCTS = 32  # roundings of the largest result, in the type that is written
+ROUNDED = 16  # the same of logits, which have been through all layers
 
 _AGAIN = "the target was removed, try again"
 
@@ -40,46 +46,92 @@ def verify_hashes(written: LazyCheckpoint, sent: Sent, done: Callable[[int], Non
         done(lazy.nbytes)
 
 
-def verify_logits(source: LazyCheckpoint, written: LazyCheckpoint) -> float | None:
+def verify_products(source: LazyCheckpoint, written: LazyCheckpoint) -> float:
+    """Compares every merged matrix that was written with the weights and the adapter that it was
+    made of; returns the largest difference, relative to the results."""
+    largest = 0.0
+    for name, lazy in source.tensors.items():
+        if not isinstance(lazy, Merged):
+            continue
+        difference = compare(lazy, written.read(name))
+        limit = PRODUCTS * max(torch.finfo(lazy.dtype).eps, torch.finfo(torch.float32).eps)
+        if not difference <= limit:
+            raise CheckpointError(
+                f"{name} was merged, but what it computes differs by {difference:.2g} from the "
+                f"weights with their adapter; {_AGAIN}"
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def verify_logits(
+    source: LazyCheckpoint,
+    written: LazyCheckpoint,
+    written_config: Config,
+    is_asked: bool = True,
+) -> tuple[float | None, str]:
     """The largest difference of logits between the two, on fixed tokens, in float32 (of a model of
-    arrays: of the loss, on fixed noise); None for a user's own model, which is not known here."""
+    arrays: of the loss, on fixed noise). None, and why, where they cannot be compared; unless it
+    `is_asked` for, size and a missing config are no errors."""
     if source.own_model:
-        return None
-    if source.config is None:
+        return None, f"{source.own_model} is a model of your own"
+    try:
+        if source.config is None or written_config is None:
+            raise CheckpointError(
+                f"{source.folder} does not say what model it holds, so there are no logits to "
+                "compare; name its config.json with --config"
+            )
+        config = read_hf_config(source.config)
+        _require_small(config)
+    except (CheckpointError, ModelError) as error:
+        if is_asked:
+            raise
+        return None, str(error)
+    inputs = _some_inputs(config)
+    try:
+        with torch.no_grad():
+            before = model_with_weights(source, config)(**inputs)
+            after = model_with_weights(written, read_hf_config(written_config))(**inputs)
+    except ModelError as error:  # adapters of a matrix that a run could not train any of
+        return None, str(error)
+    difference = float((before - after).abs().max())
+    dtype = next(iter(written.weights().values())).dtype
+    limit = TOLERANCE
+    if source.adapter is not None and dtype.itemsize < 4:  # rounded after merging, not before
+        limit += ROUNDED * torch.finfo(dtype).eps * float(before.abs().max())
+    if not difference <= limit:
         raise CheckpointError(
-            f"{source.folder} does not say what model it holds, so there are no logits to compare; "
-            "name its config.json with --config"
+            f"logits of what was written differ by {difference:.2g} from the source's; {_AGAIN}"
         )
-    config = read_hf_config(source.config)
+    return difference, ""
+
+
+def _require_small(config: Any) -> None:
     count = sum(torch.Size(shape).numel() for shape in shapes_in_files(config)[0].values())
     if count > MAX_LOGITS_PARAMETERS:
         raise CheckpointError(
             f"logits are compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, and "
             f"this one has {count:,}; use --verify hash"
         )
+
+
+def _some_inputs(config: Any) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     fields = sample_fields(config)
     if fields is None:
-        inputs = {"tokens_BS": torch.randint(config.vocab_size, (2, 32), generator=generator)}
-    else:
-        inputs = {
-            name: torch.randn(2, *shape, generator=generator).to(getattr(torch, dtype))
-            for name, (dtype, shape) in fields.items()
-        }
-    with torch.no_grad():
-        before = model_with_weights(source, config)(**inputs)
-        after = model_with_weights(written, config)(**inputs)
-    difference = float((before - after).abs().max())
-    if not difference <= TOLERANCE:
-        raise CheckpointError(
-            f"logits of what was written differ by {difference:.2g} from the source's; {_AGAIN}"
-        )
-    return difference
+        return {"tokens_BS": torch.randint(config.vocab_size, (2, 32), generator=generator)}
+    return {
+        name: torch.randn(2, *shape, generator=generator).to(getattr(torch, dtype))
+        for name, (dtype, shape) in fields.items()
+    }
 
 
 def model_with_weights(source: LazyCheckpoint, config: Any) -> nn.Module:
-    """Overland's own model with the source's weights, in float32."""
+    """Overland's own model with the source's weights, and adapters, in float32."""
     model = build_model(config)
+    if source.adapter is not None:
+        settings = settings_of(source.adapter, source.folder)
+        apply_transforms(model, [LoRA(settings.model_copy(update={"dropout": 0.0}))])
     init_buffers(model, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from overland.checkpoint.folder import latest_checkpoint
+from overland.checkpoint.formats.overland import step_of_export
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill, open_checkpoint
 from overland.checks.model import check_custom_import
@@ -41,7 +42,10 @@ def open_model(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
     if sample_fields(architecture) is not None:
         raise CheckpointError(f"{run} holds a model of arrays, not of text: it has no tokenizer")
     tokenizer = tokenizer_of(run, config.data)
-    model = build_undivided(architecture, config)
+    lora = config.lora
+    if lora.base != "nf4":  # then all have one type, below
+        lora = lora.model_copy(update={"base": "float32"})
+    model = build_undivided(architecture, config.model_copy(update={"lora": lora}))
     init_buffers(model, torch.device("cpu"))  # those that checkpoints do not hold
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     with open_checkpoint(step) as saved:
@@ -60,6 +64,8 @@ def find_run(path: Path) -> tuple[Path, Path | None]:
     """(run folder, checkpoint if one was named)."""
     if (path / CONFIG).is_file():
         return path, None
+    if (step := step_of_export(path)) is not None:  # its adapters, as PEFT stores them
+        return path.absolute().parent, step
     for folder in path.absolute().parents[:3]:
         if (folder / CONFIG).is_file() and (path / COMMITTED).is_file():
             return folder, path

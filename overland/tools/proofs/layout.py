@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from string import ascii_letters
 from typing import Any
 
 from overland.checks.model import check_custom_import
@@ -21,7 +22,7 @@ from overland.config.errors import ConfigError, Problem
 from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.models.registry import model_config, own_model_name
-from overland.tools.proofs.layouts import KINDS, WAYS, ProofLayout, Sections
+from overland.tools.proofs.layouts import KINDS, PAIRS, WAYS, ProofLayout, Sections
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
 
@@ -35,6 +36,8 @@ STEPS = 20
 ROWS = 8
 SEQ_LEN = 32
 MODEL_KINDS = ("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_type")
+LORA_KINDS = ("alpha", "dropout", "targets", "exclude", "rslora", "dora", "lr_ratio",
+              "modules_to_save")  # fmt: skip
 
 HEAD = """\
 # Layouts that compute what one process computes
@@ -48,6 +51,11 @@ format, the bounds of both losses and of the norm. How to read a name: \
 | layout | ranks | number format | loss | gradient norm | validation loss | verdict |
 |---|---|---|---|---|---|---|
 """
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '>' }}"
+    "{% endgeneration %}{% else %}{{ '<' + m.content }}{% endif %}{% endfor %}"
+)
 
 # 4 key-value heads and 4 layers: whatever is split by 2 or 4 can be. The rows of the sequence are
 # cut by 2·cp and by tp.
@@ -178,6 +186,48 @@ def held_out_data(folder: Path) -> dict[str, Any]:
     return {"enable": True, "dataset_path": str(path), "freq": STEPS // 2, "steps": -1}
 
 
+def talk_data(folder: Path, pairs: bool) -> Sections:
+    """Short conversations, or pairs of answers, in made-up letters, and settings that read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(letter_tokenizer()))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    draw = Random(1)
+
+    def turn(role: str) -> dict[str, str]:
+        return {"role": role, "content": "".join(draw.choices(ascii_letters, k=draw.randint(1, 5)))}
+
+    for name, count in (("talks", 64), ("held_out_talks", 12)):
+        lines: list[dict[str, Any]] = []
+        for _ in range(count):
+            asked = [turn("user"), turn("assistant"), turn("user")][draw.choice([0, 2]) :]
+            one, other = [turn("assistant")], [turn("assistant")]
+            told = {"prompt": asked, "chosen": one, "rejected": other}
+            lines.append(told if pairs else {"messages": [*asked, *one]})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    return {
+        "training": {"dataset_path": str(folder / "talks.jsonl")},
+        "validation": {"dataset_path": str(folder / "held_out_talks.jsonl")},
+        "data": {"folder": str(folder)},
+        "assets": {"hf_assets_path": str(folder)},
+    }
+
+
+def letter_tokenizer() -> dict[str, Any]:
+    """A tokenizer.json whose tokens are letters, and two that are special."""
+    vocabulary = {token: i for i, token in enumerate(["<", ">", *ascii_letters])}
+    special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False}  # fmt: skip
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": token, **special} for i, token in enumerate("<>")],
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False,
+        },
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<"},
+    }  # fmt: skip
+
+
 def proof_job(
     layout: ProofLayout | None,
     kinds: tuple[str, ...],
@@ -215,8 +265,10 @@ def proof_job(
         if "sharding_stage" in job.get("parallelism", {}):  # works the data-parallel degrees out
             degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
         _merge(job, {"parallelism": degrees})
+    if "sft" in job:
+        _merge(job, talk_data(folder / "talks", pairs="preference" in job))
     model = _model_file(folder, job.pop("model", {}))
-    job["model"] = {"config": str(model), **job.pop("freeze", {})}
+    job["model"] = {"config": str(model), **job.pop("freeze", {}), **job.pop("assets", {})}
     return JobConfig.model_validate(job)
 
 
@@ -262,6 +314,13 @@ def settings_of(source: str | None) -> Sections | None:
         "optimizer": {"name": config.optimizer.name, "options": config.optimizer.options},
         "debug": {"seed": config.debug.seed},
     }
+    if config.lora.rank:
+        kind = {key: getattr(config.lora, key) for key in LORA_KINDS}
+        settings["lora"] = {**kind, "rank": min(config.lora.rank, 4)}
+    if config.preference.loss != "off":
+        _merge(settings, {**PAIRS, "preference": config.preference.model_dump()})
+    elif config.sft.shape != "off":
+        _merge(settings, KINDS["sft"])
     if config.compile.enable:  # the proof is about the layout; generated code differs in rounding
         settings["compile"]["backend"] = "aot_eager"
     architecture = model_config(config.model)

@@ -48,6 +48,11 @@ WAYS: dict[str, Sections] = {
     "microbatch2": {"parallelism": {"pipeline_parallel_microbatch_size": 2}},
 }
 
+PAIRS: Sections = {
+    "sft": {"shape": "preference", "too_long": "truncate"},
+    "data": {"packing": "trunc"},
+}
+
 # What is computed: the reference changes too.
 KINDS: dict[str, Sections] = {
     "tied": {"model": {"tie_word_embeddings": True}},
@@ -58,6 +63,22 @@ KINDS: dict[str, Sections] = {
     "bias": {"model": {"model_type": "qwen2"}},
     "layernorm": {"model": {"norm_type": "layernorm"}},
     "frozen": {"freeze": {"freeze": ["*q_proj*", "*embed_tokens*", "*input_layernorm*"]}},
+    "lora": {"lora": {"rank": 4, "targets": "all-linear", "dropout": 0.2}},
+    "rslora": {
+        "lora": {
+            "rank": 4,
+            "targets": ["q_proj", "down_proj"],
+            "rslora": True,
+            "layers": [1, 3],
+            "modules_to_save": ["lm_head"],
+        }
+    },
+    "dora": {"lora": {"rank": 4, "targets": "all-linear", "dora": True}},
+    "loraembedding": {"lora": {"rank": 4, "targets": ["embed_tokens", "v_proj"]}},
+    "sft": {"sft": {"shape": "messages"}, "data": {"packing": "best_fit", "document_mask": True}},
+    "dpo": {**PAIRS, "preference": {"loss": "dpo"}, "lora": {"rank": 4, "targets": "all-linear"}},
+    "dpocopy": {**PAIRS, "preference": {"loss": "dpo"}},
+    "orpo": {**PAIRS, "preference": {"loss": "orpo"}},
     "frozenstage": {"freeze": {"freeze": ["*embed_tokens*", "model.layers.[012].*"]}},
 }
 
@@ -116,6 +137,8 @@ SHORT = parse_all("""
     tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile:full
     shard2+frozen  tp2+frozen  pp2:ZBVZeroBubble+tied+frozen  cp2xtp2+frozen
     pp2+frozenstage
+    pp2xshard2:full+lora  cp2xtp2:compile+lora  tp2+rslora  shard2:compile:full+dora
+    pp2xcp2+sft  pp2xtp2+dpo  cp2+dpocopy
 """)
 
 # All of them: `make prove-all`.
@@ -136,6 +159,16 @@ LAYOUTS = SHORT + parse_all("""
     pp2xtp2+tied+frozen  pp2xshard2+frozenstage
     pp2xshard2xcp2xtp2  pp2xshard2xcp2xtp2:Interleaved1F1B+documents+tied
     pp2xrep2xshard2xtp2:accumulate
+    shard2+lora  shard2:zero0+lora  rep2xshard2:accumulate+lora  tp2+lora  tp2xshard2:op+lora
+    tp2:compile:full+lora  tp4+lora+bias  cp2+lora+documents  cp2xshard2+lora+window  pp2+lora
+    pp2xcp2xtp2+lora  pp2:ZBVZeroBubble+lora  pp2:DualPipeV+lora+tied  pp2:Interleaved1F1B+lora
+    pp2xshard2xcp2xtp2+lora  shard2+rslora  pp2+rslora  pp2+rslora+tied  cp2+rslora  pp2+dora
+    cp2+dora  shard2+dora  rep2xshard2+dora  shard2+loraembedding  pp2+loraembedding+tied
+    cp2+loraembedding  shard2:accumulate+sft  tp2+sft  shard4+sft  pp2:ZBVZeroBubble+sft
+    shard2+dpo  tp2+dpo  cp2+dpo  pp2+dpo  pp2:ZBVZeroBubble+dpo  rep2xshard2:accumulate+dpo
+    cp2xtp2:full+dpo
+    shard2+dpocopy  tp2+dpocopy  pp2:Interleaved1F1B+dpocopy  cp2xshard2+dpocopy  shard2+orpo
+    pp2xcp2+orpo  tp2:compile+orpo
 """)
 
 # All five axes: 32 ranks, outside CI.

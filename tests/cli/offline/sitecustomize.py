@@ -9,7 +9,9 @@ import os
 import socket
 import sys
 
-NAMES = ("", "localhost", "ip6-localhost", socket.gethostname(), socket.getfqdn())
+NODES = os.environ.get("OVERLAND_NODES", "").split()
+"""Of a cluster that is all on this machine: they speak with one another, and listen everywhere."""
+NAMES = ("", "localhost", "ip6-localhost", socket.gethostname(), socket.getfqdn(), *NODES)
 
 
 def is_local(host: object) -> bool:
@@ -29,7 +31,8 @@ def guard(event: str, args: tuple[object, ...]) -> None:
         # A string is the path of a socket on this machine; an empty host listens everywhere.
         if not isinstance(address, tuple):
             return
-        inside = is_local(address[0]) and not (event == "socket.bind" and address[0] == "")
+        everywhere = event == "socket.bind" and address[0] == "" and not NODES
+        inside = is_local(address[0]) and not everywhere
     elif event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
         address = args[0]
         inside = is_local(address)

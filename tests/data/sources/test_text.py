@@ -216,7 +216,7 @@ def test_an_unusual_column_is_asked_for_with_an_example_of_each(tmp_path: Path) 
 )
 def test_chat_data_is_called_what_it_is(tmp_path: Path, record: object, what: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    with pytest.raises(DataError, match=rf"looks like chat data for fine-tuning \({what}\)"):
+    with pytest.raises(DataError, match=rf"looks like data for fine-tuning \({what}\): sft\.shape"):
         open_source(tmp_path)
 
 
@@ -288,7 +288,41 @@ def test_zstd_without_its_package_says_what_to_install(
         read_all(open_source(tmp_path))
 
 
-def test_an_array_on_one_line_is_told_as_such(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"text": "one"}, {"text": "two"}]\n')
+@pytest.mark.parametrize(
+    "form",
+    [
+        '[{"text": "one"}, {"text": "two, ]"}]\n',
+        '\ufeff [\n  {\n    "text": "one"\n  },\n  {"text": "two, ]"}\n]',
+    ],
+)
+def test_an_array_is_read_item_by_item(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overland.data.sources.json_array.READ_BYTES", 5)
+    (tmp_path / "a.json").write_text(form)
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(form.encode()))
+    (tmp_path / "c.json").write_text("[]")
+    source = open_source(tmp_path)
+    assert read_all(source) == ["one", "two, ]"] * 2
+    assert source.chunks() == ["a.json", "b.json.gz", "c.json"]
+
+
+def test_an_array_that_is_damaged_is_told_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"text": "one"}, {"text": "\xff"}, {"txt": 3}, {"text": "four"}]')
+    with pytest.raises(DataError, match=r"a\.json:2: expected UTF-8"):
+        read_all(open_source(path))
+    assert read_all(open_source(path, skip_bad=True)) == ["one", "four"]
+    for cut in ('[{"text": "one"}', '[{"text": "one"},', '[{"text": "one"}, {"te'):
+        path.write_text(cut)
+        with pytest.raises(DataError, match="is cut short: a JSON array without its end"):
+            read_all(open_source(path, skip_bad=True))
+    path.write_text('[{"text": "one"}, oh, {"text": "two"}]')
+    with pytest.raises(DataError, match=r"a\.json:2: not a JSON object"):
+        read_all(open_source(path))
+
+
+def test_an_array_on_a_line_of_jsonl_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('[{"text": "one"}, {"text": "two"}]\n')
     with pytest.raises(DataError, match="one object per line is read, no array"):
-        read_all(open_source(tmp_path / "a.json"))
+        read_all(open_source(tmp_path / "a.jsonl"))

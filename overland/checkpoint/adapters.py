@@ -1,0 +1,102 @@
+"""A run's adapters as PEFT stores them: `checkpoint-N/` in the run folder for every `step_N`.
+
+They are made of committed checkpoints, so layouts do not matter and no rank waits; rank 0 writes
+them, each whole or not at all. They come and go with their checkpoints: `follow` puts right what a
+killed session left undone, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from overland.checkpoint.folder import list_checkpoints, set_aside, step_of
+from overland.checkpoint.formats.checkpoint import Options, companions_in
+from overland.checkpoint.formats.lazy import counting
+from overland.checkpoint.formats.overland import as_lazy_checkpoint
+from overland.checkpoint.formats.peft import write_peft
+from overland.checkpoint.read import open_checkpoint
+from overland.errors import CheckpointError
+from overland.files import Disk, Moved, ignore
+from overland.run_folder import ADAPTERS, README, TOKENIZER, WRITTEN_BY, adapters_name
+
+CARD = """---
+base_model: {base}
+library_name: peft
+---
+
+{written_by}: the adapters of step {step}, in PEFT's format.
+
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(base_model, "{name}")
+"""
+
+
+def follow(
+    root: Path,
+    checkpoints: Path,
+    newest: Path | None = None,
+    disk: Disk | None = None,
+    moved: Moved = ignore,
+) -> None:
+    """Writes the adapters of every checkpoint that has none yet, and of `newest` again; removes
+    those whose checkpoint is gone. `root` is where they are written."""
+    disk = disk or Disk()
+    for pattern in (".checkpoint-*.tmp", ".checkpoint-*.deleted"):
+        for path in root.glob(pattern):
+            disk.remove_folder(path)
+    steps = {one.step: one.path for one in list_checkpoints(checkpoints)}
+    for step, path in sorted(steps.items(), key=lambda one: one[1] != newest):
+        if path == newest or not (root / adapters_name(step)).exists():
+            _write(path, root / adapters_name(step), root / TOKENIZER, disk, moved)
+    for path, step in _written(root):
+        if step not in steps:
+            _remove(path, disk)
+
+
+def set_later_adapters_aside(root: Path, after_step: int, disk: Disk) -> None:
+    """As is done with their checkpoints."""
+    for path, step in _written(root):
+        if step > after_step:
+            set_aside(path, disk)
+
+
+def _write(step: Path, target: Path, tokenizer: Path, disk: Disk, moved: Moved) -> None:
+    if target.exists() and not _is_ours(target):
+        raise CheckpointError(f"{target} is not of this run, so it stays as it is")
+    beside = target.with_name(f".{target.name}.tmp")
+    disk.remove_folder(beside)
+    disk.make_folder(beside)
+    with open_checkpoint(step, moved) as checkpoint, counting(moved):
+        source = as_lazy_checkpoint(checkpoint)
+        if tokenizer.is_dir():
+            source.companions = companions_in(tokenizer)
+        write_peft(source, beside, Options())
+    base = (source.adapter or {}).get("base_model_name_or_path") or "unknown"
+    about = {"base": base, "written_by": WRITTEN_BY, "step": step_of(step), "name": target.name}
+    disk.write_file(beside / README, CARD.format(**about).encode())
+    disk.sync_folder(beside)
+    moved(0)
+    if target.exists():  # of a run that went another way from an earlier step
+        _remove(target, disk)
+    disk.rename(beside, target)
+
+
+def _remove(path: Path, disk: Disk) -> None:
+    doomed = path.with_name(f".{path.name}.deleted")
+    disk.remove_folder(doomed)
+    disk.rename(path, doomed)
+    disk.remove_folder(doomed)
+
+
+def _written(root: Path) -> Iterator[tuple[Path, int]]:
+    for path in sorted(root.glob("checkpoint-*")):
+        named = ADAPTERS.fullmatch(path.name)
+        if named is not None and _is_ours(path):
+            yield path, int(named[1])
+
+
+def _is_ours(path: Path) -> bool:
+    """Other trainers give their checkpoints the same names."""
+    readme = path / README
+    return readme.is_file() and WRITTEN_BY in readme.read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,133 @@
+"""Adapters to go on from fit the model, and those that are to be written can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from overland.config.errors import Problem
+from overland.config.load import Loaded
+from overland.config.schema import JobConfig
+from overland.errors import CheckpointError, ModelError
+from overland.models.flops import outline_of, trained_parameters
+from overland.models.lora_targets import is_saved_whole
+from overland.models.registry import model_config
+
+
+def check_adapter(loaded: Loaded) -> Iterator[Problem]:
+    """Compares names and shapes with those of the model; reads no weights."""
+    key, folder = "lora.adapter", loaded.config.lora.adapter
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        yield Problem("no such folder", loaded.where(key), key, folder, kind="missing")
+        return
+    if loaded.config.checkpoint.initial_load_path is None:
+        message = "adapters need the weights that they were trained beside: set model.from"
+        yield Problem(message, loaded.where(key), key, folder)
+    try:
+        wanted = trained_parameters(model_config(loaded.config.model), loaded.config.lora)
+    except (ModelError, OSError):
+        return  # which another check reports
+    from overland.checkpoint.formats.lazy import digest
+    from overland.checkpoint.formats.peft import is_adapter, open_peft
+
+    try:
+        weights = open_peft(Path(folder)).weights()
+        found = {name: lazy.shape for name, lazy in weights.items()}
+    except (CheckpointError, OSError) as error:
+        yield Problem(str(error), loaded.where(key), key, folder)
+        return
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if is_adapter(name) and name not in wanted]
+    other = [name for name in wanted if name in found and found[name] != wanted[name]]
+    tied = [
+        (one, owner)
+        for one, owner in ties_in(loaded.config).items()
+        if owner in wanted
+        and owner in found
+        and (one not in found or digest(weights[one].load()) != digest(weights[owner].load()))
+    ]
+    if missing:
+        message = f"lacks {missing[0]}, which the model has by its settings"
+    elif extra:
+        message = f"has {extra[0]!s:.100}, which the model does not have"
+    elif other:
+        name = other[0]
+        message = f"has {name} in shape {list(found[name])}, and the model in {list(wanted[name])}"
+    elif tied:
+        one, owner = tied[0]
+        message = f"has trained {owner} as another matrix than {one}, and here they are one"
+    else:
+        return
+    yield Problem(f"is no adapter of this model: it {message}", loaded.where(key), key, folder)
+
+
+def check_saved_modules(loaded: Loaded) -> Iterator[Problem]:
+    """Refuses to train one name of a matrix that has two, and whose other name is not trained."""
+    key, lora = "lora.modules_to_save", loaded.config.lora
+    if not lora.rank or not lora.modules_to_save:
+        return
+    try:
+        ties = ties_in(loaded.config)
+    except (ModelError, OSError):
+        return
+    for one, owner in ties.items():
+        if is_saved_whole(one, lora) and not is_saved_whole(owner, lora):
+            module, other = (name.removesuffix(".weight") for name in (one, owner))
+            message = (
+                f"{module} is {other} in this model (tie_word_embeddings): name {other}, which "
+                "trains both"
+            )
+            yield Problem(message, loaded.where(key), key, lora.modules_to_save)
+
+
+def ties_in(config: JobConfig) -> Mapping[str, str]:
+    structure, _ = outline_of(model_config(config.model))
+    return structure.ties if structure is not None else {}
+
+
+def check_narrow_base(loaded: Loaded) -> Iterator[Problem]:
+    """`lora.base = nf4`: what its weights are read from, and what cannot work with them."""
+    config, key = loaded.config, "lora.base"
+    if not config.lora.rank or config.lora.base != "nf4":
+        return
+    source = config.checkpoint.initial_load_path
+    message = ""
+    if source is None:
+        message = "4 bits are made of weights that were trained: set model.from"
+    elif config.checkpoint.type != "shard" and config.checkpoint.enable:
+        message = (
+            f"checkpoint.type = {config.checkpoint.type} would hold the frozen weights, too, which "
+            "nothing else reads in 4 bits: set it to shard, which leaves them where they are"
+        )
+    elif config.parallelism.tensor_parallel_degree > 1:
+        message = "tensor parallelism cuts rows, whose 4-bit weights share scales: shard instead"
+    elif config.training.float8 != "off":
+        message = "training.float8 multiplies weights that are kept whole: choose one of the two"
+    if message:
+        yield Problem(message, loaded.where(key), key, "nf4")
+
+
+def check_adapter_files(loaded: Loaded) -> Iterator[Problem]:
+    """`lora.save_as_peft` and `checkpoint.last_save_in_hf` with adapters."""
+    config, key = loaded.config, "lora.save_as_peft"
+    if config.lora.save_as_peft:
+        message = ""
+        if not config.lora.rank:
+            message = "there are no adapters to write: set lora.rank"
+        elif not config.checkpoint.enable:
+            message = "adapters are written with checkpoints: set checkpoint.enable = true"
+        elif config.checkpoint.type == "local":
+            message = (
+                "checkpoint.type = local keeps the parts of a tensor apart: set it to shard or full"
+            )
+        if message:
+            yield Problem(message, loaded.where(key), key, True)
+    key = "checkpoint.last_save_in_hf"
+    if config.checkpoint.last_save_in_hf and config.lora.rank and config.lora.base == "nf4":
+        message = (
+            "would put the adapters into the weights, which are in 4 bits (lora.base = nf4) and "
+            "too coarse for that: set lora.save_as_peft instead"
+        )
+        yield Problem(message, loaded.where(key), key, True)

@@ -1,0 +1,242 @@
+"""PEFT's adapter_config.json and our `[lora]` section: each in the other's words. Imports no torch.
+
+A file may come from anywhere, so every value in it is looked at: one that would make the adapter
+compute something that Overland does not is refused by name, also if it is of a later PEFT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from overland.config.errors import Problem
+from overland.config.schema import JobConfig, Lora
+from overland.config.source import KeyPath
+from overland.errors import CheckpointError
+from overland.files import LARGEST_CONFIG, read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_VERSION = "0.21.2"  # whose fields these are
+
+KEYS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "exclude_modules": "exclude",
+    "layers_to_transform": "layers",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+    "modules_to_save": "modules_to_save",
+}
+"""PEFT's names of what has a key in [lora]."""
+
+DEFAULTS: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "auto_mapping": None,
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "monteclora_config": None,
+    "peft_type": "LORA",
+    "peft_version": PEFT_VERSION,
+    "qalora_group_size": 16,
+    "revision": None,
+    "target_parameters": None,
+    "task_type": "CAUSAL_LM",
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+    "velora_config": None,
+}
+"""What PEFT writes for an adapter that uses none of these."""
+
+# About how and where the adapter was made: what it computes does not depend on them.
+NO_MATTER = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode",
+    "loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size",
+    "revision", "runtime_config", "task_type",
+}  # fmt: skip
+EXPRESSIONS = ("targets", "exclude", "rank_pattern", "alpha_pattern")
+MOST_REPEATS = 6  # each one multiplies what a match may cost by the length of a name
+# These start by taking something out of the frozen weights, which the adapter's file does not hold.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The contents of a folder's adapter_config.json."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        contents = read_json(path, LARGEST_CONFIG)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path} holds a {type(contents).__name__}, expected an object")
+    return contents
+
+
+def settings_of(contents: Mapping[str, Any], where: Path | str) -> Lora:
+    """The `[lora]` keys that an adapter_config.json stands for."""
+    _require_readable(contents, where)
+    given = {ours: contents[theirs] for theirs, ours in KEYS.items() if theirs in contents}
+    if isinstance(given.get("layers"), int):
+        given["layers"] = [given["layers"]]
+    if given.get("layers") == []:  # which PEFT takes for all
+        given["layers"] = None
+    for ours in ("exclude", "modules_to_save", "rank_pattern", "alpha_pattern"):
+        if ours in given and given[ours] is None:
+            del given[ours]
+    given.setdefault("rank", 8)
+    if not given.get("targets"):
+        raise CheckpointError(f"{where}: target_modules names no module")
+    try:
+        settings = Lora.model_validate(given)
+    except ValidationError as error:
+        key = error.errors()[0]["loc"][0]
+        theirs = next(name for name, ours in KEYS.items() if ours == key)
+        raise CheckpointError(
+            f"{where}: {theirs} = {contents[theirs]!r:.80} is not what PEFT writes there"
+        ) from None
+    if settings.rank < 1:
+        raise CheckpointError(f"{where}: r = {settings.rank}; expected a rank of 1 or more")
+    for key in EXPRESSIONS:
+        for text in _expressions(getattr(settings, key)):
+            if wrong := _wrong_expression(text):
+                raise CheckpointError(f"{where}: {text!r:.80} {wrong}")
+    return settings
+
+
+def check_expressions(
+    config: JobConfig, places: Mapping[KeyPath, str]
+) -> tuple[JobConfig, list[Problem]]:
+    """Returns the config without the regular expressions of `[lora]` that cannot be used, and what
+    is wrong with these."""
+    problems, left = [], {}
+    for key in EXPRESSIONS:
+        value = getattr(config.lora, key)
+        wrong = next(filter(None, map(_wrong_expression, _expressions(value))), "")
+        if wrong:
+            where = next((at for path, at in places.items() if path[:2] == ("lora", key)), "")
+            problems.append(Problem(wrong, where, f"lora.{key}", value))
+            left[key] = Lora.model_fields[key].default
+    return config.model_copy(update={"lora": config.lora.model_copy(update=left)}), problems
+
+
+def config_of(settings: Lora, modules: Sequence[str], base: str | None) -> dict[str, Any]:
+    """The adapter_config.json of a run's adapters. `modules` are those that have one, `base` is the
+    folder or name of the model."""
+    theirs = {name: getattr(settings, ours) for name, ours in KEYS.items()}
+    theirs |= {"lora_alpha": _plain(settings.alpha)}
+    theirs |= {"alpha_pattern": {k: _plain(v) for k, v in settings.alpha_pattern.items()}}
+    for name in ("exclude_modules", "modules_to_save"):
+        theirs[name] = theirs[name] or None
+    if settings.targets == "all-linear":  # PEFT, too, stores what it comes to
+        theirs["target_modules"] = sorted(modules)
+    return {**DEFAULTS, **theirs, "base_model_name_or_path": base}
+
+
+def expand_adapter(
+    config: JobConfig, set_keys: Collection[KeyPath], where: str
+) -> tuple[JobConfig, list[Problem]]:
+    """Returns the config with the `[lora]` keys that the folder of `lora.adapter` stands for, and
+    what is wrong with it. A key that is set to something else contradicts it."""
+    name = config.lora.adapter
+    if name is None:
+        return config, []
+    folder = Path(name)
+    if not folder.is_dir() and config.lora.rank:  # a run that has started; a check reports it
+        return config, []
+    if not (folder / ADAPTER_CONFIG).is_file():
+        what = f"holds no {ADAPTER_CONFIG}" if folder.is_dir() else "no such folder"
+        message = f"{what}; expected a folder with an adapter, as PEFT saves one"
+        return config, [Problem(message, where, "lora.adapter", name)]
+    try:
+        found = settings_of(read_adapter_config(folder), folder / ADAPTER_CONFIG)
+    except CheckpointError as error:
+        return config, [Problem(str(error), where, "lora.adapter", name)]
+    problems = []
+    for key in KEYS.values():
+        ours, theirs = getattr(config.lora, key), getattr(found, key)
+        is_set = any(path[:2] == ("lora", key) for path in set_keys)
+        if is_set and _comparable(ours) != _comparable(theirs):
+            message = f"the adapter in {name} has {theirs!r:.200}: take one of them out"
+            problems.append(Problem(message, where, f"lora.{key}", ours))
+    taken = {key: getattr(found, key) for key in KEYS.values()}
+    lora = config.lora.model_copy(update=taken)
+    return config.model_copy(update={"lora": lora}), problems
+
+
+def _require_readable(contents: Mapping[str, Any], where: Path | str) -> None:
+    kind = contents.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{where}: peft_type = {kind!r:.80}; only LORA is read")
+    start = contents.get("init_lora_weights", True)
+    if isinstance(start, str) and start.startswith(CHANGES_BASE):
+        raise CheckpointError(
+            f"{where}: init_lora_weights = {start!r:.80} changes the frozen weights before "
+            "training, and they are not in the file; save it again with PEFT's "
+            "path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+        )
+    if (bias := contents.get("bias", "none")) != "none":
+        raise CheckpointError(f"{where}: bias = {bias!r:.80}; adapters with biases are not read")
+    pattern = contents.get("layers_pattern")
+    if pattern and contents.get("layers_to_transform") and pattern not in ("layers", ["layers"]):
+        raise CheckpointError(f"{where}: layers_pattern = {pattern!r:.80}; only 'layers' is read")
+    checked = {"peft_type", "init_lora_weights", "bias", "layers_pattern"}
+    for name, value in contents.items():
+        if value and name not in {*KEYS, *NO_MATTER, *checked}:
+            raise CheckpointError(f"{where}: {name!s:.80} = {value!r:.80} is not read by Overland")
+    base = contents.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise CheckpointError(f"{where}: base_model_name_or_path = {base!r:.80} is no name")
+
+
+def _expressions(value: str | list[str] | dict[str, Any]) -> list[str]:
+    """The regular expressions in a value of `[lora]`: lists are of names."""
+    return [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
+
+
+def _wrong_expression(text: str) -> str:
+    """Returns why a regular expression is not used, if so. Some are still being matched with a name
+    of 40 letters after years: (.+)+x, (.|.)*x, or .* many times over."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return "is no regular expression"
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", text, flags=re.DOTALL)
+    if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > MOST_REPEATS:
+        return (
+            f"repeats a group, or has more than {MOST_REPEATS} of * + {{}}, and might be matched "
+            "without end: write it without these"
+        )
+    return ""
+
+
+def _comparable(value: Any) -> Any:
+    """PEFT writes lists of names in any order."""
+    return sorted(value) if isinstance(value, list) else value
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if number == int(number) else number

@@ -1,0 +1,159 @@
+"""A file of axolotl while it is translated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overland.config.dialects import Draft, Translated
+from overland.config.errors import show_value
+from overland.config.fields import sections
+from overland.config.source import Entries, Entry, nest
+from overland.words import command
+
+UNSET = "they are empty, which sets nothing"
+SAME = "this is how it is done here"
+
+
+@dataclass
+class File:
+    """The keys of a file that are still to be translated, and what those before became."""
+
+    draft: Draft
+    keys: dict[str, Entry]
+    above: Entries
+    first: Entry
+    """Where defaults stand."""
+    taken: dict[str, Entry] = field(default_factory=dict)
+    renamed: list[str] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, entries: Entries, shown: str, above: Entries) -> File:
+        """Today's own sections may stand beside axolotl's keys, and win."""
+        own = {p: e for p, e in entries.items() if p[0] in sections() and len(p) > 1}
+        others = {path: entry for path, entry in entries.items() if path not in own}
+        values = nest(others)
+        places = {path[0]: entry for path, entry in reversed(others.items())}
+        keys = {
+            key: Entry(value, places[key].where, places[key].section_where)
+            for key, value in values.items()
+        }
+        draft = Draft(own, shown)
+        file = cls(draft, keys, above, Entry(None, shown))
+        for key in [key for key, entry in keys.items() if entry.value in (None, {}, "", [])]:
+            draft.without_meaning((key,), keys.pop(key), UNSET)
+        return file
+
+    def take(self, key: str) -> Entry | None:
+        """The entry of a key that is set; the next to ask finds none."""
+        entry = self.keys.pop(key, None)
+        if entry is not None:
+            self.taken[key] = entry
+        return entry
+
+    def table(self, key: str) -> tuple[Entry | None, dict[str, Any]]:
+        """A key that holds keys of its own."""
+        entry = self.take(key)
+        if entry is not None and not isinstance(entry.value, Mapping):
+            self.refuse(key, entry, "expected keys below it")
+            return None, {}
+        return entry, {} if entry is None else {str(k): v for k, v in entry.value.items()}
+
+    def value(self, key: str, default: Any = None) -> Any:
+        entry = self.take(key)
+        return default if entry is None else entry.value
+
+    def rename(self, key: str, today: str) -> None:
+        entry = self.take(key)
+        if entry is not None:
+            self.put(today, entry.value, entry, key)
+
+    def put(self, today: str, value: Any, entry: Entry, key: str = "") -> None:
+        """Sets today's key; `key` is the one that it comes from."""
+        path = tuple(today.split("."))
+        if isinstance(value, Mapping) and value:
+            for name, item in value.items():
+                self.draft.put((*path, str(name)), item, entry)
+        elif not self.draft.put(path, value, entry):
+            self.draft.note(entry, f"{key or today} is ignored, since {today} is given too")
+            return
+        if key:
+            self.renamed.append(f"{key} → {today}")
+
+    def default(self, today: str, value: Any) -> None:
+        """Sets what axolotl does where its file is silent."""
+        path = tuple(today.split("."))
+        if path not in self.draft.entries and path not in self.above:
+            self.draft.put(path, value, self.first)
+            self.chosen.append(f"{today} = {show_value(value)}")
+
+    def decided(self, today: str) -> bool:
+        """Whether the file or the command line says it, or a part of it, in today's keys."""
+        path = tuple(today.split("."))
+        return any(one[: len(path)] == path for one in (*self.above, *self.draft.entries))
+
+    def set_to(self, today: str) -> Any:
+        """The value of today's key, if it has one."""
+        path = tuple(today.split("."))
+        entry = self.above.get(path) or self.draft.entries.get(path)
+        return None if entry is None else entry.value
+
+    def note(self, entry: Entry | None, text: str) -> None:
+        self.draft.note(entry or self.first, text)
+
+    def refuse(self, key: str, entry: Entry | None, reason: str) -> None:
+        self.draft.refuse((key,), entry or self.first, reason)
+
+    def ignore(self, key: str, reason: str) -> None:
+        entry = self.take(key)
+        if entry is not None:
+            self.draft.without_meaning((key,), entry, reason)
+
+    def every(self, what: str, today: str, otherwise: str) -> None:
+        """Steps between two saves or validations. How many an epoch has is not known here."""
+        entry, per_epoch = self.take(f"{what}_steps"), self.take(f"{what}s_per_epoch")
+        if entry is not None and isinstance(entry.value, float) and entry.value < 1:
+            self.note(entry, f"{what}_steps is a share of the run: set {today}, in steps")
+        elif entry is not None:
+            whole = isinstance(entry.value, float) and entry.value.is_integer()
+            steps = int(entry.value) if whole else entry.value
+            self.put(today, steps, entry, f"{what}_steps")
+        if per_epoch is not None:
+            self.note(
+                per_epoch, f"{what}s_per_epoch has no key: set {today}, in steps; {otherwise}"
+            )
+
+    def finish(self) -> Translated:
+        """Names every key: those that nothing was said about ask for what is done here anyway."""
+        name, problems = self.first.where, [str(one) for one in self.draft.problems]
+        said = "\n".join([*self.renamed, *self.draft.finish().notes, *problems])
+        for key, entry in self.taken.items():
+            if not re.search(rf"\b{re.escape(key)}\b", said):
+                self.draft.without_meaning((key,), entry, SAME)
+        done = self.draft.finish()
+        about = [f"{name}: a config of axolotl, read as: {', '.join(self.renamed)}"]
+        if self.chosen:
+            about.append(f"{name}: as axolotl has it unless set: {', '.join(self.chosen)}")
+        return Translated(done.entries, about + done.notes, done.problems)
+
+
+def folder_of(file: File, entry: Entry, kind: str, parent: str) -> str:
+    """A folder, or where `overland fetch` puts what has this name on a Hub."""
+    name = str(entry.value)
+    owner, slash, last = name.partition("/")
+    on_hub = slash and "/" not in last and owner not in (".", "..", "~", "")
+    if not on_hub or Path(name).expanduser().exists():
+        return name
+    folder = f"{parent}/{last}"
+    fetch = command("overland", "fetch", kind, name, "--to", folder)
+    file.note(entry, f"{name} is read from {folder}, which `{fetch}` brings")
+    return folder
+
+
+def listed(value: Any) -> list[Any]:
+    """What may be one thing or several."""
+    return list(value) if isinstance(value, list) else [] if value is None else [value]

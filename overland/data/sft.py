@@ -1,0 +1,342 @@
+"""Fine-tuning data: conversations as a source of tokens with weights, by the keys of `[sft]`.
+
+This is all that fine-tuning adds to the data: order, packing, ranks, resume, holdouts and the
+ledger know tokens and their channels, and nothing of chats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import date
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from overland.config.schema import JobConfig
+from overland.data.chat import ALPACA, BUILT_IN, GIVEN, ChatError, ChatTemplate, Undecided, encode
+from overland.data.conversations import Columns, Record, conversation, further_keys, recognise
+from overland.data.preference import PairWriter
+from overland.data.rows import ANSWERS
+from overland.data.shard import TOKENS, WEIGHTS
+from overland.data.sources.marks import FileMark
+from overland.data.sources.source import Document, FileSource, Kind, Located, Source
+from overland.data.tokenizer import Tokenizer
+from overland.data.tokenizer_files import DEFAULT, WITH_TOOLS, Beside, find_file, read_text
+from overland.data.writer import NoTemplate, Skipped, Writer
+from overland.errors import DataError
+from overland.words import any_of
+
+LOOKED_AT = 64  # records, to find out which columns hold what
+LEARNED = {
+    "assistant": "what assistants say",
+    "last": "the last turn of an assistant",
+    "all": "every token",
+}
+# What templates write for special tokens, in most families.
+TOKEN_LIKE = re.compile(r"<\|[A-Za-z0-9_]{1,40}\|>|<(?:start|end)_of_turn>")
+
+
+class ConversationSource(FileSource):
+    """The conversations of a source of records, as tokens with weights."""
+
+    kind: Kind = "tokens"
+
+    def __init__(
+        self,
+        records: FileSource,
+        shape: Columns,
+        writer: Writer,
+        pairs: PairWriter | None = None,
+        further: Sequence[str] = (),
+    ) -> None:
+        """`further`: keys that turns have beside who speaks and what is said."""
+        self.records, self.shape, self.writer, self.pairs = records, shape, writer, pairs
+        self.further = further
+        super().__init__(records.root, records.files, records.skip_bad)
+        self.format, self.column, self.dtype = records.format, records.column, records.dtype
+        self.columns, self.is_walked = records.columns, records.is_walked
+        self.not_read, self.together = records.not_read, records.together
+        self.channels = {WEIGHTS: "float32"} | ({ANSWERS: "uint8"} if pairs is not None else {})
+        self.tokenizer = writer.tokenizer
+        read = {key: value for key, value in asdict(shape).items() if value}
+        self.made_by = {"columns": read, **(pairs or writer).identity}
+        """What decides about the tokens beyond the records: part of a corpus' fingerprint."""
+        self.counts: Counter[str] = Counter()
+        """Conversations that were left out or cut, by what was done."""
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{self.shape} (sft.shape){self._how()}", *super().notes, *self._surprises()]
+
+    def chunks(self) -> list[str]:
+        self.records.rules = self.rules
+        return self.records.chunks()
+
+    def about_documents(self) -> int | None:
+        return self.records.about_documents()
+
+    def num_bytes(self, chunk: str) -> int | None:
+        return self.records.num_bytes(chunk)
+
+    def depends_on(self) -> list[str]:
+        return self.records.depends_on()
+
+    def files_of(self, chunk: str) -> list[str]:
+        return self.records.files_of(chunk)
+
+    def marks(self) -> dict[str, FileMark]:
+        self.records.rules = self.rules
+        return self.records.marks()
+
+    def fingerprint(self, marks: Mapping[str, FileMark] | None = None) -> str:
+        return self.records.fingerprint(marks)
+
+    def read(self, chunk: str) -> Iterator[Document]:
+        self.records.skip_bad, before = self.skip_bad, self.records.num_bad
+        for number, record in enumerate(self.records.read(chunk)):
+            assert isinstance(record, Mapping)
+            self.num_bad += self.records.num_bad - before
+            before = self.records.num_bad
+            try:
+                arrays, what = self._sample(record)
+            except Skipped as why:
+                self.counts[str(why)] += 1
+            except ChatError as error:
+                where = f"{chunk}: record {number:,}"
+                if isinstance(record, Located):
+                    where = record.where
+                if isinstance(error, Undecided):
+                    raise DataError(f"{where}: {error}") from None
+                self.bad(f'{where}: {error} (data.bad_documents = "skip" or --skip-bad skips it)')
+            else:
+                if what:
+                    self.counts[what] += 1
+                yield arrays
+        self.num_bad += self.records.num_bad - before
+
+    def _sample(self, record: Record) -> tuple[Mapping[str, Any], str]:
+        if self.pairs is not None:
+            return self.pairs.sample(record, self.shape)
+        sample = self.writer.sample(conversation(record, self.shape))
+        return {TOKENS: sample.tokens, WEIGHTS: sample.weights}, sample.what
+
+    def _how(self) -> str:
+        """Says what writes the conversations, and how it is known what is learned."""
+        template, learn = self.writer.template, self.writer.learn
+        learned = f"{LEARNED[learn]} (sft.learn)"
+        if template is None or self.shape.shape in ("text", "completion"):
+            plain = learn == "all" or self.shape.shape == "text"
+            written = "" if self.shape.shape == "text" else ", texts as they are"
+            if template is not None and written:
+                written += f" and turns by {template.whose} (sft.chat_template)"
+            return f"{written}; learned is {'every token' if plain else 'what completes a prompt'}"
+        found = "" if learn == "all" else ", found by prefixes"
+        if found and template.is_marked:
+            found = ", found by its {% generation %} marks"
+        return f", written by {template.whose} (sft.chat_template); learned is {learned}{found}"
+
+    def _surprises(self) -> Iterator[str]:
+        template, tokenizer = self.writer.template, self.tokenizer
+        if template is None or self.shape.shape == "text":
+            return
+        if unknown := unknown_tokens(template, tokenizer):
+            yield (
+                f"{template.whose} writes {any_of(unknown, 'and')}, no token of this tokenizer: it "
+                "becomes ordinary text (sft.new_tokens adds special tokens)"
+            )
+        left_out = [key for key in self.further if key not in template.source]
+        if left_out:
+            yield (
+                f"turns also have {any_of(left_out, 'and')}, which {template.whose} does not "
+                "write: left out (sft.chat_template names another template)"
+            )
+        if template.asks_for_date and template.date is None:
+            yield (
+                f"{template.whose} may write the day of training; sft.date is not set, so it "
+                "writes what it does without"
+            )
+
+
+def conversations_of(
+    source: Source, config: JobConfig, seq_len: int, column: str | None = None
+) -> Source:
+    """The source as conversations, if its documents are records. Token ids stay what they are: a
+    corpus that was built, or a source of a user's own."""
+    if getattr(source, "kind", "text") == "tokens":
+        return source
+    where = getattr(source, "place", type(source).__name__)
+    if not isinstance(source, FileSource) or source.kind != "records":
+        raise DataError(
+            f"{where} holds no records to fine-tune on (sft.shape): set training.dataset_path to "
+            "JSON lines, CSV, parquet, Arrow or MDS with conversations or texts"
+        )
+    wanted = None if config.sft.shape == "auto" else config.sft.shape
+    assert wanted != "off"
+    pairs = config.preference.loss != "off"
+    records = _first_records(source)
+    shape = recognise(where, records, wanted, column, pairs)
+    writer = writer_for(config, seq_len)
+    if writer.template is None and shape.shape in ("messages", "sharegpt", "instruction"):
+        raise NoTemplate
+    if shape.shape != "text" and config.data.add_bos is not None:
+        raise DataError(
+            "data.add_bos is for texts; around conversations, BOS is what the chat template "
+            "writes: take it out"
+        )
+    pair_writer = PairWriter(writer, config.preference) if pairs else None
+    further = further_keys(records, shape)
+    return ConversationSource(source, shape, writer, pair_writer, further)
+
+
+def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -> Writer:
+    """What makes samples of conversations, by the config. `tokenizer`: where it lies, if the config
+    does not say so."""
+    sft, data = config.sft, config.data
+    opened = tokenizer_for_chats(config, tokenizer)
+    template, tool_template = _templates(config, opened)
+    return Writer(
+        opened,
+        template,
+        tool_template,
+        sft.learn,
+        seq_len,
+        sft.too_long,
+        sft.parse_specials,
+        sft.skip_unlearned,
+        opened.begins_with_bos if data.add_bos is None else data.add_bos,
+        data.add_eos is not False,
+        length_key="training.seq_len"
+        if seq_len == config.training.seq_len
+        else "validation.seq_len",
+    )
+
+
+def tokenizer_for_chats(config: JobConfig, path: Path | None = None) -> Tokenizer:
+    """The model's tokenizer with `sft.new_tokens`. It puts nothing around a text: the writer does.
+    Copies of it have the chat template that is used."""
+    given = config.model.hf_assets_path
+    if given is not None:
+        path = Path(given).expanduser()
+    if path is None:
+        raise DataError(
+            "fine-tuning (sft.shape) needs the tokenizer of the model: set model.from to the "
+            "model's folder, or model.hf_assets_path"
+        )
+    file = find_file(path)
+    stamps = tuple((one, os.stat(one).st_mtime_ns) for one in [file, *Beside.of(file).files])
+    return _opened(path, stamps, tuple(config.sft.new_tokens), _given_template(config))
+
+
+@lru_cache(maxsize=4)  # sources are opened several times, and a large tokenizer takes a second
+def _opened(
+    path: Path, stamps: tuple[Any, ...], new_tokens: tuple[str, ...], template: str | None
+) -> Tokenizer:
+    tokenizer = Tokenizer(path, add_bos=False, add_eos=False, new_tokens=new_tokens)
+    if template == ALPACA and tokenizer.begins_with_bos:
+        template = "{{- bos_token -}}\n" + template
+    if template is not None:
+        tokenizer.chat_templates = {DEFAULT: template}
+    return tokenizer
+
+
+def _given_template(config: JobConfig) -> str | None:
+    """The template that `sft.chat_template` names."""
+    given = config.sft.chat_template
+    if given is None or given in BUILT_IN:
+        return BUILT_IN[given] if given else None
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise DataError(
+            f"sft.chat_template = {given!r}: there is no such file (built in are "
+            f"{any_of(list(BUILT_IN), 'and')})"
+        )
+    return read_text(path)
+
+
+def _templates(
+    config: JobConfig, tokenizer: Tokenizer
+) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """The chat template, and the one for conversations with tools if that is another."""
+    default, with_tools = (_template(config, tokenizer, name) for name in (DEFAULT, WITH_TOOLS))
+    is_built_in = config.sft.chat_template in BUILT_IN
+    missing = unknown_tokens(default, tokenizer) if default is not None and is_built_in else []
+    if missing:
+        listed = ", ".join(json.dumps(name) for name in missing)
+        raise DataError(
+            f"{config.sft.chat_template} writes {any_of(missing, 'and')}, which this tokenizer "
+            f"does not have: set sft.new_tokens = [{listed}]"
+        )
+    return default, with_tools
+
+
+def _template(config: JobConfig, tokenizer: Tokenizer, name: str) -> ChatTemplate | None:
+    sft, source = config.sft, tokenizer.chat_templates.get(name)
+    if source is None:
+        return None
+    if own := [name for name in GIVEN if name in sft.template_options]:
+        raise DataError(
+            f"sft.template_options.{own[0]} is what every template is given: take it out"
+        )
+    whose = "the tokenizer's chat template"
+    if sft.chat_template is not None:
+        whose = f"the chat template {sft.chat_template}"
+    template = ChatTemplate(
+        source, tokenizer.specials, tokenizer.named, _day(sft.date), sft.template_options, whose
+    )
+    template.check()
+    return template
+
+
+def end_of_turn(config: JobConfig, tokenizer: Tokenizer) -> int | None:
+    """The special token by which an assistant ends its turn: generation is to stop there."""
+    template, _ = _templates(config, tokenizer)
+    if template is None:
+        return None
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        written = template.write(turns, [0, 1])
+    except ChatError:  # it wants something else, such as a system turn
+        return None
+    ids, weights = encode(tokenizer, written)
+    ends = [i for i in ids[weights > 0].tolist() if i in tokenizer.specials.values()]
+    return ends[-1] if ends else None
+
+
+def question(config: JobConfig, tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a question, up to where an assistant answers."""
+    template, _ = _templates(config, tokenizer)
+    if template is None:
+        raise NoTemplate
+    pieces = template.write_prompt([{"role": "user", "content": text}])
+    ids: list[int] = tokenizer.encode_pieces(pieces)[0].tolist()
+    return ids
+
+
+def unknown_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
+    """What looks like a special token in a template, and is no token."""
+    names = dict.fromkeys(TOKEN_LIKE.findall(template.source))
+    return [name for name in names if len(tokenizer.encode_pieces([name])[0]) > 1
+            and name not in tokenizer.specials]  # fmt: skip
+
+
+def _day(text: str | None) -> date | None:
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError:
+        raise DataError(f"sft.date = {text!r}: expected a day, such as 2026-07-01") from None
+
+
+def _first_records(source: FileSource) -> list[Record]:
+    found: list[Any] = []
+    for chunk in source.chunks():
+        found += islice(source.read(chunk), LOOKED_AT - len(found))
+        if len(found) >= LOOKED_AT:
+            break
+    source.num_bad = 0
+    return found

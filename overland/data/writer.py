@@ -1,0 +1,182 @@
+"""Makes a sample of a conversation: its token ids, and how much predicting each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.data.chat import (
+    ChatTemplate,
+    Piece,
+    Span,
+    Undecided,
+    Written,
+    any_name_of,
+    check_text,
+    encode,
+    length_of,
+    split_specials,
+)
+from overland.data.conversations import Conversation, Learn
+from overland.data.sources.marks import digest_of
+from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
+
+TooLong = Literal["error", "truncate", "drop", "split"]
+RULES = 1  # part of every fingerprint; counts up when the same conversations give other tokens
+SHOWN = 80  # tokens of a sample, in a message
+
+
+class Sample(NamedTuple):
+    tokens: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    what: str = ""
+    """What was done to it that is counted."""
+
+
+class Skipped(Exception):
+    """Raised for a conversation that is left out because a key says so; its text is the reason."""
+
+
+class NoTemplate(DataError):
+    """Raised when turns are to be written and nothing says how."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the tokenizer has no chat template to write conversations by: set sft.chat_template "
+            "to a file, or to chatml or alpaca, which are built in"
+        )
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Makes samples of conversations, by one tokenizer and its chat template."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """None: only plain texts can be written."""
+    tool_template: ChatTemplate | None = None
+    """For conversations with tools, where the tokenizer has another one for them."""
+    learn: Learn = "assistant"
+    seq_len: int | None = None
+    too_long: TooLong = "error"
+    parse_specials: bool | None = None
+    """Whether the names of special tokens in plain texts stand for the tokens; None: a text that
+    has one is refused."""
+    skip_unlearned: bool = False
+    add_bos: bool = False
+    add_eos: bool = True
+    """What stands around plain texts; a template writes its own."""
+    length_key: str = "training.seq_len"
+    """What says how long a sequence is."""
+
+    def encoded(self, told: Conversation) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Ids and weights of a conversation of any length."""
+        written = self._plain(*told.texts) if told.texts is not None else self._chat(told)
+        return encode(self.tokenizer, written)
+
+    def sample(self, told: Conversation) -> Sample:
+        ids, weights = self.encoded(told)
+        what, longest = "", len(ids) if self.seq_len is None else self.seq_len + 1
+        if len(ids) > longest:
+            what = self._about_length(len(ids))
+        if what == "truncated":
+            ids, weights = ids[:longest], weights[:longest]
+        if not weights[1:].any():  # nothing predicts the first token
+            if self.skip_unlearned:
+                raise Skipped("without anything to learn")
+            why = "no turn of an assistant counts"
+            if what == "truncated":
+                why = f"what counts was cut off ({self.length_key} = {self.seq_len})"
+            raise Undecided(
+                f"there is nothing to learn in it: {why} (sft.skip_unlearned = true skips such "
+                f"samples): {self.shown(ids)}"
+            )
+        return Sample(ids, weights, what)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides about the tokens of a conversation but the tokenizer itself, by the
+        keys of the config."""
+        templates = [self.template, self.tool_template]
+        about = [[one.source, dict(one.named)] for one in templates if one is not None]
+        return {
+            "rules": RULES,
+            "sft.chat_template": digest_of(about)[:16] if about else None,
+            "sft.template_options": dict(self.template.options) if self.template else {},
+            "sft.date": str(self.template.date) if self.template and self.template.date else None,
+            "sft.learn": self.learn,
+            "sft.too_long": self.too_long,
+            "sft.parse_specials": self.parse_specials,
+            "sft.skip_unlearned": self.skip_unlearned,
+            "training.seq_len": self.seq_len,
+            "data.add_bos": self.add_bos,
+            "data.add_eos": self.add_eos,
+        }
+
+    def _chat(self, told: Conversation) -> Written:
+        template = self.tool_template if told.tools and self.tool_template else self.template
+        if template is None:
+            raise NoTemplate
+        return template.write(told.turns, told.weights(self.learn), told.tools)
+
+    def _plain(self, prompt: str, completion: str) -> Written:
+        """A prompt and its completion, with BOS before and EOS after them; where a text brings
+        these itself, it does not get them twice."""
+        tokenizer = self.tokenizer
+        before, after = self._pieces(prompt), self._pieces(completion)
+        if self.add_bos and tokenizer.bos_id is not None:
+            first = (*before, *after)[:1]
+            before = before if first == (tokenizer.bos_id,) else (tokenizer.bos_id, *before)
+        if self.add_eos and tokenizer.eos_id is not None and after[-1:] != (tokenizer.eos_id,):
+            after = (*after, tokenizer.eos_id)
+        start = 0 if self.learn == "all" else length_of(before)
+        span = Span(start, length_of(before) + length_of(after), 1.0)
+        return Written((*before, *after), (span,))
+
+    def _pieces(self, text: str) -> tuple[Piece, ...]:
+        check_text(text)
+        specials: Mapping[str, int] = self.tokenizer.specials
+        if self.parse_specials is None and (found := any_name_of(specials).search(text)):
+            raise Undecided(
+                f"its text holds {found[0]}, the name of a special token: set sft.parse_specials "
+                "to true if it stands for the token, or to false if it is text"
+            )
+        return split_specials(text, specials if self.parse_specials else {})
+
+    def _about_length(self, length: int) -> str:
+        """What is done to a sample that is too long."""
+        if self.too_long == "error":
+            raise Undecided(
+                f"it has {length:,} tokens, and {self.length_key} = {self.seq_len} takes "
+                f"{(self.seq_len or 0) + 1:,}: raise that, or set sft.too_long to truncate, drop "
+                "or split"
+            )
+        if self.too_long == "drop":
+            raise Skipped("too long")
+        return "truncated" if self.too_long == "truncate" else "split"
+
+    def shown(self, ids: npt.NDArray[Any]) -> str:
+        """The beginning of a sample, for a message."""
+        more = " …" if len(ids) > SHOWN else ""
+        return repr("".join(self.tokenizer.pieces(ids[:SHOWN].tolist()))) + more
+
+
+def what_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """A sentence for each difference between two identities."""
+    changes = []
+    for key in dict.fromkeys((*before, *after)):
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if key == "sft.chat_template":
+            changes.append("conversations are written by another chat template (sft.chat_template)")
+        elif "." in key:
+            changes.append(f"{key} is {new!r} and was {old!r}")
+        else:
+            changes.append(f"records are read in another way ({key})")
+    return changes

@@ -1,0 +1,98 @@
+"""Frozen linear layers in 4 bits, with adapters beside them (QLoRA; see kernels/nf4.py).
+
+A matrix is kept as bytes under its parameter's own name. Its weights exist while one product is
+computed, in the forward and in the backward pass: nothing wide is kept between them. Embeddings,
+norms and the head stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overland.config.schema import Lora
+from overland.errors import ModelError
+from overland.kernels.nf4 import BLOCK, row_bytes, unpack
+from overland.models.lora import LoRALinear
+from overland.models.lora_targets import is_saved_whole
+from overland.models.structure import blocks_of
+from overland.models.transform import Transform
+
+
+class NF4(Transform):
+    """Keeps the linear layers of the blocks in 4 bits, but for those that are trained."""
+
+    def __init__(self, settings: Lora) -> None:
+        self.settings = settings
+
+    def apply(self, model: nn.Module) -> None:
+        found = 0
+        for path, block in blocks_of(model).items():
+            for own, module in block.named_modules():
+                name = f"{path}.{own}"
+                is_frozen = not is_saved_whole(f"{name}.weight", self.settings)
+                if type(module) in (nn.Linear, LoRALinear) and is_frozen:
+                    assert isinstance(module, nn.Linear)
+                    narrow(module, name)
+                    found += 1
+        if not found:
+            raise ModelError(
+                "lora.base = nf4 keeps the linear layers of a model's blocks in 4 bits, and this "
+                "model has none: leave it out"
+            )
+
+
+def biased4(x: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    out: Tensor = NF4Product.apply(x, packed)
+    return out if bias_O is None else out + bias_O
+
+
+class NF4Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return biased4(x, self.weight, self.bias)
+
+
+class NF4LoRALinear(LoRALinear):
+    product = staticmethod(biased4)
+
+    def dense(self, weight_OD: Tensor) -> Tensor:
+        return unpack(weight_OD, torch.float32)
+
+
+class NF4Product(torch.autograd.Function):
+    """x · Wᵀ; W is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        return F.linear(x, unpack(packed, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack(packed, grad.dtype, after=grad), None
+
+
+def narrow(module: nn.Linear, name: str) -> None:
+    """Makes a linear layer one in 4 bits, in place."""
+    if module.in_features % BLOCK:
+        raise ModelError(
+            f"lora.base = nf4 needs rows of a multiple of {BLOCK} weights, and {name} has rows "
+            f"of {module.in_features}"
+        )
+    module.__class__ = NF4LoRALinear if isinstance(module, LoRALinear) else NF4Linear
+    size = (module.out_features, row_bytes(module.in_features))
+    packed = torch.empty(size, dtype=torch.uint8, device=module.weight.device)
+    module.weight = nn.Parameter(packed, requires_grad=False)
+
+
+def narrow_matrices(model: nn.Module) -> dict[str, int]:
+    """The names of the parameters that are kept in 4 bits, and how many columns each one has."""
+    return {
+        f"{name}.weight": module.in_features
+        for name, module in model.named_modules()
+        if isinstance(module, NF4Linear | NF4LoRALinear)
+    }

@@ -1,0 +1,99 @@
+"""What the model of a run says to `metrics.sample_prompt`: after the last step and, where training
+began with given weights, before the first one.
+
+A model that learns conversations is asked, by its chat template; any other continues the text.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+from overland.data.sft import end_of_turn, question
+from overland.data.tokenizer import Tokenizer
+from overland.files import replace_file
+from overland.run_folder import RunFolder
+from overland.tools.evaluation.generate import generate
+from overland.words import visible
+
+if TYPE_CHECKING:
+    from overland.config.schema import JobConfig
+    from overland.training.run import Run
+
+NUM_TOKENS = 96
+
+
+def sample_start(run: Run) -> None:
+    """Asks a model that is about to be fine-tuned."""
+    if run.progress.step == 0 and run.config.checkpoint.initial_load_path is not None:
+        take_sample(run)
+
+
+def take_sample(run: Run) -> None:
+    """Keeps what the model says now; all ranks take part. A model that is cut into stages or works
+    on parts of rows is left for `overland generate`."""
+    degrees, tokenizer = run.mesh.degrees, run.dataset.tokenizer
+    if not run.config.metrics.sample_prompt or tokenizer is None or degrees.pp * degrees.cp > 1:
+        return
+    text = sample(run, tokenizer)
+    if run.world.is_first:
+        kept = read_samples(run.folder) | {run.progress.step: text}
+        lines = [json.dumps({"step": step, "text": text}) for step, text in sorted(kept.items())]
+        replace_file(run.folder.samples, "\n".join(lines) + "\n")
+
+
+def read_samples(folder: RunFolder) -> dict[int, str]:
+    """What was said, by step."""
+    try:
+        lines = folder.samples.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    return {record["step"]: record["text"] for record in map(json.loads, lines)}
+
+
+def sample(run: Run, tokenizer: Tokenizer) -> str:
+    prompt = run.config.metrics.sample_prompt
+    is_asked = is_chat(run.config, tokenizer)
+    if is_asked:
+        given, end_id = question(run.config, tokenizer, prompt), end_of_turn(run.config, tokenizer)
+    else:
+        given, end_id = tokenizer.encode_prompt(prompt), tokenizer.end_id
+    model = run.model.parts[0].eval()
+    ids = list(generate(
+        lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=run.device)[None]),
+        given,
+        num_tokens=NUM_TOKENS,
+        context=run.config.training.seq_len,
+        end_id=end_id,
+        device=run.device,
+    ))  # fmt: skip
+    model.train()
+    if is_asked:
+        return tokenizer.decode(ids).strip()
+    return prompt + tokenizer.decode(ids, after=tokenizer.encode(prompt))
+
+
+def samples_in_words(run: Run, tokenizer: Tokenizer) -> str:
+    """What the model says now, and what it said before the first step if it was asked then."""
+    samples, prompt = read_samples(run.folder), run.config.metrics.sample_prompt
+    step = run.progress.step
+    if step not in samples:
+        return ""
+    verb = "answers" if is_chat(run.config, tokenizer) else "continues"
+    if step == 0 or 0 not in samples:
+        return f"The model {verb} {prompt!r}:\n\n{_quoted(samples[step])}\n"
+    return (
+        f"Before, the model {verb} {prompt!r}:\n\n{_quoted(samples[0])}\n\n"
+        f"And now:\n\n{_quoted(samples[step])}\n"
+    )
+
+
+def is_chat(config: JobConfig, tokenizer: Tokenizer) -> bool:
+    """Whether the model is asked questions, and not given texts to continue."""
+    return config.sft.shape != "off" and bool(tokenizer.chat_templates)
+
+
+def _quoted(text: str) -> str:
+    return "\n".join("  │ " + line for line in visible(text).splitlines() or [""])

@@ -1,0 +1,126 @@
+"""What a reference says of pairs of answers, computed once before training
+(`preference.reference = "precomputed"`).
+
+The model goes once over the training and validation data as it starts, and its log-probabilities
+are kept in the run folder: a resumed run, whose weights have moved, finds them there. Pairs are
+known by the digest of their tokens, so layout, order, padding and size of batches do not matter.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from overland.data.batch import Batch, digests, make_batch
+from overland.data.prepare import Dataset
+from overland.data.registry import sources_of
+from overland.errors import CheckpointError, DataError
+from overland.files import replace_file
+from overland.objectives.preference import REFERENCE
+from overland.parallel.comm import all_of, from_first_rank
+from overland.parallel.context import share_of_rows
+from overland.parallel.sharding import reshard
+from overland.world.heartbeat import Phase
+
+if TYPE_CHECKING:
+    from overland.training.run import Run
+
+FILE = "reference.npz"
+
+
+class Reference:
+    """Log-probabilities of the chosen and the rejected answer of each row, by its digest."""
+
+    def __init__(self, rows: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        order = np.argsort(rows)
+        self.rows, self.values = rows[order], values[order]
+
+    def added_to(self, batch: Batch) -> Batch:
+        """The batch with a field of what the reference says of its rows."""
+        wanted = digests_of_pairs(batch).cpu().numpy()
+        place = np.searchsorted(self.rows, wanted).clip(max=len(self.rows) - 1)
+        unknown = self.rows[place] != wanted
+        if (weight_B := batch.get("weight_B")) is not None:  # rows after the last epoch are not
+            unknown &= weight_B.cpu().numpy() != 0
+        if unknown.any():
+            raise DataError(
+                "the data holds pairs that were not there when the reference was computed, or that "
+                "a mixture did not get to in the steps that it had then: set preference.reference "
+                "to copy or adapter_off, or start anew with --resume none"
+            )
+        values = torch.from_numpy(self.values[place]).to(batch.device)
+        return batch.replace(**{REFERENCE: values})
+
+
+def digests_of_pairs(batch: Batch) -> Tensor:
+    """Returns a number per row, of its pair alone: rows are padded, or cut to the longest of their
+    batch (`data.group_by_length`)."""
+    is_pair = batch["answers_BS"] != 0
+    names = ("tokens_BS", "labels_BS", "weights_BS", "answers_BS")
+    return digests(Batch({name: batch[name].where(is_pair, 0) for name in names}))
+
+
+def reference_for(run: Run, report: Callable[[str], None]) -> Reference:
+    """Reads what the run has computed, or computes it. All ranks together."""
+    path = run.folder.data / FILE
+    if from_first_rank(path.is_file() and run.resumed_own):
+        with np.load(path, allow_pickle=False) as kept:
+            return Reference(kept["rows"], kept["values"])
+    if run.progress.step:
+        raise CheckpointError(
+            f"{path} is not there any more, and the weights that it was computed by have moved: "
+            "set preference.reference to copy or adapter_off, or start anew with --resume none"
+        )
+    run.beat.enter(Phase.VALIDATING)
+    found: dict[int, tuple[float, float]] = {}
+    for dataset in (run.dataset, *run.validation_sets):
+        for batch in _once_over(run, dataset):
+            found |= _looked_at(run, batch)
+    report(f"the reference has been computed for {len(found):,} rows (preference.reference)")
+    rows = np.fromiter(found, np.int64, len(found))
+    values = np.array(list(found.values())).reshape(-1, 2)
+    if run.world.is_first:
+        run.folder.data.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        np.savez(buffer, rows=rows, values=values)
+        replace_file(path, buffer.getvalue())
+    return Reference(rows, values)
+
+
+def _once_over(run: Run, dataset: Dataset) -> Iterator[Batch]:
+    """Yields this rank's share of each batch that holds something new for any rank. Of one source,
+    all is read, also if this session has fewer steps: the next may have more. Several have no
+    common end."""
+    seen: set[int] = set()
+    sources = [one for one in sources_of(run.config).values() if one.weight]
+    is_mixture = dataset is run.dataset and len(sources) > 1
+    count = run.config.training.steps if is_mixture else dataset.rows.num_batches()
+    for number in range(count):
+        batch = make_batch(dataset.rows.read(number, run.mesh.dp_rank, run.mesh.dp_size))
+        own = digests_of_pairs(batch).tolist()
+        new: set[int] = set().union(*all_of(set(own) - seen))
+        if new:
+            seen |= new
+            yield batch.to(run.device)
+
+
+@torch.no_grad()
+def _looked_at(run: Run, batch: Batch) -> dict[int, tuple[float, float]]:
+    """What the model says of a batch now: of all ranks' rows, on every rank."""
+    run.beat.enter(Phase.VALIDATING)
+    rows = digests_of_pairs(batch).tolist()
+    with run.objective.finding(REFERENCE) as found:
+        run.model.look(share_of_rows(batch, run.mesh))
+    reshard(run.model.parts)
+    # Only the last stage of a pipeline has found anything.
+    mine = dict(zip(rows, torch.cat(found)[:, :2].tolist(), strict=True)) if found else {}
+    together: dict[int, tuple[float, float]] = {}
+    for one in all_of(mine):
+        together |= one
+    return together

@@ -1,0 +1,214 @@
+"""Records of every shape become conversations, and what cannot is one sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from overland.data.chat import ChatError, Undecided
+from overland.data.conversations import Columns, Conversation, conversation, pair, recognise
+from overland.errors import DataError
+
+USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+TURNS = [USER, BOT]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+def told(record: dict[str, Any], **how: Any) -> Conversation:
+    return conversation(record, recognise("file", [record], **how))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"id": 7, "messages": TURNS}, "conversations in column messages"),
+        ({"messages": json.dumps(TURNS)}, "conversations in column messages"),
+        ({"conversations": SHAREGPT}, "conversations in ShareGPT's form in column conversations"),
+        ({"conversations": TURNS}, "conversations in column conversations"),
+        ({"instruction": "Hi", "output": "Hello"}, "questions and answers in columns instruction "
+         "and output"),
+        ({"question": "Hi", "answer": "Hello"}, "questions and answers in columns question and "
+         "answer"),
+        ({"prompt": [USER], "completion": [BOT]}, "prompts and completions in columns prompt and "
+         "completion"),
+    ],
+)  # fmt: skip
+def test_shapes_are_recognised_by_their_columns(record: dict[str, Any], words: str) -> None:
+    assert str(recognise("file", [record])) == words
+    found = told(record)
+    assert [dict(turn) for turn in found.turns] == TURNS
+    assert found.weights("assistant") == [0, 1]
+
+
+def test_texts_stay_as_they_are() -> None:
+    assert told({"text": "<s>[INST] a"}).texts == ("", "<s>[INST] a")
+    assert told({"prompt": "a", "completion": " [1, 2]"}).texts == ("a", " [1, 2]")
+    assert told({"prompt": "a", "completion": "[1, 2]"}).texts == ("a", "[1, 2]")
+    assert told({"content": "a", "x": 1}, column="content").texts == ("", "a")
+    record = {"instruction": "Add", "input": "1 + 1", "output": "[2]"}
+    assert [turn["content"] for turn in told(record).turns] == ["Add\n\n1 + 1", "[2]"]
+    assert told(record, wanted="completion").texts == ("Add", "[2]")
+
+
+def test_a_wish_wins_over_what_is_likelier() -> None:
+    record = {"messages": TURNS, "text": "a", "chosen": "b", "rejected": "c", "prompt": "d"}
+    assert recognise("file", [record]).shape == "messages"
+    assert recognise("file", [record], "text") == Columns("text", answer="text")
+    assert recognise("file", [record], pairs=True).shape == "preference"
+    assert recognise("file", [{"said": TURNS}], column="said").turns == "said"
+    with pytest.raises(
+        DataError, match=r"file does not hold questions and answers .sft.shape = 'i"
+    ):
+        recognise("file", [record], "instruction")
+    with pytest.raises(DataError, match="file has no column 'x'; its columns: text"):
+        recognise("file", [{"text": "a"}], column="x")
+
+
+def test_columns_of_later_records_count() -> None:
+    records = [{"messages": []}, {"messages": SHAREGPT, "tools": "[]"}]
+    assert recognise("file", records) == Columns("sharegpt", "messages", tools="tools")
+
+
+def test_what_is_nothing_to_learn_from_is_listed() -> None:
+    with pytest.raises(DataError, match=r"its columns: url, html\. Expected are messages, "):
+        recognise("file", [{"url": "a", "html": "b"}])
+    with pytest.raises(DataError, match="file is empty: it holds no records"):
+        recognise("file", [])
+    with pytest.raises(DataError, match=r"pairs of a chosen and a rejected .* set preference.loss"):
+        recognise("file", [{"chosen": "a", "rejected": "b"}])
+    with pytest.raises(DataError, match=r"holds texts in column text, and preference.loss needs"):
+        recognise("file", [{"text": "a"}], pairs=True)
+
+
+def test_a_system_prompt_and_tools_of_their_own_columns() -> None:
+    tool = {"name": "f"}
+    record = {"system": "Be brief.", "messages": TURNS, "tools": json.dumps([tool])}
+    found = told(record)
+    assert found.turns[0] == {"role": "system", "content": "Be brief."}
+    assert found.tools == (tool,)
+    both = {**record, "messages": [{"role": "system", "content": "Own"}, *TURNS]}
+    assert told(both).turns[0]["content"] == "Own"
+    assert told({**record, "system": None, "tools": None}).tools is None
+
+
+def test_a_prompt_is_given_whoever_speaks_in_it() -> None:
+    record = {"prompt": [USER, BOT, USER], "completion": [BOT, USER, BOT]}
+    assert told(record).weights("assistant") == [0, 0, 0, 1, 0, 1]
+    assert told(record).weights("last") == [0, 0, 0, 0, 0, 1]
+    assert told(record).weights("all") is None
+
+
+def test_pairs_share_their_prompt() -> None:
+    other = {"role": "assistant", "content": "Bye"}
+    for record in (
+        {"prompt": "Hi", "chosen": [BOT], "rejected": [other]},
+        {"prompt": "Hi", "chosen": TURNS, "rejected": [USER, other]},
+        {"chosen": TURNS, "rejected": [USER, other]},
+        {"messages": [USER], "chosen": BOT, "rejected": other},
+    ):
+        one, two = pair(record, recognise("file", [record], pairs=True))
+        assert one.turns == (USER, BOT)
+        assert two.turns == (USER, other)
+        assert (one.num_given, two.num_given) == (1, 1)
+    texts = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    one, two = pair(texts, recognise("file", [texts], pairs=True))
+    assert (one.texts, two.texts) == (("a", "b"), ("a", "c"))
+
+
+def test_turns_say_how_much_they_count() -> None:
+    flagged = [USER, {**BOT, "weight": 0}, USER, {**BOT, "train": True}, USER, BOT]
+    found = told({"messages": flagged})
+    assert found.weights("assistant") == [0, 0, 0, 1, 0, 1]
+    assert found.weights("last") == [0, 0, 0, 1, 0, 1]
+    assert "weight" not in found.turns[1]
+    assert told({"messages": [USER, {**BOT, "weight": 0.5}]}).weights("assistant") == [0, 0.5]
+    assert told({"messages": [{**USER, "train": False}, BOT]}).weights("assistant") == [0, 1]
+    with pytest.raises(ChatError, match="turn 1, by 'user', says that it is to be learned"):
+        told({"messages": [{**USER, "train": True}, BOT]}).weights("assistant")
+
+
+def test_where_every_token_counts_a_turn_cannot_say_otherwise() -> None:
+    assert told({"messages": [USER, {**BOT, "train": True}]}).weights("all") is None
+    with pytest.raises(Undecided, match="turn 2 says how much it counts"):
+        told({"messages": [USER, {**BOT, "train": False}]}).weights("all")
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": TURNS, "system": 3}, "its column system is int"),
+        ({"messages": TURNS, "tools": "none"}, "its column tools is no list of tools: 'none'"),
+        ({"messages": TURNS, "tools": 3}, "its column tools is no list of tools: 3"),
+        ({"instruction": "Add", "input": ["1"], "output": "2"}, "its column input is list"),
+    ],
+)
+def test_nothing_is_left_out_without_a_word(record: dict[str, Any], words: str) -> None:
+    with pytest.raises(ChatError, match=words):
+        told(record)
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
+def test_there_may_be_no_tools(tools: Any) -> None:
+    assert told({"messages": TURNS, "tools": tools}).tools is None
+
+
+def test_an_answer_may_be_a_list_in_json() -> None:
+    for answer in ('[{"a": 1}]', "[1, 2]", "[]", "[{"):
+        found = told({"prompt": "List", "completion": answer})
+        assert found.texts == ("List", answer)
+    assert told({"prompt": "Hi", "completion": json.dumps([BOT])}).turns == (USER, BOT)
+
+
+def test_parts_of_text_are_one() -> None:
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    assert told({"messages": [USER, {**BOT, "content": parts}]}).turns[1] == BOT
+
+
+def test_a_call_of_a_tool_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    found = told({"messages": [USER, call, {"role": "function", "content": "4"}, BOT]})
+    assert "content" not in found.turns[1]
+    assert [turn["role"] for turn in found.turns] == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ([], "its column messages holds no turns"),
+        (None, "its column messages holds no turns"),
+        ("[{", "its column messages holds no turns"),
+        (["Hi"], "turn 1 is str, expected an object with a role"),
+        ([{"content": "Hi"}], "turn 1 does not say whose it is"),
+        ([{"role": 3, "content": "Hi"}], "turn 1 does not say whose it is"),
+        ([USER, {"role": "assistant"}], "turn 2, by 'assistant', has no content"),
+        ([USER, {**BOT, "content": None}], "turn 2, by 'assistant', has no content"),
+        ([{**USER, "content": 3}], "turn 1 has content of type int, where text is expected"),
+        ([{**USER, "content": [{"type": "image"}]}], "turn 1 has content of type image"),
+        ([USER, {**BOT, "weight": 1, "train": True}], "turn 2 has both weight and train"),
+        ([USER, {**BOT, "weight": -1}], "turn 2 has weight -1, expected"),
+        ([USER, {**BOT, "weight": 1e300}], "turn 2 has weight 1e\\+300, .* from 0 to 1,000,000"),
+        ([USER, {**BOT, "weight": 10**400}], "turn 2 has weight 1000"),
+        ([USER, {**BOT, "weight": "much"}], "turn 2 has weight 'much', expected"),
+    ],
+)
+def test_a_turn_that_cannot_be_used_is_named(turns: Any, words: str) -> None:
+    with pytest.raises(ChatError, match=words):
+        conversation({"messages": turns}, Columns("messages", "messages"))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"text": " \n"}, "its column text is empty"),
+        ({"text": None}, "its column text is NoneType, where text is expected"),
+        ({"prompt": "a", "completion": ""}, "its column completion is empty"),
+        ({"prompt": TURNS, "completion": TURNS}, "its column completion adds no turn"),
+        ({"instruction": "a", "output": 3}, "its column output is int"),
+    ],
+)
+def test_a_column_that_cannot_be_used_is_named(record: dict[str, Any], words: str) -> None:
+    columns = recognise("file", [dict.fromkeys(record, "a")])
+    with pytest.raises(ChatError, match=words):
+        conversation(record, columns)
