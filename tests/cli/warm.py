@@ -126,6 +126,8 @@ class Server:
         found: dict[str, Any] = json.loads(message)
         if found["event"] == "ended":
             self._codes[found["pid"]] = found["code"]
+        else:  # the system gives numbers of ended processes to new ones
+            self._codes.pop(found["pid"], None)
         return found
 
 
