@@ -1,0 +1,296 @@
+"""Log-likelihoods of continuations, where tokens that several sequences begin with are computed
+once.
+
+A sequence is a context and its continuation. Sorted, those that begin alike are neighbours: the
+answers of a question, and all questions after the same examples. They are written into one row as a
+tree, depth first:
+
+    question | answer A | answer B | another question | its answer A | …
+
+A token sees its ancestors and itself, and its position is its depth, so each sequence is computed
+as if it were alone. Where `ends[k]` is the place behind the last descendant of token k:
+
+    q sees k   if   k <= q < ends[k]   (and depth[q] - depth[k] < window)
+
+Only a Decoder of ours can be told so. In any other model a row is one sequence, and holds others
+only where they are a beginning of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from overland.errors import DataError, ModelError
+from overland.models.attention import Mask
+from overland.models.decoder import Decoder
+
+Ids = npt.NDArray[np.int64]
+
+# A row takes in more sequences up to twice the length of its first one, or to this length, since
+# attention over it costs its square. Beyond LONGEST_TREE the mask alone would be 256 MiB.
+ROW_TOKENS = 1024
+LONGEST_TREE = 16_384
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32_768}  # of a batch, if nobody says how many rows
+PREDICTIONS_AT_ONCE = 1024  # each one is a row of logits, of 128k numbers or more
+
+
+class Score(NamedTuple):
+    log_likelihood: float
+    is_greedy: bool
+    """Whether the likeliest token each time is the continuation's."""
+
+
+@dataclass
+class Row:
+    """Sequences as a tree."""
+
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    asked: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    """(number of the request, places whose next token is wanted, these next tokens)."""
+    is_chain: bool = True
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Scorer:
+    """Scores continuations with one model on one device."""
+
+    def __init__(self, model: nn.Module, *, max_length: int, batch_size: int | None = None) -> None:
+        """`batch_size` is a number of rows; without one, it is chosen by their length, and halved
+        when memory runs out."""
+        self.model = model
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self.device = next(model.parameters()).device
+        self.stretches_from = stretches_from(model)
+        self.longest_tree = min(LONGEST_TREE, self.stretches_from or LONGEST_TREE)
+        if not is_decoder(model):
+            self.longest_tree = 0
+        self.tokens_at_once = TOKENS_AT_ONCE.get(self.device.type, TOKENS_AT_ONCE["cuda"])
+
+    def score(
+        self,
+        requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> Iterator[tuple[int, Score]]:
+        """Yields (number of the request, its score) of (context, continuation) pairs, the longest
+        first; of `num_parts` parts of about equal work, only one."""
+        planted = plant(requests, self.max_length, self.longest_tree)
+        rows = sorted(planted, key=len, reverse=True)[part::num_parts]
+        start = 0
+        while start < len(rows):
+            stop = self._stop(rows, start)
+            try:
+                scores = self._score_rows(rows[start:stop])
+            except torch.OutOfMemoryError:
+                self._take_less(stop - start, len(rows[start]))
+                continue
+            yield from scores
+            start = stop
+
+    def _stop(self, rows: list[Row], start: int) -> int:
+        """Where the batch ends that begins here."""
+        longest = len(rows[start])
+        num_rows = self.batch_size or max(1, self.tokens_at_once // longest)
+        stop = min(start + num_rows, len(rows))
+        if self.stretches_from is not None and longest > self.stretches_from:
+            return next((i for i in range(start, stop) if len(rows[i]) < longest), stop)
+        return stop
+
+    def _take_less(self, num_rows: int, length: int) -> None:
+        if num_rows == 1:
+            raise ModelError(
+                f"the device has no memory for a single row of {length:,} tokens: set a smaller "
+                "--max-length, or use a device with more memory"
+            )
+        if self.batch_size is not None:
+            self.batch_size = num_rows // 2
+        self.tokens_at_once = num_rows // 2 * length
+
+    @torch.no_grad()
+    def _score_rows(self, rows: list[Row]) -> list[tuple[int, Score]]:
+        """One forward pass, and logits only where a token is predicted."""
+        places = [
+            (b, place) for b, row in enumerate(rows) for _, some, _ in row.asked for place in some
+        ]
+        targets = [token for row in rows for _, _, wanted in row.asked for token in wanted]
+        rows_N, places_N = torch.tensor(places, device=self.device).unbind(1)
+        targets_N = torch.tensor(targets, device=self.device)
+        tokens_BS = self._padded([row.tokens for row in rows])
+        if is_decoder(self.model):
+            depths_BS = self._padded([row.depths for row in rows])
+            if all(row.is_chain for row in rows):
+                hidden_BSD = self.model.model(tokens_BS, depths_BS)
+            else:
+                with trees(self.model, self._padded([row.ends for row in rows]), depths_BS):
+                    hidden_BSD = self.model.model(tokens_BS, depths_BS)
+            outputs_ND, head = hidden_BSD[rows_N, places_N], self.model.lm_head
+        else:
+            outputs_ND, head = self.model(tokens_BS)[rows_N, places_N], None
+        log_likelihoods, greedy = [], []
+        for start in range(0, len(targets), PREDICTIONS_AT_ONCE):
+            some = slice(start, start + PREDICTIONS_AT_ONCE)
+            logits_NV = outputs_ND[some] if head is None else head(outputs_ND[some])
+            logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+            wanted_N = targets_N[some]
+            log_probs_NV = torch.log_softmax(logits_NV, dim=-1)
+            log_likelihoods.append(log_probs_NV.gather(1, wanted_N[:, None])[:, 0])
+            greedy.append(logits_NV.argmax(-1) == wanted_N)
+        return self._collect(rows, torch.cat(log_likelihoods), torch.cat(greedy))
+
+    def _collect(
+        self, rows: list[Row], log_likelihoods_N: Tensor, greedy_N: Tensor
+    ) -> list[tuple[int, Score]]:
+        values, hits = log_likelihoods_N.double().cpu().numpy(), greedy_N.cpu().numpy()
+        if not np.isfinite(values).all():
+            raise ModelError(
+                "the model predicts values that are not finite: its weights are broken"
+            )
+        scores, start = [], 0
+        for row in rows:
+            for number, places, _ in row.asked:
+                some = slice(start, start + len(places))
+                scores.append((number, Score(float(values[some].sum()), bool(hits[some].all()))))
+                start += len(places)
+        return scores
+
+    def _padded(self, lists: list[list[int]]) -> Tensor:
+        """Behind the end, where nothing that counts can see it."""
+        longest = max(map(len, lists))
+        table = np.zeros((len(lists), longest), np.int64)
+        for row, values in zip(table, lists, strict=True):
+            row[: len(values)] = values
+        return torch.from_numpy(table).to(self.device)
+
+
+def plant(
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]], max_length: int, longest_tree: int
+) -> Iterator[Row]:
+    """Yields rows that together hold every request, of `longest_tree` tokens at most where they
+    branch. What does not fit into `max_length` is cut off at the left, as the harness does."""
+    sequences: list[tuple[bytes, int, Ids, list[int]]] = []
+    for number, (context, continuation) in enumerate(requests):
+        check_request(context, continuation, max_length)
+        ids = np.asarray([*context, *continuation][-(max_length + 1) :][:-1], np.int64)
+        sequences.append((ids.astype(">i8").tobytes(), number, ids, list(continuation)))
+    sequences.sort(key=lambda one: one[:2])  # bytes compare as the ids do, and faster
+
+    row, last, room = Row(), np.empty(0, np.int64), 0
+    path: list[int] = []  # places of the last sequence
+    for _, number, ids, wanted in sequences:
+        shared = num_shared(last, ids)
+        if row.tokens and not joins(row, shared, len(last), len(ids), room):
+            yield close(row, path, 0)
+            row, path, shared = Row(), [], 0
+        if not row.tokens:
+            room = min(longest_tree, max(ROW_TOKENS, 2 * len(ids)))
+        row.is_chain = row.is_chain and shared == len(path)
+        close(row, path, shared)
+        for token in ids[shared:].tolist():
+            path.append(len(row.tokens))
+            row.depths.append(len(path) - 1)
+            row.tokens.append(token)
+            row.ends.append(0)
+        row.asked.append((number, path[len(ids) - len(wanted) : len(ids)], wanted))
+        last = ids
+    if row.tokens:
+        yield close(row, path, 0)
+
+
+def check_request(context: Sequence[int], continuation: Sequence[int], max_length: int) -> None:
+    if not context or not continuation:
+        raise DataError(
+            f"a {'continuation' if context else 'context'} without a token has no score"
+        )
+    if len(continuation) > max_length:
+        raise DataError(
+            f"a continuation has {len(continuation):,} tokens, and the model takes {max_length:,} "
+            "at once: give more with --max-length, or leave the task out"
+        )
+
+
+def joins(row: Row, shared: int, last: int, new: int, room: int) -> bool:
+    """Whether a sequence is written into the row: where it shares at least half of itself."""
+    if shared == last and len(row) == last:  # it only goes on
+        return True
+    return 2 * shared >= new and len(row) + new - shared <= room
+
+
+def close(row: Row, path: list[int], depth: int) -> Row:
+    """Leaves the branch: nothing that comes later sees its tokens beyond this depth."""
+    for place in path[depth:]:
+        row.ends[place] = len(row.tokens)
+    del path[depth:]
+    return row
+
+
+def num_shared(one: Ids, other: Ids) -> int:
+    """How many ids both begin with."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+def is_decoder(model: nn.Module) -> TypeGuard[Decoder]:
+    """Whether it is a whole Decoder of ours."""
+    return (
+        isinstance(model, Decoder)
+        and model.lm_head is not None
+        and model.model.embed_tokens is not None
+    )
+
+
+def stretches_from(model: nn.Module) -> int | None:
+    """Returns the length beyond which the rotary angles of this model depend on a row's length, so
+    that no row may be longer than its sequence."""
+    if not is_decoder(model) or model.config.rope.rope_type != "dynamic":
+        return None
+    return model.config.max_position_embeddings
+
+
+class TreeMasks(nn.Module):
+    """In the place of a Decoder's masks."""
+
+    def __init__(self, ends_BS: Tensor, depths_BS: Tensor, windows: list[int | None]) -> None:
+        super().__init__()
+        self.windows = windows
+        places_S = torch.arange(ends_BS.shape[1], device=ends_BS.device)
+        q_BQK, k_BQK = places_S[None, :, None], places_S[None, None, :]
+        self.ancestors_BQK = (k_BQK <= q_BQK) & (q_BQK < ends_BS[:, None, :])
+        # Padding sees itself, since softmax over nothing is no number.
+        self.ancestors_BQK |= k_BQK == q_BQK
+        self.depths_BS = depths_BS
+
+    def forward(
+        self, x_BSD: Tensor, seq_len: int, documents_BS: Tensor | None
+    ) -> dict[int | None, Mask]:
+        return {window: Mask("dense", visible_BQK=self._seen(window)) for window in self.windows}
+
+    def _seen(self, window: int | None) -> Tensor:
+        if window is None:
+            return self.ancestors_BQK
+        distance_BQK = self.depths_BS[:, :, None] - self.depths_BS[:, None, :]
+        return self.ancestors_BQK & (distance_BQK < window)
+
+
+@contextmanager
+def trees(model: Decoder, ends_BS: Tensor, depths_BS: Tensor) -> Iterator[None]:
+    """Inside, rows are trees."""
+    own = model.model.masks
+    model.model.masks = TreeMasks(ends_BS, depths_BS, own.windows)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.model.masks = own
