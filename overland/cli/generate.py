@@ -22,11 +22,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
 ) -> None:
     """Let a checkpoint continue a text, or answer a question."""
+    from overland.config.schema import JobConfig
     from overland.data.sft import end_of_turn, question
     from overland.tools.evaluation.generate import generate as generate_ids
     from overland.tools.evaluation.model import open_model
 
-    model, tokenizer, config = open_model(path)
+    opened = open_model(path)
+    model, tokenizer, config = opened.model, opened.tokenizer, opened.config or JobConfig()
     end_id = tokenizer.end_id
     if chat is None:
         given = tokenizer.encode_prompt(prompt)
@@ -36,7 +38,7 @@ def generate(
         model,
         given,
         num_tokens=num_tokens,
-        context=config.training.seq_len,
+        context=opened.context,
         temperature=temperature,
         seed=seed,
         end_id=end_id,

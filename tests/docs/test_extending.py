@@ -45,7 +45,7 @@ from overland.tools.evaluation.model import open_model
 
 run = pathlib.Path("runs/mine")
 tokens = torch.arange(200, 216)[None]
-ours = open_model(run)[0]
+ours = open_model(run).model
 theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
 with torch.no_grad():
     print(float((ours(tokens) - theirs(tokens).logits).abs().max()))

@@ -45,15 +45,22 @@ def run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_opens_at_its_newest_checkpoint_and_at_any_other(run: Path) -> None:
-    newest, tokenizer, config = open_model(run)
-    last, _, _ = open_model(run / "checkpoint" / "step_2")
-    first, _, _ = open_model(run / "checkpoint" / "step_1")
-    assert config.training.steps == 2
+    opened = open_model(run)
+    newest, tokenizer = opened.model, opened.tokenizer
+    last = open_model(run / "checkpoint" / "step_2").model
+    first = open_model(run / "checkpoint" / "step_1").model
+    assert opened.config is not None
+    assert opened.config.training.steps == 2
+    assert opened.context == 32
+    assert opened.step == 2
+    assert opened.path == run / "checkpoint" / "step_2"
+    assert opened.end_ids == (tokenizer.eos_id,)
     assert tokenizer.decode(tokenizer.encode("import os")) == "import os"
     tokens_BS = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(newest(tokens_BS), last(tokens_BS))
         assert not torch.equal(newest(tokens_BS), first(tokens_BS))
+        assert torch.equal(open_model(run, step=1).model(tokens_BS), first(tokens_BS))
     assert not newest.training
 
 
@@ -77,7 +84,7 @@ def test_buffers_that_no_checkpoint_holds_have_their_values(
         return model
 
     monkeypatch.setattr("overland.tools.evaluation.model.build_undivided", with_table)
-    assert open_model(run)[0].table.angles.tolist() == [2, 2, 2]  # type: ignore[union-attr]
+    assert open_model(run).model.table.angles.tolist() == [2, 2, 2]  # type: ignore[union-attr]
 
 
 def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
@@ -101,8 +108,17 @@ def test_a_relative_path_inside_the_run_is_found(
 
 @pytest.mark.parametrize("name", ["nothing_there", "checkpoint", "checkpoint/step_99", "logs"])
 def test_a_folder_that_is_no_checkpoint_is_named(run: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name} is neither a run folder nor a checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=f"{name} (does not exist|is no checkpoint of a known)"
+    ):
         open_model(run / name)
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it holds 1 and 2"):
+        open_model(run, step=7)
+    with pytest.raises(CheckpointError, match="is one checkpoint: leave out --step"):
+        open_model(run / "checkpoint" / "step_1", step=1)
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -135,8 +136,8 @@ def test_a_run_beside_4_bits_goes_on_generates_and_is_not_merged(
     ranks.run(2, losses, narrow_job(tmp_path / "two", "shard2", steps=2, lr_scheduler=rates))
     again = ranks.run(2, losses, narrow_job(tmp_path / "two", "shard2"))[0]
     assert again == whole[2:]
-    monkeypatch.setattr(evaluation, "tokenizer_of", lambda run, data: None)
-    model, _, _ = open_model(tmp_path / "two")
+    monkeypatch.setattr(evaluation, "tokenizer_of", lambda run, data: Mock(end_id=None))
+    model = open_model(tmp_path / "two").model
     convert(tmp_path / "two", tmp_path / "peft", "peft")
     convert(rounded, tmp_path / "same", "hf", adapter=tmp_path / "peft", merge_lora=True)
     merged = open_any(tmp_path / "same")

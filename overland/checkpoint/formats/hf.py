@@ -84,7 +84,7 @@ def write_hf(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     require_known(source.config)
     weights = source.weights()
     if source.config.get("tie_word_embeddings"):
-        weights = _without_head(weights)
+        weights = without_head(weights)
     if not options.partial and not source.own_model:  # which may have more than the family has
         _check_complete(source.config, weights, source.folder)
     shards = split_by_size(weights, options.max_shard_bytes)
@@ -140,7 +140,7 @@ def _open(file: Path) -> dict[str, Lazy]:
     return dict(tensors_in(read_torch_file(file), file))
 
 
-def _without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
+def without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
     """A tied head is not stored; it must be the embedding, though, or something would be lost."""
     if HEAD in weights and EMBEDDING in weights:
         head, embedding = weights[HEAD], weights[EMBEDDING]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import tomllib
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,13 @@ def as_lazy_checkpoint(
     )
 
 
-def complete(source: LazyCheckpoint) -> LazyCheckpoint:
-    """Adds the frozen weights that a checkpoint leaves out, from where they are."""
+def complete(source: LazyCheckpoint, also: Iterable[Path] = ()) -> LazyCheckpoint:
+    """Adds the frozen weights that a checkpoint leaves out, from where they are, or from one of
+    `also`."""
     origin = source.left_out
     if origin is None:
         return source
-    weights = open_hf(origin.find()).tensors
+    weights = open_hf(origin.find(also)).tensors
     more = {MODEL + name: weights[MODEL + name] for name in sorted(origin.names)}
     run = {name: value for name, value in source.extras["run"].items() if name != LEFT_OUT}
     return replace(

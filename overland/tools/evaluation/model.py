@@ -1,14 +1,35 @@
-"""A trained model in one process, from its run folder or one of its checkpoints."""
+"""A model that can be asked something, from wherever its weights are: a run folder or one of its
+checkpoints, a Hugging Face folder, adapters on their base, or any other format that
+`overland convert` reads. Nothing is converted: weights go from their files into the model.
+
+`find_model` says what a path holds without reading weights; `open_model` builds it on one device.
+Those who build it otherwise (on several ranks) take `Found` and call `fill` on what they built.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from overland.checkpoint.folder import latest_checkpoint
-from overland.checkpoint.formats.overland import step_of_export
+from overland.checkpoint.folder import committed, latest_checkpoint, step_of
+from overland.checkpoint.formats import LazyCheckpoint, open_any
+from overland.checkpoint.formats.checkpoint import (
+    MODEL,
+    Config,
+    companions_in,
+    read_json_object,
+)
+from overland.checkpoint.formats.hf import FILES, GENERATION, without_head
+from overland.checkpoint.formats.lazy import Lazy, counting
+from overland.checkpoint.formats.merge import join, merge
+from overland.checkpoint.formats.meta import is_computed
+from overland.checkpoint.formats.overland import complete, step_of_export
+from overland.checkpoint.formats.peft import has_adapters
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill, open_checkpoint
 from overland.checks.model import check_custom_import
@@ -17,51 +38,124 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
-from overland.errors import CheckpointError
+from overland.errors import CheckpointError, DataError, ModelError
+from overland.files import Moved, ignore
+from overland.models.config import DecoderConfig
 from overland.models.flops import sample_fields
 from overland.models.hf import load_hf
-from overland.models.init import cast_floats, init_buffers, persistent_buffers
-from overland.models.registry import model_config
+from overland.models.init import (
+    LocalPart,
+    cast_floats,
+    init_buffers,
+    persistent_buffers,
+    plain_name,
+    whole,
+)
+from overland.models.registry import build_model, model_config, read_hf_config
+from overland.models.structure import tie, ties_of
 from overland.parallel.apply import build_undivided
+from overland.progress import progress_bar
 from overland.run_folder import COMMITTED, CONFIG
+from overland.words import any_of, did_you_mean
 from overland.world.devices import device_type
 
-
-def open_model(path: Path) -> tuple[nn.Module, Tokenizer, JobConfig]:
-    """The model with its weights, on this machine's device, with its tokenizer and config."""
-    run, step = find_run(path)
-    loaded = load_config(str(run / CONFIG), env={})
-    if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
-        raise ConfigError(problems)
-    config = loaded.config
-    if step is None:
-        step = latest_checkpoint(run / config.checkpoint.folder)
-    if step is None:
-        raise CheckpointError(f"{run} holds no checkpoint yet")
-    architecture = model_config(config.model)
-    if sample_fields(architecture) is not None:
-        raise CheckpointError(f"{run} holds a model of arrays, not of text: it has no tokenizer")
-    tokenizer = tokenizer_of(run, config.data)
-    lora = config.lora
-    if lora.base != "nf4":  # then all have one type, below
-        lora = lora.model_copy(update={"base": "float32"})
-    model = build_undivided(architecture, config.model_copy(update={"lora": lora}))
-    init_buffers(model, torch.device("cpu"))  # those that checkpoints do not hold
-    state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    with open_checkpoint(step) as saved:
-        origin = Origin.from_json(saved.run)
-        if origin is not None:
-            load_hf(model, origin.find(), strict=False, only=origin.names)
-            state = {n: v for n, v in state.items() if n.removeprefix("model.") not in origin.names}
-        buffers = {f"model.{name}": b for name, b in persistent_buffers(model).items()}
-        state |= {name: b for name, b in buffers.items() if name in saved.tensors}
-        fill(saved, state)
-    dtype = torch.float32 if device_type() == "cpu" else torch.bfloat16
-    return cast_floats(model, dtype).to(device_type()).eval(), tokenizer, config
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
-def find_run(path: Path) -> tuple[Path, Path | None]:
-    """(run folder, checkpoint if one was named)."""
+@dataclass(frozen=True)
+class OpenModel:
+    """A whole model in eval mode on one device, and what is known about it."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    config: JobConfig | None
+    """None where the path is no run."""
+    context: int
+    """The longest row that it was trained on, or that its config allows."""
+    path: Path
+    """What was opened: the checkpoint, where a run was named."""
+    step: int | None
+    end_ids: tuple[int, ...]
+    """Tokens that end a text, as its generation config, its config or its tokenizer says."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Weights(Protocol):
+    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
+        """Fills a model that has memory, or the parts of it that are here."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a path holds: how the model is built (on the meta device, by a caller that says so),
+    and where its weights are."""
+
+    path: Path
+    step: int | None
+    config: JobConfig | None
+    architecture: Any
+    build: Callable[[], nn.Module]
+    weights: Weights
+    tokenizer: Tokenizer
+    context: int
+    end_ids: tuple[int, ...]
+
+
+def open_model(
+    path: Path,
+    *,
+    base: Path | None = None,
+    tokenizer: Path | None = None,
+    config: Path | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    step: int | None = None,
+) -> OpenModel:
+    """Opens whatever `path` is. `base`: the model that adapters belong to; `config`: a config.json,
+    or a folder with one, where the weights come without. By default in float32 on a CPU, in
+    bfloat16 on a GPU."""
+    place = device_of(device)
+    kind = dtype_of(dtype, place)
+    found = find_model(path, base=base, tokenizer=tokenizer, config=config, step=step)
+    with torch.device("meta"):
+        built = cast_floats(found.build(), kind)
+    built.to_empty(device=place)
+    tie(built)
+    init_buffers(built, place)
+    total = sum(one.nbytes for one in built.parameters())
+    with progress_bar("reading weights", "bytes", total) as bar:
+        found.weights.fill(built, moved=bar.advance)
+    return OpenModel(
+        built.eval(), found.tokenizer, found.config, found.context, found.path, found.step,
+        found.end_ids, kind, place,
+    )  # fmt: skip
+
+
+def find_model(
+    path: Path,
+    *,
+    base: Path | None = None,
+    tokenizer: Path | None = None,
+    config: Path | None = None,
+    step: int | None = None,
+) -> Found:
+    run, checkpoint = find_run(path)
+    if run is not None:
+        return _in_run(run, checkpoint, base, tokenizer, step)
+    if step is not None:
+        raise CheckpointError(
+            f"--step {step} selects a checkpoint of a run folder, and {path} is none: leave it out"
+        )
+    return _in_files(path, base, tokenizer, config)
+
+
+def find_run(path: Path) -> tuple[Path | None, Path | None]:
+    """(run folder, checkpoint if one was named); (None, None) for what belongs to no run."""
     if (path / CONFIG).is_file():
         return path, None
     if (step := step_of_export(path)) is not None:  # its adapters, as PEFT stores them
@@ -69,4 +163,256 @@ def find_run(path: Path) -> tuple[Path, Path | None]:
     for folder in path.absolute().parents[:3]:
         if (folder / CONFIG).is_file() and (path / COMMITTED).is_file():
             return folder, path
-    raise CheckpointError(f"{path} is neither a run folder nor a checkpoint inside one")
+    return None, None
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; this machine's, without."""
+    try:
+        device = torch.device(name or device_type())
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"--device {name} cannot be used here: {why:.200}") from None
+    if device.type == "meta":
+        raise ModelError("--device meta holds no values; use cpu or cuda")
+    return device
+
+
+def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ModelError(f"--dtype {name} is not known{did_you_mean(name, DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """Weights of a run's checkpoint. `base` is where frozen ones may be that it leaves out."""
+
+    checkpoint: Path
+    base: Path | None = None
+
+    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
+        named = {plain_name(name): one.detach() for name, one in model.named_parameters()}
+        with open_checkpoint(self.checkpoint, moved) as saved:
+            origin = Origin.from_json(saved.run)
+            if origin is not None:
+                folder = origin.find([self.base] if self.base is not None else [])
+                load_hf(model, folder, local_part, False, moved, only=origin.names)
+                named = {name: one for name, one in named.items() if name not in origin.names}
+            state = {MODEL + name: one for name, one in named.items()}
+            buffers = {MODEL + name: one for name, one in persistent_buffers(model).items()}
+            state |= {name: one for name, one in buffers.items() if name in saved.tensors}
+            fill(saved, state)
+
+
+@dataclass(frozen=True)
+class FileWeights:
+    """Weights in files of any format, with adapters put in."""
+
+    source: LazyCheckpoint
+
+    def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
+        weights, ties = self.source.weights(), ties_of(model)
+        buffers = {n: b for n, b in persistent_buffers(model).items() if n in weights}
+        named = {plain_name(name): one for name, one in model.named_parameters()} | buffers
+        alike = {owner: tied for tied, owner in ties.items()}
+        with counting(moved), torch.no_grad():
+            for name, tensor in named.items():
+                owner = ties.get(name, name)
+                lazy = weights.get(owner) or weights.get(alike.get(owner, ""))
+                if lazy is None:
+                    raise CheckpointError(
+                        f"{self.source.folder} lacks {name}, which its config.json asks for"
+                    )
+                _copy(lazy, name, tensor, local_part, self.source.folder)
+
+
+def _copy(lazy: Lazy, name: str, tensor: Tensor, local_part: LocalPart, folder: Path) -> None:
+    target, offsets, shape = local_part(tensor)
+    if lazy.shape != tuple(shape):
+        raise CheckpointError(
+            f"{folder} has {name} in shape {list(lazy.shape)}, but its config.json asks for "
+            f"{list(shape)}"
+        )
+    if target.shape == tensor.shape:
+        target.copy_(lazy.load())
+    elif target.numel():
+        ends = (start + size for start, size in zip(offsets, target.shape, strict=True))
+        target.copy_(lazy.load_slice(tuple(map(slice, offsets, ends))))
+
+
+def _in_run(
+    run: Path,
+    checkpoint: Path | None,
+    base: Path | None,
+    tokenizer: Path | None,
+    step: int | None,
+) -> Found:
+    loaded = load_config(str(run / CONFIG), env={})
+    if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
+        raise ConfigError(problems)
+    config = loaded.config
+    checkpoint = _checkpoint_of(run, run / config.checkpoint.folder, checkpoint, step)
+    architecture = model_config(config.model)
+    _require_text(architecture, run)
+    lora = config.lora
+    if lora.base != "nf4":  # then all have one type
+        lora = lora.model_copy(update={"base": "float32"})
+    as_built = config.model_copy(update={"lora": lora})
+    opened = _named(tokenizer) if tokenizer is not None else tokenizer_of(run, config.data)
+    context = config.training.seq_len
+    if config.checkpoint.initial_load_path is not None:  # trained on longer rows before, perhaps
+        context = max(context, getattr(architecture, "max_position_embeddings", context))
+    return Found(
+        checkpoint,
+        step_of(checkpoint),
+        config,
+        architecture,
+        lambda: build_undivided(architecture, as_built),
+        RunWeights(checkpoint, base),
+        opened,
+        context,
+        () if opened.end_id is None else (opened.end_id,),
+    )
+
+
+def _checkpoint_of(run: Path, folder: Path, named: Path | None, step: int | None) -> Path:
+    """The checkpoint that was named, that of a step, or the newest."""
+    if step is None:
+        found = named or latest_checkpoint(folder)
+        if found is None:
+            raise CheckpointError(f"{run} holds no checkpoint yet")
+        return found
+    if named is not None:
+        raise CheckpointError(f"{named} is one checkpoint: leave out --step, or name {run}")
+    there = {step_of(one): one for one in committed(folder)}
+    if step not in there:
+        steps = any_of([f"{one}" for one in sorted(there)], "and") or "none"
+        raise CheckpointError(f"{run} holds no checkpoint of step {step}; it holds {steps:.200}")
+    return there[step]
+
+
+def _in_files(
+    path: Path, base: Path | None, tokenizer: Path | None, described_by: Path | None
+) -> Found:
+    config, beside = _described_by(described_by)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    source = open_any(path, config, whole=False)
+    if source.format == "peft":
+        source = _on_base(source, path, base, config)
+    elif source.left_out is not None:
+        source = complete(source, [base] if base is not None else [])
+    elif base is not None:
+        raise CheckpointError(f"{path} is a whole model: leave out --base")
+    if has_adapters(source.weights()):
+        source = merge(source, torch.float32)  # so that they are rounded once
+    if source.own_model:
+        raise CheckpointError(
+            f"{path} holds {source.own_model}, a model of your own: name its run folder, whose "
+            "config.toml says how it is built"
+        )
+    if source.config is None:
+        raise CheckpointError(
+            f"{path} does not say what model it holds: name its config.json, or a folder with "
+            "config and tokenizer, with --config"
+        )
+    architecture = read_hf_config(source.config)
+    _require_text(architecture, path)
+    weights = {n: lazy for n, lazy in source.weights().items() if not is_computed(n)}
+    if source.config.get("tie_word_embeddings"):
+        weights = without_head(weights)
+    _require_known(weights, architecture, path)
+    source = source.with_tensors({MODEL + name: lazy for name, lazy in weights.items()})
+    source = replace(source, companions=[*beside, *source.companions])
+    opened = _named(tokenizer) if tokenizer is not None else _tokenizer_beside(source, path)
+    return Found(
+        path,
+        source.extras.get("step"),
+        None,
+        architecture,
+        lambda: build_model(architecture),
+        FileWeights(source),
+        opened,
+        architecture.max_position_embeddings,
+        _end_ids(source, opened),
+    )
+
+
+def _described_by(path: Path | None) -> tuple[Config, list[Path]]:
+    """The contents of the config.json that was named, and what lies beside it."""
+    if path is None:
+        return None, []
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"--config {path}: there is no {file}")
+    return read_json_object(file), companions_in(file.parent)
+
+
+def _on_base(
+    adapters: LazyCheckpoint, path: Path, base: Path | None, config: Config
+) -> LazyCheckpoint:
+    """Adapters with the model that they belong to."""
+    if base is None:
+        said = (adapters.adapter or {}).get("base_model_name_or_path")
+        places = [Path(said).expanduser(), path / said] if said else []
+        base = next((place for place in places if place.is_dir()), None)
+        if base is None:
+            names = f"names {said!r:.100}, which is no folder here" if said else "names none"
+            raise CheckpointError(
+                f"{path} holds adapters, and the model that they belong to is needed, too: its "
+                f"adapter_config.json {names}; name the folder with --base"
+            )
+    model = open_any(base, config)
+    if has_adapters(model.weights()):
+        raise CheckpointError(f"--base {base} has adapters itself: name the model without them")
+    return join(model, adapters)
+
+
+def _require_text(architecture: Any, path: Path) -> None:
+    if sample_fields(architecture) is not None:
+        raise CheckpointError(f"{path} holds a model of arrays, not of text: it has no tokenizer")
+
+
+def _require_known(weights: dict[str, Lazy], architecture: DecoderConfig, path: Path) -> None:
+    """Refuses weights that the model has no place for: it would compute something else."""
+    known = {*architecture.parameter_shapes(), *architecture.structure().ties}
+    unexpected = [name for name in weights if name not in known]
+    if unexpected:
+        more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
+        raise CheckpointError(
+            f"{path} has {unexpected[0]}{more}, which its config.json does not ask for: name the "
+            "right one with --config"
+        )
+
+
+def _named(tokenizer: Path) -> Tokenizer:
+    try:
+        return Tokenizer(tokenizer, add_eos=False)  # which one may do without
+    except DataError as error:
+        raise DataError(f"--tokenizer: {error}") from None
+
+
+def _tokenizer_beside(source: LazyCheckpoint, path: Path) -> Tokenizer:
+    for file in source.companions:
+        if file.name in FILES:
+            return Tokenizer(file, add_eos=False)
+    raise DataError(
+        f"{path} has no {any_of(FILES)}: name a tokenizer, its file or the folder that holds it, "
+        "with --tokenizer"
+    )
+
+
+def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Where a text ends: by generation_config.json, or else by config.json, as transformers has
+    it, or else by the tokenizer."""
+    files = [file for file in source.companions if file.name == GENERATION]
+    for contents in (*map(read_json_object, files), source.config or {}):
+        value = contents.get("eos_token_id")
+        some = value if isinstance(value, list) else [value]
+        if ids := tuple(one for one in some if isinstance(one, int)):
+            return ids
+    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
