@@ -16,6 +16,10 @@ class Bar:
     def __init__(self, drawn: Any = None, task: Any = None) -> None:
         self._drawn, self._task = drawn, task
 
+    @property
+    def is_drawn(self) -> bool:
+        return self._drawn is not None
+
     def __call__(self, done: float, total: float | None = None, what: str | None = None) -> None:
         """So much is done, of how much, and this is being done now."""
         if self._drawn is not None:

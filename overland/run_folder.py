@@ -10,6 +10,7 @@ metrics.jsonl          a line per logged step
 loss.svg               the losses
 samples.jsonl          what the model said to metrics.sample_prompt
 checkpoint/step_N/     checkpoints; those of a stop before the end are called step_N.preempt
+evaluations/step_N/    results of evaluations of a checkpoint
 checkpoint-N/          the adapters of step_N as PEFT stores them, if that is asked for
 logs/                  what ranks and jobs printed
 faults/                stacks and flight records of what went wrong
@@ -43,6 +44,7 @@ METRICS, PLOT, LOGS, TOKENIZER = "metrics.jsonl", "loss.svg", "logs", "tokenizer
 DATA, PLAN, LEDGER = "data", "data/plan.json", "data/ledger.bin"
 ATTEMPTS, LIVE, OWNER = "attempts.jsonl", "live.json", "owner.json"
 STOP, STOPPED, DONE = "STOP", "stopped", "done"
+EVALUATIONS = "evaluations"
 FAULTS, SUBMITTED, PREFLIGHT = "faults", "submit", "preflight.json"
 
 CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise

@@ -13,6 +13,7 @@ from overland.cli import (
     convert,
     data,
     doctor,
+    eval,
     generate,
     hub,
     init,
@@ -62,6 +63,7 @@ app.command(hidden=True)(submit.supervise)
 app.command()(submit.env)
 app.command()(preflight.preflight)
 app.command()(doctor.doctor)
+app.command(name="eval")(eval.evaluate)
 app.command()(generate.generate)
 app.command()(convert.convert)
 app.command()(hub.push)

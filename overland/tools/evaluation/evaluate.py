@@ -1,0 +1,267 @@
+"""One evaluation as the command line asks for it, on every rank: opens the model, goes through the
+sets one after another, and keeps what it finds."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+import overland
+from overland.config.schema import DataSource
+from overland.errors import DataError, ModelError
+from overland.parallel.comm import all_of
+from overland.progress import progress_bar
+from overland.tools.evaluation.documents import EvaluationSet, sets_of, sets_of_run
+from overland.tools.evaluation.model import Found, find_model, find_run
+from overland.tools.evaluation.parts import Cutter
+from overland.tools.evaluation.perplexity import (
+    KIND,
+    Done,
+    Sums,
+    figures,
+    prefix_id,
+    require_some,
+    score,
+    total,
+)
+from overland.tools.evaluation.ranks import Ranks, RowScorer, open_on_ranks
+from overland.tools.evaluation.results import Kept, Record, Report, mark_of_weights, place_of
+from overland.training.run import once_for_all
+from overland.world import World
+
+T = TypeVar("T")
+
+MOST_CONTEXT = 4096  # unless more is asked for: models that allow 131,072 tokens are many
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+LINE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What changes the numbers, beside weights and data."""
+
+    context: int
+    stride: int
+    prefix: int | None
+    joined: bool
+    limit: int | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says."""
+
+    path: Path
+    choices: DataSource
+    """Column, subset and split of the data."""
+    data: tuple[str, ...] = ()
+    skip_bad: bool = False
+    context: int | None = None
+    stride: int | None = None
+    joined: bool = False
+    prefix: str = "auto"
+    limit: int | None = None
+    batch_size: int | None = None
+    dtype: torch.dtype | None = None
+    base: Path | None = None
+    tokenizer: Path | None = None
+    config: Path | None = None
+    step: int | None = None
+    shard: bool = False
+    tensor_parallel: int = 1
+    output: Path | None = None
+    again: bool = False
+
+    def place(self, found: Found) -> Path:
+        """Where results are kept."""
+        return place_of(found.path, find_run(found.path)[0], self.output)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model that is ready, on this rank."""
+
+    asked: Asked
+    found: Found
+    scorer: RowScorer
+    ranks: Ranks
+    world: World
+    dtype: torch.dtype
+    report: Report
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Runs something on the first rank only; its result, or its error, is everybody's."""
+        return make() if self.world.size == 1 else once_for_all(make)
+
+    def gathered(self, mine: list[T]) -> list[T]:
+        """What all ranks have."""
+        if self.world.size == 1:
+            return mine
+        return [one for some in all_of(mine if self.ranks.leads else []) for one in some]
+
+
+def open_session(asked: Asked, world: World, device: torch.device, report: Report) -> Session:
+    found = find_model(
+        asked.path,
+        base=asked.base,
+        tokenizer=asked.tokenizer,
+        config=asked.config,
+        step=asked.step,
+    )
+    usual = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = asked.dtype or usual
+    scorer, ranks = open_on_ranks(found, world, device, dtype, asked.shard, asked.tensor_parallel)
+    return Session(asked, found, scorer, ranks, world, dtype, report)
+
+
+def sets_for(session: Session) -> list[EvaluationSet]:
+    """The sets that were named, or those that a run validates on."""
+    asked, config = session.asked, session.found.config
+    if asked.data:
+        return sets_of(asked.data, config, asked.choices, asked.skip_bad)
+    if config is None:
+        raise DataError(
+            f"--data names what to evaluate on: {asked.path} belongs to no run that would know"
+        )
+    return sets_of_run(config, session.scorer.vocab_size)
+
+
+def settings_of(session: Session) -> Settings:
+    asked, found = session.asked, session.found
+    trained = found.config.training.seq_len if found.config is not None else found.context
+    context = asked.context or min(trained, MOST_CONTEXT)
+    if context < 2:
+        raise ModelError("--context 1 leaves nothing to predict from; 2 is the least")
+    if context > found.context:
+        session.report(
+            f"note: --context {context:,} is longer than the {found.context:,} tokens that the "
+            "model was made for"
+        )
+    stride = asked.stride or max(1, context // 2)
+    if stride > context:
+        raise ModelError(
+            f"--stride {stride:,} is longer than the context, {context:,}: tokens between windows "
+            "would be left out"
+        )
+    prefix = prefix_id(found.tokenizer, asked.prefix)
+    name = str(session.dtype).removeprefix("torch.")
+    return Settings(context, stride, prefix, asked.joined, asked.limit, name)
+
+
+def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Record:
+    """Perplexity on a set: found again, continued, or computed."""
+    asked, found = session.asked, session.found
+    marks, weights = session.once(lambda: (one.marks(), mark_of_weights(found.path, asked.base)))
+    key = [weights, one.fingerprint(marks), found.tokenizer.fingerprint, asdict(settings)]
+    kept = Kept(asked.place(found), KIND, one.name, key, session.report)
+    before, done = session.once(partial(_kept_before, kept, asked.again, session.report))
+    if before is not None:
+        return before
+    one.require_tokenizer(found.tokenizer)
+    started = time.monotonic()
+    cutter = Cutter(
+        found.tokenizer,
+        settings.context,
+        settings.stride,
+        settings.prefix,
+        settings.joined,
+        session.scorer.vocab_size,
+    )
+    most = asked.batch_size or max(1, _batch_tokens(session) // settings.context)
+    expected = asked.limit if asked.limit is not None else one.num_documents
+    with _progress(one.name, expected, session) as watch:
+        mine = score(
+            session.scorer,
+            cutter.parts(one.documents(asked.limit)),
+            session.ranks,
+            batch_tokens=most * settings.context,
+            done=done,
+            keep=lambda part: kept.add(part.to_json()) if session.ranks.leads else None,
+            watch=watch,
+        )
+    sums = total([*done, *session.gathered(mine)])
+    session.once(partial(one.require_unchanged, marks))
+    require_some(sums, one.name)
+    record = {
+        "kind": KIND,
+        "name": one.name,
+        "data": one.place,
+        "model": str(found.path),
+        "step": found.step,
+        **figures(sums),
+        **{name: value for name, value in asdict(sums).items() if name != "loss"},
+        "summed_loss": sums.loss,
+        "skipped_documents": one.num_bad,
+        "settings": asdict(settings),
+        "ranks": session.world.size,
+        "seconds": round(time.monotonic() - started, 3),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"overland": overland.__version__, "torch": torch.__version__},
+    }
+    path = session.once(partial(kept.finish, record))
+    return {**record, "key": kept.key, "kept": None if path is None else str(path)}
+
+
+def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None, list[Done]]:
+    """The result that is there already, or what is done of it."""
+    if not again and (before := kept.result()) is not None:
+        report(f"found in {kept.path} (--again computes it again)")
+        return {**before, "kept": str(kept.path)}, []
+    records = [] if again else kept.done()
+    done = [one for one in map(Done.from_json, records) if one is not None]
+    if done:
+        report(f"continuing: {len({one.part for one in done}):,} parts are done")
+    elif left := kept.left_over():
+        report(
+            f"note: {left[0]} is of an evaluation that was not finished, of other weights, data or "
+            "settings; it may be deleted"
+        )
+    return None, done
+
+
+def _batch_tokens(session: Session) -> int:
+    return BATCH_TOKENS.get(session.scorer.device.type, BATCH_TOKENS["cpu"])
+
+
+@contextmanager
+def _progress(
+    name: str, expected: int | None, session: Session
+) -> Iterator[Callable[[Sums], None]]:
+    """A bar if someone is looking, a line from time to time if not; documents that rank 0 has
+    passed."""
+    last = time.monotonic()
+
+    def line(passed: Sums) -> None:
+        nonlocal last
+        if time.monotonic() - last > LINE_SECONDS:
+            last = time.monotonic()
+            of = f" of about {expected:,}" if expected else ""
+            session.report(f"{name}: {passed.documents:,}{of} documents")
+
+    with progress_bar(name, "things", expected, visible=session.world.is_first) as bar:
+
+        def move(passed: Sums) -> None:
+            bar(passed.documents, expected, name)
+            if not bar.is_drawn:
+                line(passed)
+
+        yield move
+
+
+def wait_long(seconds: int = 7 * 86_400) -> None:
+    """Lets ranks wait for those that have longer documents."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        dist.barrier()
+        _set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)

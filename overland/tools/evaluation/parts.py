@@ -1,0 +1,230 @@
+"""Parts of an evaluation: what one rank does at a time, and what is kept when it is done.
+
+A part is some consecutive documents, or some consecutive windows of a long one. Where parts begin
+and end, and which rows of a part share a batch, depends on the documents and on nothing else. So
+any number of ranks, restarted any number of times, computes the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError
+from overland.tools.evaluation.documents import Document
+from overland.tools.evaluation.windows import Ids, Row, row_of, spans
+
+LEAST_TOKENS = 2048  # of a part: what is done is written to the disk after each
+WINDOWS = 16  # of a part, at least
+MOST_DOCUMENTS = 1024
+TOGETHER = 64  # documents that are tokenised at once where all are one text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A part's documents, as windows."""
+
+    rows: list[Row]
+    unscored: int = 0
+    """Tokens that begin a document, with nothing before them to predict them from."""
+    num_bytes: int | None = 0
+    num_words: int | None = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    number: int
+    num_documents: int
+    """That begin in it."""
+    make: Callable[[], Rows]
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts documents into parts, each document by itself or all of them one after another."""
+
+    tokenizer: Tokenizer
+    context: int
+    stride: int
+    prefix: int | None = None
+    """The token that a document's first one is predicted from; None: it is not scored."""
+    joined: bool = False
+    vocab_size: int | None = None
+    _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 62)))
+
+    @property
+    def part_tokens(self) -> int:
+        return max(LEAST_TOKENS, WINDOWS * self.context)
+
+    def parts(self, documents: Iterable[Document]) -> Iterator[Part]:
+        yield from self._joined(documents) if self.joined else self._alone(documents)
+
+    def _alone(self, documents: Iterable[Document]) -> Iterator[Part]:
+        together: list[Document] = []
+        size = 0
+        for document in documents:
+            if document.size >= self.part_tokens:
+                if together:
+                    yield self._short(together)
+                yield from self._long(document)
+                together, size = [], 0
+                continue
+            together.append(document)
+            size += document.size
+            if size >= self.part_tokens or len(together) == MOST_DOCUMENTS:
+                yield self._short(together)
+                together, size = [], 0
+        if together:
+            yield self._short(together)
+
+    def _short(self, documents: list[Document]) -> Part:
+        def make() -> Rows:
+            rows: list[Row] = []
+            found = self._encode(documents)
+            for document, ids in zip(documents, found, strict=True):
+                rows += self._rows(document, ids, list(spans(len(ids), self.context, self.stride)))
+            unscored = sum(map(self._unscored, documents, found))
+            return Rows(rows, unscored, *self._measure(documents, found))
+
+        return Part(next(self._numbers), len(documents), make)
+
+    def _long(self, document: Document) -> Iterator[Part]:
+        """A document that is a part by itself, or several: all ranks tokenise it."""
+        (ids,) = self._encode([document])
+        windows = list(spans(len(ids), self.context, self.stride))
+        per_part = max(1, self.part_tokens // self.stride)
+        for start in range(0, max(1, len(windows)), per_part):
+            some = windows[start : start + per_part]
+
+            def make(some: Sequence[tuple[int, int, int]] = some, first: bool = start == 0) -> Rows:
+                rows = self._rows(document, ids, some)
+                if not first:
+                    return Rows(rows)
+                unscored = self._unscored(document, ids)
+                return Rows(rows, unscored, *self._measure([document], [ids]))
+
+            yield Part(next(self._numbers), int(start == 0), make)
+
+    def _joined(self, documents: Iterable[Document]) -> Iterator[Part]:
+        """One long text: all ranks tokenise all of it, some documents at a time."""
+        text = Joined(self.context, self.stride)
+        those: list[Document] = []
+        encoded: list[Ids] = []
+        most = max(1, self.part_tokens // self.stride)
+        source = iter(documents)
+        while some := list(islice(source, TOGETHER)):
+            found = self._encode(some)
+            those += some
+            encoded += found
+            text.add(found)
+            while rows := text.take(most):
+                yield self._part_of_joined(rows, those, encoded)
+                those, encoded = [], []
+        rows = text.take(most, is_all=True)
+        while rows or those:
+            yield self._part_of_joined(rows, those, encoded)
+            those, encoded = [], []
+            rows = text.take(most, is_all=True)
+
+    def _part_of_joined(self, rows: list[Row], those: list[Document], encoded: list[Ids]) -> Part:
+        number = next(self._numbers)
+        # The first token of all has nothing before it. BOS is no part of a text.
+        unscored = int(number == 0 and bool(rows) and rows[0].tokens[0] != self._bos)
+
+        def make() -> Rows:
+            return Rows(rows, unscored, *self._measure(those, encoded))
+
+        return Part(number, len(those), make)
+
+    @property
+    def _bos(self) -> int | None:
+        return self.tokenizer.bos_id if self.tokenizer.add_bos else None
+
+    def _encode(self, documents: Sequence[Document]) -> list[Ids]:
+        """The ids of each document, with what is put before it."""
+        texts = [one.text for one in documents if one.text is not None]
+        encoded = iter(self.tokenizer.encode_documents(texts)) if texts else iter(())
+        first, last = int(self.tokenizer.add_bos), int(self.tokenizer.add_eos)
+        found = []
+        for document in documents:
+            ids = document.ids
+            if ids is None:
+                framed = next(encoded)
+                ids = framed[first : len(framed) - last].astype(np.int64)
+            if document.is_bare:
+                ids = self._framed(ids)
+            self._check(ids)
+            found.append(ids)
+        return found
+
+    def _framed(self, ids: Ids) -> Ids:
+        if not self.joined:
+            return ids if self.prefix is None else np.concatenate([[self.prefix], ids])
+        before, after = ([] if one is None else [one] for one in (self._bos, self.tokenizer.eos_id))
+        return np.array([*before, *ids, *after], np.int64)
+
+    def _check(self, ids: Ids) -> None:
+        largest = int(ids.max()) if len(ids) else 0
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise DataError(
+                f"the data has a token {largest:,}, and the model only {self.vocab_size:,}: its "
+                "tokens were made by another tokenizer, or --tokenizer is not the model's"
+            )
+
+    def _rows(
+        self, document: Document, ids: Ids, some: Sequence[tuple[int, int, int]]
+    ) -> list[Row]:
+        rows = [row_of(ids, span, document.counts) for span in some]
+        return [row for row in rows if row.num_scored]
+
+    def _unscored(self, document: Document, ids: Ids) -> int:
+        if document.counts is not None or not len(ids):
+            return 0
+        return 0 if document.is_bare and self.prefix is not None else 1
+
+    def _measure(
+        self, documents: Sequence[Document], found: Sequence[Ids]
+    ) -> tuple[int | None, int | None]:
+        """Bytes and words of the texts; of token ids, of what they decode to. Of conversations,
+        only some tokens are scored, and nothing is counted."""
+        num_bytes = num_words = 0
+        for document, ids in zip(documents, found, strict=True):
+            if document.counts is not None:
+                return None, None
+            text = (
+                document.text if document.text is not None else self.tokenizer.decode(ids.tolist())
+            )
+            num_bytes += len(text.encode("utf-8", "replace"))
+            num_words += len(text.split())
+        return num_bytes, num_words
+
+
+class Joined:
+    """The windows of a text that grows."""
+
+    def __init__(self, context: int, stride: int) -> None:
+        self.context, self.stride = context, stride
+        self.ids: Ids = np.empty(0, np.int64)
+        self.start = self.counted = 0
+        """In `ids`: where the next window begins, and how much was predicted."""
+
+    def add(self, some: Sequence[Ids]) -> None:
+        self.ids = np.concatenate([self.ids, *some])
+
+    def take(self, most: int, is_all: bool = False) -> list[Row]:
+        """Returns so many windows, or none while there are fewer; what is left, if that is all."""
+        last = len(self.ids) - 1
+        if not is_all and last < self.start + (most - 1) * self.stride + self.context:
+            return []
+        rows: list[Row] = []
+        while len(rows) < most and self.counted < last:
+            stop = min(self.start + self.context, last)
+            rows.append(row_of(self.ids, (self.start, stop, self.counted)))
+            self.start, self.counted = self.start + self.stride, stop
+        self.ids, self.counted = self.ids[self.start :], self.counted - self.start
+        self.start = 0
+        return rows

@@ -1,0 +1,154 @@
+"""Results of evaluations, kept where their checkpoint is and never inside it.
+
+    run/evaluations/step_80/perplexity-c4-3f9a….json      of a checkpoint of a run
+    my-model.evaluations/perplexity-c4-3f9a….json         of anything else: beside it
+
+The name ends with a fingerprint of the weights, the data and all that changes the numbers: the same
+evaluation finds its result again. What is done of one that is under way lies next to it in a hidden
+folder, a file per process and a line per part, so that whoever continues it, on however many
+ranks, takes what is there. A line that was cut short is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from overland.checkpoint.folder import step_of
+from overland.data.sources.marks import digest_of, marks_of_files
+from overland.errors import sentence
+from overland.files import read_json, replace_file, sync
+from overland.run_folder import CHECKPOINT, COMMITTED, EVALUATIONS
+
+FORMAT = 1
+LARGEST = 2**24  # of a result
+Record = dict[str, Any]
+Report = Callable[[str], None]
+
+
+def place_of(path: Path, run: Path | None, output: Path | None = None) -> Path:
+    """The folder for results of `path`, a checkpoint of `run` or anything else with weights."""
+    if output is not None:
+        return output
+    path = path.absolute()
+    return run / EVALUATIONS / path.name if run else path.with_name(f"{path.name}.{EVALUATIONS}")
+
+
+def mark_of_weights(*paths: Path | None) -> str:
+    """Changes with the weights at these paths: a committed checkpoint says itself what it holds;
+    of other files, size and samples of their bytes."""
+    return digest_of([_mark(path) for path in paths if path is not None])
+
+
+def _mark(path: Path) -> Any:
+    path = path.expanduser()
+    if (path / COMMITTED).is_file():
+        return (path / COMMITTED).read_text(errors="replace")
+    if path.is_file():
+        return marks_of_files(path.parent, [path.name], whole=False)
+    inside = [one for one in sorted(path.rglob("*")) if one.is_file() and not _is_ours(one, path)]
+    return marks_of_files(path, [str(one.relative_to(path)) for one in inside], whole=False)
+
+
+def _is_ours(file: Path, root: Path) -> bool:
+    """Whether a file below a folder of weights is hidden or was put there by an evaluation."""
+    return any(one.startswith(".") or one == EVALUATIONS for one in file.relative_to(root).parts)
+
+
+class Kept:
+    """The result of one evaluation, and what is done of it. Where nothing can be written that is
+    reported once, and the evaluation goes on."""
+
+    def __init__(self, place: Path, kind: str, name: str, key: Any, report: Report) -> None:
+        """`key`: everything that changes the result."""
+        self.key = digest_of([FORMAT, kind, key])[:16]
+        label = f"{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}"
+        self.path = place / f"{label}-{self.key}.json"
+        self.parts = place / f".{label}-{self.key}.parts"
+        self.others = f".{label}-*.parts"
+        self._report, self._file = report, None
+        self._is_off = False
+
+    _file: BinaryIO | None
+
+    def result(self) -> Record | None:
+        """What an evaluation with the same key has found."""
+        with suppress(OSError, ValueError):
+            found = read_json(self.path, LARGEST)
+            if isinstance(found, dict) and found.get("key") == self.key:
+                return found
+        return None
+
+    def done(self) -> list[Record]:
+        """The parts that are done, by whichever process."""
+        found = []
+        for file in sorted(self.parts.glob("*.jsonl")):
+            with suppress(OSError):
+                found += list(_lines(file))
+        return found
+
+    def left_over(self) -> list[Path]:
+        """What is done of evaluations of the same name with another key."""
+        return [one for one in sorted(self.path.parent.glob(self.others)) if one != self.parts]
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Keeps a part that is done; it is on the disk when this returns."""
+        if self._is_off:
+            return
+        try:
+            if self._file is None:
+                self.parts.mkdir(parents=True, exist_ok=True)
+                self._file = (self.parts / f"{uuid.uuid4().hex[:12]}.jsonl").open("ab")
+                sync(self.parts)
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+            sync(Path(self._file.name))
+        except OSError as error:
+            self._is_off = True
+            self._report(f"note: if this is stopped it starts again: {sentence(error)}")
+
+    def finish(self, record: Record) -> Path | None:
+        """Keeps the result, and nothing else. None where it cannot be written."""
+        self.close()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**record, "key": self.key}, indent=1, allow_nan=False)
+            replace_file(self.path, text + "\n", shared=True)
+        except OSError as error:
+            self._report(
+                f"note: the result is not kept: {sentence(error)}; --output names another folder"
+            )
+            return None
+        shutil.rmtree(self.parts, ignore_errors=True)
+        return self.path
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def _lines(file: Path) -> Iterator[Record]:
+    for line in file.read_bytes().splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
+
+
+def read_results(run: Path) -> list[Record]:
+    """All results of a run's checkpoints, by step and name. What cannot be read is left out."""
+    found = []
+    for path in sorted((run / EVALUATIONS).glob("*/*.json")):
+        with suppress(OSError, ValueError):
+            record = read_json(path, LARGEST)
+            if isinstance(record, dict) and CHECKPOINT.fullmatch(path.parent.name):
+                found.append({"step": step_of(path.parent), **record, "path": str(path)})
+    return sorted(found, key=lambda one: (one["step"], one.get("kind", ""), one.get("name", "")))
