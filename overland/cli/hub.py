@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -25,14 +25,18 @@ class FetchKind(StrEnum):
     model = "model"
     tokenizer = "tokenizer"
     dataset = "dataset"
+    tasks = "tasks"
 
 
 @user_errors
 def fetch(
     kind: Annotated[
-        FetchKind, typer.Argument(help="model, tokenizer or dataset.", show_choices=False)
+        FetchKind, typer.Argument(help="model, tokenizer, dataset or tasks.", show_choices=False)
     ],
-    name: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME", help="OWNER/NAME on the Hub; tasks: names, or @LIST."),
+    ],
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit; default: main.")
     ] = None,
@@ -46,21 +50,75 @@ def fetch(
     verify: Annotated[
         bool, typer.Option("--verify", help="Only check what is here; needs no network.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="tasks: only list their datasets; needs no network.")
+    ] = False,
+    include_path: Annotated[
+        Path | None, typer.Option(help="tasks: a folder with definitions of your own.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Fetch a model, tokenizer or dataset: resumable, every byte verified. HF_ENDPOINT and HF_TOKEN
-    are respected."""
+    """Fetch a model, tokenizer or dataset, or all datasets of evaluation tasks: resumable, every
+    byte verified. HF_ENDPOINT and HF_TOKEN are respected."""
+    from overland.tools.hub.fetch import FetchKind as OfHub
     from overland.tools.hub.fetch import Wanted, default_folder
     from overland.tools.hub.fetch import fetch as fetch_files
 
-    folder = to.expanduser() if to is not None else default_folder(kind.value, name)
-    wanted = Wanted(kind.value, name, revision, subset, tuple(include or ()))
+    if kind is FetchKind.tasks:
+        refuse_options({"--revision": revision, "--subset": subset, "--include": include})
+        fetch_for_tasks(names, include_path, to, dry_run or verify, as_json)
+        return
+    refuse_options({"--dry-run": dry_run, "--include-path": include_path}, "tasks")
+    if len(names) > 1:
+        raise typer.BadParameter(f"a {kind} has one name, and these are {len(names)}")
+    of_hub, name = cast(OfHub, kind.value), names[0]
+    folder = to.expanduser() if to is not None else default_folder(of_hub, name)
+    wanted = Wanted(of_hub, name, revision, subset, tuple(include or ()))
     with fetch_progress() as report:
         if verify:
             verify_fetched(wanted, folder, report, as_json)
             return
         done = fetch_files(wanted, folder, report)
     print_fetched(done, wanted, folder, as_json)
+
+
+def refuse_options(given: dict[str, object], of: str = "a dataset") -> None:
+    for option, value in given.items():
+        if value:
+            raise typer.BadParameter(f"is for {of}", param_hint=option)
+
+
+def fetch_for_tasks(
+    names: list[str], include_path: Path | None, to: Path | None, dry_run: bool, as_json: bool
+) -> None:
+    """Brings what tasks read, or lists it."""
+    from overland.errors import HubError
+    from overland.tools.evaluation.task_data import (
+        fetch_tasks,
+        in_words,
+        matching,
+        needs_of,
+        open_manager,
+        task_names,
+        tasks_root,
+    )
+
+    wanted = task_names(names)
+    manager = open_manager(wanted, include_path)
+    needs = needs_of(manager, matching(manager, wanted))
+    root = to.expanduser() if to is not None else tasks_root()
+    failed: dict[str, str] = {}
+    if not dry_run:
+        with fetch_progress() as report:
+            failed = fetch_tasks(needs, root, report, lambda line: print(line, file=sys.stderr))
+    if as_json:
+        print(json.dumps(needs.to_json(root) | {"failed": failed}, indent=2))
+    else:
+        print(*in_words(needs, root), sep="\n")
+    for name, why in failed.items():
+        print(f"{name}: {why}", file=sys.stderr)
+    if failed:
+        raise HubError(f"{len(failed)} of {len(needs.datasets)} datasets are not here")
 
 
 def verify_fetched(

@@ -222,23 +222,23 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 def recipe_for(folder: Path) -> str | None:
     """Returns the recipe whose run folder this is, unless it is told otherwise."""
     for name in recipe_names():
-        job = tomllib.loads((_recipes() / f"{name}.toml").read_text(encoding="utf-8"))["job"]
+        job = tomllib.loads((recipes_folder() / f"{name}.toml").read_text(encoding="utf-8"))["job"]
         if Path(job["dump_folder"]) == folder:
             return name
     return None
 
 
 def recipe_names() -> list[str]:
-    return sorted(path.stem for path in _recipes().glob("*.toml"))
+    return sorted(path.stem for path in recipes_folder().glob("*.toml"))
 
 
 def recipe_path(name: str) -> Path | None:
     """Returns the file of a packaged recipe, if there is one of that name."""
     plain = name.removesuffix(".toml")
-    return _recipes() / f"{plain}.toml" if plain in recipe_names() else None
+    return recipes_folder() / f"{plain}.toml" if plain in recipe_names() else None
 
 
-def _recipes() -> Path:
+def recipes_folder() -> Path:
     return Path(__file__).resolve().parent.parent / "recipes"
 
 

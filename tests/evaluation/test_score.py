@@ -14,11 +14,10 @@ from overland.errors import DataError, ModelError
 from overland.models import DecoderConfig, build_model
 from overland.models.decoder import Decoder
 from overland.models.init import init_weights
-from overland.tools.evaluation.score import Score, Scorer, plant
+from overland.tools.evaluation.score import ContinuationScorer, Pair, Score, plant
 from tests.models.tiny import hf
 
 VOCABULARY = 96
-Request = tuple[Sequence[int], Sequence[int]]
 
 
 def tiny(**changes: Any) -> Decoder:
@@ -27,7 +26,7 @@ def tiny(**changes: Any) -> Decoder:
     return model.eval()
 
 
-def plainly(model: nn.Module, request: Request, max_length: int) -> Score:
+def plainly(model: nn.Module, request: Pair, max_length: int) -> Score:
     """One sequence at a time."""
     context, continuation = request
     tokens = [*context, *continuation][-(max_length + 1) :]
@@ -39,9 +38,9 @@ def plainly(model: nn.Module, request: Request, max_length: int) -> Score:
     return Score(float(rows_NV.gather(1, wanted_N[:, None]).double().sum()), is_greedy)
 
 
-def assert_plain(model: nn.Module, requests: list[Request], **settings: Any) -> None:
+def assert_plain(model: nn.Module, requests: list[Pair], **settings: Any) -> None:
     max_length = settings.setdefault("max_length", 64)
-    found = dict(Scorer(model, **settings).score(requests))
+    found = scores(ContinuationScorer(model, **settings), requests)
     assert sorted(found) == list(range(len(requests)))
     for number, request in enumerate(requests):
         wanted = plainly(model, request, max_length)
@@ -49,16 +48,20 @@ def assert_plain(model: nn.Module, requests: list[Request], **settings: Any) -> 
         assert found[number].is_greedy == wanted.is_greedy
 
 
+def scores(scorer: ContinuationScorer, requests: Sequence[Pair]) -> dict[int, Score]:
+    return {number: score for batch in scorer.score(requests) for number, score in batch}
+
+
 def some(count: int, draw: random.Random) -> list[int]:
     return [draw.randrange(VOCABULARY) for _ in range(count)]
 
 
-def questions() -> list[Request]:
+def questions() -> list[Pair]:
     """Examples that all begin with, questions with answers of any length, and what is odd: one
     answer, the same twice, answers that begin others, contexts that begin others."""
     draw = random.Random(5)
     examples = some(12, draw)
-    requests: list[Request] = []
+    requests: list[Pair] = []
     for _ in range(6):
         question = examples + some(draw.randint(1, 9), draw)
         answers = [some(draw.randint(1, 6), draw) for _ in range(4)]
@@ -94,17 +97,17 @@ def test_greedy_continuations_are_told() -> None:
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     answer = tokens[3:]
     other = [*answer[:-1], (answer[-1] + 1) % VOCABULARY]
-    requests: list[Request] = [(prompt, answer), (prompt, other), (prompt, answer[:2])]
-    found = dict(Scorer(model, max_length=64).score(requests))
+    requests: list[Pair] = [(prompt, answer), (prompt, other), (prompt, answer[:2])]
+    found = scores(ContinuationScorer(model, max_length=64), requests)
     assert [found[i].is_greedy for i in range(3)] == [True, False, True]
 
 
 def test_what_is_shared_is_computed_once() -> None:
     context = list(range(40))
-    requests: list[Request] = [(context, [50 + i, 60, 61]) for i in range(4)]
+    requests: list[Pair] = [(context, [50 + i, 60, 61]) for i in range(4)]
     rows = list(plant(requests, 64, longest_tree=1024))
     assert [len(row) for row in rows] == [40 + 4 * 2]
-    one_token: list[Request] = [(context, [50 + i]) for i in range(4)]
+    one_token: list[Pair] = [(context, [50 + i]) for i in range(4)]
     (row,) = plant(one_token, 64, longest_tree=1024)
     assert len(row) == 40
     assert row.is_chain
@@ -112,7 +115,7 @@ def test_what_is_shared_is_computed_once() -> None:
 
 def test_a_long_context_is_cut_at_the_left() -> None:
     draw = random.Random(1)
-    requests: list[Request] = [(some(30, draw), some(n, draw)) for n in (1, 5, 16)]
+    requests: list[Pair] = [(some(30, draw), some(n, draw)) for n in (1, 5, 16)]
     assert_plain(tiny(), requests, max_length=16)
 
 
@@ -121,7 +124,7 @@ def test_rotary_angles_that_stretch_with_a_row_stay_those_of_the_sequence() -> N
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny(rope_parameters=rope)  # trained on 64
     context = some(50, draw)
-    requests: list[Request] = [(context, some(12, draw)) for _ in range(6)]
+    requests: list[Pair] = [(context, some(12, draw)) for _ in range(6)]
     assert_plain(model, requests)
     requests += [(some(80, draw), some(n, draw)) for n in (3, 9)]
     assert_plain(model, requests, max_length=128)
@@ -149,17 +152,19 @@ def test_a_model_of_somebody_else_is_scored_row_by_row() -> None:
 
 def test_parts_are_disjoint_and_together_everything() -> None:
     model, requests = tiny(), questions()
-    scorer = Scorer(model, max_length=64)
-    parts = [dict(scorer.score(requests, part, 3)) for part in range(3)]
+    parts = [
+        scores(ContinuationScorer(model, max_length=64, part=part, num_parts=3), requests)
+        for part in range(3)
+    ]
     assert sum(map(len, parts)) == len(requests)
-    whole = dict(scorer.score(requests))
+    whole = scores(ContinuationScorer(model, max_length=64), requests)
     joined = {number: score for part in parts for number, score in part.items()}
     assert joined.keys() == whole.keys()
     for number, score in whole.items():
         assert joined[number].log_likelihood == pytest.approx(score.log_likelihood, abs=1e-5)
 
 
-class Narrow(Scorer):
+class Narrow(ContinuationScorer):
     """A device whose memory holds two rows."""
 
     def _score_rows(self, rows: list[Any]) -> list[tuple[int, Score]]:
@@ -170,16 +175,16 @@ class Narrow(Scorer):
 
 def test_a_batch_that_does_not_fit_is_halved() -> None:
     model, requests = tiny(), questions()
-    found = dict(Narrow(model, max_length=64, batch_size=32).score(requests))
-    assert found.keys() == dict(Scorer(model, max_length=64).score(requests)).keys()
+    found = scores(Narrow(model, max_length=64, batch_size=32), requests)
+    assert found.keys() == scores(ContinuationScorer(model, max_length=64), requests).keys()
 
 
 def test_what_has_no_score_is_refused() -> None:
-    scorer = Scorer(tiny(), max_length=4)
+    scorer = ContinuationScorer(tiny(), max_length=4)
     for request, words in (
         (([], [1]), "context without a token"),
         (([1], []), "continuation without a token"),
-        (([1], [1, 2, 3, 4, 5]), "--max-length"),
+        (([1], [1, 2, 3, 4, 5]), "--context"),
     ):
         with pytest.raises(DataError, match=words):
             list(scorer.score([request]))
@@ -188,8 +193,8 @@ def test_what_has_no_score_is_refused() -> None:
     with torch.no_grad():
         broken.lm_head.weight.fill_(float("nan"))
     with pytest.raises(ModelError, match="not finite"):
-        list(Scorer(broken, max_length=4).score([([1], [2])]))
+        list(ContinuationScorer(broken, max_length=4).score([([1], [2])]))
 
 
 def test_nothing_to_score_is_no_error() -> None:
-    assert list(Scorer(tiny(), max_length=4).score([])) == []
+    assert list(ContinuationScorer(tiny(), max_length=4).score([])) == []

@@ -129,10 +129,12 @@ def read_together(root: Path, files: Sequence[str]) -> str:
     return f"{len(folders):,} subsets are read together: {names}; subset chooses one of them"
 
 
-def subset_files(root: Path, files: Sequence[str], subset: str, where: str) -> list[str]:
-    """Returns those of `files` that belong to the subset, whatever their split; `root` need hold no
-    more than the README.md. Errors name `where`."""
+def subset_files(root: Path, files: Sequence[str], subset: str | None, where: str) -> list[str]:
+    """Returns those of `files` that belong to the subset, or to the usual one, whatever their
+    split; `root` need hold no more than the README.md. Errors name `where`."""
     configs = _configs(root / "README.md")
+    if not configs and subset is None:
+        return list(files)
     if not configs:
         folders = sorted({file.partition("/")[0] for file in files if "/" in file})
         folder = choose_name("subset", subset, folders, "default", where)

@@ -18,21 +18,27 @@ only where they are a beginning of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 
 from overland.errors import DataError, ModelError
 from overland.models.attention import Mask
 from overland.models.decoder import Decoder
+from overland.models.loss import OutputMatrix, places_of
+from overland.parallel.comm import gather
 
 Ids = npt.NDArray[np.int64]
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Ids of a context and of its continuation."""
 
 # A row takes in more sequences up to twice the length of its first one, or to this length, since
 # attention over it costs its square. Beyond LONGEST_TREE the mask alone would be 256 MiB.
@@ -63,41 +69,53 @@ class Row:
         return len(self.tokens)
 
 
-class Scorer:
-    """Scores continuations with one model on one device."""
+class ContinuationScorer:
+    """Scores continuations with one model: whole on this device, or this rank's part of it."""
 
-    def __init__(self, model: nn.Module, *, max_length: int, batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_length: int,
+        batch_size: int | None = None,
+        device: torch.device | None = None,
+        multiple: int = 1,
+        part: int = 0,
+        num_parts: int = 1,
+        goes_on: Callable[[bool], bool] = bool,
+    ) -> None:
         """`batch_size` is a number of rows; without one, it is chosen by their length, and halved
-        when memory runs out."""
+        when memory runs out. Of `num_parts` parts of about equal work, this is one; `goes_on` says
+        whether there is a forward pass to take, for one's own rows or together with others. Rows
+        are padded to a multiple of `multiple`."""
         self.model = model
         self.max_length = max_length
         self.batch_size = batch_size
-        self.device = next(model.parameters()).device
+        self.device = device or next(model.parameters()).device
+        self.multiple, self.goes_on = multiple, goes_on
+        self.part, self.num_parts = part, num_parts
         self.stretches_from = stretches_from(model)
         self.longest_tree = min(LONGEST_TREE, self.stretches_from or LONGEST_TREE)
-        if not is_decoder(model):
+        if not isinstance(model, Decoder):
             self.longest_tree = 0
         self.tokens_at_once = TOKENS_AT_ONCE.get(self.device.type, TOKENS_AT_ONCE["cuda"])
 
-    def score(
-        self,
-        requests: Sequence[tuple[Sequence[int], Sequence[int]]],
-        part: int = 0,
-        num_parts: int = 1,
-    ) -> Iterator[tuple[int, Score]]:
-        """Yields (number of the request, its score) of (context, continuation) pairs, the longest
-        first; of `num_parts` parts of about equal work, only one."""
+    def score(self, requests: Sequence[Pair]) -> Iterator[list[tuple[int, Score]]]:
+        """Yields batches of (number of the request, its score), the longest first."""
         planted = plant(requests, self.max_length, self.longest_tree)
-        rows = sorted(planted, key=len, reverse=True)[part::num_parts]
-        start = 0
-        while start < len(rows):
-            stop = self._stop(rows, start)
-            try:
-                scores = self._score_rows(rows[start:stop])
-            except torch.OutOfMemoryError:
-                self._take_less(stop - start, len(rows[start]))
+        rows = sorted(planted, key=len, reverse=True)
+        mine, start = rows[self.part :: self.num_parts], 0
+        while self.goes_on(start < len(mine)):
+            if start >= len(mine):  # others are not through, and need this rank in their pass
+                self._score_rows(rows[-1:])
                 continue
-            yield from scores
+            stop = self._stop(mine, start)
+            try:
+                scores = self._score_rows(mine[start:stop])
+            except torch.OutOfMemoryError:
+                self._take_less(stop - start, len(mine[start]))
+                continue
+            yield scores
             start = stop
 
     def _stop(self, rows: list[Row], start: int) -> int:
@@ -113,7 +131,7 @@ class Scorer:
         if num_rows == 1:
             raise ModelError(
                 f"the device has no memory for a single row of {length:,} tokens: set a smaller "
-                "--max-length, or use a device with more memory"
+                "--context, or use a device with more memory"
             )
         if self.batch_size is not None:
             self.batch_size = num_rows // 2
@@ -122,33 +140,24 @@ class Scorer:
     @torch.no_grad()
     def _score_rows(self, rows: list[Row]) -> list[tuple[int, Score]]:
         """One forward pass, and logits only where a token is predicted."""
-        places = [
-            (b, place) for b, row in enumerate(rows) for _, some, _ in row.asked for place in some
-        ]
-        targets = [token for row in rows for _, _, wanted in row.asked for token in wanted]
+        places = [(b, p) for b, row in enumerate(rows) for _, some, _ in row.asked for p in some]
+        wanted = [token for row in rows for _, _, some in row.asked for token in some]
         rows_N, places_N = torch.tensor(places, device=self.device).unbind(1)
-        targets_N = torch.tensor(targets, device=self.device)
+        wanted_N = torch.tensor(wanted, device=self.device)
         tokens_BS = self._padded([row.tokens for row in rows])
-        if is_decoder(self.model):
+        if isinstance(self.model, Decoder):
             depths_BS = self._padded([row.depths for row in rows])
-            if all(row.is_chain for row in rows):
-                hidden_BSD = self.model.model(tokens_BS, depths_BS)
-            else:
-                with trees(self.model, self._padded([row.ends for row in rows]), depths_BS):
-                    hidden_BSD = self.model.model(tokens_BS, depths_BS)
-            outputs_ND, head = hidden_BSD[rows_N, places_N], self.model.lm_head
+            fields = {"rows_N": rows_N, "places_N": places_N, "wanted_N": wanted_N}
+            ends_BS = None
+            if not all(row.is_chain for row in rows):
+                ends_BS = self._padded([row.ends for row in rows])
+            with predicting(self.model, ends_BS, depths_BS):
+                # The labels say that the objective is wanted, which has its own.
+                predicted_2N = self.model(tokens_BS, depths_BS, labels_BS=tokens_BS, **fields)
         else:
-            outputs_ND, head = self.model(tokens_BS)[rows_N, places_N], None
-        log_likelihoods, greedy = [], []
-        for start in range(0, len(targets), PREDICTIONS_AT_ONCE):
-            some = slice(start, start + PREDICTIONS_AT_ONCE)
-            logits_NV = outputs_ND[some] if head is None else head(outputs_ND[some])
-            logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-            wanted_N = targets_N[some]
-            log_probs_NV = torch.log_softmax(logits_NV, dim=-1)
-            log_likelihoods.append(log_probs_NV.gather(1, wanted_N[:, None])[:, 0])
-            greedy.append(logits_NV.argmax(-1) == wanted_N)
-        return self._collect(rows, torch.cat(log_likelihoods), torch.cat(greedy))
+            logits_NV = self.model(tokens_BS)[rows_N, places_N]
+            predicted_2N = compare(logits_NV, wanted_N)
+        return self._collect(rows, *predicted_2N)
 
     def _collect(
         self, rows: list[Row], log_likelihoods_N: Tensor, greedy_N: Tensor
@@ -168,16 +177,14 @@ class Scorer:
 
     def _padded(self, lists: list[list[int]]) -> Tensor:
         """Behind the end, where nothing that counts can see it."""
-        longest = max(map(len, lists))
+        longest = -(-max(map(len, lists)) // self.multiple) * self.multiple
         table = np.zeros((len(lists), longest), np.int64)
         for row, values in zip(table, lists, strict=True):
             row[: len(values)] = values
         return torch.from_numpy(table).to(self.device)
 
 
-def plant(
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]], max_length: int, longest_tree: int
-) -> Iterator[Row]:
+def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Iterator[Row]:
     """Yields rows that together hold every request, of `longest_tree` tokens at most where they
     branch. What does not fit into `max_length` is cut off at the left, as the harness does."""
     sequences: list[tuple[bytes, int, Ids, list[int]]] = []
@@ -217,7 +224,7 @@ def check_request(context: Sequence[int], continuation: Sequence[int], max_lengt
     if len(continuation) > max_length:
         raise DataError(
             f"a continuation has {len(continuation):,} tokens, and the model takes {max_length:,} "
-            "at once: give more with --max-length, or leave the task out"
+            "at once: give more with --context, or leave the task out"
         )
 
 
@@ -243,21 +250,51 @@ def num_shared(one: Ids, other: Ids) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def is_decoder(model: nn.Module) -> TypeGuard[Decoder]:
-    """Whether it is a whole Decoder of ours."""
-    return (
-        isinstance(model, Decoder)
-        and model.lm_head is not None
-        and model.model.embed_tokens is not None
-    )
-
-
 def stretches_from(model: nn.Module) -> int | None:
     """Returns the length beyond which the rotary angles of this model depend on a row's length, so
     that no row may be longer than its sequence."""
-    if not is_decoder(model) or model.config.rope.rope_type != "dynamic":
+    if not isinstance(model, Decoder) or model.config.rope.rope_type != "dynamic":
         return None
     return model.config.max_position_embeddings
+
+
+class Predictions:
+    """What the head makes of a batch: for each wanted token its log-likelihood, and whether it is
+    the likeliest."""
+
+    def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        group = getattr(head, "group", None)  # of tensor parallelism: each has a part of the rows
+        if group is not None:
+            hidden_BSD = gather(hidden_BSD.contiguous(), 1, group)
+        hidden_ND = hidden_BSD[fields["rows_N"], fields["places_N"]]
+        parts = []
+        for start in range(0, len(hidden_ND), PREDICTIONS_AT_ONCE):
+            some = slice(start, start + PREDICTIONS_AT_ONCE)
+            logits_NV = hidden_ND[some] @ head.weight_VD.t()
+            parts.append(compare(logits_NV, fields["wanted_N"][some], group))
+        return torch.cat(parts, dim=1)
+
+
+def compare(logits_NV: Tensor, wanted_N: Tensor, group: Any = None) -> Tensor:
+    """Returns log p(wanted), and 1 where it is the likeliest; of a `group`, each rank has a part of
+    the vocabulary."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    size = wide_NV.shape[1]
+    first = 0 if group is None else dist.get_rank(group) * size
+    place_N1, here_N1 = places_of(wanted_N, first, size)
+    largest_N1, best_N1 = wide_NV.max(1, keepdim=True)
+    own_N1 = wide_NV.gather(1, place_N1).masked_fill(~here_N1, -torch.inf)
+    if group is None:
+        log_probs_N = own_N1[:, 0] - wide_NV.logsumexp(1)
+        return torch.stack((log_probs_N, (best_N1 == place_N1)[:, 0].to(log_probs_N.dtype)))
+    mine_N1, largest_N1 = largest_N1, all_reduce(largest_N1, "max", group)
+    # The lowest id wins where two are as likely, as in one process.
+    best_N1 = torch.where(mine_N1 == largest_N1, best_N1 + first, first + (1 << 40))
+    best_N1 = all_reduce(best_N1, "min", group)
+    sums_N1 = all_reduce((wide_NV - largest_N1).exp().sum(1, keepdim=True), "sum", group)
+    own_N1 = all_reduce(own_N1, "max", group)
+    log_probs_N = (own_N1 - largest_N1 - sums_N1.log())[:, 0]
+    return torch.stack((log_probs_N, (best_N1[:, 0] == wanted_N).to(log_probs_N.dtype)))
 
 
 class TreeMasks(nn.Module):
@@ -286,11 +323,13 @@ class TreeMasks(nn.Module):
 
 
 @contextmanager
-def trees(model: Decoder, ends_BS: Tensor, depths_BS: Tensor) -> Iterator[None]:
-    """Inside, rows are trees."""
-    own = model.model.masks
-    model.model.masks = TreeMasks(ends_BS, depths_BS, own.windows)  # type: ignore[assignment]
+def predicting(model: Decoder, ends_BS: Tensor | None, depths_BS: Tensor) -> Iterator[None]:
+    """Inside, the model makes predictions, and of rows that are trees if `ends_BS` is given."""
+    masks, objective = model.model.masks, model.objective
+    model.objective = Predictions()
+    if ends_BS is not None:
+        model.model.masks = TreeMasks(ends_BS, depths_BS, masks.windows)  # type: ignore[assignment]
     try:
         yield
     finally:
-        model.model.masks = own
+        model.model.masks, model.objective = masks, objective

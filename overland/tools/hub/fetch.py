@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,11 +56,16 @@ class Wanted:
     revision: str | None = None
     subset: str | None = None
     include: tuple[str, ...] = ()
+    subsets: tuple[str | None, ...] = ()
+    """Several of a dataset at once; None is the one that is meant where none is named."""
 
     @property
     def request(self) -> dict[str, Any]:
         """What a folder's list remembers of it."""
-        return {"kind": self.kind, "subset": self.subset, "include": sorted(self.include)}
+        several = {"subsets": list(self.subsets)} if self.subsets else {}
+        return {
+            "kind": self.kind, "subset": self.subset, "include": sorted(self.include), **several
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,8 +190,10 @@ def choose_files(wanted: Wanted, repo: Repo, commit: str, files: dict[str, HubFi
     names = list(files)
     where = f"{wanted.name} at {commit[:12]}"
     if wanted.subset is not None:
-        names = subset_of(wanted.subset, repo, commit, files)
+        names = subset_of((wanted.subset,), repo, commit, files)
         where += f", subset {wanted.subset}"
+    elif wanted.subsets:
+        names = subset_of(wanted.subsets, repo, commit, files)
     if wanted.include:
         names = choose_included(names, wanted.include, where)
     elif wanted.kind == "model":
@@ -195,13 +202,15 @@ def choose_files(wanted: Wanted, repo: Repo, commit: str, files: dict[str, HubFi
         names = choose_tokenizer(names)
     if not names:
         raise HubError(f"{where} holds no file of a {wanted.kind}; see {repo.page}/tree/{commit}")
-    if wanted.subset is not None and "README.md" in files:
+    if (wanted.subset is not None or wanted.subsets) and "README.md" in files:
         names = list(dict.fromkeys(["README.md", *names]))  # it says which file is what
     return names
 
 
-def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, HubFile]) -> list[str]:
-    """The subset's files, as the README or the folders tell. The README is read before anything is
+def subset_of(
+    subsets: Sequence[str | None], repo: Repo, commit: str, files: dict[str, HubFile]
+) -> list[str]:
+    """The subsets' files, as the README or the folders tell. The README is read before anything is
     written, so a misspelt name leaves nothing behind."""
     from overland.data.sources.huggingface import subset_files
     from overland.errors import DataError
@@ -215,9 +224,10 @@ def subset_of(subset: str, repo: Repo, commit: str, files: dict[str, HubFile]) -
         if page:
             bring_one(repo, commit, "README.md", page, Path(place), lambda size: None)
         try:
-            return subset_files(Path(place), list(files), subset, repo.name)
+            found = [subset_files(Path(place), list(files), one, repo.name) for one in subsets]
         except DataError as error:
             raise HubError(str(error)) from None
+    return list(dict.fromkeys(name for some in found for name in some))
 
 
 def check_space(folder: Path, snapshot: HubSnapshot, problems: dict[str, str]) -> None:

@@ -1,0 +1,180 @@
+"""Tasks as lm-evaluation-harness runs them: loaded with their data, set to what was asked for, and
+their results as a list of numbers.
+
+It is imported when tasks are run, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from overland.errors import DataError, sentence
+from overland.tools.evaluation.task_data import NO_NETWORK, fetched, matching, open_manager
+
+SEEDS = (0, 1234, 1234, 1234)  # of Python, NumPy, torch and the choice of examples: the harness's
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What changes the scores, beside weights and data."""
+
+    tasks: tuple[str, ...]
+    context: int
+    """Tokens of a prompt and its answer at most."""
+    dtype: str
+    num_fewshot: int | None = None
+    limit: float | None = None
+    """Documents of each task; below 1, a share of them."""
+    chat_template: str | None = None
+    """By name; without, prompts are plain text."""
+    multiturn: bool = True
+    """Whether examples are turns of their own, in a conversation."""
+    system: str | None = None
+    gen_kwargs: str | None = None
+    add_bos: bool | None = None
+    log_samples: bool = False
+    unsafe_code: bool = False
+    include_path: str | None = None
+
+
+def no_network() -> None:
+    """Has the libraries open no connection; to be called before they are imported."""
+    os.environ.update(NO_NETWORK)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # there is a bar of ours
+
+
+def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any]:
+    """What the harness's own `simple_evaluate` does, without its questions to the machine."""
+    from lm_eval.evaluator import evaluate
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    include = None if settings.include_path is None else Path(settings.include_path)
+    manager = open_manager(settings.tasks, include)
+    python, numpy, pytorch, examples = SEEDS
+    random.seed(python)
+    np.random.seed(numpy)
+    torch.manual_seed(pytorch)
+    started = time.time()
+    loaded = load_tasks(manager, settings.tasks, root)
+    for task in loaded["tasks"].values():
+        adjust(task, settings, examples)
+    with task_errors("these tasks"):
+        results = evaluate(
+            lm=model,
+            task_dict=loaded,
+            limit=settings.limit,
+            log_samples=settings.log_samples,
+            system_instruction=settings.system,
+            apply_chat_template=settings.chat_template or False,
+            fewshot_as_multiturn=settings.multiturn,
+            confirm_run_unsafe_code=settings.unsafe_code,
+        )
+    results["config"] = {
+        "model": "overland",
+        "model_args": {"pretrained": model.facts.get("model_path"), "dtype": settings.dtype},
+        **model.get_model_info(),
+        "limit": settings.limit,
+        "bootstrap_iters": 100000,
+        "gen_kwargs": settings.gen_kwargs,
+        "random_seed": python,
+        "numpy_seed": numpy,
+        "torch_seed": pytorch,
+        "fewshot_seed": examples,
+    }
+    results["date"] = started
+    results["eot_token_id"], results["max_length"] = model.eot_token_id, model.max_length
+    return results
+
+
+def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]:
+    """Tasks with their data, as the harness takes them."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in matching(manager, names):
+        with fetched(root, [name]), task_errors(f"task {name}"):
+            for kind, some in manager.load([name]).items():
+                loaded[kind] |= some
+    return loaded
+
+
+def adjust(task: Any, settings: TaskSettings, seed: int) -> None:
+    """Has a task do what was asked for, by the harness's rules: one that says itself that it has no
+    examples gets none."""
+    if settings.gen_kwargs and task.get_config("output_type") == "generate_until":
+        from lm_eval.utils import simple_parse_args_string
+
+        wanted = simple_parse_args_string(settings.gen_kwargs)
+        task.set_config(key="generation_kwargs", value=wanted, update=True)
+    own = task.get_config("num_fewshot")
+    if settings.num_fewshot is not None and own != 0:
+        task.set_config(key="num_fewshot", value=settings.num_fewshot)
+    elif own is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=seed)
+
+
+@contextmanager
+def task_errors(what: str) -> Iterator[None]:
+    """Explains mistakes in definitions, and what they lack; errors of ours pass."""
+    import jinja2
+    import yaml
+
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{what}: needs the package {error.name}: pip install {error.name}"
+        ) from None
+    except (ConnectionError, OSError) as error:
+        raise DataError(f"{what}: {sentence(error)}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        if "confirm_run_unsafe_code" in str(error):
+            raise DataError(
+                f"{what}: what the model writes would be run as a program: --unsafe-code allows it"
+            ) from None
+        raise DataError(f"{what} cannot be used: {type(error).__name__}: {error}") from error
+    except (jinja2.TemplateError, yaml.YAMLError) as error:
+        raise DataError(f"{what} has a mistake in its definition: {error}") from None
+
+
+def scores_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A flat list: one number each, of groups as well as of tasks."""
+    found = []
+    for kind in ("results", "groups"):
+        for task, values in (results.get(kind) or {}).items():
+            if kind == "groups" and task in results["results"]:
+                continue
+            for name, value in values.items():
+                metric, comma, filtered = name.partition(",")
+                if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+                    continue
+                stderr = values.get(f"{metric}_stderr,{filtered}")
+                better = (results.get("higher_is_better") or {}).get(task) or {}
+                samples = (results.get("n-samples") or {}).get(task) or {}
+                found.append(
+                    {
+                        "task": task,
+                        "alias": values.get("alias", task),
+                        "shots": (results.get("n-shot") or {}).get(task),
+                        "filter": filtered,
+                        "metric": metric,
+                        "value": value,
+                        "stderr": stderr if isinstance(stderr, int | float) else None,
+                        "higher_is_better": better.get(metric),
+                        "documents": samples.get("effective"),
+                    }
+                )
+    return found
