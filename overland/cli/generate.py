@@ -1,50 +1,259 @@
-"""`overland generate`: what a checkpoint says."""
+"""`overland generate`: what a model says."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from overland.cli.common import user_errors
+from overland.progress import progress_bar
+from overland.words import visible
+
+if TYPE_CHECKING:
+    from overland.tools.evaluation.generate import Completion, Generator
+    from overland.tools.evaluation.model import OpenModel
+    from overland.tools.evaluation.prompts import Prompt
+    from overland.tools.evaluation.sampling import Sampling
+
+RESET = "/reset"
+AT_ONCE = 64  # batches whose prompts are sorted by length together
 
 
 @user_errors
 def generate(
-    path: Annotated[Path, typer.Argument(help="A run folder, or one of its step_N checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "import ",
-    chat: Annotated[
-        str | None, typer.Option(help="A question, which the chat template writes, in its place.")
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder, a checkpoint of any format, a Hugging Face folder or an adapter."
+        ),
+    ],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to continue.")
     ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="The same as PROMPT; repeatable.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Prompts: a line of text each, or JSON lines; - is standard input."),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Prompts are questions; without any: a conversation."),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system turn.")] = None,
     num_tokens: Annotated[int, typer.Option(help="Tokens to add at most.", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Of so many likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Of the likeliest with this probability.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Of those this many times as likely as the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: less of what was said before.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this; repeatable.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+    step: Annotated[int | None, typer.Option(help="Of a run: which checkpoint.")] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="The model of an adapter, where it does not say.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Its file or folder, if PATH has none.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="config.json or its folder, if PATH has none.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (CPUs), bfloat16 (GPUs) or float16.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time.", min=1)] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
 ) -> None:
-    """Let a checkpoint continue a text, or answer a question."""
-    from overland.config.schema import JobConfig
-    from overland.data.sft import end_of_turn, question
-    from overland.tools.evaluation.generate import generate as generate_ids
+    """Let a model continue texts, or answer questions."""
     from overland.tools.evaluation.model import open_model
+    from overland.tools.evaluation.prompts import Prompt, read_prompts
+    from overland.tools.evaluation.sampling import Sampling
 
-    opened = open_model(path)
-    model, tokenizer, config = opened.model, opened.tokenizer, opened.config or JobConfig()
-    end_id = tokenizer.end_id
-    if chat is None:
-        given = tokenizer.encode_prompt(prompt)
-    else:
-        given, end_id = question(config, tokenizer, chat), end_of_turn(config, tokenizer)
-    ids = generate_ids(
-        model,
-        given,
-        num_tokens=num_tokens,
-        context=opened.context,
-        temperature=temperature,
-        seed=seed,
-        end_id=end_id,
-        device=next(model.parameters()).device,
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    given = [Prompt(text) for text in [*(prompts or []), *(prompt or [])]]
+    given += read_prompts(file) if file is not None else []
+    if system is not None and not chat:
+        raise typer.BadParameter("--system is for --chat")
+    opened = open_model(
+        path, base=base, tokenizer=tokenizer, config=config, dtype=dtype, device=device, step=step
     )
-    if chat is None:
-        print(prompt + tokenizer.decode(list(ids), after=tokenizer.encode(prompt)))
+    note(
+        f"{opened.path}: {str(opened.dtype).removeprefix('torch.')} (--dtype) on {opened.device} "
+        "(--device)"
+    )
+    asked = Asked(opened, sampling, num_tokens, stop or [], chat, system, batch_size, as_json)
+    if chat and not given:
+        converse(asked)
     else:
-        print(tokenizer.decode(list(ids)).strip())
+        answer(asked, given or [Prompt("")])
+
+
+@dataclass(frozen=True)
+class Asked:
+    opened: OpenModel
+    sampling: Sampling
+    num_tokens: int
+    stop: list[str]
+    chat: bool
+    system: str | None
+    batch_size: int
+    as_json: bool
+
+    def generator(self, batch_size: int, length: int) -> Generator:
+        from overland.tools.evaluation.generate import Generator
+
+        made = Generator(self.opened, batch_size=batch_size, length=length)
+        if not made.is_cached:
+            note("without a cache: parts of this model are your own, and might look at all tokens")
+        return made
+
+    def encoded(self, prompt: Prompt) -> list[int]:
+        from overland.tools.evaluation.chat import prompt_of, turns_of
+
+        if not self.chat and not prompt.messages:
+            return self.opened.tokenizer.encode_prompt(prompt.text)
+        if not prompt.messages:
+            return prompt_of(self.opened, turns_of(prompt.text, self.system))
+        has_system = self.system is None or prompt.messages[0]["role"] == "system"
+        first = [] if has_system else turns_of("", self.system)[:1]
+        return prompt_of(self.opened, [*first, *prompt.messages])
+
+    def end_ids(self, prompts: list[Prompt]) -> tuple[int, ...]:
+        from overland.tools.evaluation.chat import ends_of
+
+        is_chat = self.chat or any(prompt.messages for prompt in prompts)
+        return ends_of(self.opened) if is_chat else self.opened.end_ids
+
+
+def answer(asked: Asked, prompts: list[Prompt]) -> None:
+    """Prints what follows each prompt."""
+    ids = [asked.encoded(prompt) for prompt in prompts]
+    length = max(map(len, ids)) + asked.num_tokens
+    generator = asked.generator(min(asked.batch_size, len(prompts)), length)
+    ends = asked.end_ids(prompts)
+    if len(prompts) == 1 and sys.stdout.isatty() and not asked.as_json:
+        print(visible(beginning(asked, prompts[0])), end="", flush=True)
+        pieces = generator.stream(
+            ids[0], max_new_tokens=asked.num_tokens, sampling=asked.sampling, end_ids=ends,
+            stop=asked.stop,
+        )  # fmt: skip
+        say(stripped(pieces) if asked.chat else pieces)
+        return
+    generator.check(ids)
+    at_once, num_full = AT_ONCE * generator.batch_size, 0
+    with progress_bar("generating", total=len(prompts), visible=len(prompts) > 1) as bar:
+        for first in range(0, len(prompts), at_once):
+            completions = generator.generate(
+                ids[first : first + at_once], max_new_tokens=asked.num_tokens,
+                sampling=asked.sampling, end_ids=ends, stop=asked.stop, first=first,
+                done=bar.advance,
+            )  # fmt: skip
+            for number, one in enumerate(completions, start=first):
+                if number and not asked.as_json:
+                    print()
+                show(asked, prompts[number], one)
+            num_full += sum(one.reason == "context is full" for one in completions)
+    if num_full:
+        note(
+            f"{num_full:,} of {len(prompts):,} texts end where the model's context of "
+            f"{asked.opened.context:,} tokens is full"
+        )
+
+
+def beginning(asked: Asked, prompt: Prompt) -> str:
+    """A text is shown with its continuation, a question is not."""
+    return "" if asked.chat or prompt.messages else prompt.text
+
+
+def show(asked: Asked, prompt: Prompt, one: Completion) -> None:
+    if asked.as_json:
+        record = {
+            "prompt": prompt.text, "text": one.text, "reason": one.reason, "tokens": len(one.ids)
+        }  # fmt: skip
+        print(json.dumps(record, ensure_ascii=False))
+        return
+    begun = beginning(asked, prompt)
+    say([begun + one.text if begun else one.text.strip()])
+
+
+def converse(asked: Asked) -> None:
+    """Talks until the input ends."""
+    from overland.errors import OverlandError
+    from overland.tools.evaluation.chat import Conversation
+
+    generator = asked.generator(1, asked.opened.context)
+    talk = Conversation(
+        asked.opened, generator, asked.num_tokens, asked.sampling, asked.stop, asked.system, note
+    )
+    is_watched = sys.stdin.isatty()
+    if is_watched:
+        note(f"{RESET} forgets what was said; Ctrl-C breaks off an answer; Ctrl-D ends")
+    for question in questions(is_watched):
+        if question.strip() == RESET:
+            talk.reset()
+            note("forgotten")
+            continue
+        try:
+            if asked.as_json:
+                text = "".join(talk.ask(question)).strip()
+                print(json.dumps({"prompt": question, "text": text}, ensure_ascii=False))
+            else:
+                say(stripped(talk.ask(question)))
+        except KeyboardInterrupt:
+            print()
+        except OverlandError as error:
+            if not is_watched:
+                raise
+            note(str(error))
+
+
+def questions(is_watched: bool) -> Iterator[str]:
+    """Lines of the input, but for blank ones."""
+    while True:
+        try:
+            line = input("> " if is_watched else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_watched:
+                print()
+            return
+        if line.strip():
+            yield line
+
+
+def stripped(pieces: Iterator[str]) -> Iterator[str]:
+    """The text without blanks at either end."""
+    blanks, has_begun = "", False
+    for piece in pieces:
+        text = blanks + piece if has_begun else piece.lstrip()
+        has_begun = has_begun or bool(text)
+        bare = text.rstrip()
+        blanks = text[len(bare) :]
+        yield bare
+
+
+def say(pieces: Iterable[str]) -> None:
+    """Prints a text as it comes, and ends the line. On a terminal nothing in it is a command to
+    that."""
+    is_terminal = sys.stdout.isatty()
+    for piece in pieces:
+        print(visible(piece) if is_terminal else piece, end="", flush=True)
+    print()
+
+
+def note(text: str) -> None:
+    print(visible(text), file=sys.stderr, flush=True)

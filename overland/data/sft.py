@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from overland.config.schema import JobConfig
-from overland.data.chat import ALPACA, BUILT_IN, GIVEN, ChatError, ChatTemplate, Undecided, encode
+from overland.data.chat import (
+    ALPACA,
+    BUILT_IN,
+    GIVEN,
+    ChatError,
+    ChatTemplate,
+    Message,
+    Undecided,
+    encode,
+)
 from overland.data.conversations import Columns, Record, conversation, further_keys, recognise
 from overland.data.preference import PairWriter
 from overland.data.rows import ANSWERS
@@ -310,10 +319,15 @@ def end_of_turn(config: JobConfig, tokenizer: Tokenizer) -> int | None:
 
 def question(config: JobConfig, tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a question, up to where an assistant answers."""
+    return to_answer(config, tokenizer, [{"role": "user", "content": text}])
+
+
+def to_answer(config: JobConfig, tokenizer: Tokenizer, turns: Sequence[Message]) -> list[int]:
+    """The ids of a conversation, up to where an assistant answers."""
     template, _ = _templates(config, tokenizer)
     if template is None:
         raise NoTemplate
-    pieces = template.write_prompt([{"role": "user", "content": text}])
+    pieces = template.write_prompt(turns)
     ids: list[int] = tokenizer.encode_pieces(pieces)[0].tolist()
     return ids
 

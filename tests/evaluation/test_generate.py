@@ -1,70 +1,254 @@
-import itertools
+"""Texts are continued as transformers does it, with and without a cache, alone or in a batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from overland.errors import ModelError
-from overland.tools.evaluation.generate import generate
+from overland.errors import DataError, ModelError
+from overland.models.attention import Attention, Masks
+from overland.tools.evaluation.cache import CachedDecoder, can_cache
+from overland.tools.evaluation.generate import Generator, Reason
+from overland.tools.evaluation.sampling import Sampling
+from tests.models.tiny import CASES, hf
 
-VOCAB = 16
+from .engines import Letters, continued, opened, some_prompts, tiny
 
-
-def counting_up(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """A model that prefers the next number, but not by much."""
-    return torch.nn.functional.one_hot((tokens_BS + 1) % VOCAB, VOCAB).float() * 3.0
-
-
-def test_temperature_0_takes_the_likeliest_token() -> None:
-    found = list(generate(counting_up, [5], num_tokens=6, context=8, temperature=0))
-    assert found == [6, 7, 8, 9, 10, 11]
-
-
-def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
-    def sample(seed: int) -> list[int]:
-        return list(generate(counting_up, [1], num_tokens=40, context=8, seed=seed))
-
-    assert sample(3) == sample(3)
-    assert sample(3) != sample(4)
+WARM = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=5)
+WITH_TRANSFORMERS = [
+    ("Llama 3.2, tied", "llama3"),
+    ("Mistral, window 8", "default"),
+    ("Qwen2, layer_types", "default"),
+    ("Qwen3, tied, biases", "yarn"),
+]
 
 
-def test_a_high_temperature_is_more_varied_than_a_low_one() -> None:
-    def hits(temperature: float) -> int:
-        tokens = [0, *generate(counting_up, [0], num_tokens=200, context=4,
-                               temperature=temperature)]  # fmt: skip
-        return sum((a + 1) % VOCAB == b for a, b in itertools.pairwise(tokens))
+@pytest.mark.parametrize("case", WITH_TRANSFORMERS, ids=" / ".join)
+def test_greedy_text_equals_that_of_transformers(case: tuple[str, str]) -> None:
+    pytest.importorskip("transformers")
+    from tests.models.test_parity import reference
 
-    assert hits(0.5) > hits(3.0)
-
-
-def test_it_stops_at_the_end_id_which_is_not_part_of_the_text() -> None:
-    found = list(generate(counting_up, [5], num_tokens=99, context=8, temperature=0, end_id=9))
-    assert found == [6, 7, 8]
-
-
-@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 30])
-def test_the_input_keeps_one_length_and_ends_with_the_last_tokens(prompt_length: int) -> None:
-    seen: list[torch.Tensor] = []
-
-    def watched(tokens_BS: torch.Tensor) -> torch.Tensor:
-        seen.append(tokens_BS)
-        return counting_up(tokens_BS)
-
-    prompt = [i % VOCAB for i in range(prompt_length)]
-    found = list(generate(watched, prompt, num_tokens=3, context=8, temperature=0))
-    assert {tuple(tokens_BS.shape) for tokens_BS in seen} == {(1, 8)}
-    window = prompt[-8:]
-    assert seen[0][0, : len(window)].tolist() == window
-    assert found == [(prompt_length + i) % VOCAB for i in range(3)]
+    theirs = reference({**CASES[case][0], "max_position_embeddings": 256})
+    ours = tiny(CASES[case][0])
+    ours.load_state_dict(theirs.state_dict())
+    prompts = some_prompts((3, 12))
+    wanted = [
+        theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False,
+                        eos_token_id=None, pad_token_id=0)[0, len(prompt):].tolist()
+        for prompt in prompts
+    ]  # fmt: skip
+    for cached in (True, False):
+        found = continued(ours, prompts, 20, cached=cached)
+        assert [list(one.ids) for one in found] == wanted, cached
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("case", WITH_TRANSFORMERS[1:3], ids=" / ".join)
+def test_cache_and_batch_change_nothing(case: tuple[str, str], sampling: Sampling) -> None:
+    model, prompts = tiny(CASES[case][0]), some_prompts()
+    together = continued(model, prompts, 16, sampling=sampling)
+    assert together == continued(model, prompts, 16, sampling=sampling, cached=False)
+    assert together == continued(model, prompts, 16, sampling=sampling, batch_size=2)
+    alone = [
+        continued(model, [prompt], 16, sampling=sampling, batch_size=1, first=number)[0]
+        for number, prompt in enumerate(prompts)
+    ]
+    assert together == alone
+    assert len({one.ids for one in together}) == len(prompts)
+
+
+def test_several_known_tokens_at_once_are_the_same_as_one_by_one() -> None:
+    model = tiny(CASES["Mistral, window 8", "default"][0])
+    tokens_BS = torch.tensor(some_prompts((24, 24)))
+    with torch.no_grad():
+        wanted = model(tokens_BS)
+        decoder = CachedDecoder(model, 2)
+        decoder.reserve(24)
+        decoder.start([tokens_BS[0, :10].tolist(), tokens_BS[1, :4].tolist()])
+        for row, length in ((0, 10), (1, 4)):  # rows of different lengths take the same number
+            more = tokens_BS[:, length : length + 12]
+            found = decoder.head(decoder.add(more, 22))[row]
+            assert torch.allclose(found, wanted[row, length : length + 12], rtol=0, atol=1e-5)
+
+
+def test_prompts_are_begun_in_parts_if_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = tiny(), some_prompts((5, 9, 2, 7, 11))
+    wanted = continued(model, prompts, 6)
+    monkeypatch.setattr("overland.tools.evaluation.cache.PREFILL_TOKENS", 20)
+    assert continued(model, prompts, 6) == wanted
+
+
+def test_the_cache_grows_with_the_rows() -> None:
+    model, prompts = tiny(), some_prompts((5, 9))
+    generator = Generator(opened(model, context=2000), batch_size=2, length=2000)
+    how: dict[str, Any] = {"sampling": Sampling(), "end_ids": ()}
+    short = generator.generate(prompts, max_new_tokens=4, **how)
+    assert generator.rows.capacity == 256  # type: ignore[attr-defined]
+    long = generator.generate(prompts, max_new_tokens=300, **how)
+    assert generator.rows.capacity == 512  # type: ignore[attr-defined]
+    assert [one.ids[:4] for one in long] == [one.ids for one in short]
+
+
+def test_a_closed_generator_leaves_the_model_as_it_was() -> None:
+    model = tiny()
+    tokens_BS = torch.tensor([some_prompts((9,))[0]])
+    before = model(tokens_BS)
+    continued(model, some_prompts(), 3)
+    assert torch.equal(model(tokens_BS), before)
+    kinds = Counter(type(one) for one in model.modules())
+    assert (kinds[Masks], kinds[Attention]) == (1, 3)
+
+
+def test_the_draws_have_the_probabilities_of_the_model() -> None:
+    """4,000 prompts, which are the same but for their numbers."""
+    model = tiny()
+    (prompt,) = some_prompts((6,))
+    how = Sampling(temperature=0.7, seed=2)
+    found = continued(model, [prompt] * 4000, 1, batch_size=4000, sampling=how)
+    counts = torch.zeros(96)
+    for one in found:
+        counts[one.ids[0]] += 1
+    with torch.no_grad():
+        chances = torch.softmax(model(torch.tensor([prompt]))[0, -1] / 0.7, dim=-1)
+    # Pearson's chi-squared: 95 degrees of freedom have mean 95 and standard deviation 14.
+    likely = chances > 5 / 4000
+    expected = 4000 * chances
+    parts = (counts - expected)[likely].square() / expected[likely]
+    rest = (counts - expected)[~likely].sum().square() / expected[~likely].sum()
+    assert likely.sum() > 20
+    assert float(parts.sum() + rest) < 95 + 5 * 14
+
+
+@pytest.mark.parametrize("repeated", [1, 2])
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(repeated: int) -> None:
+    model, prompts = tiny(), some_prompts((4,)) * repeated
+
+    def texts(seed: int) -> list[str]:
+        how = Sampling(temperature=1.0, seed=seed)
+        return [one.text for one in continued(model, prompts, 20, sampling=how)]
+
+    assert texts(3) == texts(3)
+    assert texts(3) != texts(4)
+    assert len({*texts(3)}) == repeated  # prompts that are alike are continued differently
+
+
+def likeliest(model: Any, prompt: list[int], count: int) -> list[int]:
+    return list(continued(model, [prompt], count)[0].ids)
+
+
+def test_a_text_ends_at_any_of_the_end_ids_which_are_not_part_of_it() -> None:
+    model, (prompt,) = tiny(), some_prompts((5,))
+    ids = likeliest(model, prompt, 12)
+    first = next(i for i in range(3, 12) if ids[i] not in ids[:i])
+    (one,) = continued(model, [prompt], 12, end_ids=(ids[first], 1))
+    assert (list(one.ids), one.reason) == (ids[:first], Reason.END)
+    assert continued(model, [prompt], 12)[0].reason == Reason.TOKENS
+
+
+def test_rows_that_have_ended_do_not_disturb_the_others() -> None:
+    model, prompts = tiny(), some_prompts()
+    whole = continued(model, prompts, 20)
+    end = whole[0].ids[2]
+    cut = continued(model, prompts, 20, end_ids=(end,))
+    for before, after in zip(whole, cut, strict=True):
+        ids = list(before.ids)
+        assert list(after.ids) == ids[: ids.index(end)] if end in ids else ids
+
+
+def test_a_text_ends_before_a_stop_string_also_if_it_spans_tokens() -> None:
+    model, (prompt,) = tiny(), some_prompts((5,))
+    ids = likeliest(model, prompt, 16)
+    text = Letters().decode(ids)
+    stop = text[6:9]
+    (one,) = continued(model, [prompt], 16, stop=["nowhere", stop])
+    assert one.text == text[: text.index(stop)]
+    assert one.reason == Reason.STOP
+    assert list(one.ids) == ids[: text.index(stop) + 3]
+
+
+def test_a_special_token_can_be_a_stop_string() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[1] = 100 * model.lm_head.weight[1]  # type: ignore[union-attr, index]
+    prompts = some_prompts((5, 6, 7, 8, 9, 10))
+    with_token = continued(model, prompts, 16, stop=["<turn>"])
+    assert Reason.END in {one.reason for one in with_token}
+    assert all(1 not in one.ids for one in with_token)
+
+
+def test_a_text_ends_where_the_context_is_full() -> None:
+    model, prompts = tiny(), some_prompts((3, 10, 12))
+    generator = Generator(opened(model, context=12), batch_size=3, length=100)
+    found = generator.generate(prompts, max_new_tokens=5, sampling=Sampling(), end_ids=())
+    assert [len(one.ids) for one in found] == [5, 3, 1]
+    assert [one.reason for one in found] == [Reason.TOKENS, Reason.CONTEXT, Reason.CONTEXT]
+    generator.close()
+    whole = continued(model, prompts, 5)
+    assert [one.ids for one in found] == [
+        one.ids[:n] for one, n in zip(whole, (5, 3, 1), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([], {}, DataError, "prompt 1 has no tokens"),
+        ([5] * 257, {}, DataError, "prompt 1 has 257 tokens, and the model takes 256 at most"),
+        ([5, 96], {}, ModelError, "gives token 96, and the model has a vocabulary of 96"),
+        ([5], {"stop": [""]}, DataError, "would end every text before it begins"),
+    ],
+)
+def test_what_cannot_be_continued_is_said(
+    prompt: list[int], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        continued(tiny(), [prompt], 3, **options)
+
+
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_broken_weights_are_named(temperature: float) -> None:
-    tokens = generate(
-        lambda tokens_BS: counting_up(tokens_BS) * torch.nan,
-        [5],
-        num_tokens=1,
-        context=8,
-        temperature=temperature,
-    )
+def test_broken_weights_are_named(temperature: float, cached: bool) -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.model.layers["1"].mlp.up_proj.weight[3, 5] = torch.nan  # type: ignore
     with pytest.raises(ModelError, match="not finite"):
-        list(tokens)
+        continued(model, [[5]], 3, cached=cached, sampling=Sampling(temperature=temperature))
+
+
+def test_a_model_with_parts_of_somebody_else_has_no_cache() -> None:
+    class Sums(torch.nn.Module):
+        """Mixes tokens, which a cache would not know of."""
+
+        def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+            return x_BSD.cumsum(dim=1)
+
+    model = tiny()
+    assert can_cache(model)
+    model.model.layers["1"].mlp = Sums()  # type: ignore
+    assert not can_cache(model)
+    prompts = some_prompts()
+    found = continued(model, prompts, 4)
+    for prompt, one in zip(prompts, found, strict=True):
+        ids = list(prompt)
+        for token in one.ids:
+            with torch.no_grad():
+                assert int(model(torch.tensor([ids]))[0, -1].argmax()) == token
+            ids.append(token)
+
+    patched = tiny()
+    layer = patched.model.layers["0"]  # type: ignore
+    layer.forward = lambda *args: type(layer).forward(layer, *args)
+    assert not can_cache(patched)
+
+
+def test_pieces_of_a_stream_are_the_text() -> None:
+    model, (prompt,) = tiny(hf("llama")), some_prompts((5,))
+    (whole,) = continued(model, [prompt], 20, sampling=WARM, stop=["\u0123\u0124\u0125"])
+    generator = Generator(opened(model), batch_size=1, length=256)
+    how: dict[str, Any] = {"max_new_tokens": 20, "sampling": WARM, "end_ids": ()}
+    pieces = list(generator.stream(prompt, stop=["\u0123\u0124\u0125"], **how))
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 10

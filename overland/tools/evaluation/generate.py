@@ -1,50 +1,358 @@
-"""Lets a model continue a text: a quick look, not a server (every token is a full forward pass)."""
+"""Lets a model continue texts, many at a time.
+
+A row of the batch is a prompt and what follows it. Rows are begun together, and then every step
+chooses one token for each of them, on the device; the host only reads which. On GPUs it reads one
+step behind, so that the device never waits for it. A row ends at a token that ends texts, at a stop
+string, at its number of new tokens, or where the model's context is full: to slide on would mean
+something else with a cache than without.
+
+Models of ours keep keys and values (cache.py). Any other is given its rows again for each token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Generator as Yields
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
-from overland.errors import ModelError
+from overland.data.tokenizer import Tokenizer
+from overland.errors import DataError, ModelError
+from overland.tools.evaluation.cache import CachedDecoder, can_cache, release
+from overland.tools.evaluation.model import OpenModel
+from overland.tools.evaluation.sampling import BROKEN, Sampling, choose, row_keys
+from overland.tools.evaluation.text_stream import TextStream
 
-Logits = Callable[[torch.Tensor], torch.Tensor]
+Logits = Callable[[Tensor], Tensor]
+Done = Callable[[int], None]
 
 
-@torch.no_grad()
-def generate(
-    logits_of: Logits,
-    prompt: Sequence[int],
-    *,
-    num_tokens: int,
-    context: int,
-    temperature: float = 0.8,
-    seed: int = 0,
-    end_id: int | None = None,
-    device: torch.device | str = "cpu",
-) -> Iterator[int]:
-    """Yields new tokens. Same seed, same text: sharded ranks call this together and stay together.
+class Reason(StrEnum):
+    """Why a text ended."""
 
-    The input keeps one length, `context`, padded behind the last token, which causal attention
-    cannot see: so a compiled model compiles once.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        window = tokens[-context:]
-        padded = window + [0] * (context - len(window))
-        logits_BSV = logits_of(torch.tensor([padded], device=device))
-        logits = logits_BSV[0, len(window) - 1].double().cpu()
-        if not logits.isfinite().all():
+    END = "end of text"
+    STOP = "stop string"
+    TOKENS = "number of tokens"
+    CONTEXT = "context is full"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What follows a prompt. `ids` do not have the token that ended the text; `text` ends before
+    the stop string."""
+
+    ids: tuple[int, ...]
+    text: str
+    reason: Reason
+
+
+class Rows(Protocol):
+    """What continues the rows of a batch."""
+
+    lengths_B: Tensor
+    is_static: bool
+    """Whether all rows of the batch take part in every step, so that shapes stay."""
+
+    def reserve(self, tokens: int) -> None: ...
+
+    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Begins rows; returns the logits of what follows each."""
+
+    def step(self, tokens_B: Tensor) -> Tensor:
+        """Adds a token to each row; returns the logits of what follows it."""
+
+
+class Generator:
+    """Continues prompts. `length` bounds a row, prompt and new tokens together. The model serves
+    one Generator at a time, until it is closed."""
+
+    def __init__(self, opened: OpenModel, *, batch_size: int, length: int) -> None:
+        self.tokenizer, self.device = opened.tokenizer, opened.device
+        self.batch_size, self.length = batch_size, min(length, opened.context)
+        self.vocab_size = getattr(getattr(opened.model, "config", None), "vocab_size", None)
+        self.is_cached = can_cache(opened.model)
+        self.rows: Rows = (
+            CachedDecoder(opened.model, batch_size, is_static=opened.device.type == "cuda")
+            if self.is_cached
+            else PlainRows(opened.model, batch_size, self.length, opened.device)
+        )
+        self.batch = Batch(self.rows, batch_size, opened.device)
+
+    def close(self) -> None:
+        """Makes the model what it was, and frees the memory of the cache."""
+        if self.is_cached:
+            release(cast(CachedDecoder, self.rows).model)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        end_ids: Collection[int],
+        stop: Sequence[str] = (),
+        first: int = 0,
+        done: Done = lambda count: None,
+    ) -> list[Completion]:
+        """Continues all prompts, those of like length together. `first` is the number of the first
+        prompt, which draws depend on; `done` is told how many more are complete."""
+        asked = self._asked(max_new_tokens, sampling, end_ids, stop)
+        rows = [self._row(prompt, first + i, asked) for i, prompt in enumerate(prompts)]
+        order = sorted(rows, key=lambda row: -len(row.prompt))
+        for start in range(0, len(order), self.batch_size):
+            some = order[start : start + self.batch_size]
+            for _ in self._run(some, asked):
+                pass
+            done(len(some))
+        return [row.completion() for row in rows]
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        end_ids: Collection[int],
+        stop: Sequence[str] = (),
+        number: int = 0,
+    ) -> Yields[str, None, Completion]:
+        """Yields the text that follows one prompt, piece by piece; returns the completion."""
+        asked = self._asked(max_new_tokens, sampling, end_ids, stop)
+        row = self._row(prompt, number, asked)
+        for _, piece in self._run([row], asked, is_watched=True):
+            if piece:
+                yield piece
+        return row.completion()
+
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuses prompts that the model cannot take."""
+        for number, prompt in enumerate(prompts):
+            self._check(prompt, number)
+
+    def _asked(
+        self, max_new_tokens: int, sampling: Sampling, end_ids: Collection[int], stop: Sequence[str]
+    ) -> Asked:
+        if max_new_tokens < 1:
+            raise DataError(f"--num-tokens {max_new_tokens}: expected 1 or more")
+        if "" in stop:
+            raise DataError("--stop '' would end every text before it begins: leave it out")
+        specials = self.tokenizer.specials  # which are no part of the text
+        ends = {*end_ids, *(specials[one] for one in stop if one in specials)}
+        texts = tuple(one for one in stop if one not in specials)
+        return Asked(max_new_tokens, sampling, frozenset(ends), texts)
+
+    def _row(self, prompt: Sequence[int], number: int, asked: Asked) -> Row:
+        self._check(prompt, number)
+        return Row(self.tokenizer, prompt, number, asked, self.length)
+
+    def _check(self, prompt: Sequence[int], number: int) -> None:
+        if not prompt:
+            raise DataError(f"prompt {number + 1} has no tokens: nothing can follow it")
+        if len(prompt) > self.length:
+            raise DataError(
+                f"prompt {number + 1} has {len(prompt):,} tokens, and the model takes "
+                f"{self.length:,} at most: shorten it"
+            )
+        if self.vocab_size is not None and max(prompt) >= self.vocab_size:
+            raise ModelError(
+                f"the tokenizer gives token {max(prompt)}, and the model has a vocabulary of "
+                f"{self.vocab_size}: {self.tokenizer.path} is another model's; name its own with "
+                "--tokenizer"
+            )
+
+    def _run(
+        self, rows: Sequence[Row], asked: Asked, is_watched: bool = False
+    ) -> Iterator[tuple[Row, str]]:
+        """Continues the rows of a batch to their ends; yields text as it comes, if `is_watched`."""
+        is_watched = is_watched or bool(asked.stop)
+        batch = self.batch
+        steps_left = max(row.most for row in rows) - 1
+        ahead = 1 if self.device.type == "cuda" else 0
+        waiting = deque([batch.start(rows, asked.sampling)])
+        while waiting:
+            if steps_left > 0 and len(waiting) <= ahead:
+                waiting.append(batch.step())
+                steps_left -= 1
+                continue
+            tokens = waiting.popleft().read()
+            for row, token in zip(rows, tokens, strict=False):
+                if row.reason is None:
+                    yield row, row.take(token, is_watched)
+            if all(row.reason is not None for row in rows):
+                return
+            if not waiting and steps_left > 0:
+                waiting.append(batch.step())
+                steps_left -= 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    max_new_tokens: int
+    sampling: Sampling
+    end_ids: frozenset[int]
+    stop: tuple[str, ...]
+
+
+@dataclass
+class Row:
+    """A prompt and what follows it so far."""
+
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    number: int
+    asked: Asked
+    length: int
+    ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    reason: Reason | None = None
+
+    def __post_init__(self) -> None:
+        self.text = TextStream(self.tokenizer, self.prompt, self.asked.stop)
+        self.unread = 0
+        """Ids whose text has not been looked at."""
+
+    @property
+    def most(self) -> int:
+        """New tokens, at most: a full row still says what follows it."""
+        return min(self.asked.max_new_tokens, self.length - len(self.prompt) + 1)
+
+    def take(self, token: int, is_watched: bool) -> str:
+        """Adds a token; returns what it adds to the text, if that is looked at."""
+        if token == BROKEN:
             raise ModelError(
                 "the model predicts values that are not finite: its weights are broken"
             )
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            chances = torch.softmax(logits / temperature, dim=-1)
-            token = int(torch.multinomial(chances, 1, generator=draw))
-        if token == end_id:
-            return
-        tokens.append(token)
-        yield token
+        if token in self.asked.end_ids:
+            return self._end(Reason.END)
+        self.ids.append(token)
+        self.unread += 1
+        piece = self._read() if is_watched else ""
+        if self.text.is_stopped:
+            self.reason = Reason.STOP
+            return piece
+        if len(self.ids) == self.most:
+            is_full = self.most < self.asked.max_new_tokens
+            return piece + self._end(Reason.CONTEXT if is_full else Reason.TOKENS)
+        return piece
+
+    def completion(self) -> Completion:
+        assert self.reason is not None
+        return Completion(tuple(self.ids), "".join(self.pieces), self.reason)
+
+    def _read(self) -> str:
+        piece = self.text.take(self.ids[len(self.ids) - self.unread :])
+        self.unread = 0
+        self.pieces.append(piece)
+        return piece
+
+    def _end(self, reason: Reason) -> str:
+        self.reason = reason
+        piece = self._read() if self.unread else ""
+        rest = self.text.finish()
+        self.pieces.append(rest)
+        return piece + rest
+
+
+class Batch:
+    """What a step needs on the device. It is made once and stays in its place, so that a step
+    (`_choose` of what `rows.step` computes) can be recorded and run again."""
+
+    def __init__(self, rows: Rows, batch_size: int, device: torch.device) -> None:
+        self.rows, self.batch_size, self.device = rows, batch_size, device
+        self.tokens_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.keys_2B = torch.zeros(2, batch_size, dtype=torch.int64, device=device)
+        self.seen_BV: Tensor | None = None
+        self.sampling, self.count = Sampling(), batch_size
+
+    @torch.no_grad()
+    def start(self, given: Sequence[Row], sampling: Sampling) -> Reading:
+        """Begins rows, and chooses the first token of each."""
+        self.rows.reserve(max(len(row.prompt) + row.most for row in given))
+        prompts, numbers = [row.prompt for row in given], [row.number for row in given]
+        if self.rows.is_static:  # rows that nobody reads
+            prompts += [[0]] * (self.batch_size - len(given))
+            numbers += [0] * (self.batch_size - len(given))
+        self.sampling, self.count = sampling, len(prompts)
+        self.keys_2B[:, : self.count] = row_keys(sampling.seed, numbers, self.device)
+        logits_BV = self.rows.start(prompts)
+        if sampling.repetition_penalty != 1:
+            if self.seen_BV is None:
+                shape = (self.batch_size, logits_BV.shape[1])
+                self.seen_BV = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.seen_BV.zero_()
+            for seen_V, prompt in zip(self.seen_BV, prompts, strict=False):
+                seen_V[torch.tensor(prompt, device=self.device)] = True
+        return Reading(self._choose(logits_BV))
+
+    @torch.no_grad()
+    def step(self) -> Reading:
+        """Chooses the next token of each row."""
+        return Reading(self._choose(self.rows.step(self.tokens_B[: self.count])))
+
+    def _choose(self, logits_BV: Tensor) -> Tensor:
+        count, seen_BV = self.count, None
+        if self.sampling.repetition_penalty != 1 and self.seen_BV is not None:
+            seen_BV = self.seen_BV[:count]
+        positions_B = self.rows.lengths_B[:count]
+        keys_2B = self.keys_2B[:, :count]
+        chosen_B = choose(logits_BV, self.sampling, keys_2B, positions_B, seen_BV)
+        tokens_B = self.tokens_B[:count].copy_(chosen_B.clamp(min=0))
+        if seen_BV is not None:
+            seen_BV.scatter_(1, tokens_B[:, None], True)
+        return chosen_B
+
+
+class Reading:
+    """Tokens on their way from the device."""
+
+    def __init__(self, tokens_B: Tensor) -> None:
+        self.tokens_B = tokens_B
+        self.event: torch.cuda.Event | None = None
+        if tokens_B.is_cuda:
+            self.tokens_B = torch.empty_like(tokens_B, device="cpu", pin_memory=True)
+            self.tokens_B.copy_(tokens_B, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[int] = self.tokens_B.tolist()
+        return found
+
+
+class PlainRows:
+    """Rows of a model that keeps nothing: all their tokens are given again in each step. They are
+    padded to one length behind the last token, which causal attention cannot see, so that a
+    compiled model compiles once."""
+
+    def __init__(self, logits_of: Logits, rows: int, length: int, device: torch.device) -> None:
+        self.logits_of, self.length, self.is_static = logits_of, length, False
+        self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tokens_BS = torch.zeros(rows, length, dtype=torch.int64, device=device)
+
+    def reserve(self, tokens: int) -> None:
+        """Rows have one length, always."""
+
+    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        self.count = len(rows)
+        self.tokens_BS.zero_()
+        for i, row in enumerate(rows):
+            self.tokens_BS[i, : len(row)] = torch.tensor(row)
+            self.lengths_B[i] = len(row)
+        return self._logits()
+
+    def step(self, tokens_B: Tensor) -> Tensor:
+        rows_B, lengths_B = torch.arange(self.count), self.lengths_B[: self.count]
+        self.tokens_BS[rows_B, lengths_B.clamp(max=self.length - 1)] = tokens_B
+        lengths_B.add_(1).clamp_(max=self.length)
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        logits_BSV = self.logits_of(self.tokens_BS[: self.count])
+        return logits_BSV[torch.arange(self.count), self.lengths_B[: self.count] - 1]

@@ -38,7 +38,7 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import tokenizer_of
-from overland.errors import CheckpointError, DataError, ModelError
+from overland.errors import CheckpointError, DataError, ModelError, OutOfMemoryError
 from overland.files import Moved, ignore
 from overland.models.config import DecoderConfig
 from overland.models.flops import sample_fields
@@ -56,7 +56,7 @@ from overland.models.structure import tie, ties_of
 from overland.parallel.apply import build_undivided
 from overland.progress import progress_bar
 from overland.run_folder import COMMITTED, CONFIG
-from overland.words import any_of, did_you_mean
+from overland.words import any_of, did_you_mean, size
 from overland.world.devices import device_type
 
 DTYPES = {
@@ -124,10 +124,16 @@ def open_model(
     found = find_model(path, base=base, tokenizer=tokenizer, config=config, step=step)
     with torch.device("meta"):
         built = cast_floats(found.build(), kind)
-    built.to_empty(device=place)
+    total = sum(one.nbytes for one in built.parameters())
+    try:
+        built.to_empty(device=place)
+    except torch.OutOfMemoryError:
+        raise OutOfMemoryError(
+            f"{found.path} takes {size(total)} in {str(kind).removeprefix('torch.')}, and {place} "
+            "has not that much left: free some, choose a narrower --dtype, or --device cpu"
+        ) from None
     tie(built)
     init_buffers(built, place)
-    total = sum(one.nbytes for one in built.parameters())
     with progress_bar("reading weights", "bytes", total) as bar:
         found.weights.fill(built, moved=bar.advance)
     return OpenModel(
@@ -261,7 +267,9 @@ def _in_run(
     lora = config.lora
     if lora.base != "nf4":  # then all have one type
         lora = lora.model_copy(update={"base": "float32"})
-    as_built = config.model_copy(update={"lora": lora})
+    # Products in 8 bits, whose scales all rows of a batch share, are for training.
+    training = config.training.model_copy(update={"float8": "off"})
+    as_built = config.model_copy(update={"lora": lora, "training": training})
     opened = _named(tokenizer) if tokenizer is not None else tokenizer_of(run, config.data)
     context = config.training.seq_len
     if config.checkpoint.initial_load_path is not None:  # trained on longer rows before, perhaps

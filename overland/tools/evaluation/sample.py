@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import torch
-
 from overland.data.sft import end_of_turn, question
 from overland.data.tokenizer import Tokenizer
 from overland.files import replace_file
 from overland.run_folder import RunFolder
-from overland.tools.evaluation.generate import generate
+from overland.tools.evaluation.generate import Generator
+from overland.tools.evaluation.model import OpenModel
+from overland.tools.evaluation.sampling import Sampling
 from overland.words import visible
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from overland.training.run import Run
 
 NUM_TOKENS = 96
+HOW = Sampling(temperature=0.8)
 
 
 def sample_start(run: Run) -> None:
@@ -54,25 +55,28 @@ def read_samples(folder: RunFolder) -> dict[int, str]:
 
 
 def sample(run: Run, tokenizer: Tokenizer) -> str:
-    prompt = run.config.metrics.sample_prompt
+    prompt, seq_len = run.config.metrics.sample_prompt, run.config.training.seq_len
     is_asked = is_chat(run.config, tokenizer)
     if is_asked:
         given, end_id = question(run.config, tokenizer, prompt), end_of_turn(run.config, tokenizer)
     else:
         given, end_id = tokenizer.encode_prompt(prompt), tokenizer.end_id
+    ends = () if end_id is None else (end_id,)
     model = run.model.parts[0].eval()
-    ids = list(generate(
-        lambda tokens: model(tokens, torch.arange(tokens.shape[1], device=run.device)[None]),
-        given,
-        num_tokens=NUM_TOKENS,
-        context=run.config.training.seq_len,
-        end_id=end_id,
-        device=run.device,
-    ))  # fmt: skip
-    model.train()
-    if is_asked:
-        return tokenizer.decode(ids).strip()
-    return prompt + tokenizer.decode(ids, after=tokenizer.encode(prompt))
+    dtype = next(model.parameters()).dtype
+    opened = OpenModel(
+        model, tokenizer, run.config, seq_len, run.folder.root, run.progress.step, ends, dtype,
+        run.device,
+    )  # fmt: skip
+    generator = Generator(opened, batch_size=1, length=seq_len)
+    try:
+        (said,) = generator.generate(
+            [given[-seq_len:]], max_new_tokens=NUM_TOKENS, sampling=HOW, end_ids=ends
+        )
+    finally:
+        generator.close()
+        model.train()
+    return said.text.strip() if is_asked else prompt + said.text
 
 
 def samples_in_words(run: Run, tokenizer: Tokenizer) -> str:

@@ -1,0 +1,94 @@
+"""A conversation with a model, by the chat template of its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from overland.config.schema import JobConfig
+from overland.data.chat import ASSISTANT, Message
+from overland.data.sft import end_of_turn, to_answer
+from overland.errors import DataError
+from overland.tools.evaluation.generate import Generator
+from overland.tools.evaluation.model import OpenModel
+from overland.tools.evaluation.sampling import Sampling
+
+
+def turns_of(question: str, system: str | None = None) -> list[Message]:
+    """A conversation that begins with this question."""
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return [*first, {"role": "user", "content": question}]
+
+
+def prompt_of(opened: OpenModel, turns: list[Message]) -> list[int]:
+    """The ids of a conversation, up to where the model answers."""
+    if not opened.tokenizer.chat_templates:
+        raise DataError(
+            f"{opened.tokenizer.path} comes without a chat template, so nothing says how a "
+            "question is written: leave out --chat, or put a chat_template.jinja beside it"
+        )
+    return to_answer(opened.config or JobConfig(), opened.tokenizer, turns)
+
+
+def ends_of(opened: OpenModel) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    end = end_of_turn(opened.config or JobConfig(), opened.tokenizer)
+    return opened.end_ids if end is None else tuple(dict.fromkeys([*opened.end_ids, end]))
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and how answers are made."""
+
+    opened: OpenModel
+    generator: Generator
+    num_tokens: int
+    sampling: Sampling
+    stop: Collection[str] = ()
+    system: str | None = None
+    note: Callable[[str], None] = lambda text: None
+    turns: list[Message] = field(default_factory=list)
+
+    def ask(self, question: str) -> Iterator[str]:
+        """Yields the answer, piece by piece, and remembers both. One that is broken off is
+        remembered as far as it came."""
+        begun = len(self.turns) // 2
+        self.turns += turns_of(question, self.system if not self.turns else None)
+        answer: list[str] = []
+        try:
+            for piece in self.generator.stream(
+                self._prompt(),
+                max_new_tokens=self.num_tokens,
+                sampling=self.sampling,
+                end_ids=ends_of(self.opened),
+                stop=tuple(self.stop),
+                number=begun,
+            ):
+                answer.append(piece)
+                yield piece
+        except Exception:
+            self.turns.pop()
+            raise
+        finally:
+            if self.turns and self.turns[-1]["role"] == "user":
+                self.turns.append({"role": ASSISTANT, "content": "".join(answer).strip()})
+
+    def reset(self) -> None:
+        """Forgets everything that was said."""
+        self.turns.clear()
+
+    def _prompt(self) -> list[int]:
+        """The ids of what was said; of a conversation that is too long, of its later part."""
+        ids = prompt_of(self.opened, self.turns)
+        first = 1 if self.turns[0]["role"] == "system" else 0
+        left_out = 0
+        while len(ids) >= self.generator.length and len(self.turns) - first > 2:
+            del self.turns[first : first + 2]
+            left_out += 2
+            ids = prompt_of(self.opened, self.turns)
+        if left_out:
+            self.note(
+                f"the model reads {self.generator.length:,} tokens at most: it no longer sees the "
+                f"first {left_out} turns that it saw before"
+            )
+        return ids

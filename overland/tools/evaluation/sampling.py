@@ -1,0 +1,122 @@
+"""How the next token is chosen from logits, on the device that they are on.
+
+The order and the meaning of the settings are those of transformers: the repetition penalty first;
+then, unless the likeliest token is taken, temperature, top-k, top-p and min-p.
+
+A draw is a pure function of the seed, the number of the prompt, the position and the token: which
+rows share a batch, and which device they are on, does not enter. Each token gets a number from a
+Gumbel distribution, and the largest sum with its logit wins (Gumbel-max), which draws a token with
+the probability that it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overland.errors import ModelError
+from overland.models.init import hash_bits, signed
+
+BROKEN = -1  # in the place of a token where logits are not finite
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; by default always the likeliest one."""
+
+    temperature: float = 0.0
+    """0: the likeliest token."""
+    top_k: int = 0
+    """So many of the likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """The likeliest tokens that have this probability together; 1: all."""
+    min_p: float = 0.0
+    """Tokens that are at least this many times as likely as the likeliest; 0: all."""
+    repetition_penalty: float = 1.0
+    """What logits of tokens are divided by (multiplied, if negative) that were there before."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, is_valid, wanted in (
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0"),
+        ):
+            if not is_valid:
+                option = name.replace("_", "-")
+                raise ModelError(f"--{option} {getattr(self, name)}: expected {wanted}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def row_keys(seed: int, numbers: Iterable[int], device: torch.device) -> Tensor:
+    """What the draws of each row depend on, beside the position: [2, rows]."""
+    keys = []
+    for number in numbers:
+        digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=16).digest()
+        keys.append([signed(int.from_bytes(digest[:8])), signed(int.from_bytes(digest[8:]))])
+    return torch.tensor(keys, device=device).t().contiguous()
+
+
+def choose(
+    logits_BV: Tensor,
+    sampling: Sampling,
+    keys_2B: Tensor,
+    positions_B: Tensor,
+    seen_BV: Tensor | None = None,
+) -> Tensor:
+    """Returns the next token of each row; BROKEN for rows whose logits are not finite. `seen_BV`:
+    which tokens were there before, if that matters."""
+    is_whole_B = logits_BV.isfinite().all(dim=-1)
+    scores_BV = scored(logits_BV.float(), sampling, seen_BV)
+    if not sampling.is_greedy:
+        scores_BV = scores_BV + gumbel(keys_2B, positions_B, scores_BV.shape[1])
+    return torch.where(is_whole_B, scores_BV.argmax(dim=-1), BROKEN)
+
+
+def scored(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
+    """Returns the logits of the tokens that may be chosen, and -inf for the others."""
+    if sampling.repetition_penalty != 1 and seen_BV is not None:
+        by = sampling.repetition_penalty
+        less_BV = torch.where(logits_BV < 0, logits_BV * by, logits_BV / by)
+        logits_BV = torch.where(seen_BV, less_BV, logits_BV)
+    if sampling.is_greedy:
+        return logits_BV
+    logits_BV = logits_BV / sampling.temperature
+    if sampling.top_k:
+        at_most = min(sampling.top_k, logits_BV.shape[1])
+        least_B1 = torch.topk(logits_BV, at_most).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+    if sampling.top_p < 1:
+        logits_BV = _likeliest(logits_BV, sampling.top_p)
+    if sampling.min_p > 0:
+        least_B1 = logits_BV.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+    return logits_BV
+
+
+def _likeliest(logits_BV: Tensor, top_p: float) -> Tensor:
+    """Keeps the likeliest tokens that have the probability `top_p` together, and at least one."""
+    sorted_BV, order_BV = logits_BV.sort(dim=-1)
+    unlikely_BV = sorted_BV.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    unlikely_BV[:, -1] = False
+    return logits_BV.masked_fill(unlikely_BV.scatter(1, order_BV, unlikely_BV), -math.inf)
+
+
+def gumbel(keys_2B: Tensor, positions_B: Tensor, vocab_size: int) -> Tensor:
+    """Returns a number from a Gumbel distribution for each row and token."""
+    here_B = hash_bits(positions_B, keys_2B)
+    tokens_V = torch.arange(vocab_size, device=positions_B.device)
+    bits_BV = hash_bits(tokens_V, torch.stack((here_B, keys_2B[1]))[:, :, None])
+    # Small numbers keep their digits in float32, and they are what decides: log1p, not log.
+    small_BV = ((bits_BV >> 11) & ((1 << 53) - 1)).to(torch.float32).add_(0.5).mul_(2.0**-53)
+    return -torch.log(-torch.log1p(-small_BV.clamp_(max=1 - 2.0**-24)))
