@@ -1,18 +1,19 @@
 """A headless Chromium, driven over a pipe by its DevTools protocol: no driver, no websocket.
 
-    with Browser() as browser:
-        browser.open("file:///…/report.html")
-        browser.evaluate("document.title")
+with Browser() as browser:
+    browser.open("file:///…/report.html")
+    browser.evaluate("document.title")
 """
 
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -40,25 +41,21 @@ class Browser:
 
     def __init__(self, program: str, width: int = 1180, height: int = 900) -> None:
         self._profile = tempfile.mkdtemp(prefix="overland-browser-")
-        hear_end, answer = os.pipe()
+        hear, answer = os.pipe()
         ask, self._ask = os.pipe()
         words = [
             program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
             "--no-first-run", "--disable-background-networking", "--hide-scrollbars",
             f"--user-data-dir={self._profile}", "about:blank",
         ]  # fmt: skip
-        # The browser reads what it is asked from 3, and answers on 4.
-        shell = ["sh", "-c", f'exec "$@" 3<&{ask} 4>&{answer}', "sh", *words]
-        self._process = subprocess.Popen(
-            shell,
-            pass_fds=[ask, answer],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(ask)
-        os.close(answer)
-        self._hear, self._rest, self._number = hear_end, b"", 0
+        # The browser reads what it is asked from 3, and answers on 4; neither may be one of ours.
+        theirs = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (ask, answer)]
+        nothing = [(os.POSIX_SPAWN_OPEN, end, os.devnull, os.O_RDWR, 0) for end in (0, 1, 2)]
+        pipes = [(os.POSIX_SPAWN_DUP2, end, 3 + place) for place, end in enumerate(theirs)]
+        self._pid = os.posix_spawn(program, words, os.environ, file_actions=[*nothing, *pipes])
+        for end in (ask, answer, *theirs):
+            os.close(end)
+        self._hear, self._rest, self._number = hear, b"", 0
         self.said: list[str] = []
         """What the page wrote to the console: errors, refusals of its policy."""
         self._session = ""
@@ -74,8 +71,8 @@ class Browser:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
         os.close(self._hear)
         os.close(self._ask)
         shutil.rmtree(self._profile, ignore_errors=True)
@@ -143,8 +140,9 @@ class Browser:
 
     def move(self, x: float, y: float, kind: str = "mouseMoved", pressed: bool = False) -> None:
         button = "left" if pressed or kind != "mouseMoved" else "none"
+        clicks = 0 if kind == "mouseMoved" else 1
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button,
-                  buttons=1 if pressed else 0, clickCount=0 if kind == "mouseMoved" else 1)  # fmt: skip
+                  buttons=int(pressed), clickCount=clicks)  # fmt: skip
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         self.move(*start)

@@ -10,6 +10,7 @@ import numpy as np
 
 from overland.run_folder import METRIC_NAMES, VALIDATION_LOSS
 from overland.tools.reporting.lines import Columns, Numbers
+from overland.tools.reporting.sessions import with_borders
 from overland.tools.reporting.thin import bin_sizes, binned, thinned
 
 if TYPE_CHECKING:
@@ -162,8 +163,7 @@ def _lost(run: RunReport, number: int, name: str) -> list[Line]:
     """A line for each session that lost steps, all of one name."""
     lost, found = run.lines.lost, []
     times, all_steps, losses = lost["time"], lost.steps, lost["loss"]
-    borders = [*(session.begun for session in run.sessions[1:]), np.inf]
-    for session, border in zip(run.sessions, borders, strict=True):
+    for session, border in with_borders(run.sessions):
         mine = (times >= session.begun) & (times < border) & np.isfinite(losses)
         steps, where = np.unique(all_steps[mine], return_index=True)
         if len(steps):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overland.run_folder import METRICS, UNDONE
-from overland.training.history import Tail
+from overland.training.history import RECENT, History, Tail
 
 Numbers = npt.NDArray[np.float64]
 Record = dict[str, Any]
@@ -70,6 +70,15 @@ class Columns:
         values = self[name]
         known = np.isfinite(values)
         return self.steps[known], values[known]
+
+    def newest(self, most: int) -> list[Record]:
+        """Returns the last records, without what is missing."""
+        found = []
+        for row in range(max(0, len(self) - most), len(self)):
+            numbers = {name: column[row] for name, column in self._columns.items()}
+            known = {name: one for name, one in numbers.items() if one == one}
+            found.append({"step": self._steps[row], **known})
+        return found
 
     def add(self, records: Sequence[Record]) -> None:
         before = len(self)
@@ -222,6 +231,18 @@ class Lines:
         self._overwritten.add(self.logged.cut(step))
         for columns in self.held_out.values():
             columns.cut(step)
+
+
+class Recent(History):
+    """The newest lines, for who wants no more: so that they are not read twice."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._all = lines
+        self._clear()
+
+    def read_on(self) -> None:
+        self._clear()
+        self.recent.extend(self._all.logged.newest(RECENT))
 
 
 class Form:

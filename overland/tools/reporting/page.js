@@ -201,7 +201,7 @@
       const style = { fill: "none", stroke: this.colour(line), "stroke-width": WIDTHS[line.kind], "stroke-linejoin": "round", "stroke-dasharray": this.dash(line), opacity: line.kind === "raw" ? PALE : 1 };
       this.svg.append(svg("path", { d: path, class: "line", "data-line": line.name, ...style }));
       const [from, to] = this.between(line);
-      if (to - from <= DOTS && (line.kind !== "curve" || to - from === 1))
+      if (to - from <= (line.kind === "lost" ? 1 : DOTS) && (line.kind !== "curve" || to - from === 1))
         for (let i = from; i < to; i++)
           if (!log || line.values[i] > 0)
             this.svg.append(svg("circle", { cx: this.x(line.steps[i]).toFixed(1), cy: this.y(line.values[i]).toFixed(1), r: line.kind === "raw" ? 1.5 : 2.4, fill: this.colour(line) }));

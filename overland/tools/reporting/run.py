@@ -24,7 +24,7 @@ from overland.errors import NoRun
 from overland.run_folder import CONFIG, MODEL_CONFIG, README, SAMPLES, SUBMITTED, VALIDATION_LOSS
 from overland.tools.reporting.evaluations import Score, read_scores
 from overland.tools.reporting.goodput import Goodput, where_time_went
-from overland.tools.reporting.lines import Lines
+from overland.tools.reporting.lines import Lines, Recent
 from overland.tools.reporting.mixture import DrawnMixture, drawn_mixture
 from overland.tools.reporting.sessions import Happening, Session, Story
 from overland.tools.reporting.thin import bin_sizes, binned
@@ -124,8 +124,8 @@ class RunReader:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or path.absolute().name
-        self.watch = Watch(path)
         self.lines, self.story = Lines(path), Story(path)
+        self.watch = Watch(path, Recent(self.lines))
 
     def read_on(self, progress: Callable[[float, float], object] = lambda *_: None) -> None:
         self.lines.read_on(progress)
@@ -336,7 +336,7 @@ def _time(report: RunReport) -> Figure | None:
     if not seconds:
         return None
     between = report.goodput.between
-    note = f"and {duration(between)} between sessions" if between >= 1 else "in one go"
+    note = f"and {duration(between)} between sessions" if between >= 1 else ""
     return Figure("time in sessions", duration(seconds), note, seconds)
 
 
@@ -354,10 +354,10 @@ def _throughput(report: RunReport) -> Figure | None:
             rate = float(np.median(rates))
             facts = report.sessions[-1].facts if report.sessions else {}
             devices = facts.get("devices")
-            note = "per device, median"
+            note = f"{unit}/s per device, median"
             if isinstance(devices, int) and devices > 1:
                 note += f"; {in_short(rate * devices)} in all"
-            return Figure("throughput", f"{rate:,.0f} {unit}/s", note, rate)
+            return Figure("throughput", f"{rate:,.0f}", note, rate)
     return None
 
 

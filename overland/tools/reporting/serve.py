@@ -38,7 +38,7 @@ class LiveReport:
     def __init__(self, readers: Sequence[RunReader]) -> None:
         self.readers = readers
         self._lock = threading.Lock()
-        self._version, self._seen = 0, ""
+        self._number, self._seen = 0, ""
         self._content: dict[str, Any] = {}
         self._next = 0.0
         self._page = ""
@@ -65,9 +65,9 @@ class LiveReport:
         content["sections"].pop("foot", None)  # the time of day is no news
         seen = json.dumps(finite(content))
         if seen != self._seen:
-            self._version += 1
+            self._number += 1
             self._seen, self._page = seen, build_page(runs, live=True)
-            self._content = {**finite(content), "version": self._version}
+            self._content = {**finite(content), "version": self._number}
         # Long runs take longer to look at: at most a fifth of the time.
         self._next = time.monotonic() + max(LEAST_SECONDS, 4 * (time.monotonic() - begun))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 
 from overland.run_folder import SESSIONS
 from overland.tools.jobs.supervise.events import Event, Events
-from overland.tools.reporting.lines import Columns, Lines
+from overland.tools.reporting.lines import Lines, Numbers
 from overland.training.history import PAUSE, Tail
 
 ENDED = ("finished", "stopped", "failed", "killed", "running")
@@ -69,6 +69,35 @@ class Happening:
     what: str
 
 
+@dataclass(frozen=True)
+class Logged:
+    """When each line was logged, that counts or was lost, with its step and its seconds by use."""
+
+    uses: list[str]
+    times: Numbers
+    table: Numbers
+
+    @classmethod
+    def of(cls, lines: Lines) -> Logged:
+        both = (lines.logged, lines.lost)
+        names = {name for columns in both for name in columns.names}
+        uses = sorted(
+            name.removeprefix("seconds/") for name in names if name.startswith("seconds/")
+        )
+        tables = [
+            np.stack([columns.steps, *(columns[f"seconds/{use}"] for use in uses)], axis=1)
+            for columns in both
+        ]
+        times = np.concatenate([columns["time"] for columns in both])
+        return cls(uses, times, np.concatenate(tables))
+
+
+def with_borders(sessions: Sequence[Session]) -> Iterator[tuple[Session, float]]:
+    """Yields each session, and when the next one began."""
+    for number, session in enumerate(sessions, 1):
+        yield session, sessions[number].begun if number < len(sessions) else np.inf
+
+
 class Story:
     """Sessions and happenings, read on as they are appended."""
 
@@ -93,29 +122,28 @@ class Story:
         found = [_session(number, one) for number, one in enumerate(begun, 1)]
         if not found:
             found = guessed_sessions(lines, self._events.of("attempt"))
-        borders = [*(one.begun for one in found[1:]), np.inf]
-        for session, border in zip(found, borders, strict=True):
-            self._end(session, border, lines)
+        logged = Logged.of(lines)
+        for session, border in with_borders(found):
+            self._end(session, border, logged)
         for session, later in itertools.pairwise(found):
             session.kept_step = min(session.last_step, later.step)
         for session in found:
-            _count_seconds(session, lines)
+            _count_seconds(session, logged)
         if found and is_alive and found[-1].how == "killed":
             found[-1].how = "running"
         return found
 
-    def _end(self, session: Session, border: float, lines: Lines) -> None:
+    def _end(self, session: Session, border: float, logged: Logged) -> None:
         ends = [
             one
             for one in self._lines
             if one["event"] == "end" and session.begun <= one["time"] < border
         ]
         times = [session.started]
-        for columns in (lines.logged, lines.lost):
-            mine = (columns["time"] >= session.begun) & (columns["time"] < border)
-            if mine.any():
-                times.append(float(columns["time"][mine].max()))
-                session.last_step = max(session.last_step, int(columns.steps[mine].max()))
+        mine = (logged.times >= session.begun) & (logged.times < border)
+        if mine.any():
+            times.append(float(logged.times[mine].max()))
+            session.last_step = int(logged.table[mine, 0].max())
         session.last_step = max(session.last_step, session.step)
         if ends:
             session.how = str(ends[-1].get("how"))
@@ -233,38 +261,25 @@ def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[Session]:
     return found
 
 
-def _count_seconds(session: Session, lines: Lines) -> None:
+def _count_seconds(session: Session, logged: Logged) -> None:
     """Sets what the session's time was used for, and until its last step that counts."""
-    uses = sorted({
-        name.removeprefix("seconds/")
-        for columns in (lines.logged, lines.lost)
-        for name in columns.names
-        if name.startswith("seconds/")
-    })  # fmt: skip
     start = {"start": session.started - session.begun}
-    rows = [_rows(columns, uses, session) for columns in (lines.logged, lines.lost)]
-    table = np.concatenate(rows)
+    mine = (logged.times >= session.begun) & (logged.times <= session.ended)
+    table = logged.table[mine]
+    table = table[np.isfinite(table).all(axis=1)]
     table = table[np.argsort(table[:, 0], kind="stable")]
-    known = dict(zip(uses, table[-1, 1:].tolist(), strict=True)) if len(table) else {}
+    known = dict(zip(logged.uses, table[-1, 1:].tolist(), strict=True)) if len(table) else {}
     session.seconds = {**known, **session.seconds, **start}
     if session.kept_step >= session.last_step:
         session.kept_seconds = dict(session.seconds)
         return
-    session.kept_seconds = {**dict.fromkeys(uses, 0.0), **start}
+    session.kept_seconds = {**dict.fromkeys(logged.uses, 0.0), **start}
     if len(table) and session.kept_step > session.step:
         # A checkpoint may lie between two steps that were logged.
         steps = np.concatenate([[session.step], table[:, 0]])
-        for number, use in enumerate(uses, 1):
+        for number, use in enumerate(logged.uses, 1):
             values = np.concatenate([[0.0], table[:, number]])
             session.kept_seconds[use] = float(np.interp(session.kept_step, steps, values))
-
-
-def _rows(columns: Columns, uses: Sequence[str], session: Session) -> Any:
-    """Step and seconds by use, of the lines that a session has logged."""
-    times = columns["time"]
-    mine = (times >= session.begun) & (times <= session.ended)
-    table = np.stack([columns.steps, *(columns[f"seconds/{use}"] for use in uses)], axis=1)[mine]
-    return table[np.isfinite(table[:, 1:]).all(axis=1)]
 
 
 def _time(event: Event) -> float:

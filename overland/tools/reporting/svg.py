@@ -10,7 +10,7 @@ from html import escape
 import numpy as np
 
 from overland.tools.reporting.charts import LOST, Chart, Line
-from overland.tools.reporting.lines import Columns, Numbers
+from overland.tools.reporting.lines import Numbers
 from overland.tools.reporting.run import RunReport, moment
 from overland.tools.reporting.sessions import Session
 from overland.tools.reporting.thin import thinned
@@ -137,8 +137,9 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
         (report.lines.lost, paint("lost"), ' stroke-dasharray="3 2"'),
         (report.lines.logged, paint(0), ""),
     ):
+        times, steps = columns["time"], columns.steps
         for session in sessions:
-            points = _steps_of(session, columns)
+            points = _steps_of(session, times, steps)
             drawn = " ".join(f"{x_of(t):.1f},{y_of(s):.1f}" for t, s in points)
             if drawn:
                 parts.append(
@@ -175,9 +176,8 @@ def _band(
     return parts
 
 
-def _steps_of(session: Session, columns: Columns) -> list[tuple[float, float]]:
+def _steps_of(session: Session, times: Numbers, steps: Numbers) -> list[tuple[float, float]]:
     """When which of a session's steps were taken."""
-    times, steps = columns["time"], columns.steps
     mine = (times >= session.begun) & (times <= session.ended + 1e-3)
     steps, times = thinned(steps[mine], times[mine], 300)
     return list(zip(times.tolist(), steps.tolist(), strict=True))
@@ -235,8 +235,8 @@ def _open(width: float, height: float, title: str, paint: Paint) -> str:
     paper = f'<rect width="{width}" height="{height}" fill="{paint("paper")}"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="13">\n<title>{escape(title)}</title>'
-        f"{paper if paint is alone else ''}"
+        'font-family="system-ui, sans-serif" font-size="13">\n'
+        f"<title>{escape(visible(title))}</title>{paper if paint is alone else ''}"
     )
 
 

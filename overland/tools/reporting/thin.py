@@ -31,7 +31,8 @@ def bin_sizes(last_step: float) -> tuple[int, int]:
     """Returns two numbers of steps, whose means are shown: 100 and 15,000, or smaller ones for a
     run that is too short for them."""
     fine, coarse = (
-        min(size, _round(last_step / least)) for size, least in zip(BINS, LEAST_BINS, strict=True)
+        size if last_step >= size * least else _round(last_step / least)
+        for size, least in zip(BINS, LEAST_BINS, strict=True)
     )
     return fine, max(coarse, 2 * fine)
 
