@@ -23,6 +23,7 @@ HOVERED = """(() => {
   const box = plot.getBoundingClientRect();
   return [box.x + 0.44 * box.width, box.y + 0.4 * box.height];
 })()"""
+LOSS_ENDS = "document.querySelector('figure[data-chart=loss]').getBoundingClientRect().bottom + 20"
 STORY = """(() => {
   const story = document.getElementById('run-0-story').getBoundingClientRect();
   const time = document.getElementById('run-0-mixture').getBoundingClientRect();
@@ -42,7 +43,8 @@ def main() -> None:
             browser.prefer(scheme)
             browser.open(f"file://{page}")
             browser.move(*browser.evaluate(HOVERED))
-            browser.screenshot(IMAGES / f"report-{scheme}.png", (0, 0, WIDTH, 1330))
+            height = browser.evaluate(LOSS_ENDS)
+            browser.screenshot(IMAGES / f"report-{scheme}.png", (0, 0, WIDTH, height))
         top, height = browser.evaluate(STORY)
         browser.screenshot(IMAGES / "report-story.png", (0, top, WIDTH, height))
 

@@ -353,3 +353,41 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
         assert done.exit_code == 2, done.output
         assert sentence in done.stderr
         assert "Traceback" not in done.output
+
+
+# Evaluations
+
+
+def keep(run: Path, step: int, name: str, record: dict[str, Any]) -> None:
+    path = run / "evaluations" / f"step_{step}" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"step": step, **record}))
+
+
+def test_evaluations_of_several_checkpoints_are_a_table_and_a_curve(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=20)
+    for step, value in ((10, 0.25), (20, 0.5)):
+        score = {"task": "arc_easy", "shots": 5, "filter": "none", "metric": "acc", "value": value,
+                 "stderr": 0.0125}  # fmt: skip
+        keep(run, step, "tasks-arc", {"kind": "tasks", "name": "arc", "scores": [score]})
+        keep(run, step, "perplexity-c4", {"kind": "perplexity", "name": "c4", "loss": 2.5 + value,
+             "perplexity": 12.25, "tokens": 100, "word_perplexity": None})  # fmt: skip
+    (report,) = reports(run)
+    page = build_page([report])
+    assert "arc_easy, 5-shot" in page
+    assert "0.5 ± 0.013" in page
+    assert line_of(report, "score.acc") == {10: 0.25, 20: 0.5}
+    assert line_of(report, "score.perplexity", "c4") == {10: 12.25, 20: 12.25}
+    assert not any(one.metric in ("tokens", "word perplexity") for one in report.scores)
+
+
+def test_evaluations_of_one_name_with_other_settings_stay_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=20)
+    for key, loss in (("abcdef12", 2.0), ("98765432", 3.0)):
+        keep(run, 20, f"perplexity-c4-{key}", {"kind": "perplexity", "name": "c4", "loss": loss,
+             "key": key})  # fmt: skip
+    (report,) = reports(run)
+    assert {one.name: one.value for one in report.scores} == {
+        "c4 (abcdef)": 2.0,
+        "c4 (987654)": 3.0,
+    }

@@ -115,7 +115,7 @@ def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
                 chart.lines.append(line)
     rare = ("skipped_steps", "empty_steps", "skipped_documents")
     charts += [one for one in usual if one.id not in rare or _is_ever_above_zero(one)]
-    return [chart for chart in [*charts, *_others(runs)] if _has_points(chart)]
+    return [chart for chart in [*charts, *_others(runs), *_scores(runs)] if _has_points(chart)]
 
 
 def _is_ever_above_zero(chart: Chart) -> bool:
@@ -220,6 +220,22 @@ def _others(runs: Sequence[RunReport]) -> list[Chart]:
         chart.lines = [line for line in lines if line is not None]
         charts.append(chart)
     return charts
+
+
+def _scores(runs: Sequence[RunReport]) -> list[Chart]:
+    """Evaluations of several checkpoints, a chart for each metric."""
+    charts: dict[str, Chart] = {}
+    for number, run in enumerate(runs):
+        for metric, name in dict.fromkeys((one.metric, one.name) for one in run.scores):
+            mine = [one for one in run.scores if (one.metric, one.name) == (metric, name)]
+            if len({one.step for one in mine}) < 2:
+                continue
+            chart = charts.setdefault(metric, Chart(f"score.{metric}", f"Evaluation: {metric}"))
+            label = f"{run.name}: {name}" if len(runs) > 1 else name
+            steps = np.array([one.step for one in mine], np.float64)
+            values = np.array([one.value for one in mine])
+            chart.lines.append(Line(label, number, len(chart.lines), "points", steps, values))
+    return list(charts.values())[:MOST_OTHERS]
 
 
 def _odd(columns: Columns, name: str) -> list[tuple[int, str]]:

@@ -40,12 +40,12 @@
 
   // Numbers
 
-  function words(value, form) {
+  function words(value, form, shorten = (text) => text) {
     if (form === "share") return `${trim((value * 100).toPrecision(3))}%`;
     if (form === "count") return value.toLocaleString("en-US", { maximumSignificantDigits: 6 });
     const size = Math.abs(value);
     if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace("e+", "e");
-    return trim(value.toPrecision(5));
+    return shorten(value.toPrecision(5));
   }
 
   const trim = (text) => (text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text);
@@ -174,7 +174,7 @@
       for (const value of log ? powers(low, high) : ticks(low, high, height > 300 ? 6 : 4)) {
         const y = this.y(value).toFixed(1);
         this.svg.append(svg("path", { d: `M${M.left} ${y}H${width - M.right}`, stroke: "var(--line)" }));
-        this.svg.append(svg("text", { x: M.left - 8, y: Number(y) + 4, "text-anchor": "end" }, words(value, this.chart.form)));
+        this.svg.append(svg("text", { x: M.left - 8, y: Number(y) + 4, "text-anchor": "end" }, words(value, this.chart.form, trim)));
       }
       for (const step of ticks(this.first, this.last, Math.max(2, Math.min(7, width / 110)))) {
         const anchor = this.x(step) > width - 30 ? "end" : "middle";

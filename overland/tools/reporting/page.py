@@ -22,6 +22,7 @@ import numpy as np
 import overland
 from overland.run_folder import CONFIG
 from overland.tools.reporting.charts import Chart, Line, charts_of, charts_to_json
+from overland.tools.reporting.evaluations import Score
 from overland.tools.reporting.goodput import PARTS
 from overland.tools.reporting.run import Figure, RunReport, Setting, moment
 from overland.tools.reporting.sessions import Session
@@ -360,14 +361,17 @@ def scores(run: RunReport, level: str) -> str:
     if not run.scores:
         return ""
     steps = sorted({one.step for one in run.scores})[-8:]
-    known = {(one.name, one.metric, one.step): one.value for one in run.scores}
+    known = {(one.name, one.metric, one.step): score_words(one) for one in run.scores}
     kinds = list(dict.fromkeys((one.name, one.metric) for one in run.scores))
     rows = []
     for name, metric in kinds:
-        values = (known.get((name, metric, step)) for step in steps)
-        rows.append([name, metric, *("–" if one is None else f"{one:.5g}" for one in values)])
+        rows.append([name, metric, *(known.get((name, metric, step), "–") for step in steps)])
     heads = ["evaluation", "metric", *(f"step {step:,}" for step in steps)]
     return f"<{level}>Evaluations</{level}>{table(heads, rows, words=(0, 1))}"
+
+
+def score_words(score: Score) -> str:
+    return f"{score.value:.5g}" + (f" ± {score.stderr:.2g}" if score.stderr else "")
 
 
 def samples(run: RunReport, level: str) -> str:
