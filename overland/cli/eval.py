@@ -6,31 +6,26 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from overland.cli.common import user_errors
+from overland.cli.eval_tables import tables
 from overland.run_folder import CONFIG, LOGS
 from overland.world.signals import end_at_signal
 
 if TYPE_CHECKING:
+    import torch
+
     from overland.tools.evaluation.evaluate import Asked
+    from overland.tools.evaluation.tasks import AskedTasks
     from overland.world import World
 
 STOPPED_WORDS = "stopped; what is done is kept, and the same command continues"
-COLUMNS = {
-    "data": "name",
-    "documents": "documents",
-    "tokens": "tokens",
-    "loss": "loss",
-    "perplexity": "perplexity",
-    "bits/byte": "bits_per_byte",
-    "per byte": "byte_perplexity",
-    "per word": "word_perplexity",
-}
 
 
 @user_errors
@@ -43,8 +38,45 @@ def evaluate(
         list[str] | None,
         typer.Option(help="PATH, NAME or NAME=PATH to measure perplexity on; repeatable."),
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="Tasks of lm-evaluation-harness: a,b or @LIST; repeatable."),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before a question; default: the task's.", min=0)
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Prompts of tasks are conversations.")
+    ] = False,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Name of the template, where there are several.")
+    ] = None,
+    fewshot_as_multiturn: Annotated[
+        bool, typer.Option(help="Examples are turns of the conversation.")
+    ] = True,
+    system: Annotated[str | None, typer.Option(help="System message of tasks.")] = None,
+    gen_kwargs: Annotated[
+        str | None, typer.Option(help="How tasks generate, such as max_gen_toks=64.")
+    ] = None,
+    add_bos: Annotated[
+        bool | None,
+        typer.Option(help="Prompts of tasks begin with BOS; default: as the tokenizer says."),
+    ] = None,
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", help="Keep every prompt and answer of tasks.")
+    ] = False,
+    include_path: Annotated[
+        Path | None, typer.Option(help="A folder with task definitions of your own.")
+    ] = None,
+    datasets: Annotated[
+        Path | None, typer.Option(help="Where `overland fetch tasks --to` put its datasets.")
+    ] = None,
+    unsafe_code: Annotated[
+        bool, typer.Option("--unsafe-code", help="Let tasks run what the model writes.")
+    ] = False,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a window; default: as trained, 4096 at most.")
+        int | None,
+        typer.Option(help="Tokens of a window; default: as trained, 4096 at most; see the docs."),
     ] = None,
     stride: Annotated[
         int | None, typer.Option(help="Tokens between windows; default: half of the context.")
@@ -80,6 +112,9 @@ def evaluate(
         Path | None, typer.Option(help="A config.json, where PATH brings none.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint of a run.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Checkpoints of a run, for a curve: all, or 1000,2000.")
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(help="Processes to start here; default: NGPU, or one per GPU.", min=1),
@@ -96,12 +131,14 @@ def evaluate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure perplexity on documents: overland eval PATH --data c4=/scratch/c4 --data stdlib
+    """Measure perplexity and scores: overland eval PATH --data c4=/scratch/c4 --tasks hellaswag
 
-    A run is evaluated on what it validates on if no data is named. Run it again to continue one
+    A run is evaluated on what it validates on if neither is named. Run it again to continue one
     that was stopped. Results are kept beside the checkpoint.
     """
     end_at_signal(STOPPED_WORDS)
+    if steps is not None and step is not None:
+        raise typer.BadParameter("is one checkpoint: give one of --step and --steps")
     from overland.config.arguments import log_ranks, ngpu
     from overland.world import World
     from overland.world.launchers import export_world, find_world
@@ -146,44 +183,106 @@ def evaluate(
         output=output,
         again=again,
     )
-    results = evaluate_here(asked, world or World())
+    wanted = asked_tasks(
+        tasks,
+        datasets,
+        num_fewshot=num_fewshot,
+        chat_template=chat_template or ("default" if apply_chat_template else None),
+        multiturn=fewshot_as_multiturn,
+        system=system,
+        gen_kwargs=gen_kwargs,
+        add_bos=add_bos,
+        log_samples=log_samples,
+        unsafe_code=unsafe_code,
+        include_path=None if include_path is None else str(include_path.expanduser().absolute()),
+    )
+    results = evaluate_here(asked, wanted, steps, world or World())
     if world is None or world.is_first:
-        print(json.dumps(results, indent=2) if as_json else table(results))
+        if as_json:
+            print(json.dumps(results, indent=2))
+            return
+        print(*tables(results, is_sweep=steps is not None), sep="\n\n")
 
 
 PREFIXES = ("auto", "bos", "eos", "none")
 
 
-def evaluate_here(asked: Asked, world: World) -> list[dict[str, Any]]:
+def asked_tasks(
+    tasks: list[str] | None, datasets: Path | None, **settings: Any
+) -> AskedTasks | None:
+    """What is asked of tasks; None without any. Libraries that could open connections are told not
+    to before they are imported."""
+    if not tasks:
+        given = [name for name, value in settings.items() if value and name != "multiturn"]
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise typer.BadParameter("is for tasks, and --tasks names none", param_hint=option)
+        return None
+    from overland.packages import need
+    from overland.tools.evaluation.task_data import task_names, tasks_root
+    from overland.tools.evaluation.task_run import no_network
+
+    no_network()
+    need("lm_eval", "--tasks", "eval")
+    from overland.tools.evaluation.tasks import AskedTasks
+
+    root = tasks_root() if datasets is None else datasets.expanduser()
+    return AskedTasks(task_names(tasks), root, **settings)
+
+
+def evaluate_here(
+    asked: Asked, tasks: AskedTasks | None, steps: str | None, world: World
+) -> list[dict[str, Any]]:
     """What every rank does; the first one's results are all."""
+    import torch
+
     from overland.config.schema import Comm
     from overland.parallel.comm import process_group
-    from overland.tools.evaluation.evaluate import (
-        evaluate_set,
-        open_session,
-        sets_for,
-        settings_of,
-        wait_long,
-    )
+    from overland.tools.evaluation.evaluate import wait_long
+    from overland.tools.evaluation.sweep import steps_of
     from overland.world.devices import device_type
 
     def report(message: str) -> None:
         if world.is_first:
             print(message, file=sys.stderr, flush=True)
 
-    import torch
-
+    some = [asked]
+    if steps is not None:
+        some = [replace(asked, step=step) for step in steps_of(asked.path, steps)]
     if world.size == 1:
         device = torch.device(device_type())
-        session = open_session(asked, world, device, report)
-        settings = settings_of(session)
-        return [evaluate_set(session, one, settings) for one in sets_for(session)]
+        return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
     comm = Comm.model_validate({"backend": os.environ.get("COMM_BACKEND") or "auto"})
     with process_group(comm, world, device_type()) as device:
-        session = open_session(asked, world, device, report)
         wait_long()
+        return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
+
+
+def evaluate_one(
+    asked: Asked,
+    tasks: AskedTasks | None,
+    world: World,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Everything about one checkpoint."""
+    from overland.tools.evaluation.evaluate import (
+        evaluate_set,
+        open_session,
+        sets_for,
+        settings_of,
+    )
+
+    session = open_session(asked, world, device, report)
+    results = []
+    if asked.data or tasks is None:
         settings = settings_of(session)
-        return [evaluate_set(session, one, settings) for one in sets_for(session)]
+        results += [evaluate_set(session, one, settings) for one in sets_for(session)]
+    if tasks is not None:
+        from overland.tools.evaluation.tasks import evaluate_tasks
+
+        results.append(evaluate_tasks(session, tasks))
+    return results
 
 
 def num_devices() -> int:
@@ -220,49 +319,3 @@ def launch(num_ranks: int, printing: Sequence[int], path: Path, output: Path | N
     except OSError:
         logs = Path(tempfile.mkdtemp(prefix="overland-eval-"))
     return launch_local(sys.argv[1:], num_ranks, printing, logs)
-
-
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as people read them."""
-    cells = [list(COLUMNS)]
-    for one in results:
-        cells.append([_cell(name, one.get(key)) for name, key in COLUMNS.items()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if number == 0 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
-    return "\n".join([*lines, "", *_about(results)])
-
-
-def _cell(name: str, value: object) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.4f}" if name in ("loss", "bits/byte", "per byte") else f"{value:,.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _about(results: Sequence[dict[str, Any]]) -> list[str]:
-    """How the numbers were measured, and what is not in them."""
-    lines = []
-    for one in results:
-        settings = one["settings"]
-        how = "all documents as one text" if settings["joined"] else "each document by itself"
-        lines.append(
-            f"{one['name']}: {how}, windows of {settings['context']:,} tokens every "
-            f"{settings['stride']:,}, in {settings['dtype']}"
-        )
-        if one["unscored"]:
-            lines.append(
-                f"  {one['unscored']:,} first tokens are not scored, as no BOS is before them "
-                "(--prefix eos)"
-            )
-        if one["skipped_documents"]:
-            lines.append(f"  {one['skipped_documents']:,} documents could not be read")
-        if one["kept"]:
-            lines.append(f"  kept in {one['kept']}")
-    return lines

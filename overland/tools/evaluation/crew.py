@@ -20,8 +20,10 @@ from overland.tools.evaluation.score import ContinuationScorer, Pair, Score
 from overland.world import World
 
 AT_ONCE = 16_384  # requests: what travels between ranks is held in memory
-Texts = Callable[[Sequence[Sequence[int]], dict[str, Any]], Iterator[list[tuple[int, str]]]]
-"""Yields batches of (number of the prompt, text that follows it)."""
+Texts = Callable[
+    [Sequence[Sequence[int]], Sequence[str], dict[str, Any]], Iterator[list[tuple[int, str]]]
+]
+"""Of prompts, with their keys, yields batches of (number of the prompt, text that follows it)."""
 Work = tuple[Literal["score", "generate"], list[Any], list[str], dict[str, Any]]
 
 
@@ -95,7 +97,7 @@ class Crew:
     ) -> dict[str, Any]:
         kind, requests, keys, settings = work
         found: dict[str, Any] = {}
-        for batch in self._batches(kind, requests, settings):
+        for batch in self._batches(kind, requests, keys, settings):
             values = {keys[number]: value for number, value in batch}
             if self.leads:
                 self.keep({"done": values})
@@ -104,7 +106,7 @@ class Crew:
         return found
 
     def _batches(
-        self, kind: str, requests: list[Any], settings: dict[str, Any]
+        self, kind: str, requests: list[Any], keys: list[str], settings: dict[str, Any]
     ) -> Iterator[list[tuple[int, Any]]]:
         if kind == "score":
             yield from self.scorer.score(requests)
@@ -115,7 +117,7 @@ class Crew:
                 "--shard and --tensor-parallel, so that each rank has the whole model, or tasks "
                 "that generate"
             )
-        yield from self.texts(requests, settings)
+        yield from self.texts(requests, keys, settings)
 
 
 def key_of(context: Sequence[int], continuation: Sequence[int], settings: Any = None) -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import torch
 
 from overland.errors import DataError, sentence
 from overland.tools.evaluation.task_data import NO_NETWORK, fetched, matching, open_manager
+from overland.world.signals import SIGNALS
 
 SEEDS = (0, 1234, 1234, 1234)  # of Python, NumPy, torch and the choice of examples: the harness's
 
@@ -51,7 +55,6 @@ class TaskSettings:
 def no_network() -> None:
     """Has the libraries open no connection; to be called before they are imported."""
     os.environ.update(NO_NETWORK)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # there is a bar of ours
 
 
 def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any]:
@@ -59,6 +62,7 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
     from lm_eval.evaluator import evaluate
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    end_children_silently()
     include = None if settings.include_path is None else Path(settings.include_path)
     manager = open_manager(settings.tasks, include)
     python, numpy, pytorch, examples = SEEDS
@@ -69,7 +73,7 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
     loaded = load_tasks(manager, settings.tasks, root)
     for task in loaded["tasks"].values():
         adjust(task, settings, examples)
-    with task_errors("these tasks"):
+    with task_errors("these tasks"), quiet():
         results = evaluate(
             lm=model,
             task_dict=loaded,
@@ -97,6 +101,37 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
     return results
 
 
+@cache
+def end_children_silently() -> None:
+    """The harness forks processes for its bootstrap, and ends them by a signal, of which they would
+    say that the evaluation was stopped."""
+
+    def as_usual() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=as_usual)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leaves out the harness's bars, as there is one of ours, and keeps what it prints away from
+    results on stdout."""
+    from tqdm import tqdm
+
+    original = tqdm.__init__
+
+    def without_bar(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "disable": True})
+
+    tqdm.__init__ = without_bar
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        tqdm.__init__ = original
+
+
 def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]:
     """Tasks with their data, as the harness takes them."""
     import datasets
@@ -104,7 +139,7 @@ def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]
     datasets.disable_progress_bars()
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in matching(manager, names):
-        with fetched(root, [name]), task_errors(f"task {name}"):
+        with fetched(root, [name]), task_errors(f"task {name}"), quiet():
             for kind, some in manager.load([name]).items():
                 loaded[kind] |= some
     return loaded
@@ -177,4 +212,13 @@ def scores_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                         "documents": samples.get("effective"),
                     }
                 )
+    return found
+
+
+def by_task(scores: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Task -> metric -> value; the filter is named where answers were filtered."""
+    found: dict[str, dict[str, float]] = {}
+    for one in scores:
+        filtered = "" if one["filter"] == "none" else f", {one['filter']}"
+        found.setdefault(one["task"], {})[one["metric"] + filtered] = one["value"]
     return found
