@@ -2,6 +2,7 @@
 # make test    set up, then lint and run all tests
 # make prove-all   the long proofs: all layouts, all resumes, all killed sessions, faults of a cluster; writes docs/evidence/, goes on where it stopped
 # make cluster-packages   Slurm, Open MPI and shellcheck, which some tests need; `make test` does it where it may
+# make browser   a headless Chromium, which the tests of reports need; `make test` does it where it may
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
 SHELL := /bin/bash
@@ -20,7 +21,7 @@ TORCH_FROM_cpu := --no-deps --retries 1 --extra-index-url $(WHEELS)/cpu
 TORCH_FROM_cuda :=
 TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
 
-.PHONY: setup train test lint cluster-packages prove-all clean
+.PHONY: setup train test lint cluster-packages browser prove-all clean
 
 setup: .venv/ready-$(TORCH)
 
@@ -61,8 +62,20 @@ cluster-packages:
 		apt-get -qq install --yes --no-install-recommends $(CLUSTER_PACKAGES) >/dev/null || \
 		echo "The packages could not be installed; the tests of clusters will tell."
 
+# Debian has a small one without a window; elsewhere the whole browser does.
+browser:
+	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		command -v $$name >/dev/null && exit 0; done; \
+	if ! command -v apt-get >/dev/null; then echo "No apt-get here: install Chromium to run the tests of reports."; exit 0; fi; \
+	if [ $$(id -u) = 0 ]; then as=; elif sudo -n true 2>/dev/null; then as="sudo -n"; \
+	else echo "Not root: sudo apt-get install chromium-headless-shell, to run the tests of reports."; exit 0; fi; \
+	echo "Installing chromium-headless-shell"; \
+	install="$$as env DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends"; \
+	$$as apt-get -qq update; $$install chromium-headless-shell fonts-dejavu-core >/dev/null || \
+		$$install chromium >/dev/null || echo "No Chromium could be installed; the tests of reports will tell."
+
 # Many tests wait for clusters and processes: two at a time, each file by one worker.
-test: lint cluster-packages
+test: lint cluster-packages browser
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 prove-all: .venv/ready-dev cluster-packages

@@ -125,6 +125,10 @@ class HubError(OverlandError):
     """Something could not be fetched or pushed."""
 
 
+class ReportError(OverlandError):
+    """A report cannot be written or served as asked."""
+
+
 class NoRun(OverlandError):
     """There is nothing to watch."""
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def _start_of(process: int) -> str | None:
         return "" if Path("/proc/self/stat").exists() else None
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def age_of_process() -> float:
+    """Returns the seconds since this process began; 0 where the system does not say."""
+    try:
+        begun = int(_start_of(os.getpid()) or "") / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
+    except (AttributeError, OSError, ValueError):
+        return 0.0
 
 
 def state_of(pid: int) -> str:

@@ -7,6 +7,8 @@ tokenizer/             the tokenizer's files
 data/plan.json         the plan of its data, and where the corpora lie
 data/ledger.bin        what the model was fed
 metrics.jsonl          a line per logged step
+metrics.undone.jsonl   such lines of steps that were undone by a resume from an earlier step
+sessions.jsonl         each session: what it ran on, what it saved and said, and how it ended
 loss.svg               the losses
 samples.jsonl          what the model said to metrics.sample_prompt
 checkpoint/step_N/     checkpoints; those of a stop before the end are called step_N.preempt
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 CONFIG, MODEL_CONFIG, README = "config.toml", "model_config.json", "README.md"
 METRICS, PLOT, LOGS, TOKENIZER = "metrics.jsonl", "loss.svg", "logs", "tokenizer"
+UNDONE, SESSIONS, SAMPLES = "metrics.undone.jsonl", "sessions.jsonl", "samples.jsonl"
 DATA, PLAN, LEDGER = "data", "data/plan.json", "data/ledger.bin"
 ATTEMPTS, LIVE, OWNER = "attempts.jsonl", "live.json", "owner.json"
 STOP, STOPPED, DONE = "STOP", "stopped", "done"
@@ -59,8 +62,8 @@ ADAPTERS = re.compile(r"checkpoint-(\d+)")
 METRIC_NAMES = frozenset({
     "step", "time", "loss", "grad_norm", "lr", "tokens", "samples", "tokens_per_second",
     "samples_per_second", "tflops", "mfu", "memory_gib", "data_wait", "skipped_steps",
-    "skipped_documents", "empty_steps",
-})  # fmt: skip  # fmt: skip
+    "skipped_documents", "empty_steps", "seconds",
+})  # fmt: skip
 VALIDATION_LOSS = "validation_loss"  # and what begins with it
 
 
@@ -104,7 +107,11 @@ class RunFolder:
     @property
     def undone_metrics(self) -> Path:
         """What was logged of steps that were undone: taken again, after a resume from before."""
-        return self.root / "metrics.undone.jsonl"
+        return self.root / UNDONE
+
+    @property
+    def sessions(self) -> Path:
+        return self.root / SESSIONS
 
     @property
     def plot(self) -> Path:
@@ -113,7 +120,7 @@ class RunFolder:
     @property
     def samples(self) -> Path:
         """What the model said to `metrics.sample_prompt`, by step."""
-        return self.root / "samples.jsonl"
+        return self.root / SAMPLES
 
     @property
     def config(self) -> Path:

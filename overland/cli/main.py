@@ -19,6 +19,7 @@ from overland.cli import (
     init,
     preflight,
     prove,
+    report,
     submit,
     train,
     watch,
@@ -58,7 +59,8 @@ app.command()(hub.fetch)
 app.command(context_settings=TAKES_SETTINGS)(check.check)
 app.command(context_settings=TAKES_SETTINGS)(train.train)
 app.command(cls=submit.Submit, context_settings=TAKES_SETTINGS)(submit.submit)
-app.command()(watch.watch)
+app.command(cls=watch.Watching)(watch.watch)
+app.command()(report.report)
 app.command(hidden=True)(submit.supervise)
 app.command()(submit.env)
 app.command()(preflight.preflight)

@@ -8,12 +8,15 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from overland.cli.common import user_errors
 
 if TYPE_CHECKING:
     from overland.tools.watch.watch import Watch
@@ -22,13 +25,41 @@ EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
 SLURM_PATIENCE = 5.0  # of a single look
 
 
+class Watching(TyperCommand):
+    """`--serve` takes a port, and does without."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for place, word in enumerate(args):
+            behind = args[place + 1] if place + 1 < len(args) else ""
+            if word == "--serve" and not behind.isdecimal():
+                args = [*args[: place + 1], "0", *args[place + 1 :]]
+                break
+        return super().parse_args(ctx, args)
+
+
+@user_errors
 def watch(
-    run: Annotated[Path, typer.Argument(help="The run folder.", show_default=False)],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN", help="The run folder; several with --serve.", show_default=False
+        ),
+    ],
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object; implies --once.")
     ] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    serve: Annotated[
+        int | None,
+        typer.Option(
+            metavar="[PORT]",
+            help="Show the page of `overland report` live, on 127.0.0.1.",
+            min=0,
+            max=65535,
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Watch a run, from any machine that sees its folder; q leaves.
 
@@ -41,11 +72,11 @@ def watch(
     from overland.tools.watch.view import draw
     from overland.tools.watch.watch import Watch
 
-    try:
-        watched = Watch(run)
-    except NoRun as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    if serve is not None:
+        return serve_page(runs, serve)
+    if len(runs) > 1:
+        raise NoRun(f"{len(runs)} runs: the terminal shows one; --serve shows several")
+    watched = Watch(runs[0])
     if not (once or as_json) and sys.stdout.isatty():
         return follow(watched, interval)
     seen = watched.look(patience=SLURM_PATIENCE)
@@ -55,6 +86,18 @@ def watch(
         console = Console()
         console.print(draw(seen, console.width))
     raise typer.Exit(EXIT_CODES.get(seen.state, 0))
+
+
+def serve_page(runs: list[Path], port: int) -> None:
+    """Serves until Ctrl-C."""
+    from overland.tools.reporting.run import open_runs
+    from overland.tools.reporting.serve import PORT, open_server, tunnel
+
+    with open_server(open_runs(runs), port or PORT) as server:
+        print(f"{server.address}\n\nFrom another machine, first:  {tunnel(server)}\n"
+              "Ctrl-C ends it.", flush=True)  # fmt: skip
+        with suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.2)
 
 
 def follow(watched: Watch, interval: float) -> None:

@@ -15,12 +15,14 @@ full disk does not take is kept and written later; a checkpoint waits for it.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -164,6 +166,35 @@ def read_ledger(path: Path) -> FedSteps:
         for i, row in enumerate(rows):
             fed[step + i] = Fed(step + i, batch + i, row)
     return FedSteps(start or 0, dict(sorted(fed.items())), marks)
+
+
+def fed_batches(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yields step, batch and number of steps of each record, and of each mark with number 0. Only
+    heads are read, so that terabytes of tokens take a moment; checksums are `read_ledger`'s."""
+    with path.open("rb") as file:
+        size, at = file.seek(0, os.SEEK_END), 0
+        while at <= size - HEAD.size:
+            file.seek(at)
+            magic, _, step, batch, count, width = HEAD.unpack(file.read(HEAD.size))
+            end = at + HEAD.size + 8 * count * width
+            if magic == MAGIC and 0 <= count < 1 << 40 and 0 <= width < 1 << 40 and end <= size:
+                yield step, batch, count
+                at = end
+            else:  # torn by a kill: the next one is behind it
+                at = _next_magic(file, at + 1)
+
+
+def _next_magic(file: BinaryIO, at: int) -> int:
+    """Where the next record may begin, or the end of the file."""
+    file.seek(at)
+    while data := file.read(1 << 20):
+        if (found := data.find(MAGIC)) >= 0:
+            return at + found
+        at += len(data)
+        if len(data) == 1 << 20:
+            at -= len(MAGIC) - 1
+            file.seek(at)
+    return at
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, int, Digests]]:

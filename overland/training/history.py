@@ -55,7 +55,7 @@ class History:
                     continue
                 try:
                     self._take(json.loads(line))
-                except (ValueError, TypeError, KeyError, OverflowError):
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     continue  # cut short by a kill or a full disk
 
     def _take(self, line: Record) -> None:

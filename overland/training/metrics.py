@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from io import RawIOBase
 from pathlib import Path
@@ -15,12 +16,22 @@ from overland.files import replaced
 from overland.training.callbacks import Callback, Record
 from overland.training.plot import plot_losses
 from overland.world.devices import device_name, memory_in_use, peak_flops
+from overland.world.heartbeat import Heartbeat, Phase
 
 if TYPE_CHECKING:
     from overland.training.run import Run
 
 LONGEST_LINE = 2**16
 STEP = re.compile(rb'\{"step": (\d+)')
+USES = {
+    "start": (Phase.STARTING, Phase.JOINING, Phase.BUILDING, Phase.LOADING),
+    "data": (Phase.DATA,),
+    "compute": (Phase.COMPUTING, Phase.REPORTING),
+    "validation": (Phase.VALIDATING,),
+    "save": (Phase.SAVING,),
+    "end": (Phase.ENDING,),
+}
+IN_LOOP = ("data", "compute", "validation", "save")
 
 
 class Meter:
@@ -80,7 +91,9 @@ class MetricsFile(Callback):
         self.file: RawIOBase = run.folder.metrics.open("ab", buffering=0)
 
     def on_log(self, run: Run, record: Record) -> None:
-        timed = {**record, "time": round(time.time(), 3)}  # for whoever watches
+        # For whoever watches, and reports where the time went.
+        seconds = seconds_by_use(run.beat, IN_LOOP)
+        timed = {**record, "time": round(time.time(), 3), "seconds": seconds}
         is_first = not self.late
         self.late.append(json.dumps(timed).encode() + b"\n")
         problem = self._write()
@@ -114,6 +127,12 @@ class MetricsFile(Callback):
         except OSError as error:
             return error.strerror
         return None
+
+
+def seconds_by_use(beat: Heartbeat, uses: Collection[str] = tuple(USES)) -> dict[str, float]:
+    """Returns what this session's time was used for so far. The device computes ahead of the
+    host, which waits for it when it reads a loss."""
+    return {use: round(beat.seconds_in(*USES[use]), 3) for use in uses}
 
 
 def drop_torn_line(path: Path) -> None:

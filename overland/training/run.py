@@ -63,6 +63,7 @@ from overland.training.readme import model_name, write_readme
 from overland.training.reference import Reference, reference_for
 from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.schedule import with_steps
+from overland.training.sessions import SessionFile
 from overland.training.state import Progress, learned_names, run_facts, saved_state, set_seeds
 from overland.training.step import InnerState
 from overland.world import World
@@ -352,6 +353,7 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
         (run.world.rank in log_ranks, Console),
         (first and config.sft.shape != "off", LeftOut),
         (first, MetricsFile),
+        (first, SessionFile),
         (first, LossPlot),
         (first and config.metrics.enable_tensorboard, TensorBoard),
         (first and config.metrics.enable_wandb, WeightsAndBiases),

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from overland.processes import age_of_process
+
 HEARTBEATS = "OVERLAND_BEATS"  # what the folders of all nodes begin with
 LAYOUT = struct.Struct("<qqqddd")
 PULSE_LAYOUT = struct.Struct("<qdqq")
@@ -136,7 +138,9 @@ class Heartbeat:
 
     def __init__(self, rank: int = 0, folder: Path | None = None) -> None:
         self.is_read = folder is not None
-        self.step, self.phase = 0, Phase.STARTING
+        self.step, self.phase, self._since = 0, Phase.STARTING, time.monotonic()
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._seconds[Phase.STARTING] = age_of_process()
         self.probe_seconds = self.data_wait = 0.0
         self._memory: mmap.mmap | bytearray = bytearray(SIZE)
         if folder is not None:
@@ -147,12 +151,19 @@ class Heartbeat:
         self.enter(Phase.STARTING)
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        self.phase = phase
+        now = time.monotonic()
+        self._seconds[self.phase] += now - self._since
+        self.phase, self._since = phase, now
         self.step = self.step if step is None else step
         # In one piece: pack_into clears first what it then writes, and a reader could see that.
         self._memory[: LAYOUT.size] = LAYOUT.pack(
-            os.getpid(), self.step, phase, time.monotonic(), self.probe_seconds, self.data_wait
+            os.getpid(), self.step, phase, now, self.probe_seconds, self.data_wait
         )
+
+    def seconds_in(self, *phases: Phase) -> float:
+        """Returns how long this rank has been in these phases, since its process began."""
+        total = sum(self._seconds[phase] for phase in phases)
+        return total + (time.monotonic() - self._since if self.phase in phases else 0.0)
 
 
 def node_name(env: Mapping[str, str] = os.environ) -> str:

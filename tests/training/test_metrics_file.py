@@ -27,6 +27,7 @@ from overland.training.metrics import (
 )
 from overland.training.run import Run, build_run
 from overland.world import World
+from overland.world.heartbeat import Heartbeat
 from tests.jobs import tiny_job
 
 WHOLE = b'{"step": 1}\n{"step": 2}\n'
@@ -147,6 +148,7 @@ def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
     run: Any = SimpleNamespace(
         folder=folder,
         progress=SimpleNamespace(step=0),
+        beat=Heartbeat(),
         call=lambda name, message: said.append(message),
     )
     metrics = kind(run)

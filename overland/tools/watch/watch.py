@@ -110,14 +110,15 @@ class RunStatus:
 class Watch:
     """Looks at a run again and again, and reads only what is new."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, history: History | None = None) -> None:
+        """`history`: of who reads metrics.jsonl anyway."""
         if not run.is_dir():
             what = "is a file" if run.exists() else "is not there (yet)"
             raise NoRun(f"{run} {what}: expected the folder of a run, as job.dump_folder names it")
         if not any((run / name).exists() for name in SIGNS):
             raise NoRun(f"{run} is no folder of a run: none of {', '.join(SIGNS)} is in it")
         self.run = run
-        self.history = History(run / METRICS)
+        self.history = history or History(run / METRICS)
         self.events = Events(run)
         self.queue = Queue()
 

@@ -1,0 +1,66 @@
+"""Where the time of a run went, and how much of it was of use."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from overland.tools.reporting.sessions import Session
+
+PARTS = {
+    "compute": "computing steps that count",
+    "data": "waiting for data",
+    "validation": "validation",
+    "save": "saving",
+    "start": "starting",
+    "lost": "steps that were lost",
+    "end": "ending, and what is not known",
+}
+
+
+@dataclass
+class Goodput:
+    """Seconds by part of all sessions, and what lies between them."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    between: float = 0.0
+    """No session ran: in the queue, or nobody started one."""
+    is_split: bool = True
+    """False where the run's version did not write down what its time was used for."""
+
+    @property
+    def in_sessions(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def share(self) -> float | None:
+        """Of the time in sessions, what became part of the model."""
+        return self.parts["compute"] / self.in_sessions if self.in_sessions else None
+
+
+def where_time_went(sessions: Sequence[Session]) -> Goodput:
+    parts = dict.fromkeys(PARTS, 0.0)
+    is_split = True
+    for session in sessions:
+        whole = max(0.0, session.ended - session.begun)
+        kept, used = session.kept_seconds, session.seconds
+        if not any(use in used for use in ("compute", "data", "save")):
+            is_split = is_split and session.last_step == session.step
+            share = 1.0
+            if session.last_step > session.step:
+                taken = session.last_step - session.step
+                share = max(0, session.kept_step - session.step) / taken
+            training = max(0.0, session.ended - session.started)
+            kept = {"start": session.started - session.begun, "compute": training * share}
+            used = {**kept, "compute": training}
+        for use in ("compute", "data", "validation", "save", "start"):
+            parts[use] += kept.get(use, 0.0)
+        in_loop = ("compute", "data", "validation", "save")
+        lost = sum(used.get(use, 0.0) - kept.get(use, 0.0) for use in in_loop)
+        parts["lost"] += max(0.0, lost)
+        known = sum(used.get(use, 0.0) for use in ("start", *in_loop))
+        parts["end"] += max(0.0, whole - known)
+    gaps = itertools.pairwise(sessions)
+    between = sum(max(0.0, later.begun - one.ended) for one, later in gaps)
+    return Goodput(parts, between, is_split)

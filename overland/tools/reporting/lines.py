@@ -1,0 +1,320 @@
+"""Reads metrics.jsonl whole, as columns of numbers: a million lines in seconds.
+
+What counts is apart from what was undone: lines of metrics.undone.jsonl, and in files of earlier
+versions those before the run went back to an earlier step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from overland.run_folder import METRICS, UNDONE
+from overland.training.history import RECENT, History, Tail
+
+Numbers = npt.NDArray[np.float64]
+Record = dict[str, Any]
+MISSING = float("nan")
+LARGEST_STEP = 2**53
+NUMBER = re.compile(rb": (?:-?[0-9][-+.0-9eE]*|null|NaN|-?Infinity)(?=[,}])")
+VALUE = rb": ([^,}]+)"  # a stricter one takes twice the time, and `table` looks at them anyway
+
+
+class Columns:
+    """Numbers by name, a row for each record. Steps grow, unless rows are kept as they come."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+        self.odd: dict[str, list[tuple[int, float]]] = {}
+        """What was logged, and is not finite."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def last_step(self) -> int:
+        return self._steps[-1] if self._steps else -1
+
+    @property
+    def steps(self) -> Numbers:
+        return np.array(self._steps, np.float64)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def __getitem__(self, name: str) -> Numbers:
+        """NaN where a record has no such number."""
+        if name not in self._columns:
+            return np.full(len(self), MISSING)
+        return np.array(self._columns[name], np.float64)
+
+    def points(self, name: str) -> tuple[Numbers, Numbers]:
+        """Steps and values, as far as they are finite."""
+        values = self[name]
+        known = np.isfinite(values)
+        return self.steps[known], values[known]
+
+    def newest(self, most: int) -> list[Record]:
+        """Returns the last records, without what is missing."""
+        found = []
+        for row in range(max(0, len(self) - most), len(self)):
+            numbers = {name: column[row] for name, column in self._columns.items()}
+            known = {name: one for name, one in numbers.items() if one == one}
+            found.append({"step": self._steps[row], **known})
+        return found
+
+    def add(self, records: Sequence[Record]) -> None:
+        before = len(self)
+        self._steps.extend(record["step"] for record in records)
+        names = {name for record in records for name in record if name != "step"}
+        for name in sorted(names - self._columns.keys()):
+            self._columns[name] = array("d", [MISSING]) * before
+        for name, column in self._columns.items():
+            column.extend(map(_number, [record.get(name) for record in records]))
+            added = np.array(column[before:])
+            for place in np.flatnonzero(~np.isfinite(added)).tolist():
+                value = records[place].get(name)
+                if isinstance(value, float):
+                    odd = self.odd.setdefault(name, [])
+                    odd.append((records[place]["step"], value))
+
+    def add_table(self, names: Sequence[str], table: Numbers) -> None:
+        """Adds a row for each of the table's; the first column is the step, and all is finite or
+        missing."""
+        before = len(self)
+        self._steps.extend(table[:, 0].astype(np.int64).tolist())
+        columns = dict(zip(names, table.T, strict=True))
+        for name in names[1:]:
+            if name in self._columns:
+                continue
+            self._columns[name] = array("d", [MISSING]) * before
+        for name, column in self._columns.items():
+            more = columns.get(name, np.full(len(table), MISSING))
+            column.frombytes(np.ascontiguousarray(more).tobytes())
+
+    def cut(self, step: int) -> list[Record]:
+        """Removes and returns the records from `step` on."""
+        place = bisect_left(self._steps, step)
+        gone = [
+            {"step": self._steps[row], **{name: one[row] for name, one in self._columns.items()}}
+            for row in range(place, len(self))
+        ]
+        del self._steps[place:]
+        for column in self._columns.values():
+            del column[place:]
+        for name, odd in self.odd.items():
+            self.odd[name] = [one for one in odd if one[0] < step]
+        return gone
+
+
+class Lines:
+    """What a run has logged, read on as it grows."""
+
+    def __init__(self, run: Path) -> None:
+        self._tail, self._undone_tail = Tail(run / METRICS), Tail(run / UNDONE)
+        self._clear()
+        self._undone = Columns()
+        self.version = 0
+        """Grows with what is read."""
+
+    def _clear(self) -> None:
+        self.logged = Columns()
+        self.held_out: dict[str, Columns] = {}
+        self._overwritten = Columns()
+        self._step = -1
+
+    @property
+    def lost(self) -> Columns:
+        """Lines of steps that were undone, in the order they were logged."""
+        if not len(self._overwritten):
+            return self._undone
+        both = Columns()
+        both._steps = self._undone._steps + self._overwritten._steps
+        for name in {*self._undone.names, *self._overwritten.names}:
+            parts = (self._undone[name], self._overwritten[name])
+            both._columns[name] = array("d", np.concatenate(parts).tolist())
+        return both
+
+    def read_on(
+        self, progress: Callable[[float, float], object] = lambda done, total: None
+    ) -> None:
+        read = 0
+        for lines, to_come, is_other in self._tail.chunks():
+            if is_other:
+                self._clear()
+            if not self._take_alike(lines):
+                self._take(parse(lines))
+            self.version += 1
+            read += sum(map(len, lines))
+            progress(read, read + to_come)
+        for lines, _, is_other in self._undone_tail.chunks():
+            if is_other:
+                self._undone = Columns()
+            self._undone.add([record for record in parse(lines) if "loss" in record])
+            self.version += 1
+
+    def _take_alike(self, lines: Sequence[bytes]) -> bool:
+        """Takes lines that have the same names in the same order, as nearly all have, without
+        parsing each: half the time. Returns False, and takes nothing, where that will not do."""
+        form = next((form for line in lines[:8] if (form := Form.of(line)) is not None), None)
+        if form is None:
+            return False
+        rows, others, steps = [], [], [self._step]
+        for line in lines:
+            if (row := form.values(line)) is not None:
+                rows.append(row)
+                steps.append(int(row[0]))
+            elif (record := _record(_parse_line(line))) is not None:
+                others.append(record)
+                steps.append(record["step"])
+        if any(a > b for a, b in pairwise(steps)) or any("loss" in one for one in others):
+            return False
+        table = form.table(rows)
+        if table is None or not (np.diff(table[:, 0], prepend=self.logged.last_step) > 0).all():
+            return False
+        self.logged.add_table(form.names, table)
+        self._take_ordered(others)
+        self._step = steps[-1]
+        return True
+
+    def _take(self, records: list[Record]) -> None:
+        steps = [record["step"] for record in records]
+        if all(a <= b for a, b in zip([self._step, *steps], steps, strict=False)):
+            self._take_ordered(records)
+            return
+        for record in records:
+            if record["step"] < self._step:
+                self._undo(record["step"])
+            self._take_ordered([record])
+
+    def _take_ordered(self, records: list[Record]) -> None:
+        """Takes records whose steps do not fall. Of two of one step, the later counts."""
+        logged = [record for record in records if "loss" in record]
+        steps = [self.logged.last_step, *(record["step"] for record in logged)]
+        if all(a < b for a, b in pairwise(steps)):
+            self.logged.add(logged)
+        else:
+            for record in logged:
+                if record["step"] <= self.logged.last_step:
+                    self._overwritten.add(self.logged.cut(record["step"]))
+                self.logged.add([record])
+        for record in records:
+            self._step = record["step"]
+            if "loss" not in record:
+                self._take_held_out(record)
+
+    def _take_held_out(self, record: Record) -> None:
+        for name, value in record.items():
+            if name not in ("step", "time") and not name.startswith("seconds/"):
+                columns = self.held_out.setdefault(name, Columns())
+                columns.cut(record["step"])
+                columns.add([{"step": record["step"], "value": value, "time": record.get("time")}])
+
+    def _undo(self, step: int) -> None:
+        self._overwritten.add(self.logged.cut(step))
+        for columns in self.held_out.values():
+            columns.cut(step)
+
+
+class Recent(History):
+    """The newest lines, for who wants no more: so that they are not read twice."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._all = lines
+        self._clear()
+
+    def read_on(self) -> None:
+        self._clear()
+        self.recent.extend(self._all.logged.newest(RECENT))
+
+
+class Form:
+    """The names of a line's numbers, and a pattern for lines that differ in the numbers alone."""
+
+    def __init__(self, names: list[str], pattern: bytes) -> None:
+        self.names = names
+        self._match = re.compile(pattern).fullmatch
+
+    @classmethod
+    def of(cls, line: bytes) -> Form | None:
+        """None for a line that is none of a step, or has more than numbers."""
+        record = _record(_parse_line(line))
+        if record is None or "loss" not in record or not line.startswith(b'{"step": '):
+            return None
+        parts = NUMBER.split(line)
+        pattern = VALUE.join(map(re.escape, parts))
+        return cls(list(record), pattern) if len(parts) == len(record) + 1 else None
+
+    def values(self, line: bytes) -> tuple[bytes, ...] | None:
+        found = self._match(line)
+        return found.groups() if found is not None else None
+
+    def table(self, rows: list[tuple[bytes, ...]]) -> Numbers | None:
+        """None where a value is no number, or is not finite."""
+        text = b",".join([b",".join(row) for row in rows]).replace(b"null", b"nan")
+        if not rows or b"N" in text or b"I" in text:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the size tells
+            flat = np.fromstring(text, sep=",")
+        return flat.reshape(len(rows), -1) if flat.size == len(rows) * len(self.names) else None
+
+
+def parse(lines: Iterable[bytes]) -> list[Record]:
+    """Returns the records of whole lines; what is no record is left out."""
+    lines = [line for line in lines if line]
+    try:  # all at once takes half the time
+        values = json.loads(b"[" + b",".join(lines) + b"]")
+        values = values if len(values) == len(lines) else list(map(_parse_line, lines))
+    except (ValueError, RecursionError):
+        values = list(map(_parse_line, lines))
+    return [record for value in values if (record := _record(value)) is not None]
+
+
+def _parse_line(line: bytes) -> Any:
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None  # cut short by a kill or a full disk
+
+
+def _record(value: Any) -> Record | None:
+    """A line's numbers by name; what is inside of a table has both names."""
+    if not isinstance(value, dict):
+        return None
+    step = value.get("step")
+    if type(step) is not int or not 0 <= step < LARGEST_STEP:
+        return None
+    if not any(isinstance(one, dict) for one in value.values()):
+        return value
+    record: Record = {}
+    for name, one in value.items():
+        if isinstance(one, dict):
+            record.update({f"{name}/{inner}": number for inner, number in one.items()})
+        else:
+            record[name] = one
+    return record
+
+
+def _number(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return float(value) if abs(value) < 1 << 1000 else math.inf
+    return MISSING

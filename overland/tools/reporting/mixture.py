@@ -1,0 +1,97 @@
+"""What a run has drawn from each source: counted from the ledger of what the model was fed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from overland.data.ledger import fed_batches
+from overland.data.mixture import Mixture
+from overland.data.plan import Plan
+from overland.errors import OverlandError
+from overland.files import read_json
+from overland.run_folder import LEDGER, PLAN
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Rows by source, beside what the weights of the plan ask for."""
+
+    name: str
+    rows: int
+    share: float
+    planned: float
+
+
+@dataclass(frozen=True)
+class DrawnMixture:
+    sources: list[Drawn]
+    note: str = ""
+    """Why nothing is counted."""
+
+
+def drawn_mixture(run: Path) -> DrawnMixture:
+    """Counts rows where sources are mixed by tokens. By rows, blocks hold documents of several
+    sources, which only the corpora tell apart: `overland prove data` does that."""
+    try:
+        plan = Plan.from_json(read_json(run / PLAN)["plan"])
+        names = list(plan.sources)
+        if plan.mixture == "rows" and len(names) > 1:
+            return DrawnMixture([], "Documents of all sources share blocks (data.mixture = rows): "
+                                "`overland prove data` counts them from the corpora.")  # fmt: skip
+        rows = dict.fromkeys(names, 0)
+        planned = dict.fromkeys(names, 0.0)
+        for first, last in batches_fed(run / LEDGER):
+            for name, count, wanted in _rows_of(plan, first, last):
+                rows[name] += count
+                planned[name] += wanted
+    except (OverlandError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return DrawnMixture([], "Not known: the plan or the ledger of its data is not there.")
+    total = sum(rows.values())
+    found = [
+        Drawn(name, rows[name], rows[name] / total if total else 0.0, planned[name] / (total or 1))
+        for name in names
+    ]
+    return DrawnMixture(found, "" if total else "Nothing was drawn yet.")
+
+
+def batches_fed(path: Path) -> Iterator[tuple[int, int]]:
+    """Yields runs of batches that became part of the model, as [first, last)."""
+    pieces: list[tuple[int, int, int]] = []  # step, batch, count
+    for step, batch, count in fed_batches(path):
+        while pieces and pieces[-1][0] + pieces[-1][2] > step + (count == 0):
+            was, at, _number = pieces.pop()
+            keep = step + (count == 0) - was
+            if keep > 0:
+                pieces.append((was, at, keep))
+                break
+        if count:
+            pieces.append((step, batch, count))
+    begin = end = None
+    for _, batch, count in pieces:
+        if batch != end:
+            if begin is not None and end is not None:
+                yield begin, end
+            begin = batch
+        end = batch + count
+    if begin is not None and end is not None:
+        yield begin, end
+
+
+def _rows_of(plan: Plan, first: int, last: int) -> Iterator[tuple[str, int, float]]:
+    """Yields how many rows of each source some batches hold, and how many its weight asks for."""
+    borders = [segment.first_batch for segment in plan.segments[1:]] + [last]
+    names = list(plan.sources)
+    for segment, border in zip(plan.segments, borders, strict=True):
+        begin, end = max(first, segment.first_batch), min(last, border)
+        if begin >= end:
+            continue
+        weights = [segment.weights.get(name, 0.0) for name in names]
+        mixture, size = Mixture(weights), segment.global_batch_size
+        until = mixture.before((end - segment.first_batch) * size)
+        before = mixture.before((begin - segment.first_batch) * size)
+        asked = np.array(weights) / sum(weights) * (end - begin) * size
+        yield from zip(names, (until - before).tolist(), asked.tolist(), strict=True)

@@ -1,0 +1,163 @@
+"""The page of runs, live: a server on this machine's loopback alone.
+
+It has two addresses, the page and its newest content, below a path that nobody can guess: on a
+login node others could ask too. No file is ever read by a name that a request gives. A request
+whose Host is not this machine's own name for itself is refused, or a web page elsewhere could ask
+through a name that it lets resolve to 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from overland.errors import ReportError
+from overland.tools.reporting.page import build_page, data_of, policy, sections_of
+from overland.tools.reporting.run import RunReader
+from overland.tools.reporting.write import finite
+
+LOOPBACK = "127.0.0.1"
+NAMES = ("127.0.0.1", "localhost")
+PORT = 8765
+LEAST_SECONDS = 1.5  # between two looks
+PATIENCE = 30.0  # for a request that does not come to its end
+
+
+class LiveReport:
+    """The newest content of the page, made again when the runs have changed and someone asks."""
+
+    def __init__(self, readers: Sequence[RunReader]) -> None:
+        self.readers = readers
+        self._lock = threading.Lock()
+        self._number, self._seen = 0, ""
+        self._content: dict[str, Any] = {}
+        self._next = 0.0
+        self._page = ""
+
+    def content(self) -> dict[str, Any]:
+        """Sections and data, with a version that grows."""
+        with self._lock:
+            self._look()
+            return self._content
+
+    def page(self) -> str:
+        with self._lock:
+            self._look()
+            return self._page
+
+    def _look(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        begun = time.monotonic()
+        for reader in self.readers:
+            reader.read_on()
+        runs = [reader.report() for reader in self.readers]
+        content = {"sections": sections_of(runs), "data": data_of(runs)}
+        content["sections"].pop("foot", None)  # the time of day is no news
+        seen = json.dumps(finite(content))
+        if seen != self._seen:
+            self._number += 1
+            self._seen, self._page = seen, build_page(runs, live=True)
+            self._content = {**finite(content), "version": self._number}
+        # Long runs take longer to look at: at most a fifth of the time.
+        self._next = time.monotonic() + max(LEAST_SECONDS, 4 * (time.monotonic() - begun))
+
+
+class ReportServer(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, readers: Sequence[RunReader], port: int) -> None:
+        self.live = LiveReport(readers)
+        self.secret = secrets.token_urlsafe(9)
+        super().__init__((LOOPBACK, port), Handler)
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/{self.secret}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has left is no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    timeout = PATIENCE
+    server_version, sys_version = "overland", ""
+
+    def do_GET(self) -> None:
+        if not self._is_ours():
+            self._answer(HTTPStatus.FORBIDDEN, b"this server answers 127.0.0.1 alone\n")
+            return
+        asked = urlsplit(self.path)
+        if secrets.compare_digest(asked.path.encode(), f"/{self.server.secret}/".encode()):
+            page = self.server.live.page().encode()
+            self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+        elif asked.path == f"/{self.server.secret}/data.json":
+            self._answer_data(parse_qs(asked.query).get("since", ["0"])[0])
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"the address has a part that was printed with it\n")
+
+    def _answer_data(self, since: str) -> None:
+        content = self.server.live.content()
+        if since == str(content["version"]):
+            self._answer(HTTPStatus.NO_CONTENT, b"")
+        else:
+            body = json.dumps(content, allow_nan=False).encode()
+            self._answer(HTTPStatus.OK, body, "application/json")
+
+    def _is_ours(self) -> bool:
+        hosts = self.headers.get_all("Host") or []
+        return len(hosts) == 1 and hosts[0].rpartition(":")[0] in NAMES
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8"
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Content-Security-Policy", f"{policy(live=True)}; frame-ancestors 'none'")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Nobody reads it."""
+
+
+def open_server(readers: Sequence[RunReader], port: int) -> ReportServer:
+    """Listens on the port, or raises with another one that is free."""
+    try:
+        return ReportServer(readers, port)
+    except PermissionError:
+        raise ReportError(
+            f"port {port} is not for users: `--serve {_free_port()}` is free"
+        ) from None
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ReportError(f"port {port} of {LOOPBACK}: {error.strerror}") from None
+        raise ReportError(f"port {port} is taken: `--serve {_free_port()}` is free") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return int(found.getsockname()[1])
+
+
+def tunnel(server: ReportServer) -> str:
+    """What to type elsewhere to see it there."""
+    port = server.server_port
+    return f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}"

@@ -1,0 +1,73 @@
+"""A report as files: the page, its plots, its numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from overland.errors import ReportError, sentence
+from overland.files import replace_file
+from overland.tools.reporting.charts import charts_of, charts_to_json
+from overland.tools.reporting.page import build_page
+from overland.tools.reporting.run import RunReport
+from overland.tools.reporting.svg import chart_svg, timeline_svg
+
+
+def write_page(runs: Sequence[RunReport], path: Path) -> Path:
+    if path.is_dir():
+        raise ReportError(f"--output {path} is a folder: name a file, such as {path}/report.html")
+    _write(path, build_page(runs), "--output names another file")
+    return path
+
+
+def write_plots(runs: Sequence[RunReport], folder: Path) -> list[Path]:
+    """Writes each plot as an SVG that stands alone."""
+    plots = {chart.id: chart_svg(chart) for chart in charts_of(runs)}
+    for run in runs:
+        name = "timeline" if len(runs) == 1 else f"timeline.{run.name}"
+        if drawn := timeline_svg(run):
+            plots[name] = drawn
+    written = []
+    for name, drawn in plots.items():
+        path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:100]}.svg"
+        _write(path, drawn, "--svg names another folder")
+        written.append(path)
+    return written
+
+
+def _write(path: Path, content: str, way_out: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content, durable=False)
+    except OSError as error:
+        raise ReportError(f"{sentence(error)}; {way_out}") from None
+
+
+def numbers_of(runs: Sequence[RunReport]) -> dict[str, Any]:
+    """Everything a page shows, for programs. What is not finite is null."""
+    found = {
+        "runs": [run.to_json() for run in runs],
+        "charts": [_whole_steps(chart) for chart in charts_to_json(charts_of(runs))],
+    }
+    value: dict[str, Any] = finite(found)
+    return value
+
+
+def _whole_steps(chart: dict[str, Any]) -> dict[str, Any]:
+    """A page has differences of steps, which are shorter."""
+    for line in chart["lines"]:
+        total = 0.0
+        line["steps"] = [round(total := total + step, 2) for step in line["steps"]]
+    return chart
+
+
+def finite(value: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(value, dict):
+        return {str(name): finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,393 @@
+"""What a report says of runs in whatever state they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from overland.cli.main import app
+from overland.tools.reporting.charts import MOST_POINTS, charts_of
+from overland.tools.reporting.lines import Lines, parse
+from overland.tools.reporting.page import build_page, json_in_script
+from overland.tools.reporting.run import RunReport, open_runs
+from overland.tools.reporting.thin import bin_sizes, binned, thinned
+from overland.tools.reporting.write import numbers_of
+from tests.reporting.runs import (
+    ATTEMPT,
+    FAULT,
+    NOW,
+    SESSION,
+    add_events,
+    line,
+    make_run,
+)
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u2028\0"
+
+
+def reports(*runs: Path) -> list[RunReport]:
+    readers = open_runs(list(runs))
+    for reader in readers:
+        reader.read_on()
+    return [reader.report() for reader in readers]
+
+
+def line_of(report: RunReport, chart: str, name: str = "") -> dict[float, float]:
+    (found,) = [one for one in charts_of([report]) if one.id == chart]
+    (drawn,) = [one for one in found.lines if name in one.name]
+    return dict(zip(drawn.steps.tolist(), drawn.values.tolist(), strict=True))
+
+
+def figure(report: RunReport, name: str) -> float | None:
+    return next((one.value for one in report.figures if one.name == name), None)
+
+
+def session(step: int, begun: float, started: float, **more: Any) -> dict[str, Any]:
+    return {"time": started, "event": "start", "step": step, "begun": begun, "devices": 8, **more}
+
+
+def write_sessions(run: Path, *lines: dict[str, Any]) -> None:
+    (run / "sessions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+# Runs in whatever state
+
+
+def test_a_run_without_any_step_has_a_page(tmp_path: Path) -> None:
+    (report,) = reports(make_run(tmp_path))
+    page = build_page([report])
+    assert "No step was logged yet" in page
+    assert "A tiny run" in page
+    assert charts_of([report]) == []
+
+
+def test_a_torn_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(4, NOW)[:40])
+    (reader,) = open_runs([run])
+    reader.read_on()
+    assert reader.lines.logged.last_step == 3
+    assert "3</dd>" in build_page([reader.report()])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(4, NOW)[40:])
+    reader.read_on()
+    assert reader.lines.logged.last_step == 4
+
+
+def test_a_run_that_crashed_says_where_and_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=20)
+    write_sessions(
+        run,
+        session(0, NOW - 60, NOW - 50),
+        {"time": NOW + 1, "event": "end", "step": 20, "how": "failed", "what": "no <b>memory</b>"},
+    )
+    (report,) = reports(run)
+    assert [one.how for one in report.sessions] == ["failed"]
+    page = build_page([report])
+    assert "failed: no &lt;b&gt;memory&lt;/b&gt;" in page
+
+
+def test_losses_that_are_not_finite_are_marked_and_the_rest_is_drawn(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    odd = {3: math.nan, 4: math.inf, 5: -math.inf}
+    lines = [line(step, NOW + step, loss=odd.get(step, 1.0 / step)) for step in range(1, 9)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    (report,) = reports(run)
+    assert list(line_of(report, "loss", "each step")) == [1, 2, 6, 7, 8]
+    (chart,) = [one for one in charts_of([report]) if one.id == "loss"]
+    assert chart.lines[0].odd == [(3, "NaN"), (4, "infinite"), (5, "infinite")]
+    assert "3 values not finite" in build_page([report])
+    json.loads(json.dumps(numbers_of([report]), allow_nan=False))
+
+
+def test_a_run_whose_losses_are_all_nan_has_a_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "metrics.jsonl").write_text("".join(line(i, NOW + i, loss=math.nan) for i in range(5)))
+    assert "5 values not finite" in build_page(reports(run))
+
+
+def test_steps_that_were_taken_again_count_once_and_the_first_time_is_lost(tmp_path: Path) -> None:
+    """Files of earlier versions have both; today's have the lost ones in a file of their own."""
+    run = make_run(tmp_path)
+    first = [line(step, NOW + step, loss=5.0) for step in range(1, 8)]
+    again = [line(step, NOW + 100 + step, loss=3.0) for step in range(5, 10)]
+    (run / "metrics.jsonl").write_text("".join(first + again))
+    old = reports(run)[0]
+    (run / "metrics.jsonl").write_text("".join(first[:4] + again))
+    (run / "metrics.undone.jsonl").write_text("".join(first[4:]))
+    write_sessions(run, session(0, NOW, NOW), session(4, NOW + 100, NOW + 104))
+    new = reports(run)[0]
+    for report in (old, new):
+        drawn = line_of(report, "loss", "each step")
+        assert drawn == {step: 5.0 if step < 5 else 3.0 for step in map(float, range(1, 10))}
+        assert report.lines.lost.steps.tolist() == [5, 6, 7]
+        assert line_of(report, "loss", "lost") == {5: 5.0, 6: 5.0, 7: 5.0}
+    assert [one.lost_steps for one in new.sessions] == [3, 0]
+    assert [one.kept_step for one in new.sessions] == [4, 9]
+
+
+def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    bad = ['[1]', '{"step": "x", "loss": 1}', '{"step": 1e400, "loss": 1}', "{", "null",
+           '{"step": -3, "loss": 1}', '{"step": 2, "loss": "high", "time": {"a": []}}',
+           '{"step": 3, "loss": 1' + "0" * 400 + "}", "[" * 3000]  # fmt: skip
+    (run / "metrics.jsonl").write_text("\n".join([line(1, NOW).strip(), *bad, line(4, NOW + 9)]))
+    (report,) = reports(run)
+    assert list(line_of(report, "loss", "each step")) == [1, 4]
+    build_page([report])
+
+
+def test_nothing_but_garbage_in_every_file_still_is_a_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=3)
+    for name in ("sessions.jsonl", "attempts.jsonl", "samples.jsonl", "model_config.json",
+                 "live.json", "metrics.undone.jsonl"):  # fmt: skip
+        (run / name).write_bytes(b'{"event": 3, "time": "x"}\n\xff\xfe[[[\n{"event": "start"}\n')
+    for name in ("data/plan.json", "data/ledger.bin", "evaluations/step_2/a.json"):
+        (run / name).parent.mkdir(exist_ok=True, parents=True)
+        (run / name).write_bytes(b"\0\1 OVLL{")
+    (run / "config.toml").write_bytes(b"[training\nsteps = ")
+    assert "Curves" in build_page(reports(run))
+
+
+def test_a_million_steps_are_a_small_page_and_no_spike_is_lost(tmp_path: Path) -> None:
+    run, spike = make_run(tmp_path, steps=1_000_000), 777_123
+    usual, odd = '{"step": %d, "loss": 2.5}\n', '{"step": %d, "loss": 99.5}\n'
+    lines = list(map(usual.__mod__, range(1, 1_000_001)))
+    lines[spike - 1] = odd % spike
+    (run / "metrics.jsonl").write_text("".join(lines))
+    (report,) = reports(run)
+    assert len(report.lines.logged) == 1_000_000
+    page = build_page([report])
+    assert len(page) < 3_000_000
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    raw, fine, coarse, *_ = data["charts"][0]["lines"]
+    assert (fine["name"], coarse["name"]) == ("mean of 100 steps", "mean of 15,000 steps")
+    place = raw["values"].index(99.5)
+    assert sum(raw["steps"][: place + 1]) == spike
+    assert sum(len(one["values"]) for chart in data["charts"] for one in chart["lines"]) <= (
+        MOST_POINTS + 4
+    )
+
+
+# Numbers
+
+
+def test_reading_without_parsing_gives_what_parsing_gives(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    lines = []
+    for step in range(1, 400):
+        lines.append(line(step, NOW + step, loss=math.pi / step, mfu=None, grad_norm=1e-9 * step,
+                          seconds={"data": 0.1 * step, "compute": step}))  # fmt: skip
+        if step % 50 == 0:
+            held = {"step": step, "validation_loss": 2.0, "validation_loss/c4": 2.0, "time": NOW}
+            lines.append(json.dumps(held) + "\n")
+    (run / "metrics.jsonl").write_text("".join(lines))
+    fast, slow = Lines(run), Lines(run)
+    fast.read_on()
+    assert fast._take_alike([one.strip().encode() for one in lines]) is False, "none twice"
+    slow._take(parse([one.strip().encode() for one in lines]))
+    assert sorted(fast.logged.names) == sorted(slow.logged.names)
+    for name in slow.logged.names:
+        np.testing.assert_array_equal(fast.logged[name], slow.logged[name])
+    np.testing.assert_array_equal(fast.logged.steps, slow.logged.steps)
+    for name, held_out in slow.held_out.items():
+        np.testing.assert_array_equal(fast.held_out[name]["value"], held_out["value"])
+    whole = [json.loads(one)["loss"] for one in lines if '"grad_norm"' in one]
+    assert fast.logged["loss"].tolist() == whole, "to the last bit"
+
+
+@pytest.mark.parametrize(("steps", "sizes"), [(1, (1, 2)), (60, (2, 10)), (600, (20, 100)),
+    (2_000, (100, 500)), (73_500, (100, 15_000)), (10**6, (100, 15_000))])  # fmt: skip
+def test_bins_are_those_of_the_field_or_what_fits(steps: int, sizes: tuple[int, int]) -> None:
+    assert bin_sizes(steps) == sizes
+
+
+def test_bins_are_means() -> None:
+    steps = np.arange(1.0, 11.0)
+    assert [one.tolist() for one in binned(steps, steps**2, 5)] == [[3, 8], [11, 66]]
+
+
+def test_thinning_keeps_highest_lowest_first_and_last_of_every_stretch() -> None:
+    draw = np.random.default_rng(0)
+    steps, values = np.arange(100_000.0), draw.normal(size=100_000)
+    values[[31_415, 92_653]] = 40.0, -40.0
+    kept_steps, kept = thinned(steps, values, 1000)
+    assert len(kept) <= 1002
+    assert (kept == values[kept_steps.astype(int)]).all()
+    for first in range(0, 100_000, 200):
+        stretch = (kept_steps >= first) & (kept_steps < first + 200)
+        part = values[first : first + 200]
+        assert {part.min(), part.max()} <= set(kept[stretch].tolist())
+    assert kept_steps[[0, -1]].tolist() == [0, 99_999]
+
+
+def test_all_time_is_accounted_for(tmp_path: Path) -> None:
+    """Two sessions, the first killed after step 8 and resumed from 5."""
+    run = make_run(tmp_path)
+
+    def at(step: int, when: float, spent: float) -> str:
+        seconds = {"compute": 2.0 * spent, "data": 0.5 * spent, "save": 0.25 * spent}
+        return line(step, NOW + when, seconds={**seconds, "validation": 0.0})
+
+    kept = [at(step, 10 + 2.75 * step, step) for step in range(1, 6)]
+    lost = [at(step, 10 + 2.75 * step, step) for step in range(6, 9)]
+    again = [at(step, 110 + 2.75 * (step - 5), step - 5) for step in range(6, 11)]
+    (run / "metrics.jsonl").write_text("".join(kept + again))
+    (run / "metrics.undone.jsonl").write_text("".join(lost))
+    end = {"time": NOW + 130, "event": "end", "step": 10, "how": "finished",
+           "seconds": {"compute": 10.0, "data": 2.5, "save": 1.25, "validation": 0.0}}  # fmt: skip
+    write_sessions(run, session(0, NOW, NOW + 10), session(5, NOW + 90, NOW + 110), end)
+    (report,) = reports(run)
+    parts = report.goodput.parts
+    assert parts["compute"] == pytest.approx(2.0 * 5 + 10.0)
+    assert parts["data"] == pytest.approx(0.5 * 5 + 2.5)
+    assert parts["lost"] == pytest.approx(2.75 * 3)
+    assert parts["start"] == pytest.approx(10 + 20)
+    wall = (10 + 2.75 * 8) + 40
+    assert report.goodput.in_sessions == pytest.approx(wall)
+    assert report.goodput.between == pytest.approx(90 - (10 + 2.75 * 8))
+    assert figure(report, "goodput") == pytest.approx(20 / wall)
+
+
+def test_faults_of_a_supervisor_are_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=50)
+    add_events(run, {**SESSION, "time": NOW - 200}, {**ATTEMPT, "time": NOW - 190},
+               {**FAULT, "time": NOW - 20}, {**ATTEMPT, "attempt": 2, "from_step": 40,
+               "time": NOW - 15})  # fmt: skip
+    (report,) = reports(run)
+    assert [one.what for one in report.sessions] == ["node lost: n2 does not answer", ""]
+    page = build_page([report])
+    assert "node lost: n2 does not answer → restart without n2" in page
+    assert "did not write its sessions down" in page
+
+
+# Several runs
+
+
+def test_runs_of_different_lengths_share_their_axes(tmp_path: Path) -> None:
+    long, short = make_run(tmp_path / "a" / "run", done=300), make_run(tmp_path / "b/run", done=40)
+    found = reports(long, short)
+    assert [one.name for one in found] == ["a/run", "b/run"]
+    (chart,) = [one for one in charts_of(found) if one.id == "grad_norm"]
+    assert [one.steps[-1] for one in chart.lines] == [300, 40]
+    assert len({one.colour for one in chart.lines}) == 2
+    page = build_page(found)
+    assert "2 runs side by side" in page
+    assert page.count('data-chart="loss"') == 1
+
+
+def test_a_run_without_steps_beside_one_with(tmp_path: Path) -> None:
+    assert "b" in build_page(reports(make_run(tmp_path / "a", done=9), make_run(tmp_path / "b")))
+
+
+# Text of others
+
+
+def test_text_of_others_is_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "<run>", done=5)
+    (run / "config.toml").write_text(
+        f"[job]\ndescription = {json.dumps(HOSTILE)}\n[training]\nsteps = 9\ndataset = '<i>x'\n"
+        "['<s>']\n'<k>' = '<v>'\n"
+    )
+    (run / "samples.jsonl").write_text(json.dumps({"step": 5, "text": HOSTILE}) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(6, NOW + 1, **{HOSTILE: 1.0}))
+        file.write(json.dumps({"step": 6, f"validation_loss/{HOSTILE}": 1.0}) + "\n")
+    write_sessions(run, session(0, NOW - 9, NOW - 8, machine=HOSTILE, job=HOSTILE, nodes=[HOSTILE]),
+                   {"time": NOW, "event": "message", "step": 1, "what": HOSTILE})  # fmt: skip
+    page = build_page(reports(run))
+    assert page.count("<script") == 2
+    assert page.count("</script") == 2
+    for tag in ("<img", "<i>", "<s>", "<k>", "<v>", "<run>", "\0"):
+        assert tag not in page
+    assert "owned" in page
+
+
+def test_json_in_a_script_cannot_end_it() -> None:
+    written = json_in_script({"a": "</script><!-- &\u2028"})
+    assert not set("<>&\u2028") & set(written)
+    assert json.loads(written) == {"a": "</script><!-- &\u2028"}
+
+
+# The command
+
+
+def invoke(*words: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_the_command_writes_page_plots_and_numbers(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", done=30)
+    done = invoke("report", run, "--svg", tmp_path / "plots")
+    assert done.exit_code == 0, done.output
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    loss = (tmp_path / "plots" / "loss.svg").read_text()
+    assert "var(--" not in loss, "it stands alone"
+    assert "Training loss" in loss
+    said = json.loads(invoke("report", run, "--json").stdout)
+    (raw, *_) = said["charts"][0]["lines"]
+    assert raw["steps"] == list(range(1, 31))
+    assert raw["values"] == [float(f"{10 / (1 + step):.6g}") for step in range(1, 31)]
+    assert said["runs"][0]["figures"]["steps"] == 30
+
+
+def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", done=3)
+    (tmp_path / "empty").mkdir()
+    for words, sentence in (
+        ((tmp_path / "nowhere",), "is not there"),
+        ((tmp_path / "empty",), "is no folder of a run"),
+        ((run, run), "is named twice"),
+        ((run, "--output", tmp_path), "is a folder: name a file"),
+        ((run, "--output", run / "config.toml" / "x.html"), "--output names another file"),
+    ):
+        done = invoke("report", *words)
+        assert done.exit_code == 2, done.output
+        assert sentence in done.stderr
+        assert "Traceback" not in done.output
+
+
+# Evaluations
+
+
+def keep(run: Path, step: int, name: str, record: dict[str, Any]) -> None:
+    path = run / "evaluations" / f"step_{step}" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"step": step, **record}))
+
+
+def test_evaluations_of_several_checkpoints_are_a_table_and_a_curve(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=20)
+    for step, value in ((10, 0.25), (20, 0.5)):
+        score = {"task": "arc_easy", "shots": 5, "filter": "none", "metric": "acc", "value": value,
+                 "stderr": 0.0125}  # fmt: skip
+        keep(run, step, "tasks-arc", {"kind": "tasks", "name": "arc", "scores": [score]})
+        keep(run, step, "perplexity-c4", {"kind": "perplexity", "name": "c4", "loss": 2.5 + value,
+             "perplexity": 12.25, "tokens": 100, "word_perplexity": None})  # fmt: skip
+    (report,) = reports(run)
+    page = build_page([report])
+    assert "arc_easy, 5-shot" in page
+    assert "0.5 ± 0.013" in page
+    assert line_of(report, "score.acc") == {10: 0.25, 20: 0.5}
+    assert line_of(report, "score.perplexity", "c4") == {10: 12.25, 20: 12.25}
+    assert not any(one.metric in ("tokens", "word perplexity") for one in report.scores)
+
+
+def test_evaluations_of_one_name_with_other_settings_stay_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=20)
+    for key, loss in (("abcdef12", 2.0), ("98765432", 3.0)):
+        keep(run, 20, f"perplexity-c4-{key}", {"kind": "perplexity", "name": "c4", "loss": loss,
+             "key": key})  # fmt: skip
+    (report,) = reports(run)
+    assert {one.name: one.value for one in report.scores} == {
+        "c4 (abcdef)": 2.0,
+        "c4 (987654)": 3.0,
+    }
