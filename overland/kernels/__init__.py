@@ -1,6 +1,7 @@
 """Kernels: a plain PyTorch definition of each, and a Triton twin that NVIDIA GPUs run instead.
 
-The twins are in triton_kernels.py. It is the only file that imports Triton, so it is imported late.
+The twins are in triton_kernels.py and triton_inference.py, the only files that import Triton, so
+they are imported late.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def test_what_they_compute() -> None:
     """In a process of its own: the interpreter must be asked for before Triton is imported."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider",
-         "tests/kernels/interpreted.py"],
+         "tests/kernels/interpreted.py", "tests/kernels/interpreted_inference.py"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -43,6 +43,31 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                {"MOST": 448.0, "ROWS": True, "COLUMNS": True, "BLOCK": 128}),
     "nf4": ("_unpack", "*u8 *bf16 *fp32 *bf16 i32 i32", {"GROUP": 32, "BLOCK": 512}),
 }  # fmt: skip
+HEADS = {
+    "KV_HEADS": 8,
+    "GROUP": 4,
+    "WIDTH": 128,
+    "PADDED": 128,
+    "q_norm_ptr": None,
+    "k_norm_ptr": None,
+}
+PARTS = {"ROWS": 64, "BLOCK": 32, "DEPTH": 128, "STAGES": 5, "PARTS": 2, "bias_ptr": None}
+INFERENCE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "one row": ("_product", "*bf16 *bf16 *bf16 *bf16", {"WIDTH": 14336, "BLOCK": 2048}),
+    "one row, gated": ("_gated_product", "*bf16 *bf16 *bf16 i32", {"WIDTH": 4096, "BLOCK": 2048}),
+    "rows": ("_products", "*bf16 *bf16 *bf16 *fp32 *i32 i32 i32 i32", {**PARTS, "GATED": False}),
+    "rows, gated": ("_products", "*bf16 *bf16 *bf16 *fp32 *i32 i32 i32 i32",
+                    {**PARTS, "BLOCK": 64, "DEPTH": 64, "PARTS": 1, "GATED": True}),
+    "norm": ("_add_norm", "*bf16 *bf16 *bf16 *bf16 *bf16 i32 fp32", {"BLOCK": 4096}),
+    "silu": ("_silu_times_rows", "*bf16 *bf16 i32", {"BLOCK": 2048}),
+    "begin": ("_begin", "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 fp32 i32",
+              {**HEADS, "ROWS": 4}),
+    "attend": ("_attend", "*bf16 *bf16 *bf16 *i64 *bf16 *fp32 *i32 *bf16 *bf16 i32 fp32 fp32",
+               {**HEADS, "ROWS": 16, "KEYS": 64, "PARTS": 1, "WINDOW": 512}),
+    "attend in parts": (
+        "_attend", "*bf16 *bf16 *bf16 *i64 *bf16 *fp32 *i32 *bf16 *bf16 i32 fp32 fp32",
+        {**HEADS, "ROWS": 16, "KEYS": 128, "PARTS": 8, "WINDOW": 0}),
+}  # fmt: skip
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
 FLOAT8_FROM = 89
 
@@ -54,20 +79,52 @@ FLOAT8_FROM = 89
 def test_compiles(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from overland.kernels import triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     function, types, constants = KERNELS[name]
-    from overland.kernels import triton_kernels
+    warps = triton_kernels.TUNED[name.partition(",")[0]][1]
+    compile_for(capability, getattr(triton_kernels, function), types, constants, warps)
 
-    kernel = getattr(triton_kernels, function)
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        (k, c)
+        for k in INFERENCE
+        for c in CAPABILITIES
+        if c == 90 or k in ("rows", "attend in parts")
+    ],
+)
+def test_compiles_for_generation(
+    name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Hopper on a kernel may start early, and waits for the one before it."""
+    from overland.kernels import triton_inference
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function, types, constants = INFERENCE[name]
+    kernel = getattr(triton_inference, function)
+    is_early = "EARLY" in kernel.arg_names and capability >= 90
+    if "EARLY" in kernel.arg_names:
+        constants = {**constants, "EARLY": is_early}
+    compiled = compile_for(capability, kernel, types, constants, 4)
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == is_early
+
+
+def compile_for(
+    capability: int, kernel: Any, types: str, constants: dict[str, Any], warps: int
+) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     given = [argument for argument in kernel.arg_names if argument not in constants]
     signature = dict(zip(given, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     compiled = triton.compile(
         ASTSource(kernel, signature, places),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": triton_kernels.TUNED[name.partition(",")[0]][1]},
+        options={"num_warps": warps},
     )
     assert compiled.asm["cubin"]
+    return compiled

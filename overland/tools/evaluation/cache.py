@@ -9,7 +9,8 @@ its own. A pass is one of two kinds:
 - it adds tokens to rows, each at its row's own length. One token per row is what a step of
   generation does; several are a text that is already known.
 
-Shapes stay, and lengths are values on the device, so that a step can be recorded as a CUDA graph.
+On GPUs shapes stay, and lengths are values on the device: a step is recorded as a CUDA graph. Where
+it can be, the decoder is written out in few kernels there (written_out.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from overland.errors import OutOfMemoryError
 from overland.kernels.cached_attention import cached_attention
 from overland.models.attention import Attention, Mask, Masks, visible_keys
 from overland.models.decoder import MLP, Decoder, Layer, SelfAttention
+from overland.tools.evaluation.written_out import Recorded, WrittenOut, can_write_out
 from overland.words import size
 
 CHUNK = 256  # tokens that the cache grows by
@@ -117,6 +119,8 @@ class CachedDecoder:
         self.model = cast(Decoder, model)
         self.rows, self.is_static = rows, is_static
         self.capacity = self.longest = 0
+        self.written_out: WrittenOut | None = None
+        self.recorded: Recorded | None = None
         prepare_for_decoding(self.model)
         weight = self.model.lm_head.weight  # type: ignore[union-attr]
         self.device, self.dtype = weight.device, weight.dtype
@@ -146,7 +150,9 @@ class CachedDecoder:
                 f"there is no room for the keys and values of {self.rows} rows of {tokens:,} "
                 f"tokens, which take {size(needed)}: lower --batch-size or --num-tokens"
             ) from None
-        self.capacity = tokens
+        self.capacity, self.recorded = tokens, None
+        if self.is_static and can_write_out(self.model):
+            self.written_out = WrittenOut(self.model, tokens, self.lengths_B)
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Begins rows with these tokens; returns the logits after the last token of each."""
@@ -162,13 +168,17 @@ class CachedDecoder:
             longest = max(map(len, some))
             padded = [[*row, *[0] * (longest - len(row))] for row in some]
             tokens_BS = torch.tensor(padded, device=self.device)
-            hidden_BSD = self._hidden(
-                tokens_BS, None, Pass(True, part, self.lengths_B[part], longest)
-            )
-            last_B = self.lengths_B[part] - 1
-            here_B = torch.arange(len(some), device=self.device)
-            found.append(self.head(hidden_BSD[here_B, last_B]))
+            found.append(self._start(tokens_BS, part))
         return torch.cat(found)
+
+    def _start(self, tokens_BS: Tensor, rows: slice) -> Tensor:
+        lengths_B = self.lengths_B[rows]
+        if self.written_out is not None:
+            return self.written_out.start(tokens_BS, rows, lengths_B - 1)
+        begun = Pass(True, rows, lengths_B, tokens_BS.shape[1])
+        hidden_BSD = self._hidden(tokens_BS, None, begun)
+        here_B = torch.arange(len(tokens_BS), device=self.device)
+        return self.head(hidden_BSD[here_B, lengths_B - 1])
 
     def add(self, tokens_BS: Tensor, longest: int) -> Tensor:
         """Adds tokens to the first rows; returns hidden states. `longest` bounds what a row has
@@ -181,12 +191,26 @@ class CachedDecoder:
         return self._hidden(tokens_BS, lengths_B[:, None] + new_S, one)
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Adds a token to each of the rows; returns the logits of what follows it."""
+        """Adds a token to each of the rows; returns the logits of what follows it. Where steps are
+        recorded, the next one overwrites them."""
         self.longest += 1
-        hidden_BSD = self.add(tokens_B[:, None], min(self.longest, self.capacity))
+        if not self.is_static:
+            return self._step(tokens_B)
+        if self.recorded is None:
+            before_B = self.lengths_B.clone()
+            self.recorded = Recorded(self._step, tokens_B)
+            self.lengths_B.copy_(before_B)  # what a trial has written is written over
+        return self.recorded(tokens_B)
+
+    def _step(self, tokens_B: Tensor) -> Tensor:
+        if self.written_out is not None:
+            logits_BV = self.written_out.step(tokens_B)
+        else:
+            hidden_BSD = self.add(tokens_B[:, None], min(self.longest, self.capacity))
+            logits_BV = self.head(hidden_BSD[:, 0])
         # Rows that have ended go on, and nobody looks: they stay within their room.
         self.lengths_B[: len(tokens_B)].add_(1).clamp_(max=self.capacity - 1)
-        return self.head(hidden_BSD[:, 0])
+        return logits_BV
 
     def head(self, hidden: Tensor) -> Tensor:
         assert self.model.lm_head is not None
