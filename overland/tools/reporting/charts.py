@@ -11,7 +11,7 @@ import numpy as np
 from overland.run_folder import METRIC_NAMES, VALIDATION_LOSS
 from overland.tools.reporting.lines import Columns, Numbers
 from overland.tools.reporting.sessions import with_borders
-from overland.tools.reporting.thin import bin_sizes, binned, thinned
+from overland.tools.reporting.thin import bin_sizes, binned, rounded, thinned
 
 if TYPE_CHECKING:
     from overland.tools.reporting.run import RunReport
@@ -20,6 +20,8 @@ MOST_POINTS = 90_000  # of a page: about 1.5 MB
 MOST_OF_A_LINE, LEAST_OF_A_LINE = 12_000, 200
 MOST_ODD = 200  # marks of values that are not finite, by line
 MOST_LOST = 200  # sessions that lost steps
+MANY = 2000  # points of a line
+SMOOTH = ("lr", "memory_gib", "skipped_documents")
 LOST = -1  # a colour of its own
 MOST_OTHERS = 12  # charts of metrics that only some runs have
 
@@ -38,6 +40,8 @@ class Line:
     odd: list[tuple[int, str]] = field(default_factory=list)
     """Steps whose value is not finite."""
     is_shown: bool = True
+    dash: int = 0
+    """Of several lines of one colour."""
     session: int | None = None
     """Whose steps were lost."""
 
@@ -65,6 +69,7 @@ class Chart:
                     "colour": line.colour,
                     "kind": line.kind,
                     "shown": line.is_shown,
+                    "dash": line.dash,
                     "odd": line.odd[:: -(-len(line.odd) // MOST_ODD) or 1],
                     "session": line.session,
                     **_points(line, most),
@@ -111,8 +116,7 @@ def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
     )
     for chart in usual:
         for number, run in enumerate(runs):
-            if line := _logged(run, number, chart.id, len(runs) > 1):
-                chart.lines.append(line)
+            chart.lines += _logged(run, number, chart.id, len(runs) > 1)
     rare = ("skipped_steps", "empty_steps", "skipped_documents")
     charts += [one for one in usual if one.id not in rare or _is_ever_above_zero(one)]
     return [chart for chart in [*charts, *_others(runs), *_scores(runs)] if _has_points(chart)]
@@ -191,18 +195,30 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
             label = which or ("mean of all sets" if sets else kind)
             label = f"{run.name}: {label}" if len(runs) > 1 else label
             odd = _odd(columns, "value")
-            colour = len(chart.lines)
-            chart.lines.append(Line(label, number, colour, "points", steps, values, odd))
+            line = Line(label, number, len(chart.lines), "points", steps, values, odd)
+            if len(runs) > 1:
+                mine = [one for one in chart.lines if one.run == number]
+                line.colour, line.dash = number, len(mine)
+            chart.lines.append(line)
     return list(charts.values())
 
 
-def _logged(run: RunReport, number: int, name: str, several: bool) -> Line | None:
+def _logged(run: RunReport, number: int, name: str, several: bool) -> list[Line]:
+    """What was logged by a name; if that is more than a screen shows apart, with means."""
     if name not in run.lines.logged.names:
-        return None
+        return []
     steps, values = run.lines.logged.points(name)
     odd = _odd(run.lines.logged, name)
     label = run.name if several else name.replace("_", " ")
-    return Line(label, number, number, "curve", steps, values, odd)
+    line = Line(label, number, number, "curve", steps, values, odd)
+    if len(steps) <= MANY or name in SMOOTH:
+        return [line]
+    line.kind, line.is_shown = "raw", not several
+    line.name = f"{run.name}: each step logged" if several else "each step logged"
+    size = max(100, rounded(steps[-1] / 500))
+    mean = binned(steps, values, size)
+    label = f"{run.name}: mean of {size:,} steps" if several else f"mean of {size:,} steps"
+    return [line, Line(label, number, number, "mean", *mean)]
 
 
 def _others(runs: Sequence[RunReport]) -> list[Chart]:
@@ -216,8 +232,8 @@ def _others(runs: Sequence[RunReport]) -> list[Chart]:
     charts = []
     for name in sorted(names)[:MOST_OTHERS]:
         chart = Chart(f"other.{name}", name.replace("_", " "), note="logged by the objective")
-        lines = (_logged(run, number, name, len(runs) > 1) for number, run in enumerate(runs))
-        chart.lines = [line for line in lines if line is not None]
+        for number, run in enumerate(runs):
+            chart.lines += _logged(run, number, name, len(runs) > 1)
         charts.append(chart)
     return charts
 
@@ -234,7 +250,10 @@ def _scores(runs: Sequence[RunReport]) -> list[Chart]:
             label = f"{run.name}: {name}" if len(runs) > 1 else name
             steps = np.array([one.step for one in mine], np.float64)
             values = np.array([one.value for one in mine])
-            chart.lines.append(Line(label, number, len(chart.lines), "points", steps, values))
+            line = Line(label, number, len(chart.lines), "points", steps, values)
+            if len(runs) > 1:
+                line.dash, line.colour = sum(one.run == number for one in chart.lines), number
+            chart.lines.append(line)
     return list(charts.values())[:MOST_OTHERS]
 
 

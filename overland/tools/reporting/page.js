@@ -6,11 +6,14 @@
   const M = { left: 58, right: 10, top: 8, bottom: 26 };
   const WIDTHS = { raw: 1, mean: 1.6, trend: 2.6, curve: 1.4, points: 1.8, lost: 1.3 };
   const COLOURS = 7, DOTS = 60, PALE = 0.38;
+  const DASHES = ["none", "7 4", "2 3", "9 3 2 3"];
+  const TAIL = 0.001, MUCH = 3; // peaks are cut off where this share of points takes so much room
 
   let data = prepared(JSON.parse(document.getElementById("data").textContent));
   let zoom = null; // [first step, last step]
   const off = new Map(); // "chart|line" → whether the user has hidden it
   const logarithmic = new Set(); // ids of charts
+  const whole = new Set(); // ids of charts whose highest peaks are not cut off
   let plots = [];
 
   function prepared(given) {
@@ -44,7 +47,7 @@
     if (form === "share") return `${trim((value * 100).toPrecision(3))}%`;
     if (form === "count") return value.toLocaleString("en-US", { maximumSignificantDigits: 6 });
     const size = Math.abs(value);
-    if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace("e+", "e");
+    if (value !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0*e\+?/, "e");
     return shorten(value.toPrecision(5));
   }
 
@@ -118,7 +121,7 @@
     hidden(line) { return off.get(this.key(line)) ?? !line.shown; }
     get visible() { return this.chart.lines.filter((line) => !this.hidden(line)); }
     colour(line) { return line.colour < 0 ? "var(--lost)" : `var(--c${line.colour % COLOURS})`; }
-    dash(line) { return line.kind === "lost" ? "2 3" : line.colour >= COLOURS ? "6 3" : "none"; }
+    dash(line) { return line.kind === "lost" ? "2 3" : DASHES[(line.dash + Math.max(0, Math.floor(line.colour / COLOURS))) % DASHES.length]; }
 
     names() {
       const done = new Set();
@@ -136,13 +139,35 @@
         this.legend.append(button);
       }
       if (done.size === 1) this.legend.replaceChildren(); // the title says it
-      const scale = html("button", { type: "button", class: "scale", "aria-pressed": String(logarithmic.has(this.chart.id)) }, "log scale");
-      scale.addEventListener("click", () => {
-        if (!logarithmic.delete(this.chart.id)) logarithmic.add(this.chart.id);
-        scale.setAttribute("aria-pressed", String(logarithmic.has(this.chart.id)));
+      this.legend.append(this.switch("all peaks", whole), this.switch("log scale", logarithmic));
+    }
+
+    switch(name, set) {
+      const button = html("button", { type: "button", class: "scale", "data-switch": name, "aria-pressed": String(set.has(this.chart.id)) }, name);
+      button.addEventListener("click", () => {
+        if (!set.delete(this.chart.id)) set.add(this.chart.id);
+        button.setAttribute("aria-pressed", String(set.has(this.chart.id)));
         this.draw();
       });
-      this.legend.append(scale);
+      return button;
+    }
+
+    // What the values in view span; without the rarest peaks, if these would flatten all the rest.
+    range(log) {
+      const values = [];
+      for (const line of this.visible) {
+        const [from, to] = this.between(line);
+        for (let i = from; i < to; i++) if (!log || line.values[i] > 0) values.push(line.values[i]);
+      }
+      if (!values.length) return log ? [1, 10, false] : [0, 1, false];
+      values.sort((a, b) => a - b);
+      let low = values[0], high = values[values.length - 1], cut = false;
+      const usual = values[Math.floor((values.length - 1) * (1 - TAIL))];
+      this.legend.querySelector("[data-switch='all peaks']").hidden = !(high - low > MUCH * (usual - low) && usual > low && !log);
+      if (high - low > MUCH * (usual - low) && usual > low && !log && !whole.has(this.chart.id)) [high, cut] = [usual + (usual - low) * 0.25, true];
+      if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.05, high + (Math.abs(high) || 1) * 0.05];
+      const margin = log ? 0 : (high - low) * 0.04;
+      return [low - margin, high + (cut ? 0 : margin), cut];
     }
 
     draw() {
@@ -153,24 +178,12 @@
       [this.first, this.last] = zoom ?? wholeRange();
       if (this.last <= this.first) this.last = this.first + 1;
       const log = logarithmic.has(this.chart.id);
-      let low = Infinity, high = -Infinity;
-      for (const line of this.visible) {
-        const [from, to] = this.between(line);
-        for (let i = from; i < to; i++) {
-          const value = line.values[i];
-          if (log && value <= 0) continue;
-          if (value < low) low = value;
-          if (value > high) high = value;
-        }
-      }
-      if (low > high) [low, high] = log ? [1, 10] : [0, 1];
-      if (low === high) [low, high] = log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.05, high + (Math.abs(high) || 1) * 0.05];
-      const margin = log ? 0 : (high - low) * 0.04;
-      [low, high] = [low - margin, high + margin];
+      const [low, high, cut] = this.range(log);
+      this.top = cut ? high : Infinity;
       const scaled = log ? Math.log : (v) => v;
       const bottom = scaled(low), span = scaled(high) - bottom;
       this.x = (step) => M.left + ((step - this.first) / (this.last - this.first)) * (width - M.left - M.right);
-      this.y = (value) => height - M.bottom - ((scaled(value) - bottom) / span) * (height - M.top - M.bottom);
+      this.y = (value) => Math.max(M.top - 1, height - M.bottom - ((scaled(value) - bottom) / span) * (height - M.top - M.bottom));
       for (const value of log ? powers(low, high) : ticks(low, high, height > 300 ? 6 : 4)) {
         const y = this.y(value).toFixed(1);
         this.svg.append(svg("path", { d: `M${M.left} ${y}H${width - M.right}`, stroke: "var(--line)" }));
@@ -184,6 +197,19 @@
       for (const line of this.visible) this.drawLine(line, log);
       this.over = svg("g");
       this.svg.append(this.over);
+    }
+
+    // Peaks that are cut off, the highest of each column of some pixels.
+    drawCut(line) {
+      const [from, to] = this.between(line), found = new Map();
+      for (let i = from; i < to; i++) {
+        if (line.values[i] <= this.top) continue;
+        const column = Math.floor(this.x(line.steps[i]) / 8);
+        if (!found.has(column) || line.values[i] > line.values[found.get(column)]) found.set(column, i);
+      }
+      for (const i of found.values())
+        this.svg.append(svg("path", { class: "cut", d: `M${this.x(line.steps[i]).toFixed(1)} ${M.top - 8}l-4 7h8z`, fill: this.colour(line) },
+          svg("title", {}, `step ${grouped(line.steps[i])}: ${words(line.values[i], this.chart.form)}`)));
     }
 
     // Where sessions went on from an earlier one.
@@ -205,6 +231,7 @@
         for (let i = from; i < to; i++)
           if (!log || line.values[i] > 0)
             this.svg.append(svg("circle", { cx: this.x(line.steps[i]).toFixed(1), cy: this.y(line.values[i]).toFixed(1), r: line.kind === "raw" ? 1.5 : 2.4, fill: this.colour(line) }));
+      if (this.top < Infinity && line.kind !== "mean" && line.kind !== "trend") this.drawCut(line);
       for (const [step, what] of line.odd)
         if (step >= this.first && step <= this.last)
           this.svg.append(svg("path", { d: `M${this.x(step).toFixed(1)} ${M.top + 8}l-4 -7h8z`, fill: "var(--lost)" }, svg("title", {}, `step ${grouped(step)}: ${what}`)));

@@ -164,7 +164,7 @@ class RunReader:
 def open_runs(paths: list[Path]) -> list[RunReader]:
     """Readers of these runs. Names that are the same get as much of their paths as tells them
     apart."""
-    given = [path.absolute() for path in paths]
+    given = [path.resolve() for path in paths]
     for path in given:
         if given.count(path) > 1:
             raise NoRun(f"{path} is named twice: name each run once")

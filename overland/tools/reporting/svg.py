@@ -33,6 +33,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 20, 56, 46
 MOST_POINTS = 1500
 MOST_DOTS = 60
 WIDTHS = {"raw": 1.0, "mean": 1.6, "trend": 2.4, "curve": 1.3, "points": 1.8, "lost": 1.2}
+DASHES = ("none", "7 4", "2 3", "9 3 2 3")
 MOST_MARKS = 400
 
 Paint = Callable[[str | int], str]
@@ -93,6 +94,7 @@ def chart_svg(chart: Chart, paint: Paint = alone) -> str:
 def _path(line: Line, x: Numbers, y: Numbers, colour: str) -> str:
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
     faint = {"raw": ' opacity="0.35"', "lost": ' stroke-dasharray="2 2"'}.get(line.kind, "")
+    faint += f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash else ""
     drawn = (
         f'<polyline points="{points}" fill="none" stroke="{colour}"{faint} '
         f'stroke-width="{WIDTHS[line.kind]}" stroke-linejoin="round"/>'

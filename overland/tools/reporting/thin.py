@@ -31,13 +31,13 @@ def bin_sizes(last_step: float) -> tuple[int, int]:
     """Returns two numbers of steps, whose means are shown: 100 and 15,000, or smaller ones for a
     run that is too short for them."""
     fine, coarse = (
-        size if last_step >= size * least else _round(last_step / least)
+        size if last_step >= size * least else rounded(last_step / least)
         for size, least in zip(BINS, LEAST_BINS, strict=True)
     )
     return fine, max(coarse, 2 * fine)
 
 
-def _round(wanted: float) -> int:
+def rounded(wanted: float) -> int:
     """1, 2, 5, 10, 20, 50, …: the largest that is not above."""
     if wanted < 1:
         return 1
