@@ -174,7 +174,7 @@ def train_and_tell(
     config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Heartbeat
 ) -> bool:
     """Whether it got to the last step."""
-    from overland.tools.evaluation.sample import sample_start, take_sample
+    from overland.tools.evaluation.sample import SamplesOverTime, sample_start, take_sample
     from overland.training.loop import check_last_save, conclude
     from overland.training.loop import train as train_loop
     from overland.training.run import build_run
@@ -186,6 +186,8 @@ def train_and_tell(
     if config.job.print_config and world.is_first:
         print(run.folder.config.read_text())
     sample_start(run)
+    if config.metrics.sample_at_validation:
+        run.callbacks.append(SamplesOverTime(run))
     try:
         finished = train_loop(run)
     finally:  # an error on one rank becomes a signal for the others

@@ -264,6 +264,9 @@ class Metrics(Section):
     sample_prompt: str = ""
     """Text to let the model continue after the last step, or a question where it learns
     conversations, for a first look; with model.from also before the first step. Empty: none."""
+    sample_at_validation: bool = False
+    """Also let it continue that text at every validation, for samples over time. Not done for a
+    model that is compiled, which would be compiled again for the shapes of generation."""
 
 
 class Profiling(Section):

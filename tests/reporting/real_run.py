@@ -54,6 +54,7 @@ interval = {interval}
 log_freq = 1
 enable_tensorboard = false
 sample_prompt = "def "
+sample_at_validation = true
 
 [validation]
 enable = true

@@ -189,6 +189,19 @@ def test_what_was_drawn_is_what_the_proof_counts(page: Browser, run: Path) -> No
     assert sum(counts.values()) == 60 * 4
 
 
+def test_samples_over_time_are_shown_and_change_nothing(page: Browser, run: Path) -> None:
+    steps = page.evaluate(
+        "[...document.querySelectorAll('.sample h4')].map((one) => one.innerText)"
+    )
+    assert steps == [f"step {step}" for step in range(10, 61, 10)]
+    said = [json.loads(one)["text"] for one in (run / "samples.jsonl").read_text().splitlines()]
+    assert all(one.startswith("def ") for one in said)
+    assert len(set(said)) > 1
+    words = ["job.dump_folder=plain", "metrics.sample_at_validation=false"]
+    overland("train", "run.toml", *words, cwd=run.parent, NGPU="1")
+    assert losses(run.parent / "plain" / "metrics.jsonl") == losses(run / "metrics.jsonl")
+
+
 def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", done=5)
     (run / "samples.jsonl").write_text(json.dumps({"step": 5, "text": HOSTILE}) + "\n")

@@ -1,5 +1,5 @@
 """What the model of a run says to `metrics.sample_prompt`: after the last step and, where training
-began with given weights, before the first one.
+began with given weights, before the first one; if asked for, at every validation.
 
 A model that learns conversations is asked, by its chat template; any other continues the text.
 """
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from overland.data.sft import end_of_turn, question
 from overland.data.tokenizer import Tokenizer
 from overland.files import replace_file
+from overland.parallel.sharding import reshard
 from overland.run_folder import RunFolder
 from overland.tools.evaluation.generate import Generator
 from overland.tools.evaluation.model import OpenModel
 from overland.tools.evaluation.sampling import Sampling
+from overland.training.callbacks import Callback, Record
 from overland.words import visible
 
 if TYPE_CHECKING:
@@ -32,6 +34,21 @@ def sample_start(run: Run) -> None:
         take_sample(run)
 
 
+class SamplesOverTime(Callback):
+    """Takes a sample at every validation but the last, after which one is taken anyway."""
+
+    def on_start(self, run: Run) -> None:
+        self.is_on = run.config.compile.enable is not True
+        if not self.is_on:
+            run.call("on_message", "metrics.sample_at_validation: left out, since the model is "
+                     "compiled; compile.enable = false allows it")  # fmt: skip
+
+    def on_validation(self, run: Run, record: Record) -> None:
+        if self.is_on and run.progress.step < run.config.training.steps:
+            take_sample(run)
+            reshard(run.model.parts)
+
+
 def take_sample(run: Run) -> None:
     """Keeps what the model says now; all ranks take part. A model that is cut into stages or works
     on parts of rows is left for `overland generate`."""
@@ -40,7 +57,11 @@ def take_sample(run: Run) -> None:
         return
     text = sample(run, tokenizer)
     if run.world.is_first:
-        kept = read_samples(run.folder) | {run.progress.step: text}
+        # Those of later steps were undone.
+        earlier = {
+            at: one for at, one in read_samples(run.folder).items() if at < run.progress.step
+        }
+        kept = earlier | {run.progress.step: text}
         lines = [json.dumps({"step": step, "text": text}) for step, text in sorted(kept.items())]
         replace_file(run.folder.samples, "\n".join(lines) + "\n")
 
