@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from overland.tools.evaluation.sampling import Sampling
 
 RESET = "/reset"
+CONTEXT, TOKENS = "context is full", "number of tokens"  # reasons why a text ends
 AT_ONCE = 64  # batches whose prompts are sorted by length together
 
 
@@ -150,7 +151,7 @@ def answer(asked: Asked, prompts: list[Prompt]) -> None:
         print(visible(beginning(asked, prompts[0])), end="", flush=True)
         pieces = generator.stream(
             ids[0], max_new_tokens=asked.num_tokens, sampling=asked.sampling, end_ids=ends,
-            stop=asked.stop,
+            stop=asked.stop, ended=lambda one: tell_end(asked, one.reason),
         )  # fmt: skip
         say(stripped(pieces) if asked.chat else pieces)
         return
@@ -167,7 +168,7 @@ def answer(asked: Asked, prompts: list[Prompt]) -> None:
                 if number and not asked.as_json:
                     print()
                 show(asked, prompts[number], one)
-            num_full += sum(one.reason == "context is full" for one in completions)
+            num_full += sum(one.reason == CONTEXT for one in completions)
     if num_full:
         note(
             f"{num_full:,} of {len(prompts):,} texts end where the model's context of "
@@ -214,12 +215,22 @@ def converse(asked: Asked) -> None:
                 print(json.dumps({"prompt": question, "text": text}, ensure_ascii=False))
             else:
                 say(stripped(talk.ask(question)))
+                if is_watched:
+                    tell_end(asked, talk.reason)
         except KeyboardInterrupt:
             print()
         except OverlandError as error:
             if not is_watched:
                 raise
             note(str(error))
+
+
+def tell_end(asked: Asked, reason: str | None) -> None:
+    """Says why a text ends where it might have gone on."""
+    if reason == CONTEXT:
+        note(f"(the model's context of {asked.opened.context:,} tokens is full)")
+    elif reason == TOKENS and asked.chat:
+        note(f"(broken off after {asked.num_tokens:,} tokens; --num-tokens)")
 
 
 def questions(is_watched: bool) -> Iterator[str]:

@@ -238,6 +238,12 @@ def test_a_model_with_parts_of_somebody_else_has_no_cache() -> None:
                 assert int(model(torch.tensor([ids]))[0, -1].argmax()) == token
             ids.append(token)
 
+    hooked = tiny()
+    hooked.model.layers["0"].register_forward_hook(lambda *args: None)  # type: ignore
+    assert not can_cache(hooked)
+    compiled = tiny()
+    compiled.model.layers["0"]._compiled_call_impl = print  # type: ignore # as compile() does
+    assert not can_cache(compiled)
     patched = tiny()
     layer = patched.model.layers["0"]  # type: ignore
     layer.forward = lambda *args: type(layer).forward(layer, *args)

@@ -114,6 +114,10 @@ def test_a_folder_that_is_no_checkpoint_is_named(run: Path, name: str) -> None:
         open_model(run / name)
 
 
+def test_the_link_to_the_latest_checkpoint_opens(run: Path) -> None:
+    assert open_model(run / "checkpoint" / "latest").step == 2
+
+
 def test_a_step_that_is_not_there_is_named_with_those_that_are(run: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of step 7; it holds 1 and 2"):
         open_model(run, step=7)

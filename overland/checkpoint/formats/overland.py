@@ -53,11 +53,7 @@ def detect_overland(path: Path) -> bool:
 def open_overland(path: Path, config: Config = None) -> LazyCheckpoint:
     step = path if (path / COMMITTED).is_file() else _newest(path)
     checkpoint = open_checkpoint(step, counter())
-    if checkpoint.index.kind == "local":
-        raise CheckpointError(
-            f"{step} was saved with checkpoint.type = local, which only the same ranks can read; "
-            "resume the run there and save it with checkpoint.type = shard"
-        )
+    require_readable(checkpoint)
     source = as_lazy_checkpoint(checkpoint)
     weakref.finalize(source, checkpoint.close)
     source.config = config or source.config
@@ -69,6 +65,15 @@ def open_overland(path: Path, config: Config = None) -> LazyCheckpoint:
                 source.config = read_json_object(folder / MODEL_CONFIG)
             break
     return source
+
+
+def require_readable(checkpoint: CheckpointReader) -> None:
+    """Refuses what only the ranks that wrote it can read."""
+    if checkpoint.index.kind == "local":
+        raise CheckpointError(
+            f"{checkpoint.path} was saved with checkpoint.type = local, which only the same ranks "
+            "can read; resume the run there and save it with checkpoint.type = shard"
+        )
 
 
 def as_lazy_checkpoint(

@@ -22,6 +22,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overland.errors import OutOfMemoryError
 from overland.kernels.cached_attention import cached_attention
@@ -239,7 +240,8 @@ def release(model: Decoder) -> None:
 
 def can_cache(model: nn.Module) -> bool:
     """Whether tokens meet nowhere but in attention cores that can be replaced: in a decoder of
-    ours, all of whose parts are of this package or of torch, and as they were built."""
+    ours, all of whose parts are of this package or of torch, and as they were built: not split, not
+    compiled, and with nothing hooked in."""
     if type(model) is not Decoder or model.lm_head is None or model.model.embed_tokens is None:
         return False
     kinds = {"self_attn": SelfAttention, "mlp": MLP, "core": Attention, "masks": Masks}
@@ -251,7 +253,7 @@ def can_cache(model: nn.Module) -> bool:
             return False
         if not _is_own_forward(module):
             return False
-    return all(not parameter.is_meta for parameter in model.parameters())
+    return not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _layers(model: Decoder) -> list[Layer]:
@@ -259,7 +261,9 @@ def _layers(model: Decoder) -> list[Layer]:
 
 
 def _is_own_forward(module: nn.Module) -> bool:
-    """Whether nobody has put another function in the place of a module's forward()."""
+    """Whether a call of a module is its forward() and nothing else."""
+    if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl:
+        return False
     given = module.__dict__.get("forward")
     if isinstance(given, partial):
         given = given.func

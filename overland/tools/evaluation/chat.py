@@ -9,7 +9,7 @@ from overland.config.schema import JobConfig
 from overland.data.chat import ASSISTANT, Message
 from overland.data.sft import end_of_turn, to_answer
 from overland.errors import DataError
-from overland.tools.evaluation.generate import Generator
+from overland.tools.evaluation.generate import Generator, Reason
 from overland.tools.evaluation.model import OpenModel
 from overland.tools.evaluation.sampling import Sampling
 
@@ -48,6 +48,8 @@ class Conversation:
     system: str | None = None
     note: Callable[[str], None] = lambda text: None
     turns: list[Message] = field(default_factory=list)
+    reason: Reason | None = None
+    """Why the last answer ended; None if it was broken off."""
 
     def ask(self, question: str) -> Iterator[str]:
         """Yields the answer, piece by piece, and remembers both. One that is broken off is
@@ -55,15 +57,18 @@ class Conversation:
         begun = len(self.turns) // 2
         self.turns += turns_of(question, self.system if not self.turns else None)
         answer: list[str] = []
+        self.reason = None
         try:
-            for piece in self.generator.stream(
+            pieces = self.generator.stream(
                 self._prompt(),
                 max_new_tokens=self.num_tokens,
                 sampling=self.sampling,
                 end_ids=ends_of(self.opened),
                 stop=tuple(self.stop),
                 number=begun,
-            ):
+                ended=lambda one: setattr(self, "reason", one.reason),
+            )
+            for piece in pieces:
                 answer.append(piece)
                 yield piece
         except Exception:

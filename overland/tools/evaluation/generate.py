@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from collections.abc import Generator as Yields
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, cast
@@ -120,14 +119,15 @@ class Generator:
         end_ids: Collection[int],
         stop: Sequence[str] = (),
         number: int = 0,
-    ) -> Yields[str, None, Completion]:
-        """Yields the text that follows one prompt, piece by piece; returns the completion."""
+        ended: Callable[[Completion], None] = lambda completion: None,
+    ) -> Iterator[str]:
+        """Yields the text that follows one prompt, piece by piece, and tells how it ended."""
         asked = self._asked(max_new_tokens, sampling, end_ids, stop)
         row = self._row(prompt, number, asked)
         for _, piece in self._run([row], asked, is_watched=True):
             if piece:
                 yield piece
-        return row.completion()
+        ended(row.completion())
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuses prompts that the model cannot take."""
@@ -348,11 +348,13 @@ class PlainRows:
         return self._logits()
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        rows_B, lengths_B = torch.arange(self.count), self.lengths_B[: self.count]
+        lengths_B = self.lengths_B[: self.count]
+        rows_B = torch.arange(self.count, device=lengths_B.device)
         self.tokens_BS[rows_B, lengths_B.clamp(max=self.length - 1)] = tokens_B
         lengths_B.add_(1).clamp_(max=self.length)
         return self._logits()
 
     def _logits(self) -> Tensor:
         logits_BSV = self.logits_of(self.tokens_BS[: self.count])
-        return logits_BSV[torch.arange(self.count), self.lengths_B[: self.count] - 1]
+        last_B = self.lengths_B[: self.count] - 1
+        return logits_BSV[torch.arange(self.count, device=last_B.device), last_B]

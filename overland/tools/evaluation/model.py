@@ -28,10 +28,10 @@ from overland.checkpoint.formats.hf import FILES, GENERATION, without_head
 from overland.checkpoint.formats.lazy import Lazy, counting
 from overland.checkpoint.formats.merge import join, merge
 from overland.checkpoint.formats.meta import is_computed
-from overland.checkpoint.formats.overland import complete, step_of_export
+from overland.checkpoint.formats.overland import complete, require_readable, step_of_export
 from overland.checkpoint.formats.peft import has_adapters
 from overland.checkpoint.origin import Origin
-from overland.checkpoint.read import fill, open_checkpoint
+from overland.checkpoint.read import fill, open_checkpoint, read_marker
 from overland.checks.model import check_custom_import
 from overland.config.errors import ConfigError
 from overland.config.load import load_config
@@ -203,6 +203,7 @@ class RunWeights:
     def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
         named = {plain_name(name): one.detach() for name, one in model.named_parameters()}
         with open_checkpoint(self.checkpoint, moved) as saved:
+            require_readable(saved)
             origin = Origin.from_json(saved.run)
             if origin is not None:
                 folder = origin.find([self.base] if self.base is not None else [])
@@ -276,7 +277,7 @@ def _in_run(
         context = max(context, getattr(architecture, "max_position_embeddings", context))
     return Found(
         checkpoint,
-        step_of(checkpoint),
+        read_marker(checkpoint)["step"],
         config,
         architecture,
         lambda: build_undivided(architecture, as_built),
