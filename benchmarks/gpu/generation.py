@@ -1,12 +1,12 @@
 """Generation beside transformers' own, in one process: `python benchmarks/gpu/generation.py 8B`.
 
-Random weights in bfloat16, random prompts of 512 tokens, the likeliest token always, no end of text:
-one prompt and 256 new tokens, and 64 prompts and 128 new tokens. Times are of whole calls, prompts
-included, after one call that compiles and records; tokens/s are new tokens only. transformers
-generates with its own cache, and for one prompt also with its static cache, compiled.
+Random weights in bfloat16, random prompts of 512 tokens, the likeliest token always, no end of
+text: one prompt and 256 new tokens, and 64 prompts and 128 new tokens. Times are of whole calls,
+prompts included, after one call that compiles and records; tokens/s are new tokens only.
+transformers generates with its own cache, and for one prompt also with its static cache, compiled.
 
 Then the texts: where the first differing token of a prompt stands, and how far apart the two best
-logits were there, in steps of bfloat16: rounding decides between neighbours. Prints one line of JSON.
+logits were there, in steps of bfloat16: rounding decides between neighbours. Prints a line of JSON.
 """
 
 from __future__ import annotations
