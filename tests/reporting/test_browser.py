@@ -223,6 +223,27 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path) -> None:
     assert browser.evaluate("document.title") == "A tiny run"
 
 
+def test_a_peak_that_flattens_the_rest_is_cut_off_and_marked(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    values = {step: 777.0 if step == 1234 else 2 + step % 2 for step in range(1, 3001)}
+    lines = (line(step, NOW + step, loss=value) for step, value in values.items())
+    (run / "metrics.jsonl").write_text("".join(lines))
+    (reader,) = open_runs([run])
+    reader.read_on()
+    (tmp_path / "page.html").write_text(build_page([reader.report()]))
+    browser.open(f"file://{tmp_path}/page.html")
+    ticks = f"[...document.querySelectorAll('{LOSS} .plot text')].map((one) => one.textContent)"
+    assert "600" not in browser.evaluate(ticks)
+    mark = f"document.querySelector('{LOSS} path.cut title').textContent"
+    assert browser.evaluate(mark) == "step 1,234: 777.00"
+    browser.evaluate(f"document.querySelector('{LOSS} [data-switch=\"all peaks\"]').click()")
+    assert "600" in browser.evaluate(ticks)
+    assert browser.evaluate(f"document.querySelectorAll('{LOSS} path.cut').length") == 0
+    assert browser.said == []
+
+
 def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", done=5)
     with open_server(open_runs([run]), 0) as server:

@@ -268,7 +268,8 @@ def _count_seconds(session: Session, logged: Logged) -> None:
     table = logged.table[mine]
     table = table[np.isfinite(table).all(axis=1)]
     table = table[np.argsort(table[:, 0], kind="stable")]
-    known = dict(zip(logged.uses, table[-1, 1:].tolist(), strict=True)) if len(table) else {}
+    spent = table[:, 1:].max(axis=0).tolist() if len(table) else []
+    known = dict(zip(logged.uses, spent, strict=True)) if len(table) else {}
     session.seconds = {**known, **session.seconds, **start}
     if session.kept_step >= session.last_step:
         session.kept_seconds = dict(session.seconds)
