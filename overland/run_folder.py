@@ -64,7 +64,8 @@ METRIC_NAMES = frozenset({
     "samples_per_second", "tflops", "mfu", "memory_gib", "data_wait", "skipped_steps",
     "skipped_documents", "empty_steps", "seconds",
 })  # fmt: skip
-VALIDATION_LOSS = "validation_loss"  # and what begins with it
+VALIDATION_LOSS = "validation_loss"  # and what begins with it or with the next
+VALIDATION = "validation/"
 
 
 def checkpoint_name(step: int, preempt: bool = False) -> str:
@@ -202,5 +203,10 @@ def fresh_folder(wanted: str) -> str:
 def first_taken(names: Iterable[str]) -> str | None:
     """The first of these names that means something else in the logs."""
     return next(
-        (name for name in names if name in METRIC_NAMES or name.startswith(VALIDATION_LOSS)), None
+        (
+            name
+            for name in names
+            if name in METRIC_NAMES or name.startswith((VALIDATION_LOSS, VALIDATION))
+        ),
+        None,
     )

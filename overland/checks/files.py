@@ -8,7 +8,7 @@ from pathlib import Path
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, load_config, recipe_for
 from overland.run_folder import CONFIG, METRICS, README, WRITTEN_BY
-from overland.words import any_of, command, nearest_name
+from overland.words import any_of, command, control_character, nearest_name
 
 CHOICES = ("column", "subset", "split")  # keys that say which part of a dataset is read
 # torchtitan's names for parts of one public corpus, and which files of it they mean.
@@ -34,7 +34,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
             )
     for name, path in loaded.config.data.datasets.items():
         if not _exists(path):
-            way_out = _fetch(name, path)
+            way_out = fetch_line(name, path)
             yield _missing(loaded, f"data.datasets.{name}", path, way_out)
 
 
@@ -150,16 +150,21 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
 def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
     validation = loaded.config.validation
     if not validation.enable:
+        if validation.sets:
+            message = "does nothing while validation.enable is false"
+            key = "validation.sets"
+            yield Problem(message, loaded.where(key), key, kind="note")
         return
     if validation.steps == 0:
         key = "validation.steps"
         message = "expected -1 (the whole set) or a positive whole number"
         yield Problem(message, loaded.where(key), key, validation.steps)
+    yield from _validation_sets(loaded)
     if validation.dataset_path is not None:
         if not _is_data(validation.dataset_path):
             yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
         return
-    if validation.dataset == []:
+    if validation.dataset == [] and not validation.sets:
         key = "validation.dataset"
         message = "names no set to validate on: name one, or set validation.enable = false"
         yield Problem(message, loaded.where(key), key, validation.dataset)
@@ -168,9 +173,35 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
     from overland.data.registry import held_out_sources
 
     for name in held_out_sources(loaded.config):
-        yield from _dataset(loaded, "validation.dataset", name)
+        if name not in validation.sets:
+            yield from _dataset(loaded, "validation.dataset", name)
     if note := foreign_validation(loaded.config):
         yield Problem(note, loaded.where("validation.dataset"), kind="note")
+
+
+def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
+    for name, one in loaded.config.validation.sets.items():
+        key = f"validation.sets.{name}"
+        if "/" in name or control_character(name):
+            message = "expected a name without /, as the metrics of a set are named after it"
+            yield Problem(message, loaded.where(key), key)
+        if one.path is not None and one.dataset is not None:
+            message = "a set has a path or is a dataset by name, not both"
+            yield Problem(message, loaded.where(f"{key}.dataset"), f"{key}.dataset", one.dataset)
+        if one.path is not None and not _is_data(one.path):
+            yield _missing(loaded, f"{key}.path", one.path)
+        elif one.path is None:
+            yield from _dataset(loaded, key, one.dataset or name, f"{key}.path")
+        if one.steps == 0:
+            message = "expected -1 (the whole set) or a positive whole number"
+            yield Problem(message, loaded.where(f"{key}.steps"), f"{key}.steps", one.steps)
+        training, key = loaded.config.training, f"{key}.freq"
+        if one.freq is not None and training.epochs is None and one.freq > training.steps:
+            message = (
+                f"is never reached in the {training.steps:,} steps of training.steps: the set is "
+                "validated on after the last step alone"
+            )
+            yield Problem(message, loaded.where(key), key, one.freq, kind="note")
 
 
 def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -> Iterator[Problem]:
@@ -194,7 +225,7 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
         return
     torchtitan = " (a name of torchtitan's for public text)" if name in C4 else ""
     message = (
-        f"not on this machine{torchtitan}: {_fetch(name, f'{data.folder}/{name}')}, or set "
+        f"not on this machine{torchtitan}: {fetch_line(name, f'{data.folder}/{name}')}, or set "
         f"data.datasets.{name} or {path_key} to a folder"
     )
     yield Problem(message, where, key, name, kind="missing")
@@ -204,7 +235,8 @@ def _fetch_model() -> str:
     return f"`{command('overland', 'fetch', 'model', 'NAME')}`"
 
 
-def _fetch(name: str, path: str) -> str:
+def fetch_line(name: str, path: str) -> str:
+    """Says how a dataset of that name is brought here."""
     which = ("allenai/c4", "--include", f"en/c4-{C4[name]}.*") if name in C4 else ("OWNER/NAME",)
     return f"`{command('overland', 'fetch', 'dataset', *which, '--to', path)}` brings it"
 

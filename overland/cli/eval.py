@@ -252,7 +252,9 @@ def evaluate_here(
     if world.size == 1:
         device = torch.device(device_type())
         return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
-    comm = Comm.model_validate({"backend": os.environ.get("COMM_BACKEND") or "auto"})
+    backend = os.environ.get("COMM_BACKEND") or "auto"
+    # Ranks of a large model may read its weights at very different speeds.
+    comm = Comm.model_validate({"backend": backend, "init_timeout_seconds": 1800})
     with process_group(comm, world, device_type()) as device:
         wait_long()
         return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]

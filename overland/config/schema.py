@@ -363,6 +363,25 @@ class Compile(Section):
     them."""
 
 
+class ValidationSet(Section):
+    """One set to validate on, with a cadence of its own: [validation.sets.NAME]."""
+
+    path: PathText | None = None
+    """File or folder of any format."""
+    dataset: str | None = None
+    """Without a path: a dataset by name, as in training.dataset; default: the set's name."""
+    column: str | None = None
+    """Column that holds the documents; default: as for training.column."""
+    subset: str | None = None
+    """Subset (config) of a dataset folder."""
+    split: str | None = None
+    """Split of a dataset folder; default: validation, or else test."""
+    freq: PositiveInt | None = None
+    """Steps between two validations on it; default: validation.freq."""
+    steps: Annotated[int, Field(ge=-1)] | None = None
+    """Batches per validation, -1: the whole set; default: validation.steps."""
+
+
 class Validation(Section):
     """Loss on held-out text while training."""
 
@@ -370,7 +389,7 @@ class Validation(Section):
     """Validate every `freq` steps and after the last one."""
     dataset: str | list[str] | None = None
     """One held-out set, or several, by name; default: what data.holdout keeps out of training, or
-    else stdlib_heldout."""
+    else, without validation.sets, stdlib_heldout."""
     dataset_path: PathText | None = None
     """Folder or file to validate on, in place of a name."""
     column: str | None = None
@@ -379,6 +398,9 @@ class Validation(Section):
     """Subset (config) of a dataset folder."""
     split: str | None = None
     """Split of a dataset folder; default: validation, or else test."""
+    sets: dict[str, ValidationSet] = {}
+    """Further sets, each a table with its path, and with freq and steps of its own if it shall be
+    validated on more or less often. The best checkpoint is judged by those without a freq."""
     allow_training_data: bool = False
     """Also validate on files that are trained on."""
     freq: PositiveInt = 100

@@ -171,7 +171,10 @@ LESSONS = {
     **dict.fromkeys(
         ("loggingsteps", "logevery", "loginterval", "logsteps"), "set metrics.log_freq"
     ),
-    **dict.fromkeys(("evalsteps", "evalinterval", "evalevery", "evalfreq"), "set validation.freq"),
+    **dict.fromkeys(
+        ("evalsteps", "evalinterval", "evalevery", "evalfreq"),
+        "set validation.enable = true and validation.freq, or the freq of a set of validation.sets",
+    ),
     **dict.fromkeys(
         ("datapath", "trainfile", "datadir", "trainpath", "traindata"),
         "set training.dataset_path",

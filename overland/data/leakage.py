@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from overland.config.schema import DataSource, JobConfig
+from overland.config.schema import DataSource, JobConfig, Validation
 from overland.data.corpus_folder import is_corpus, read_layout
 from overland.data.registry import (
     CHOICES,
@@ -25,6 +25,7 @@ from overland.data.registry import (
     sources_of,
     training_table,
     validates_on_holdout,
+    validation_table,
 )
 from overland.data.sources import FileSource, Source
 from overland.data.sources.marks import FileMark, has_mark, marks_of_files
@@ -87,17 +88,32 @@ def foreign_validation(config: JobConfig) -> str | None:
 
 def _refuse_twice(config: JobConfig) -> None:
     """Refuses a set that is named twice: it would be read twice, or one name ignored."""
-    names = config.validation.dataset
-    seen: dict[str, str] = {}
-    if not isinstance(names, list) or config.validation.dataset_path is not None:
-        return
-    for name in names:
-        folder = find_folder(name, DataSource(), config.data)
-        place = name if folder is None else str(folder.resolve())
-        if place in seen:
-            also = "" if seen[place] == name else f", as {seen[place]} and as {name}"
-            raise DataError(f"validation.dataset has {place} twice{also}: leave one of them out")
-        seen[place] = name
+    validation = config.validation
+    listed = validation.dataset if isinstance(validation.dataset, list) else []
+    if len({*listed}) < len(listed) and validation.dataset_path is None:
+        name = max(listed, key=listed.count)
+        raise DataError(f"validation.dataset has {name} twice: leave one of them out")
+    others = held_out_sources(config.model_copy(update={"validation": _without_sets(validation)}))
+    trained = sources_of(config) if validates_on_holdout(config) else {}
+    for name in validation.sets:
+        if name in others or name in trained:
+            where = "data.holdout keeps some of" if name in trained else "validation.dataset names"
+            raise DataError(f"{where} {name}, and so does validation.sets: give the set a new name")
+    seen: dict[tuple[str, ...], str] = {}
+    for name, wanted in held_out_sources(config).items():
+        folder = find_folder(name, wanted, config.data)
+        place = wanted.dataset or name if folder is None else str(folder.resolve())
+        what = (place, *(str(getattr(wanted, key)) for key in CHOICES))
+        if what in seen:
+            raise DataError(
+                f"validation has {place} twice, as {seen[what]} and as {name}: leave one of them "
+                "out"
+            )
+        seen[what] = name
+
+
+def _without_sets(validation: Validation) -> Validation:
+    return validation.model_copy(update={"sets": {}})
 
 
 def _shared(
@@ -106,7 +122,7 @@ def _shared(
     """Returns what both read, if anything."""
     if not _may_share(config, held, trained):
         return None
-    one = _opened(config, "validation", *held)
+    one = _opened(config, validation_table(config, held[0]), *held)
     other = _opened(config, training_table(config, trained[0]), *trained)
     names = [wanted.dataset or name for name, wanted in (held, trained)]
     has_files = any(isinstance(source, Path | FileSource) for source in (one, other))

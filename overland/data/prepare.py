@@ -43,6 +43,7 @@ from overland.data.registry import (
     sources_of,
     training_table,
     validates_on_holdout,
+    validation_table,
 )
 from overland.data.sampler import Sampler, one_kind
 from overland.data.tokenizer import Tokenizer
@@ -254,11 +255,10 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
 def validation_data(
     config: JobConfig, num_rows: int, vocab_size: int | None, preparer: Preparer
 ) -> list[Dataset]:
-    """Opens the held-out sets, by the order of their names; read in order, never shuffled."""
+    """Opens the held-out sets, in the order of the config; read in order, never shuffled."""
     validation, on_holdout = config.validation, validates_on_holdout(config)
     if not validation.enable:
         return []
-    wanted = sources_of(config) if on_holdout else held_out_sources(config)
     preparer.once(partial(check_held_out, config))
     segment = Segment(
         first_batch=0,
@@ -272,30 +272,47 @@ def validation_data(
     tokenizer = tokenizer_for(config, sources_of(config), vocab_size, preparer)
     if tokenizer is None:
         tokenizer = one_tokenizer(None, built_corpora(config))
-    window_documents = config.data.window_documents
-    if on_holdout:  # a shard at a time: all of a window is tokenised, to find a few documents in it
-        window_documents = min(window_documents, SHARD_DOCUMENTS)
-        preparer = replace(preparer, report=lambda message: None)  # as said of the training data
-    reading = Reading(config.debug.seed, False, window_documents, held_out=on_holdout)
     datasets = []
-    for name, source in wanted.items():
-        table = training_table(config, name) if on_holdout else "validation"
+    # What is held out: a shard at a time, since all of a window is tokenised to find a few
+    # documents in it. What there is to say was said of the training data.
+    quiet = replace(preparer, report=lambda message: None)
+    for name, source in sources_of(config).items() if on_holdout else ():
+        table = training_table(config, name)
+        corpus = open_named_corpus(table, name, source, config, tokenizer, vocab_size, quiet)
+        if share := _holdout(config.data, corpus, quiet):  # random tokens have none
+            held = replace(segment, weights={name: 1.0})
+            datasets.append(_held_out_set(name, corpus, held, tokenizer, config, share))
+    for name, source in held_out_sources(config).items():
+        table = validation_table(config, name)
         corpus = open_named_corpus(table, name, source, config, tokenizer, vocab_size, preparer)
-        one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
-        share = _holdout(config.data, corpus, preparer) if on_holdout else 0.0
-        if on_holdout and not share:  # random tokens
-            continue
-        own = replace(segment, weights={name: 1.0}, pad_id=_pad_id({name: corpus}))
-        plan = Plan(
-            config.debug.seed,
-            window_documents,
-            "tokens",
-            {name: PlannedSource(corpus.fingerprint, holdout=share)},
-            (own if one_kind({name: corpus}) is None else own.for_samples(),),
-        )
-        rows = Sampler(plan, {name: corpus}, reading)
-        datasets.append(Dataset(name, rows, tokenizer))
+        held = replace(segment, weights={name: 1.0})
+        datasets.append(_held_out_set(name, corpus, held, tokenizer, config))
     return datasets
+
+
+def _held_out_set(
+    name: str,
+    corpus: AnyCorpus,
+    segment: Segment,
+    tokenizer: Tokenizer | None,
+    config: JobConfig,
+    share: float = 0.0,
+) -> Dataset:
+    """A set to validate on: all of a corpus, or the share of it that is held out."""
+    one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
+    window_documents = config.data.window_documents
+    if share:
+        window_documents = min(window_documents, SHARD_DOCUMENTS)
+    own = replace(segment, pad_id=_pad_id({name: corpus}))
+    plan = Plan(
+        config.debug.seed,
+        window_documents,
+        "tokens",
+        {name: PlannedSource(corpus.fingerprint, holdout=share)},
+        (own if one_kind({name: corpus}) is None else own.for_samples(),),
+    )
+    reading = Reading(config.debug.seed, False, window_documents, held_out=bool(share))
+    return Dataset(name, Sampler(plan, {name: corpus}, reading), tokenizer)
 
 
 def corpora_of(run: Path) -> dict[str, str]:

@@ -22,6 +22,7 @@ RANDOM = "random"  # tokens without text: `sampler.RandomBlocks`
 # One of so many parts, from 0: stand-ins for a mixture.
 PART = re.compile(r"(stdlib|docstrings):(\d+)/(\d+)")
 
+VALIDATION = "validation"
 CHOICES = ("column", "subset", "split")
 """Keys that say which part of a dataset is read; [training], [validation] and sources have them."""
 
@@ -117,16 +118,33 @@ def validates_on_holdout(config: JobConfig) -> bool:
 
 
 def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
-    """The sets to validate on, by name; none where `data.holdout` gives them."""
+    """The sets to validate on, by name, beside what `data.holdout` gives."""
     validation = config.validation
-    if not validation.enable or validates_on_holdout(config):
+    if not validation.enable:
         return {}
+    keys = ("path", "dataset", *CHOICES)
+    sets = {
+        name: DataSource(**{key: getattr(one, key) for key in keys})
+        for name, one in validation.sets.items()
+    }
     choices = {key: getattr(validation, key) for key in CHOICES}
     if validation.dataset_path is not None:
         path = validation.dataset_path
-        return {Path(path).name: DataSource(path=path, **choices)}
-    names = validation.dataset or "stdlib_heldout"
-    return {name: DataSource(**choices) for name in ([names] if isinstance(names, str) else names)}
+        return {Path(path).name: DataSource(path=path, **choices), **sets}
+    names = validation.dataset
+    if names is None:
+        names = [] if sets or validates_on_holdout(config) else "stdlib_heldout"
+    names = [names] if isinstance(names, str) else names
+    return {name: DataSource(**choices) for name in names} | sets
+
+
+def validation_table(config: JobConfig, name: str) -> str:
+    """The table of the config that says where a set to validate on is."""
+    return f"{VALIDATION}.sets.{name}" if name in config.validation.sets else VALIDATION
+
+
+def is_validation(table: str) -> bool:
+    return table.partition(".")[0] == VALIDATION
 
 
 def training_table(config: JobConfig, name: str) -> str:
@@ -141,23 +159,23 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
     is_sft = config.sft.shape != "off"
     whole = wanted.model_copy(update={"column": WHOLE}) if is_sft else wanted
     try:
-        source = open_by_name(name, whole, config.data, held_out=table == "validation")
+        source = open_by_name(name, whole, config.data, held_out=is_validation(table))
         _refuse_own_output(config.data, source)
         if is_sft:
             return conversations_of(source, config, length_of_rows(config, table), wanted.column)
         return source
     except Unsettled as error:
         key = f"{table}.{error.option}"
-        if key == "training.dtype":  # which is another thing; a table of sources names all of them
-            key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
-        elif key == "validation.dtype":
+        if is_validation(table) and error.option == "dtype":
             key = "--dtype (of `overland data build`, to validate on what it makes)"
+        elif key == "training.dtype":  # which is another thing; sources have a key for it
+            key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
         raise error.by(key) from None
 
 
 def length_of_rows(config: JobConfig, table: str) -> int:
     """Returns the tokens of a sequence, to train or to validate on."""
-    own = config.validation.seq_len if table == "validation" else None
+    own = config.validation.seq_len if is_validation(table) else None
     return own or config.training.seq_len
 
 
@@ -166,7 +184,8 @@ def check_samples(
 ) -> None:
     """Refuses sources without the arrays that the model takes, before anything is made of them."""
     named = [(training_table(config, name), name, one) for name, one in sources_of(config).items()]
-    named += [("validation", name, one) for name, one in held_out_sources(config).items()]
+    held_out = held_out_sources(config).items()
+    named += [(validation_table(config, name), name, one) for name, one in held_out]
     for table, name, wanted in named:
         held = None
         if not is_random(name, wanted):

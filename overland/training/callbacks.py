@@ -37,7 +37,8 @@ class Callback:
         numbers."""
 
     def on_validation(self, run: Run, record: Record) -> None:
-        """Called with held-out losses: `validation_loss/NAME` for each set."""
+        """Called with `validation/NAME/loss` and `validation/NAME/perplexity` of each set that was
+        due (and with the loss as `validation_loss/NAME`, its name in earlier versions)."""
 
     def on_save(self, run: Run, saved: Outcome) -> None:
         """Called when a checkpoint was committed. Saves end in the background, so ranks learn of it

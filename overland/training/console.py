@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from overland.run_folder import METRIC_NAMES
 from overland.training.callbacks import Callback, Record
+from overland.training.history import HELD_OUT
 from overland.world.launchers import is_under_mpi
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ class Console(Callback):
         self._print(f"step {record['step']}/{run.config.training.steps}  {line_of(record)}")
 
     def on_validation(self, run: Run, record: Record) -> None:
-        losses = "  ".join(
-            f"{name} {value:.4f}" for name, value in record.items() if name != "step"
-        )
-        self._print(f"step {record['step']}  {losses}")
+        self._print(f"step {record['step']}  {validation_line(record)}")
 
     def on_save(self, run: Run, saved: Outcome) -> None:
         if run.world.is_first:
@@ -77,6 +75,19 @@ class Console(Callback):
     def _print(self, text: str) -> None:
         with suppress(OSError):  # a terminal that was closed must not end the run before its save
             self.screen.print(self.prefix + text, markup=False)
+
+
+def validation_line(record: Record) -> str:
+    """Returns the losses of the sets, with perplexities where they have one."""
+    names = [name.removeprefix(HELD_OUT) for name in record if name.startswith(HELD_OUT)]
+    parts = []
+    if "validation_loss" in record and len(names) > 1:
+        parts.append(f"validation_loss {record['validation_loss']:.4f}")
+    for name in names:
+        perplexity = record.get(f"validation/{name}/perplexity")
+        more = f" (perplexity {perplexity:,.2f})" if perplexity is not None else ""
+        parts.append(f"validation_loss/{name} {record[HELD_OUT + name]:.4f}{more}")
+    return "  ".join(parts)
 
 
 def short_line_of(record: Record) -> str:

@@ -27,7 +27,7 @@ from overland.training.run import Run, write_plan
 from overland.training.schedule import learning_rate
 from overland.training.step import StepResult, train_step
 from overland.training.stop import Clock, StopRequest, Wish
-from overland.training.validate import validate
+from overland.training.validate import sets_due, validate
 from overland.world.heartbeat import Phase
 
 RETRY_SECONDS = 20.0  # between two tries of the last save
@@ -67,8 +67,8 @@ def train(run: Run) -> bool:
                 if result.spiked:
                     data = answer_spike(run, data, result, ledger)
                 held_out = None
-                if run.validation_sets and is_due(progress.step, config.validation.freq, steps):
-                    held_out = validate(run)
+                if due := sets_due(run):
+                    held_out = validate(run, due)
                     run.call("on_validation", held_out)
                     meter.restart(run)
 
@@ -121,7 +121,7 @@ def save_while_training(
     run: Run, ledger: LedgerWriter, clock: Clock | None, wish: Wish, held_out: Record | None
 ) -> None:
     run.beat.enter(Phase.SAVING)
-    save(run, ledger, wish.stops, held_out["validation_loss"] if held_out else None)
+    save(run, ledger, wish.stops, held_out.get("validation_loss") if held_out else None)
     if clock is not None:
         clock.saving()
 
@@ -142,9 +142,10 @@ def save(
 
 def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
     settings, progress = run.config.checkpoint, run.progress
-    is_best = held_out is not None and settings.keep_best > 0
-    if held_out is not None and is_best:  # rank 0 judges: others may differ in the last bit
-        is_best = from_first_rank(held_out["validation_loss"] <= progress.best_validation_loss)
+    loss = held_out.get("validation_loss") if held_out is not None else None
+    is_best = False
+    if loss is not None and settings.keep_best:  # rank 0 judges: others may differ in the last bit
+        is_best = from_first_rank(loss <= progress.best_validation_loss)
     if progress.step == run.saved_step and not wish.stops:  # the run went back to this step
         return False
     due = is_due(progress.step, settings.interval, run.config.training.steps)

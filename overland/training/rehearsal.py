@@ -44,12 +44,15 @@ from overland.data.leakage import check_held_out
 from overland.data.plan import Plan, check_same_holdout, check_same_order
 from overland.data.prepare import check_still_there, corpora_of
 from overland.data.registry import (
+    VALIDATION,
     held_by,
     held_out_sources,
+    is_validation,
     open_wanted,
     refuse_choices,
     sources_of,
     training_table,
+    validation_table,
 )
 from overland.data.sampler import NoDocuments
 from overland.data.shard_maker import ShardMaker
@@ -184,12 +187,13 @@ class Rehearsal:
                 tokenizer = kept
         if config.validation.enable:
             by_path = config.validation.dataset_path is not None
-            key = "validation.dataset_path" if by_path else "validation.dataset"
-            with self.told(key):
+            main = "validation.dataset_path" if by_path else "validation.dataset"
+            with self.told(main if not config.validation.sets else "validation"):
                 check_held_out(config)
             for name, source in held_out_sources(config).items():
-                with self.told(key):
-                    corpus = self.source("validation", name, source, tokenizer, vocab_size)
+                table = validation_table(config, name)
+                with self.told(main if table == VALIDATION else table):
+                    corpus = self.source(table, name, source, tokenizer, vocab_size)
                     if corpus is not None and not isinstance(tokenizer, Untrained):
                         one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
 
@@ -265,7 +269,7 @@ class Rehearsal:
         if counted:
             message = f"{name}: of the first {documents:,} documents, {any_of(counted, 'and')}"
             self.problems.append(Problem(message, kind="note"))
-        if is_all and table != "validation":
+        if is_all and not is_validation(table):
             # Which documents it would be takes their tokens; how many is known well enough.
             share = share_of_documents(data, name, lambda: documents)
             if share:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from overland.config.schema import Validation, ValidationSet
 from overland.data.loader import load_batch
 from overland.data.prepare import Dataset
-from overland.objectives.objective import count_of
+from overland.objectives.objective import NextToken, count_of
 from overland.parallel.comm import sum_over
 from overland.parallel.context import share_of_rows
 from overland.parallel.sharding import reshard
@@ -16,23 +19,59 @@ from overland.training.callbacks import Record
 from overland.training.step import total_sums, with_known, with_passes
 from overland.world.heartbeat import Phase
 
+LARGEST_LOSS = 700.0  # of e to a higher power float64 has no number
+
 if TYPE_CHECKING:
     from overland.training.run import Run
 
 
-def validate(run: Run) -> Record:
-    """Returns the losses by set, and their mean as `validation_loss`, which "best" is judged by."""
+def sets_due(run: Run) -> list[Dataset]:
+    """Returns the sets that are validated on after this step; after the last one, all."""
+    step, settings = run.progress.step, run.config.validation
+    is_last = step == run.config.training.steps
+    return [
+        held
+        for held in run.validation_sets
+        if is_last or step % cadence(settings, held.name)[0] == 0
+    ]
+
+
+def cadence(settings: Validation, name: str) -> tuple[int, int]:
+    """Returns the steps between two validations on a set, and the batches of one."""
+    own = settings.sets.get(name, ValidationSet())
+    return own.freq or settings.freq, settings.steps if own.steps is None else own.steps
+
+
+def judges(run: Run) -> set[str]:
+    """Returns the sets that "best" is judged by: those without a cadence of their own, if any."""
+    names, sets = [held.name for held in run.validation_sets], run.config.validation.sets
+    usual = {name for name in names if name not in sets or sets[name].freq is None}
+    return usual or {*names}
+
+
+def validate(run: Run, due: Sequence[Dataset]) -> Record:
+    """Returns loss and perplexity by set and, where all sets that "best" is judged by are among
+    these, their mean loss as `validation_loss`."""
     run.beat.enter(Phase.VALIDATING)
-    losses = {f"validation_loss/{held.name}": loss_on(run, held) for held in run.validation_sets}
-    mean = sum(losses.values()) / len(losses)
-    run.progress.best_validation_loss = min(run.progress.best_validation_loss, mean)
-    return {"step": run.progress.step, "validation_loss": mean, **losses}
+    losses = {held.name: loss_on(run, held) for held in due}
+    record: Record = {"step": run.progress.step}
+    judged = judges(run)
+    if judged <= losses.keys():
+        mean = sum(losses[name] for name in losses if name in judged) / len(judged)
+        run.progress.best_validation_loss = min(run.progress.best_validation_loss, mean)
+        record["validation_loss"] = mean
+    for name, loss in losses.items():
+        record |= {f"validation_loss/{name}": loss, f"validation/{name}/loss": loss}
+        if isinstance(run.objective, NextToken):
+            record[f"validation/{name}/perplexity"] = math.exp(min(loss, LARGEST_LOSS))
+    return record
 
 
 @torch.no_grad()
 def loss_on(run: Run, held_out: Dataset) -> float:
     mesh = run.mesh
-    steps = held_out.rows.num_batches(at_most=run.config.validation.steps)
+    _, num_batches = cadence(run.config.validation, held_out.name)
+    steps = held_out.rows.num_batches(at_most=num_batches)
     sums = torch.zeros(run.model.num_sums, dtype=torch.float64, device=run.device)
     count = torch.zeros((), dtype=torch.float64, device=run.device)
     for number in range(steps):

@@ -355,6 +355,18 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
         assert "Traceback" not in done.output
 
 
+def test_perplexities_of_validation_sets_have_a_chart_and_losses_come_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=4)
+    with (run / "metrics.jsonl").open("a") as file:
+        for name in ("wiki", "c4"):
+            held = {"step": 4, f"validation_loss/{name}": 2.0, f"validation/{name}/loss": 2.0,
+                    f"validation/{name}/perplexity": 7.5}  # fmt: skip
+            file.write(json.dumps(held) + "\n")
+    (report,) = reports(run)
+    assert line_of(report, "held_out.validation_perplexity", "wiki") == {4: 7.5}
+    assert line_of(report, "held_out.validation_loss", "c4") == {4: 2.0}
+
+
 # Evaluations
 
 

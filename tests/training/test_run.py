@@ -105,8 +105,9 @@ def test_several_held_out_sets_are_validated_alike_on_any_number_of_ranks(
     assert set(expected[0]) == {
         "step",
         "validation_loss",
-        "validation_loss/stdlib_heldout",
-        "validation_loss/poems",
+        *(f"validation_loss/{name}" for name in ("stdlib_heldout", "poems")),
+        *(f"validation/{name}/loss" for name in ("stdlib_heldout", "poems")),
+        *(f"validation/{name}/perplexity" for name in ("stdlib_heldout", "poems")),
     }
     assert got == [pytest.approx(record, rel=1e-12) for record in expected]
 

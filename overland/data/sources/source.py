@@ -39,6 +39,10 @@ Bad: TypeAlias = Callable[[str], None]
 SHOWN = 5
 
 
+class BadDocument(DataError):
+    """A document that cannot be used, and could be skipped."""
+
+
 class Located(dict[str, Any]):
     """A whole record, which knows where it was read."""
 
@@ -151,7 +155,7 @@ class FileSource:
     def bad(self, message: str) -> None:
         """Bad content, never a file that cannot be read: an error, or skipped and counted."""
         if not self.skip_bad:
-            raise DataError(message)
+            raise BadDocument(message)
         self.num_bad += 1
 
 

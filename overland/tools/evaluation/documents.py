@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overland.checks.files import C4, fetch_line
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.corpora import Preparer
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import BuiltCorpus, CorpusLayout
 from overland.data.holdout import held_out_documents
+from overland.data.leakage import foreign_validation
 from overland.data.prepare import validation_data
 from overland.data.registry import (
     find_folder,
@@ -31,11 +33,12 @@ from overland.data.registry import (
     open_wanted,
     source_names,
     validates_on_holdout,
+    validation_table,
 )
 from overland.data.shard import TOKENS, WEIGHTS
 from overland.data.sources.marks import FileMark, digest_of
+from overland.data.sources.source import BadDocument, FileSource, Source, list_chunks
 from overland.data.sources.source import Document as Raw
-from overland.data.sources.source import FileSource, Source, list_chunks
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError, Unsettled
 from overland.tools.evaluation.windows import Ids
@@ -83,10 +86,11 @@ class EvaluationSet:
     def documents(self, limit: int | None = None) -> Iterator[Document]:
         """Yields the documents in order, or the first of them."""
         chunks = list_chunks(self.source)
-        yield from islice(
-            (self._document(one, chunk) for chunk in chunks for one in self.source.read(chunk)),
-            limit,
-        )
+        found = (self._document(one, chunk) for chunk in chunks for one in self.source.read(chunk))
+        try:
+            yield from islice(found, limit)
+        except BadDocument as error:
+            raise DataError(f"{error}; --skip-bad skips it") from None
 
     @property
     def num_documents(self) -> int | None:
@@ -194,30 +198,44 @@ def sets_of(
         if is_random(name, wanted):
             raise DataError("--data random: random tokens are no text, and no model expects them")
         if find_folder(name, wanted, data) is None and not is_built_in(wanted.dataset or name):
+            known = f"known names: {any_of(_known(data))}"
+            if wanted.dataset in C4:
+                known = fetch_line(wanted.dataset, f"{data.folder}/{wanted.dataset}")
             raise DataError(
-                f"--data {word}: there is no such file or folder, and no data of that name; "
-                f"known names: {any_of(_known(data))}"
+                f"--data {word}: there is no such file or folder, and no data of that name; {known}"
             )
         found[name] = EvaluationSet(name, partial(_open, name, wanted, data))
     return list(found.values())
 
 
-def sets_of_run(config: JobConfig, vocab_size: int | None) -> list[EvaluationSet]:
-    """The sets that a run validates on, or would without naming any."""
+def sets_of_run(
+    config: JobConfig, vocab_size: int | None, preparer: Preparer
+) -> list[EvaluationSet]:
+    """The sets that a run validates on, or would if it were only asked to."""
     if config.preference.loss != "off":
         raise DataError(
             "this run learns from pairs of answers, which have no perplexity: name documents with "
             "--data"
         )
+    is_asked = config.validation.enable
     validation = config.validation.model_copy(update={"enable": True})
     config = config.model_copy(update={"validation": validation})
-    if validates_on_holdout(config):
-        datasets = validation_data(config, 1, vocab_size, Preparer(tokenises=False))
-        return [_held_out_set(one.name, one.rows.corpora, one.plan.sources) for one in datasets]
-    return [
-        EvaluationSet(name, partial(open_wanted, config, "validation", name, wanted))
+    is_foreign = foreign_validation(config) is not None or config.sft.shape != "off"
+    if not is_asked and is_foreign and "stdlib_heldout" in held_out_sources(config):
+        raise DataError("this run does not validate on anything: name documents with --data")
+    named = [
+        EvaluationSet(
+            name, partial(open_wanted, config, validation_table(config, name), name, wanted)
+        )
         for name, wanted in held_out_sources(config).items()
     ]
+    if not validates_on_holdout(config):
+        return named
+    only = validation.model_copy(update={"sets": {}})
+    config = config.model_copy(update={"validation": only})
+    datasets = validation_data(config, 1, vocab_size, preparer)
+    held = [_held_out_set(one.name, one.rows.corpora, one.plan.sources) for one in datasets]
+    return [*held, *named]
 
 
 def _held_out_set(

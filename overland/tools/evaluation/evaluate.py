@@ -17,9 +17,12 @@ import torch.distributed as dist
 
 import overland
 from overland.config.schema import DataSource
-from overland.errors import DataError, ModelError
+from overland.data.corpora import Preparer
+from overland.data.tokenizer_choice import kept_policy
+from overland.errors import DataError, ModelError, OutOfMemoryError
 from overland.parallel.comm import all_of
 from overland.progress import progress_bar
+from overland.run_folder import TOKENIZER
 from overland.tools.evaluation.documents import EvaluationSet, sets_of, sets_of_run
 from overland.tools.evaluation.model import Found, find_model, find_run
 from overland.tools.evaluation.parts import Cutter
@@ -35,6 +38,7 @@ from overland.tools.evaluation.perplexity import (
 )
 from overland.tools.evaluation.ranks import Ranks, RowScorer, open_on_ranks
 from overland.tools.evaluation.results import Kept, Record, Report, mark_of_weights, place_of
+from overland.training.out_of_memory import is_out_of_memory
 from overland.training.run import once_for_all
 from overland.world import World
 
@@ -133,7 +137,16 @@ def sets_for(session: Session) -> list[EvaluationSet]:
         raise DataError(
             f"--data names what to evaluate on: {asked.path} belongs to no run that would know"
         )
-    return sets_of_run(config, session.scorer.vocab_size)
+    run = find_run(session.found.path)[0]
+    assert run is not None
+    preparer = Preparer(
+        session.once,
+        tokenises=False,
+        report=session.report,
+        tokenizer=run / TOKENIZER,
+        policy=kept_policy(run),
+    )
+    return sets_of_run(config, session.scorer.vocab_size, preparer)
 
 
 def settings_of(session: Session) -> Settings:
@@ -179,7 +192,7 @@ def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Re
     )
     most = asked.batch_size or max(1, _batch_tokens(session) // settings.context)
     expected = asked.limit if asked.limit is not None else one.num_documents
-    with _progress(one.name, expected, session) as watch:
+    with _progress(one.name, expected, session) as watch, _memory_in_words(most, settings):
         mine = score(
             session.scorer,
             cutter.parts(one.documents(asked.limit)),
@@ -256,6 +269,20 @@ def _progress(
                 line(passed)
 
         yield move
+
+
+@contextmanager
+def _memory_in_words(batch_size: int, settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"the device has no memory for {batch_size:,} windows of {settings.context:,} tokens: "
+            "set a smaller --batch-size or --context, or split the model over several devices "
+            "(--shard, --tensor-parallel); what is done is kept"
+        ) from None
 
 
 def wait_long(seconds: int = 7 * 86_400) -> None:

@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from overland.checkpoint.folder import step_of
-from overland.data.sources.marks import digest_of, marks_of_files
 from overland.errors import sentence
 from overland.files import read_json, replace_file, sync
 from overland.run_folder import CHECKPOINT, COMMITTED, EVALUATIONS
@@ -43,10 +41,14 @@ def place_of(path: Path, run: Path | None, output: Path | None = None) -> Path:
 def mark_of_weights(*paths: Path | None) -> str:
     """Changes with the weights at these paths: a committed checkpoint says itself what it holds;
     of other files, size and samples of their bytes."""
+    from overland.data.sources.marks import digest_of
+
     return digest_of([_mark(path) for path in paths if path is not None])
 
 
 def _mark(path: Path) -> Any:
+    from overland.data.sources.marks import marks_of_files
+
     path = path.expanduser()
     if (path / COMMITTED).is_file():
         return (path / COMMITTED).read_text(errors="replace")
@@ -67,6 +69,8 @@ class Kept:
 
     def __init__(self, place: Path, kind: str, name: str, key: Any, report: Report) -> None:
         """`key`: everything that changes the result."""
+        from overland.data.sources.marks import digest_of
+
         self.key = digest_of([FORMAT, kind, key])[:16]
         label = f"{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}"
         self.path = place / f"{label}-{self.key}.json"
@@ -148,7 +152,7 @@ def read_results(run: Path) -> list[Record]:
     found = []
     for path in sorted((run / EVALUATIONS).glob("*/*.json")):
         with suppress(OSError, ValueError):
-            record = read_json(path, LARGEST)
-            if isinstance(record, dict) and CHECKPOINT.fullmatch(path.parent.name):
-                found.append({"step": step_of(path.parent), **record, "path": str(path)})
+            record, step = read_json(path, LARGEST), CHECKPOINT.fullmatch(path.parent.name)
+            if isinstance(record, dict) and step is not None:
+                found.append({**record, "step": int(step[1]), "path": str(path)})
     return sorted(found, key=lambda one: (one["step"], one.get("kind", ""), one.get("name", "")))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overland.run_folder import METRIC_NAMES, VALIDATION_LOSS
+from overland.run_folder import METRIC_NAMES, VALIDATION, VALIDATION_LOSS
 from overland.tools.reporting.lines import Columns, Numbers
 from overland.tools.reporting.sessions import with_borders
 from overland.tools.reporting.thin import bin_sizes, binned, rounded, thinned
@@ -183,9 +183,11 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
         names = list(run.lines.held_out)
         sets = [name for name in names if name.startswith(f"{VALIDATION_LOSS}/")]
         for name in names:
-            kind, _, which = name.partition("/")
+            kind, which = _measured(name)
             if kind == VALIDATION_LOSS and not which and len(sets) == 1:
                 continue  # the mean of one
+            if name not in sets and f"{kind}/{which}" in sets:
+                continue  # the same loss by its other name
             title = "Validation loss" if kind == VALIDATION_LOSS else kind.replace("_", " ")
             chart = charts.setdefault(
                 kind, Chart(f"held_out.{kind}", title[:1].upper() + title[1:])
@@ -201,6 +203,16 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
                 line.colour, line.dash = number, len(mine)
             chart.lines.append(line)
     return list(charts.values())
+
+
+def _measured(name: str) -> tuple[str, str]:
+    """What a name says was measured, and on which set: `validation/wiki/perplexity`, or
+    `validation_loss/wiki`."""
+    if name.startswith(VALIDATION):
+        which, _, kind = name.removeprefix(VALIDATION).rpartition("/")
+        return f"validation_{kind}", which
+    kind, _, which = name.partition("/")
+    return kind, which
 
 
 def _logged(run: RunReport, number: int, name: str, several: bool) -> list[Line]:

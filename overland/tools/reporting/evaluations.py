@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overland.run_folder import EVALUATIONS
+from overland.tools.evaluation.results import read_results
 
 MOST = 2000  # numbers of a run
 PERPLEXITY = ("loss", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
@@ -28,10 +28,6 @@ class Score:
 def read_scores(run: Path) -> list[Score]:
     """All numbers of all results, by name, metric and step. Evaluations of one name that were made
     with other settings have a part of their key behind it."""
-    if not (run / EVALUATIONS).is_dir():
-        return []
-    from overland.tools.evaluation.results import read_results  # takes seconds: torch
-
     records = read_results(run)
     times = Counter((one["step"], one.get("kind"), one.get("name")) for one in records)
     found: list[Score] = []

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from overland.tools.watch.watch import STATES, RunStatus, duration, transferred
 from overland.training.history import thinned
+from overland.words import visible
 
 COLOURS = {
     "training": "green",
@@ -28,6 +29,7 @@ COLOURS = {
 SHOWN_FAULTS = 5
 MOST_MARKS = 40
 MARK = "◆"
+MOST_RESULTS = 6
 DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # by column, from the bottom up
 
 Points = Sequence[tuple[float, float]]
@@ -170,6 +172,17 @@ def checkpoints_line(seen: RunStatus) -> Text | None:
     return text if text else None
 
 
+def evaluation_line(seen: RunStatus) -> Text | None:
+    """The newest perplexity on each set."""
+    words = [
+        f"{visible(str(one['name']))} perplexity {one['perplexity']:,.2f} at step {one['step']:,}"
+        for one in seen.evaluations
+        if isinstance(one.get("perplexity"), int | float)
+    ]
+    more = [f"and {len(words) - MOST_RESULTS:,} more"] if len(words) > MOST_RESULTS else []
+    return Text("\n".join([*words[:MOST_RESULTS], *more])) if words else None
+
+
 def slurm_lines(seen: RunStatus) -> Text | None:
     if not seen.queue:
         return None
@@ -209,6 +222,7 @@ LINES: dict[str, Callable[[RunStatus], RenderableType | None]] = {
     "session": session_line,
     "slowest": slowest_line,
     "checkpoints": checkpoints_line,
+    "evaluation": evaluation_line,
     "Slurm": slurm_lines,
     "faults": fault_lines,
 }

@@ -11,6 +11,7 @@ import json
 import re
 import time
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from overland.run_folder import (
     COMMITTED,
     CONFIG,
     DONE,
+    EVALUATIONS,
     LIVE,
     METRICS,
     OWNER,
@@ -31,6 +33,7 @@ from overland.run_folder import (
     STOPPED,
     SUBMITTED,
 )
+from overland.tools.evaluation.results import read_results
 from overland.tools.jobs.supervise.events import Event, Events
 from overland.tools.watch.queue import Queue, QueuedJob
 from overland.training.history import History, Points, Record, thinned
@@ -94,6 +97,8 @@ class RunStatus:
     losses: Points = field(default_factory=list)
     held_out: dict[str, Points] = field(default_factory=dict)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    evaluations: list[Record] = field(default_factory=list)
+    """The newest result of each evaluation: its kind, name and step, and the perplexity."""
     job: str | None = None
     session: int | None = None
     session_ends: float | None = None
@@ -105,6 +110,28 @@ class RunStatus:
     faults: list[Event] = field(default_factory=list)
     queue: list[QueuedJob] | None = None
     """None where Slurm cannot be asked."""
+
+
+class Evaluations:
+    """Follows the results of evaluations: they are read when one has come."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._seen: list[tuple[str, int]] = []
+        self._newest: list[Record] = []
+
+    def look(self) -> list[Record]:
+        with suppress(OSError):  # a folder that goes meanwhile
+            folders = sorted((self.run / EVALUATIONS).glob("*/"))
+            seen = [(one.name, one.stat().st_mtime_ns) for one in folders]
+            if seen != self._seen:
+                self._seen, self._newest = seen, self._read()
+        return self._newest
+
+    def _read(self) -> list[Record]:
+        newest = {(one.get("kind"), one.get("name")): one for one in read_results(self.run)}
+        keys = ("kind", "name", "step", "perplexity", "time")
+        return [{key: one.get(key) for key in keys} for one in newest.values()]
 
 
 class Watch:
@@ -121,6 +148,7 @@ class Watch:
         self.history = history or History(run / METRICS)
         self.events = Events(run)
         self.queue = Queue()
+        self.evaluations = Evaluations(run)
 
     def look(self, patience: float = 0.0) -> RunStatus:
         """Waits for Slurm's answer no longer than `patience` seconds."""
@@ -152,6 +180,7 @@ class Watch:
             checkpoints=read_checkpoints(
                 self.run / config.get("checkpoint", {}).get("folder", CHECKPOINTS)
             ),
+            evaluations=self.evaluations.look(),
             job=job,
             session=len(self.events.of("session")) or None,
             session_ends=session.get("ends"),

@@ -1,0 +1,145 @@
+"""Named sets to validate on, each with its own cadence, and what they leave unchanged."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overland.config.schema import JobConfig
+from overland.data.leakage import check_held_out
+from overland.errors import DataError
+from overland.tools.proofs.pool import RankPool
+from overland.training.console import validation_line
+from overland.world import World
+from tests.jobs import run_job, tiny_job
+
+SETS = {
+    "poems": {"freq": 2, "steps": 1},
+    "prose": {"steps": -1},
+    "library": {"dataset": "stdlib_heldout", "freq": 5, "steps": 1},
+}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, str]:
+    found = {"poems": "roses are red, violets are blue\n", "prose": "It was a dark night.\n"}
+    for name, text in found.items():
+        (tmp_path / f"{name}.txt").write_text(text * 120)
+    return {name: str(tmp_path / f"{name}.txt") for name in found}
+
+
+def job(folder: Path, texts: dict[str, str], data: Path, **sections: dict[str, Any]) -> JobConfig:
+    sets = {name: {**one, **({"path": texts[name]} if name in texts else {})}
+            for name, one in SETS.items()}  # fmt: skip
+    return tiny_job(
+        folder,
+        **{
+            "data": {"folder": str(data), "vocab_size": 512},
+            "validation": {"enable": True, "freq": 3, "local_batch_size": 2, "sets": sets},
+            "training": {"dataset": "stdlib", **sections.pop("training", {})},
+            "checkpoint": {"enable": True, "interval": 100, **sections.pop("checkpoint", {})},
+            **sections,
+        },
+    )
+
+
+def story(world: World, config: JobConfig) -> tuple[list[dict[str, float]], list[float]]:
+    recorder = run_job(world, config)
+    return recorder.validations, recorder.losses
+
+
+def test_sets_have_their_own_cadence_and_perplexities(
+    ranks: RankPool, tmp_path: Path, texts: dict[str, str], data_folder: Path
+) -> None:
+    config = job(tmp_path / "run", texts, data_folder, training={"steps": 7, "seq_len": 32})
+    validations, losses = ranks.run(1, story, config)[0]
+    found = {
+        int(one["step"]): {name.split("/")[1] for name in one if name.startswith("validation/")}
+        for one in validations
+    }
+    assert found == {
+        2: {"poems"}, 3: {"prose"}, 4: {"poems"}, 5: {"library"}, 6: {"poems", "prose"},
+        7: {"poems", "prose", "library"},
+    }  # fmt: skip
+    for one in validations:
+        for name in found[int(one["step"])]:
+            loss = one[f"validation/{name}/loss"]
+            assert one[f"validation/{name}/perplexity"] == math.exp(loss)
+            assert one[f"validation_loss/{name}"] == loss
+        # Best is judged by the sets without a cadence of their own.
+        judged = one.get("validation_loss")
+        assert judged == one.get("validation/prose/loss")
+
+    plain = job(tmp_path / "plain", texts, data_folder, training={"steps": 7, "seq_len": 32})
+    plain = plain.model_copy(
+        update={"validation": plain.validation.model_copy(update={"enable": False})}
+    )
+    assert ranks.run(1, story, plain)[0] == ([], losses)
+
+
+def test_a_resumed_run_validates_with_the_same_bits_and_two_ranks_alike(
+    ranks: RankPool, tmp_path: Path, texts: dict[str, str], data_folder: Path
+) -> None:
+    def of(name: str, steps: int, rows: int = 8) -> JobConfig:
+        return job(
+            tmp_path / name, texts, data_folder,
+            training={"steps": steps, "local_batch_size": rows},
+            lr_scheduler={"total_steps": 6},
+        )  # fmt: skip
+
+    whole = ranks.run(1, story, of("whole", 6))[0]
+    first = ranks.run(1, story, of("parts", 3))[0]
+    second = ranks.run(1, story, of("parts", 6))[0]
+    # The last step of a session validates on all; of step 3 the unbroken run has fewer sets.
+    records = {one["step"]: one for one in whole[0]}
+    assert second[0] == [records[step] for step in (4, 5, 6)]
+    assert first[0][0] == records[2]
+    assert records[3].items() <= first[0][1].items()
+    assert [*first[1], *second[1]] == whole[1]
+    two = ranks.run(2, story, of("two", 6, rows=4))[0]
+    # Of two ranks a batch has twice the rows, so sets of which only some are read differ.
+    for one, other in zip(two[0], whole[0], strict=True):
+        if "validation/prose/loss" in one:
+            assert one["validation/prose/loss"] == pytest.approx(
+                other["validation/prose/loss"], rel=1e-12
+            )
+
+
+def test_sets_stand_beside_the_others_and_no_name_comes_twice(
+    tmp_path: Path, texts: dict[str, str]
+) -> None:
+    def config(**validation: Any) -> JobConfig:
+        return tiny_job(
+            tmp_path / "run",
+            training={"dataset": "stdlib"},
+            validation={"enable": True, **validation},
+        )
+
+    check_held_out(config(dataset="stdlib_heldout", sets={"poems": {"path": texts["poems"]}}))
+    poems = {"path": texts["poems"]}
+    for sets, message in (
+        ({"stdlib_heldout": poems}, "validation.dataset names stdlib_heldout, and so does"),
+        ({"a": poems, "b": poems}, "twice, as a and as b"),
+        ({"a": {"dataset": "stdlib"}}, "which is trained on"),
+        ({"a": {"dataset": "stdlib_heldout"}}, "twice, as stdlib_heldout and as a"),
+    ):
+        with pytest.raises(DataError, match=message):
+            check_held_out(config(dataset="stdlib_heldout", sets=sets))
+    held = config(sets={"stdlib": poems})
+    held = held.model_copy(update={"data": held.data.model_copy(update={"holdout": 0.1})})
+    with pytest.raises(DataError, match=r"data\.holdout keeps some of stdlib"):
+        check_held_out(held)
+
+
+def test_the_console_shows_loss_and_perplexity() -> None:
+    record = {
+        "step": 3, "validation_loss": 2.0, "validation_loss/a": 2.0, "validation/a/loss": 2.0,
+        "validation/a/perplexity": 7.389, "validation_loss/b": 3.0, "validation/b/loss": 3.0,
+    }  # fmt: skip
+    assert validation_line(record) == (
+        "validation_loss 2.0000  validation_loss/a 2.0000 (perplexity 7.39)  "
+        "validation_loss/b 3.0000"
+    )
