@@ -159,6 +159,8 @@ class Browser:
         options: dict[str, Any] = {"captureBeyondViewport": True}
         if clip is not None:
             x, y, width, height = clip
+            # Beyond it, the page is laid out again, and the mouse leaves what it is over.
+            options["captureBeyondViewport"] = y + height > self.evaluate("innerHeight")
             options["clip"] = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
         data = self.send("Page.captureScreenshot", format="png", **options)["data"]
         path.write_bytes(base64.b64decode(data))

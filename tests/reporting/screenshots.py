@@ -42,7 +42,10 @@ def main() -> None:
         for scheme in ("light", "dark"):
             browser.prefer(scheme)
             browser.open(f"file://{page}")
-            browser.move(*browser.evaluate(HOVERED))
+            x, y = browser.evaluate(HOVERED)
+            browser.move(x - 9, y)
+            browser.move(x, y)
+            browser.wait_for("!document.querySelector('figure[data-chart=loss] .tip').hidden")
             height = browser.evaluate(LOSS_ENDS)
             browser.screenshot(IMAGES / f"report-{scheme}.png", (0, 0, WIDTH, height))
         top, height = browser.evaluate(STORY)

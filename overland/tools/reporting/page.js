@@ -139,7 +139,7 @@
         this.legend.append(button);
       }
       if (done.size === 1) this.legend.replaceChildren(); // the title says it
-      this.legend.append(this.switch("all peaks", whole), this.switch("log scale", logarithmic));
+      this.legend.append(html("span", { class: "switches" }, this.switch("all peaks", whole), this.switch("log scale", logarithmic)));
     }
 
     switch(name, set) {
