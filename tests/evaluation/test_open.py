@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overland.checkpoint.formats import Options
+from overland.config.schema import Model
 from overland.errors import CheckpointError, DataError, ModelError
 from overland.models.hf import load_hf
-from overland.models.registry import build_model, read_hf_config
+from overland.models.registry import build_model, model_config, read_hf_config
 from overland.tools.convert import convert
 from overland.tools.evaluation.model import open_model
 from tests.checkpoint.convert.samples import fixture, saved
@@ -177,3 +178,13 @@ def test_an_option_that_cannot_be_used_is_named(
 ) -> None:
     with pytest.raises((ModelError, CheckpointError, DataError), match=message):
         open_model(model, **options)
+
+
+def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
+    config = model_config(Model(name="vit_mae", flavor="debug"))
+    model = build_model(config)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    tensors = {name: one.detach().contiguous() for name, one in model.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds a model of arrays, not of text"):
+        open_model(tmp_path)
