@@ -22,12 +22,13 @@ from torch import Tensor
 
 from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError, ModelError
+from overland.models.decoder import Decoder
 from overland.tools.evaluation.cache import CachedDecoder, can_cache, release
 from overland.tools.evaluation.model import OpenModel
 from overland.tools.evaluation.sampling import BROKEN, Sampling, choose, row_keys
 from overland.tools.evaluation.text_stream import TextStream
 
-Logits = Callable[[Tensor], Tensor]
+Logits = Callable[..., Tensor]
 Done = Callable[[int], None]
 
 
@@ -335,6 +336,10 @@ class PlainRows:
         self.logits_of, self.length, self.is_static = logits_of, length, False
         self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens_BS = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        # A decoder whose ranks split the rows between layers cannot count them by itself.
+        is_ours = isinstance(logits_of, Decoder)
+        positions_1S = torch.arange(length, device=device)[None]
+        self.positions = {"positions_BS": positions_1S} if is_ours else {}
 
     def reserve(self, tokens: int) -> None:
         """Rows have one length, always."""
@@ -355,6 +360,6 @@ class PlainRows:
         return self._logits()
 
     def _logits(self) -> Tensor:
-        logits_BSV = self.logits_of(self.tokens_BS[: self.count])
+        logits_BSV = self.logits_of(self.tokens_BS[: self.count], **self.positions)
         last_B = self.lengths_B[: self.count] - 1
         return logits_BSV[torch.arange(self.count, device=last_B.device), last_B]
