@@ -69,7 +69,7 @@ def evaluate(
         Path | None, typer.Option(help="A folder with task definitions of your own.")
     ] = None,
     datasets: Annotated[
-        Path | None, typer.Option(help="Where `overland fetch tasks --to` put its datasets.")
+        Path | None, typer.Option(help="The folder that datasets of tasks were fetched to.")
     ] = None,
     unsafe_code: Annotated[
         bool, typer.Option("--unsafe-code", help="Let tasks run what the model writes.")

@@ -21,7 +21,7 @@ from overland.tools.evaluation import evaluate as evaluate_module
 from overland.tools.evaluation import parts as parts_module
 from overland.tools.evaluation.perplexity import Done
 from overland.tools.evaluation.ranks import RowScorer, scorer_for
-from overland.tools.evaluation.results import read_results
+from overland.tools.evaluation.results import base_of, mark_of_weights, read_results
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
 from tests.cli.processes import overland, start_overland
@@ -203,6 +203,19 @@ def test_a_result_is_found_again_until_something_changes(model: Path, tmp_path: 
         asked = {"context": 16, "output": tmp_path / "out", **change}
         evaluate(World(), model, path, said, **asked)
     assert not [one for one in said if "found in" in one]
+
+
+def test_weights_of_the_base_that_an_adapter_names_count(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder in (base, adapter):
+        folder.mkdir()
+        (folder / "weights").write_text("one")
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "../base"}')
+    assert base_of(adapter) == adapter / "../base"
+    assert base_of(base) is None
+    before = mark_of_weights(adapter, base_of(adapter))
+    (base / "weights").write_text("two")
+    assert mark_of_weights(adapter, base_of(adapter)) != before
 
 
 def test_a_folder_that_cannot_be_written_to_is_reported_and_the_result_given(

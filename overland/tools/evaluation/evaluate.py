@@ -37,7 +37,14 @@ from overland.tools.evaluation.perplexity import (
     total,
 )
 from overland.tools.evaluation.ranks import Ranks, RowScorer, open_on_ranks
-from overland.tools.evaluation.results import Kept, Record, Report, mark_of_weights, place_of
+from overland.tools.evaluation.results import (
+    Kept,
+    Record,
+    Report,
+    base_of,
+    mark_of_weights,
+    place_of,
+)
 from overland.training.out_of_memory import is_out_of_memory
 from overland.training.run import once_for_all
 from overland.world import World
@@ -174,7 +181,8 @@ def settings_of(session: Session) -> Settings:
 def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Record:
     """Perplexity on a set: found again, continued, or computed."""
     asked, found = session.asked, session.found
-    marks, weights = session.once(lambda: (one.marks(), mark_of_weights(found.path, asked.base)))
+    base = asked.base or base_of(found.path)
+    marks, weights = session.once(lambda: (one.marks(), mark_of_weights(found.path, base)))
     key = [weights, one.fingerprint(marks), found.tokenizer.fingerprint, asdict(settings)]
     kept = Kept(asked.place(found), KIND, one.name, key, session.report)
     before, done = session.once(partial(_kept_before, kept, asked.again, session.report))

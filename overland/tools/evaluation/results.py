@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from overland.config.adapter import ADAPTER_CONFIG
 from overland.errors import sentence
 from overland.files import read_json, replace_file, sync
 from overland.run_folder import CHECKPOINT, COMMITTED, EVALUATIONS
@@ -44,6 +45,15 @@ def mark_of_weights(*paths: Path | None) -> str:
     from overland.data.sources.marks import digest_of
 
     return digest_of([_mark(path) for path in paths if path is not None])
+
+
+def base_of(path: Path) -> Path | None:
+    """The folder that adapters of PEFT name as their base, if it is one."""
+    with suppress(OSError, ValueError, AttributeError):
+        said = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+        places = (Path(said).expanduser(), path / said) if isinstance(said, str) and said else ()
+        return next((one for one in places if one.is_dir()), None)
+    return None
 
 
 def _mark(path: Path) -> Any:
