@@ -19,27 +19,31 @@ from tests.jobs import run_job, tiny_job
 SETS = {
     "poems": {"freq": 2, "steps": 1},
     "prose": {"steps": -1},
-    "library": {"dataset": "stdlib_heldout", "freq": 5, "steps": 1},
+    "plays": {"freq": 5, "steps": 1},
 }
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> dict[str, str]:
-    found = {"poems": "roses are red, violets are blue\n", "prose": "It was a dark night.\n"}
+    found = {
+        "poems": "roses are red, violets are blue\n",
+        "prose": "It was a dark night.\n",
+        "plays": "To be, or not to be?\n",
+        "trained": "a rose is a rose, it was a night to be red or blue in the dark\n",
+    }
     for name, text in found.items():
         (tmp_path / f"{name}.txt").write_text(text * 120)
     return {name: str(tmp_path / f"{name}.txt") for name in found}
 
 
-def job(folder: Path, texts: dict[str, str], data: Path, **sections: dict[str, Any]) -> JobConfig:
-    sets = {name: {**one, **({"path": texts[name]} if name in texts else {})}
-            for name, one in SETS.items()}  # fmt: skip
+def job(folder: Path, texts: dict[str, str], **sections: dict[str, Any]) -> JobConfig:
+    sets = {name: {**one, "path": texts[name]} for name, one in SETS.items()}
     return tiny_job(
         folder,
         **{
-            "data": {"folder": str(data), "vocab_size": 512},
+            "data": {"folder": str(folder.parent / "data"), "vocab_size": 300},
             "validation": {"enable": True, "freq": 3, "local_batch_size": 2, "sets": sets},
-            "training": {"dataset": "stdlib", **sections.pop("training", {})},
+            "training": {"dataset_path": texts["trained"], **sections.pop("training", {})},
             "checkpoint": {"enable": True, "interval": 100, **sections.pop("checkpoint", {})},
             **sections,
         },
@@ -52,17 +56,17 @@ def story(world: World, config: JobConfig) -> tuple[list[dict[str, float]], list
 
 
 def test_sets_have_their_own_cadence_and_perplexities(
-    ranks: RankPool, tmp_path: Path, texts: dict[str, str], data_folder: Path
+    ranks: RankPool, tmp_path: Path, texts: dict[str, str]
 ) -> None:
-    config = job(tmp_path / "run", texts, data_folder, training={"steps": 7, "seq_len": 32})
+    config = job(tmp_path / "run", texts, training={"steps": 7, "seq_len": 32})
     validations, losses = ranks.run(1, story, config)[0]
     found = {
         int(one["step"]): {name.split("/")[1] for name in one if name.startswith("validation/")}
         for one in validations
     }
     assert found == {
-        2: {"poems"}, 3: {"prose"}, 4: {"poems"}, 5: {"library"}, 6: {"poems", "prose"},
-        7: {"poems", "prose", "library"},
+        2: {"poems"}, 3: {"prose"}, 4: {"poems"}, 5: {"plays"}, 6: {"poems", "prose"},
+        7: {"poems", "prose", "plays"},
     }  # fmt: skip
     for one in validations:
         for name in found[int(one["step"])]:
@@ -73,7 +77,7 @@ def test_sets_have_their_own_cadence_and_perplexities(
         judged = one.get("validation_loss")
         assert judged == one.get("validation/prose/loss")
 
-    plain = job(tmp_path / "plain", texts, data_folder, training={"steps": 7, "seq_len": 32})
+    plain = job(tmp_path / "plain", texts, training={"steps": 7, "seq_len": 32})
     plain = plain.model_copy(
         update={"validation": plain.validation.model_copy(update={"enable": False})}
     )
@@ -81,11 +85,11 @@ def test_sets_have_their_own_cadence_and_perplexities(
 
 
 def test_a_resumed_run_validates_with_the_same_bits_and_two_ranks_alike(
-    ranks: RankPool, tmp_path: Path, texts: dict[str, str], data_folder: Path
+    ranks: RankPool, tmp_path: Path, texts: dict[str, str]
 ) -> None:
     def of(name: str, steps: int, rows: int = 8) -> JobConfig:
         return job(
-            tmp_path / name, texts, data_folder,
+            tmp_path / name, texts,
             training={"steps": steps, "local_batch_size": rows},
             lr_scheduler={"total_steps": 6},
         )  # fmt: skip
