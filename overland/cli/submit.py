@@ -75,11 +75,16 @@ def submit(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     sites: Annotated[bool, typer.Option("--sites", help="List the sites.")] = False,
+    evaluation: Annotated[
+        bool,
+        typer.Option("--eval", help="CONFIG is a checkpoint: a job of one node evaluates it."),
+    ] = False,
 ) -> None:
     """Write and submit the job chain of a run: overland submit CONFIG --site NAME --nodes N
 
     The config is checked first and frozen beside the script, in the run folder. Each job goes on
-    where the one before stopped; a surplus one ends at once.
+    where the one before stopped; a surplus one ends at once. With --eval, the rest is as for
+    `overland eval`: overland submit CHECKPOINT --eval --tasks hellaswag --site NAME
     """
     from overland.config.write import to_toml
     from overland.errors import ClusterError
@@ -114,6 +119,11 @@ def submit(
         if "=" not in variable and variable not in os.environ:
             raise ClusterError(f"--env {variable}: is not set here, so there is nothing to pass on")
     chosen = load_site(site)
+    if evaluation:
+        from overland.cli.submit_eval import submit_evaluation
+
+        submit_evaluation(settings or [], chosen, wanted, dry_run, as_json)
+        return
     world_size = nodes * num_devices_per_node(chosen, wanted)
     loaded = load_for_chain(settings, world_size, wanted, waive_missing=dry_run)
     place = run_place(loaded.config)

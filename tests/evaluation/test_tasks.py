@@ -228,7 +228,7 @@ def evaluated(
     asked = Asked(model, DataSource(), output=output, batch_size=batch_size)
     report = said.append if said is not None else lambda message: None
     session = open_session(asked, world, torch.device("cpu"), report)
-    wanted = AskedTasks(names, output, include_path=str(definitions), **settings)
+    wanted = AskedTasks(names, output, include_path=str(definitions), bootstrap=0, **settings)
     return evaluate_tasks(session, wanted)
 
 

@@ -26,6 +26,7 @@ from overland.errors import DataError, sentence
 from overland.tools.evaluation.task_data import NO_NETWORK, fetched, matching, open_manager
 from overland.world.signals import SIGNALS
 
+BOOTSTRAP = 100_000  # as the harness does
 SEEDS = (0, 1234, 1234, 1234)  # of Python, NumPy, torch and the choice of examples: the harness's
 
 
@@ -50,6 +51,8 @@ class TaskSettings:
     log_samples: bool = False
     unsafe_code: bool = False
     include_path: str | None = None
+    bootstrap: int = BOOTSTRAP
+    """Draws for standard errors of what has no formula; 0: none."""
 
 
 def no_network() -> None:
@@ -79,6 +82,7 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
             task_dict=loaded,
             limit=settings.limit,
             log_samples=settings.log_samples,
+            bootstrap_iters=settings.bootstrap,
             system_instruction=settings.system,
             apply_chat_template=settings.chat_template or False,
             fewshot_as_multiturn=settings.multiturn,
@@ -89,7 +93,7 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
         "model_args": {"pretrained": model.facts.get("model_path"), "dtype": settings.dtype},
         **model.get_model_info(),
         "limit": settings.limit,
-        "bootstrap_iters": 100000,
+        "bootstrap_iters": settings.bootstrap,
         "gen_kwargs": settings.gen_kwargs,
         "random_seed": python,
         "numpy_seed": numpy,

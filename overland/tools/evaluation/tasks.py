@@ -26,7 +26,13 @@ from overland.tools.evaluation.crew import Crew
 from overland.tools.evaluation.results import Kept, Record, mark_of_weights
 from overland.tools.evaluation.score import ContinuationScorer
 from overland.tools.evaluation.task_data import Needs, matching, needs_of, open_manager
-from overland.tools.evaluation.task_run import TaskSettings, by_task, run_harness, scores_of
+from overland.tools.evaluation.task_run import (
+    BOOTSTRAP,
+    TaskSettings,
+    by_task,
+    run_harness,
+    scores_of,
+)
 from overland.tools.evaluation.task_texts import TaskTexts
 from overland.tools.hub.snapshot import read_snapshot
 
@@ -52,6 +58,7 @@ class AskedTasks:
     log_samples: bool = False
     unsafe_code: bool = False
     include_path: str | None = None
+    bootstrap: int = BOOTSTRAP
 
 
 def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:

@@ -6,7 +6,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,22 @@ def render_job(job: BatchJob) -> str:
         num_guards=min(GUARDS, job.wanted.nodes + job.wanted.spares - 1),
         command=rank_command(job),
         supervisor=f"{python(job)} -m overland",
+    )
+
+
+def render_evaluation(job: BatchJob, words: Sequence[str]) -> str:
+    """The script of a job that evaluates; `words` come after `overland eval`."""
+    return template("eval.sh.j2").render(
+        job=job,
+        site=job.site,
+        facts=job.site.facts,
+        wanted=job.wanted,
+        place=job.place,
+        headers=headers(job),
+        more_headers=sbatch_words(job.wanted.sbatch),
+        srun=srun_flags(job),
+        command=f"{_inside(job)} -m overland",
+        words=words,
     )
 
 

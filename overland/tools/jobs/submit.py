@@ -38,13 +38,17 @@ def write_private(path: Path, text: str) -> None:
 
 def check_scheduler(job: BatchJob) -> None:
     """Refuses, before anything is written, where nothing can be submitted."""
+    require_sbatch(job)
+    if job.site.facts.scheduler == "slurm":
+        check_folder_is_free(job)
+
+
+def require_sbatch(job: BatchJob) -> None:
     if job.site.facts.scheduler == "slurm" and shutil.which("sbatch") is None:
         raise ClusterError(
             f"there is no sbatch here: submit from a login node of {job.site.name}, or look at the "
             "script with --dry-run"
         )
-    if job.site.facts.scheduler == "slurm":
-        check_folder_is_free(job)
 
 
 def check_folder_is_free(job: BatchJob) -> None:

@@ -1,0 +1,149 @@
+"""`overland submit --eval`: an evaluation as a job of one node."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+CARRIED = ("SCRATCH_ROOT", "HF_DATASETS_CACHE")  # where datasets of tasks are
+
+if TYPE_CHECKING:
+    from overland.tools.jobs.job import BatchJob, JobRequest, RunPlace
+    from overland.tools.jobs.site import NamedSite
+
+
+def submit_evaluation(
+    words: list[str], site: NamedSite, wanted: JobRequest, dry_run: bool, as_json: bool
+) -> None:
+    """Checks what `overland eval` is asked, writes the script and hands it in."""
+    from overland.tools.jobs.job import plan_job
+    from overland.tools.jobs.script import refuse_secret_values, render_evaluation
+    from overland.tools.jobs.submit import next_files, require_sbatch, write_private
+    from overland.tools.jobs.submit import submit as hand_in
+
+    options = check_words(words, wanted)
+    if not dry_run:
+        check_tasks(options)
+    place = place_for(options)
+    job = plan_job(site, replace(wanted, name=wanted.name or name_of(place.run)), place)
+    script, _ = next_files(place.run)
+    text = render_evaluation(job, absolute(words, options["path"]))
+    refuse_secret_values(text)
+    if dry_run:
+        shown = json.dumps({**facts(job), "script": text}, indent=2) + "\n"
+        print(shown if as_json else text, end="")
+        return
+    require_sbatch(job)
+    write_private(script, text)
+    ids = hand_in(job, script)
+    if as_json:
+        print(json.dumps({**facts(job), "script": str(script), "jobs": ids}, indent=2))
+        return
+    print(f"Submitted {', '.join(ids)} as {job.name}, by {script}. To follow:\n")
+    print(*(f"  {line}" for line in how_to_follow(job, ids)), sep="\n")
+
+
+def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
+    """What `overland eval` would read in these words."""
+    from overland.cli.eval import evaluate
+    from overland.errors import ClusterError
+
+    if wanted.nodes + wanted.spares > 1:
+        raise ClusterError("--nodes, --spares: an evaluation is a job of one node")
+    app = typer.Typer(add_completion=False)
+    app.command()(evaluate)
+    verb = typer.main.get_command(app)
+    options: dict[str, Any] = verb.make_context("overland eval", list(words)).params
+    if not options["path"].expanduser().exists():
+        raise ClusterError(f"--eval: {options['path']} does not exist")
+    return options
+
+
+def check_tasks(options: dict[str, Any]) -> None:
+    """Refuses tasks that the job would find without their data, before it waits for a node."""
+    if not options["tasks"]:
+        return
+    from overland.errors import ClusterError
+    from overland.tools.evaluation.task_data import (
+        matching,
+        needs_of,
+        open_manager,
+        task_names,
+        tasks_root,
+    )
+    from overland.tools.evaluation.task_run import no_network
+    from overland.words import command
+
+    no_network()
+    names = task_names(options["tasks"])
+    manager = open_manager(names, options["include_path"])
+    needs = needs_of(manager, matching(manager, names))
+    root = options["datasets"] or tasks_root()
+    missing = [tasks for one, tasks in needs.datasets.items() if not one.is_here(root)]
+    if missing:
+        some = [task for tasks in missing for task in tasks][:5]
+        raise ClusterError(
+            f"{len(missing)} of {len(needs.datasets)} datasets are not in {root}: first run "
+            f"`{command('overland', 'fetch', 'tasks', *options['tasks'])}` (they are for "
+            f"{', '.join(some)})"
+        )
+
+
+def place_for(options: dict[str, Any]) -> RunPlace:
+    """Where scripts and logs go: the run, or beside the weights."""
+    from overland.tools.evaluation.model import find_run
+    from overland.tools.evaluation.results import place_of
+    from overland.tools.jobs.job import RunPlace
+    from overland.tools.jobs.script import session_file
+
+    path = options["path"].expanduser().absolute()
+    folder = (find_run(path)[0] or place_of(path, None, options["output"])).absolute()
+    return RunPlace(
+        run=folder,
+        workdir=Path.cwd(),
+        config=path,
+        done=folder / "evaluated",
+        stopped=folder / "evaluation-stopped",
+        logs=folder / "logs",
+        python=sys.executable,
+        steps=1,
+        margin_minutes=0,
+        variables={name: os.environ[name] for name in CARRIED if name in os.environ},
+        setup=session_file(),
+    )
+
+
+def name_of(folder: Path) -> str:
+    from overland.tools.jobs.job import job_name
+
+    return f"eval-{job_name(folder)}"
+
+
+def absolute(words: list[str], path: Path) -> list[str]:
+    """The same words, with the checkpoint as seen from anywhere."""
+    where = str(path.expanduser().absolute())
+    return [where if word == str(path) else word for word in words]
+
+
+def facts(job: BatchJob) -> dict[str, object]:
+    left_out = ("spares", "config", "run")
+    found = {name: value for name, value in job.to_json().items() if name not in left_out}
+    return {**found, "checkpoint": str(job.place.config)}
+
+
+def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
+    logs = shlex.quote(str(job.place.logs))
+    if job.site.facts.scheduler == "none":
+        return [f"tail -f {logs}/job.log    # what it says"]
+    return [
+        f"squeue --me --name={job.name}    # where it stands",
+        f"tail -f {logs}/job-{ids[0]}.log    # what it says; the table comes at the end",
+        f"scancel --me --name={job.name}    # end it; submitted again, it continues",
+    ]
