@@ -90,6 +90,7 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/python -m tests.cluster.walkthrough docs/evidence/walkthrough.md
 	$(BIN)/python -m tests.prove_trl docs/evidence/trl.md
 	$(BIN)/python -m tests.prove_masks docs/evidence/masks.md
+	$(BIN)/python -m tests.prove_tasks docs/evidence/tasks.md
 	$(BIN)/python -m tests.prove_generation docs/evidence/generation.md
 	$(BIN)/python -m tests.prove_perplexity docs/evidence/perplexity.md
 	$(BIN)/python -m tests.cluster.supervise.prove_faults --into docs/evidence
