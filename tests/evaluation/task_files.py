@@ -27,6 +27,16 @@ KINDS: dict[str, dict[str, Any]] = {
             {"metric": "acc_mutual_info", "aggregation": "mean", "higher_is_better": True},
         ],
     },
+    # as MMLU: the answer is a letter, and all questions have the same examples
+    "own_exam": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\n"
+        "D. {{choices[3]}}\nAnswer:",
+        "doc_to_choice": ["A", "B", "C", "D"],
+        "doc_to_target": "{{answer}}",
+        "fewshot_config": {"sampler": "first_n"},
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
     # as Winogrande: the same end after different beginnings
     "own_schema": {
         "output_type": "multiple_choice",
