@@ -23,6 +23,7 @@ from overland.tools.evaluation.task_data import (
     open_manager,
     task_names,
 )
+from overland.tools.evaluation.task_index import kept_index
 from overland.tools.evaluation.task_run import load_tasks
 from tests.hub.server import Hub
 
@@ -227,6 +228,40 @@ def test_outside_of_an_evaluation_the_library_is_as_it_was(tmp_path: Path) -> No
 def test_the_place_is_below_the_scratch_root() -> None:
     assert task_data.tasks_root({"SCRATCH_ROOT": "/s"}) == Path("/s/tasks_cache")
     assert task_data.tasks_root({}) == ROOT
+
+
+def test_the_index_is_kept_until_a_definition_changes(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import TaskIndex
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    built: list[str] = []
+    original = TaskIndex.process_cfg
+
+    def counted(config: Any, path: Path, index: Any) -> None:
+        built.append(path.name)
+        original(config, path, index)
+
+    monkeypatch.setattr(TaskIndex, "process_cfg", staticmethod(counted))
+
+    def index() -> dict[str, Any]:
+        built.clear()
+        with kept_index():
+            manager = TaskManager(include_path=str(tasks), include_defaults=False)
+        return {name: (e.kind, e.yaml_path, e.tags) for name, e in manager.task_index.items()}
+
+    first = index()
+    assert built
+    assert index() == first
+    assert not built
+    write_task(tasks, "later", dataset_path="team/plain")
+    assert "later" in index()
+    for kept in (tmp_path / "cache" / "overland").iterdir():
+        kept.write_text("[{")  # half of one is none
+    assert index().keys() == {*first, "later"}
+    assert built
 
 
 def test_groups_in_groups_are_expanded(tasks: Path) -> None:

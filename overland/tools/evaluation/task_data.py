@@ -23,6 +23,7 @@ from overland.config.load import recipes_folder
 from overland.data.sources.marks import digest_of
 from overland.errors import DataError, HubError
 from overland.packages import need
+from overland.tools.evaluation.task_index import kept_index
 from overland.tools.hub.fetch import Report, Wanted, fetch
 from overland.tools.hub.snapshot import read_snapshot
 from overland.words import command, did_you_mean
@@ -138,8 +139,8 @@ def read_list(name: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def open_manager(names: tuple[str, ...], include_path: Path | None = None) -> Any:
-    """The harness's index of tasks. That of its own takes many seconds to read, and is left out
-    where all names are in `include_path`."""
+    """The harness's index of tasks. That of its own is large, and is left out where all names are
+    in `include_path`."""
     need("lm_eval", "a task", "eval")
     from lm_eval.tasks import TaskManager
 
@@ -149,7 +150,8 @@ def open_manager(names: tuple[str, ...], include_path: Path | None = None) -> An
         own = TaskManager(include_path=str(include_path), include_defaults=False)
         if all(own.match_tasks([name]) or is_file(name) for name in names):
             return own
-    return TaskManager(include_path=None if include_path is None else str(include_path))
+    with kept_index():
+        return TaskManager(include_path=None if include_path is None else str(include_path))
 
 
 def is_file(name: str) -> bool:
