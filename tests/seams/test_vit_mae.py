@@ -66,7 +66,7 @@ last_save_in_hf = true
 [debug]
 deterministic = true
 """
-CLOCKED = ("samples_per_second", "tflops", "memory_gib", "data_wait", "time")
+CLOCKED = ("samples_per_second", "tflops", "memory_gib", "data_wait", "time", "seconds")
 
 
 def job(folder: Path, layout: str = "shard1", **sections: Any) -> JobConfig:
