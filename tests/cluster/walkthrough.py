@@ -118,7 +118,7 @@ class Walk:
         self.chapter("2. Download model and tokenizer")
         words = ["fetch", "model", MODEL, "--to", "$SCRATCH_ROOT/llama-models-cache"]
         refused = self.overland(*words, code=2, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
-        assert f"accept its licence at {hub.url}/{MODEL}" in refused
+        assert f"accept its licence at {hub.url}/{MODEL}" in refused, refused
         self.says("Refused as long as the licence is not accepted, with its address. Then:")
         hub.repos["model", MODEL].gated = False
         self.overland(*words, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
@@ -126,7 +126,7 @@ class Walk:
         self.overland(*words, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
         for cache, file in (("models", "model.safetensors"), ("tokenizers", "tokenizer.json")):
             fetched = self.scratch / f"llama-{cache}-cache" / file
-            assert fetched.read_bytes() == (self.folder / "tiny" / file).read_bytes()
+            assert fetched.read_bytes() == (self.folder / "tiny" / file).read_bytes(), file
         self.overland("fetch", "model", MODEL, "--to", words[-1].replace("tokenizers", "models"),
                       "--verify")  # fmt: skip
         self.says("Both are here, and every byte is the Hub's.")

@@ -32,7 +32,7 @@ def ended(path: Path, megabytes: int = 512) -> str:
 
 def refused(path: Path, *words: str, megabytes: int = 512) -> None:
     said = ended(path, megabytes)
-    assert said.startswith("DataError: "), said
+    assert said.startswith(("DataError: ", "BadDocument: ")), said
     assert path.name in said, said
     assert "\n" not in said
     for word in words:
