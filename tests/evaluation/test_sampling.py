@@ -87,11 +87,20 @@ def test_gumbel_numbers_are_gumbel_distributed() -> None:
 
 def test_rows_that_are_not_finite_are_marked_alone() -> None:
     logits = LOGITS.clone()
-    logits[3, 4], logits[5, 0] = torch.nan, torch.inf
+    logits[2], logits[3, 4], logits[5, 0] = -torch.inf, torch.nan, torch.inf
+    logits[4, 7] = -torch.inf  # a token that is ruled out
     keys = row_keys(0, range(6), torch.device("cpu"))
-    for how in (Sampling(), Sampling(temperature=1.0, top_k=3, top_p=0.9)):
-        found = choose(logits, how, keys, torch.arange(6)).tolist()
-        assert [token == BROKEN for token in found] == [False, False, False, True, False, True]
+    for how in (
+        Sampling(),
+        Sampling(repetition_penalty=1.3),
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.0, top_k=3, top_p=0.9),
+        Sampling(temperature=1.0, min_p=0.1),
+    ):
+        seen = torch.ones_like(logits, dtype=torch.bool)
+        found = choose(logits, how, keys, torch.arange(6), seen).tolist()
+        assert [token == BROKEN for token in found] == [False, False, True, True, False, True]
+        assert found[4] != 7
 
 
 @pytest.mark.parametrize(

@@ -74,17 +74,21 @@ def choose(
     positions_B: Tensor,
     seen_BV: Tensor | None = None,
 ) -> Tensor:
-    """Returns the next token of each row; BROKEN for rows whose logits are not finite. `seen_BV`:
-    which tokens were there before, if that matters."""
-    is_whole_B = logits_BV.isfinite().all(dim=-1)
-    scores_BV = scored(logits_BV.float(), sampling, seen_BV)
+    """Returns the next token of each row; BROKEN for rows where the largest logit is no number,
+    or infinite: -inf rules a token out. `seen_BV`: which tokens were there before, if that
+    matters."""
+    scores_BV = scored(logits_BV, sampling, seen_BV)
     if not sampling.is_greedy:
         scores_BV = scores_BV + gumbel(keys_2B, positions_B, scores_BV.shape[1])
-    return torch.where(is_whole_B, scores_BV.argmax(dim=-1), BROKEN)
+    chosen_B = scores_BV.argmax(dim=-1)  # NaN counts as the largest
+    is_number_B = logits_BV.gather(1, chosen_B[:, None])[:, 0].isfinite()
+    return torch.where(is_number_B, chosen_B, BROKEN)
 
 
 def scored(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None) -> Tensor:
     """Returns the logits of the tokens that may be chosen, and -inf for the others."""
+    if not sampling.is_greedy or sampling.repetition_penalty != 1:
+        logits_BV = logits_BV.float()
     if sampling.repetition_penalty != 1 and seen_BV is not None:
         by = sampling.repetition_penalty
         less_BV = torch.where(logits_BV < 0, logits_BV * by, logits_BV / by)
