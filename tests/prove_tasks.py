@@ -161,8 +161,9 @@ def by_us(
     asked = Asked(run, DataSource(), output=output, context=CONTEXT)
     session = open_session(asked, World(), torch.device("cpu"), lambda message: None)
     wanted = AskedTasks(
-        (task,), output, include_path=str(definitions), log_samples=True, bootstrap=0, **settings
-    )
+        names=(task,), root=output, include_path=str(definitions), log_samples=True, bootstrap=0,
+        **settings,
+    )  # fmt: skip
     started = time.process_time()
     record = evaluate_tasks(session, wanted)
     seconds = time.process_time() - started

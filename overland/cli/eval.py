@@ -227,7 +227,7 @@ def asked_tasks(
     from overland.tools.evaluation.tasks import AskedTasks
 
     root = tasks_root() if datasets is None else datasets.expanduser()
-    return AskedTasks(task_names(tasks), root, **settings)
+    return AskedTasks(names=task_names(tasks), root=root, **settings)
 
 
 def evaluate_here(

@@ -228,7 +228,9 @@ def evaluated(
     asked = Asked(model, DataSource(), output=output, batch_size=batch_size)
     report = said.append if said is not None else lambda message: None
     session = open_session(asked, world, torch.device("cpu"), report)
-    wanted = AskedTasks(names, output, include_path=str(definitions), bootstrap=0, **settings)
+    wanted = AskedTasks(
+        names=names, root=output, include_path=str(definitions), bootstrap=0, **settings
+    )
     return evaluate_tasks(session, wanted)
 
 
@@ -293,7 +295,7 @@ def scores_on_rank(
 ) -> list[Score] | None:
     asked = Asked(model, DataSource(), output=output, batch_size=3, **layout)
     session = open_session(asked, world, torch.device("cpu"), lambda message: None)
-    settings = TaskSettings(("some",), 16, "float32")
+    settings = TaskSettings(tasks=("some",), context=16, dtype="float32")
     kept = Kept(output, "tasks", "some", layout, lambda message: None)
     crew = crew_of(session, settings, kept, [])
     if not world.is_first:
@@ -415,7 +417,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_the_result_is_there(
     said: list[str] = []
     asked = Asked(model, DataSource(), output=tmp_path / "out", limit=2)
     session = open_session(asked, World(), torch.device("cpu"), said.append)
-    wanted = AskedTasks(("own_schema",), tmp_path, include_path=str(definitions))
+    wanted = AskedTasks(names=("own_schema",), root=tmp_path, include_path=str(definitions))
     record = evaluate_tasks(session, wanted)
     assert record["kept"] is None
     assert record["scores"][0]["documents"] == 2

@@ -30,17 +30,11 @@ BOOTSTRAP = 100_000  # as the harness does
 SEEDS = (0, 1234, 1234, 1234)  # of Python, NumPy, torch and the choice of examples: the harness's
 
 
-@dataclass(frozen=True)
-class TaskSettings:
-    """What changes the scores, beside weights and data."""
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """What the command line says about how tasks are run."""
 
-    tasks: tuple[str, ...]
-    context: int
-    """Tokens of a prompt and its answer at most."""
-    dtype: str
     num_fewshot: int | None = None
-    limit: float | None = None
-    """Documents of each task; below 1, a share of them."""
     chat_template: str | None = None
     """By name; without, prompts are plain text."""
     multiturn: bool = True
@@ -53,6 +47,18 @@ class TaskSettings:
     include_path: str | None = None
     bootstrap: int = BOOTSTRAP
     """Draws for standard errors of what has no formula; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings(TaskOptions):
+    """What changes the scores, beside weights and data."""
+
+    tasks: tuple[str, ...]
+    context: int
+    """Tokens of a prompt and its answer at most."""
+    dtype: str
+    limit: float | None = None
+    """Documents of each task; below 1, a share of them."""
 
 
 def no_network() -> None:

@@ -27,7 +27,7 @@ from overland.tools.evaluation.results import Kept, Record, mark_of_weights
 from overland.tools.evaluation.score import ContinuationScorer
 from overland.tools.evaluation.task_data import Needs, matching, needs_of, open_manager
 from overland.tools.evaluation.task_run import (
-    BOOTSTRAP,
+    TaskOptions,
     TaskSettings,
     by_task,
     run_harness,
@@ -42,23 +42,13 @@ if TYPE_CHECKING:
 KIND = "tasks"
 
 
-@dataclass(frozen=True)
-class AskedTasks:
-    """What the command line says about tasks."""
+@dataclass(frozen=True, kw_only=True)
+class AskedTasks(TaskOptions):
+    """Tasks that the command line names."""
 
     names: tuple[str, ...]
     root: Path
     """Where their datasets are."""
-    num_fewshot: int | None = None
-    chat_template: str | None = None
-    multiturn: bool = True
-    system: str | None = None
-    gen_kwargs: str | None = None
-    add_bos: bool | None = None
-    log_samples: bool = False
-    unsafe_code: bool = False
-    include_path: str | None = None
-    bootstrap: int = BOOTSTRAP
 
 
 def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:
