@@ -1,6 +1,8 @@
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +14,13 @@ def pytest_configure() -> None:
     Ctrl-C, and `nohup` the end of a terminal; some of them send these signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a test changes there is gone after it: the next one starts processes, too."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,11 +31,11 @@ from tests.data.tokenizer_folders import TEXTS
 from tests.evaluation.task_files import KINDS, write_tasks
 from tests.evaluation.texts import write_text_model
 
-no_network()
-transformers = pytest.importorskip("transformers")
-lm_eval = pytest.importorskip("lm_eval")
-
-from overland.tools.evaluation.harness import HarnessModel  # noqa: E402
+with patch.dict(os.environ):  # which other tests have from this process
+    no_network()
+    transformers = pytest.importorskip("transformers")
+    lm_eval = pytest.importorskip("lm_eval")
+    from overland.tools.evaluation.harness import HarnessModel
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
