@@ -1,4 +1,5 @@
-"""`overland init`: the recipes in the package, and one of them as a file to edit."""
+"""`overland init`: the recipes in the package, and one of them as a file to edit; the scripts of
+another trainer."""
 
 from __future__ import annotations
 
@@ -19,16 +20,33 @@ def init(
         Path | None,
         typer.Argument(help="File or folder to copy it to; default: here.", show_default=False),
     ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="NAME",
+            help="Copy the scripts of another trainer instead: overland init --from NAME [FOLDER]",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite DEST.")] = False,
 ) -> None:
     """List the recipes, or copy one here as a commented TOML."""
+    if from_ is not None:
+        if dest is not None:
+            raise typer.BadParameter(f"--from {from_} takes one folder", param_hint=str(dest))
+        init_scripts(from_, Path(recipe or "."), force)
+    elif recipe is None:
+        print(list_recipes() + "\n\n" + list_scripts())
+    else:
+        init_recipe(recipe, dest, force)
+
+
+def init_recipe(recipe: str, dest: Path | None, force: bool) -> None:
     from overland.config.errors import ConfigError, Problem
     from overland.config.load import recipe_names, recipe_path
     from overland.words import command, nearest_name
 
-    if recipe is None:
-        print(list_recipes())
-        return
     source = recipe_path(recipe)
     if source is None:
         names = recipe_names()
@@ -46,18 +64,40 @@ def init(
     )
 
 
+def init_scripts(name: str, folder: Path, force: bool) -> None:
+    from overland.tools.scripts import about, copy_scripts
+
+    for path in copy_scripts(name, folder, force):
+        print(f"wrote {path}")
+    _, usage = about(name)
+    print(f"\n{usage}")
+
+
 def list_recipes() -> str:
     """One line per recipe: its name, and the first comment in its file."""
     from overland.config.load import recipe_names, recipe_path
     from overland.words import command
 
-    names = recipe_names()
-    width = max(map(len, names), default=0)
-    lines = []
-    for name in names:
+    titles = {}
+    for name in recipe_names():
         path = recipe_path(name)
         assert path is not None
         with path.open(encoding="utf-8") as file:
-            lines.append(f"{name:<{width}}  {file.readline().lstrip('# ').strip()}")
+            titles[name] = file.readline().lstrip("# ").strip()
     copy, train = (command("overland", verb, "NAME") for verb in ("init", "train"))
-    return "\n".join([*lines, "", f"`{copy}` copies one here; `{train}` runs it."])
+    return f"{in_columns(titles)}\n\n`{copy}` copies one here; `{train}` runs it."
+
+
+def list_scripts() -> str:
+    """One line per trainer whose scripts are here."""
+    from overland.tools.scripts import about, script_names
+    from overland.words import command
+
+    titles = {name: about(name)[0] for name in script_names()}
+    copy = command("overland", "init", "--from", "NAME")
+    return f"Scripts of other trainers, which `{copy}` copies here:\n\n{in_columns(titles)}"
+
+
+def in_columns(titles: dict[str, str]) -> str:
+    width = max(map(len, titles), default=0)
+    return "\n".join(f"{name:<{width}}  {title}" for name, title in titles.items())

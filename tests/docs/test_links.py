@@ -29,12 +29,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_file_that_a_page_or_a_docstring_names_is_there() -> None:
-    """Python files, by their path in the project or in the package."""
+    """Python files, by their path in the project, in the package, or where scripts are copied."""
+    copied = [folder for folder in (ROOT / "overland" / "scripts").iterdir() if folder.is_dir()]
     texts = [*PAGES, *(ROOT / "overland").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     for path in texts:
         names = re.findall(r"(?<![\w./-])((?:\w+/)+\w+\.py)\b", path.read_text(encoding="utf-8"))
         for name in names:
-            found = [(ROOT / name), (ROOT / "overland" / name), path.parent / name]
+            folders = [ROOT, ROOT / "overland", path.parent, *copied]
+            found = [folder / name for folder in folders]
             assert any(one.exists() for one in found), f"{path.relative_to(ROOT)}: {name}"
 
 

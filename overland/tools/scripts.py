@@ -1,0 +1,72 @@
+"""The scripts of other trainers, under their own names and with their own flags.
+
+`overland/scripts/NAME` holds them as they will lie in a user's folder; `NAME.txt` beside it says
+what they are (its first line) and what to type (the rest). They are copied, never imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from overland.errors import OverlandError
+from overland.words import any_of, nearest_name
+
+EXECUTABLE = 0o111
+
+
+def scripts_folder() -> Path:
+    return Path(__file__).resolve().parent.parent / "scripts"
+
+
+def script_names() -> list[str]:
+    return sorted(path.stem for path in scripts_folder().glob("*.txt"))
+
+
+def about(name: str) -> tuple[str, str]:
+    """Returns what the scripts of this name are, in a line, and what to type."""
+    text = (scripts_folder() / f"{name}.txt").read_text(encoding="utf-8")
+    first, _, rest = text.partition("\n")
+    return first, rest.strip("\n")
+
+
+def files_of(name: str) -> list[Path]:
+    """Returns the files to copy, relative to the folder they are copied to."""
+    folder = scripts_folder() / name
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(file for file in files if "__pycache__" not in file.parts)
+
+
+def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
+    """Copies all scripts of this name, or none; returns the files that were written."""
+    if name not in script_names():
+        near = nearest_name(name, script_names())
+        hint = f"; did you mean {near}?" if near else ""
+        known = ", ".join(script_names())
+        raise OverlandError(f"there are no scripts from {name} (known: {known}){hint}")
+    sources = {folder / file: scripts_folder() / name / file for file in files_of(name)}
+    new = {to: source for to, source in sources.items() if not is_same(to, source)}
+    there = [str(path) for path in new if path.exists() or path.is_symlink()]
+    if there and not force:
+        one = len(there) == 1
+        raise OverlandError(
+            f"{any_of(there, 'and')} {'exists' if one else 'exist'} already; --force overwrites "
+            f"{'it' if one else 'them'}"
+        )
+    for path in new:  # a file in the place of a folder is met before anything is written
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for path, source in new.items():
+        if path.is_symlink():
+            path.unlink()
+        path.write_bytes(source.read_bytes())
+        make_executable(path)
+    return list(new)
+
+
+def is_same(path: Path, source: Path) -> bool:
+    return path.is_file() and path.read_bytes() == source.read_bytes()
+
+
+def make_executable(path: Path) -> None:
+    """An installed package may have lost the mode of its files, so the first line decides."""
+    if path.read_bytes().startswith(b"#!"):
+        path.chmod(path.stat().st_mode | EXECUTABLE)
