@@ -93,7 +93,8 @@ class History:
         seconds = self.step_seconds
         if seconds is None:
             return None
-        return statistics.fmean(one for one in self._paces() if one <= PAUSE * seconds)
+        paces = [one for one in self._paces() if one <= PAUSE * seconds]
+        return statistics.fmean(paces) if paces else None
 
     def _paces(self) -> list[float]:
         timed = [(one["step"], one["time"]) for one in self.recent if "time" in one]
@@ -151,7 +152,7 @@ class Tail:
                     is_other = False
                 if is_other:  # it is empty now
                     yield [], 0, True
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             if self._inode != -1:
                 self._forget()
                 yield [], 0, True

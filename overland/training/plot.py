@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 24, 52, 48
 COLOURS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#7a5195", "#b58900")
 MOST_POINTS = 2000  # per line: more than a screen has pixels only makes the file large
 MOST_DOTS = 60  # a line of fewer points shows where they are
+SMALLEST = 1e-300  # distance of two ticks: float64 ends soon below
 
 Points = Sequence[tuple[float, float]]
 
@@ -94,8 +95,8 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     """Returns round numbers that enclose [low, high]."""
     span = high - low if high - low > 1e-9 * abs(high) else abs(high) or 1.0
-    raw = span / wanted
+    raw = max(span / wanted, SMALLEST)
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
     first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, max(last, first + 1) + 1)]

@@ -39,6 +39,7 @@ class SessionFile(Callback):
 
     def __init__(self, run: Run) -> None:
         self._late: list[bytes] = []
+        self._step = run.progress.step
         with suppress(OSError):
             drop_torn_line(run.folder.sessions)
         self._begun = time.time() - sum(seconds_by_use(run.beat).values())
@@ -69,8 +70,11 @@ class SessionFile(Callback):
         saved_step = step_of(saved.path)
         self._write(run, "save", saved=saved_step, bytes=saved.num_bytes, **facts)
 
+    def on_step(self, run: Run) -> None:
+        self._step = run.progress.step
+
     def on_rewind(self, run: Run) -> None:
-        self._write(run, "rewind", batch=run.progress.batch)
+        self._write(run, "rewind", batch=run.progress.batch, undone=self._step - run.progress.step)
 
     def on_message(self, run: Run, message: str) -> None:
         self._write(run, "message", what=message[:LONGEST_MESSAGE])

@@ -18,7 +18,7 @@ from overland.tools.reporting.lines import Lines, parse
 from overland.tools.reporting.page import build_page, json_in_script
 from overland.tools.reporting.run import RunReport, open_runs
 from overland.tools.reporting.thin import bin_sizes, binned, thinned
-from overland.tools.reporting.write import numbers_of
+from overland.tools.reporting.write import numbers_of, write_plots
 from tests.reporting.runs import (
     ATTEMPT,
     FAULT,
@@ -155,6 +155,102 @@ def test_nothing_but_garbage_in_every_file_still_is_a_page(tmp_path: Path) -> No
         (run / name).write_bytes(b"\0\1 OVLL{")
     (run / "config.toml").write_bytes(b"[training\nsteps = ")
     assert "Curves" in build_page(reports(run))
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize("step", ['"x"', "1.5", "null", "-2", "1000000000000000000000"])
+def test_a_step_that_is_none_among_lines_of_one_form_is_passed_over(
+    tmp_path: Path, step: str
+) -> None:
+    run = make_run(tmp_path)
+    lines = "".join(f'{{"step": {one}, "loss": 2.5}}\n' for one in ("1", "2", step, "3"))
+    (run / "metrics.jsonl").write_text(lines)
+    assert list(line_of(*reports(run), "loss", "each step")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [math.nan, math.inf, -math.inf, HUGE, -HUGE, 1e308, True, "x", []],
+    ids=["nan", "inf", "-inf", "huge", "-huge", "1e308", "true", "x", "list"],
+)
+def test_odd_numbers_in_events_are_no_traces(tmp_path: Path, odd: Any) -> None:
+    def session_with(name: str) -> list[dict[str, Any]]:
+        seconds = {"compute": odd, "data": odd}
+        return [
+            {**session(0, NOW - 50, NOW - 49), name: odd},
+            {"time": NOW - 9, "event": "save", "step": odd, "saved": odd, "seconds": odd},
+            {"time": NOW - 8, "event": "rewind", "step": odd, "undone": odd},
+            {"time": NOW, "event": "end", "step": odd, "how": odd, "seconds": seconds},
+        ]
+
+    run = make_run(tmp_path, done=5)
+    for name in ("begun", "step", "devices", "nodes", "rows", "parameters", "degrees"):
+        write_sessions(run, *session_with(name))
+        found = reports(run)
+        build_page(found)
+        json.dumps(numbers_of(found), allow_nan=False)
+    (run / "sessions.jsonl").unlink()
+    add_events(run, {**SESSION, "ends": odd}, {"event": "preflight", "bad": odd, "seconds": odd},
+               {**ATTEMPT, "from_step": odd, "nodes": odd}, {**FAULT, "excluded": odd, "step": odd},
+               {**FAULT, "time": odd}, {"event": odd})  # fmt: skip
+    assert "node lost" in build_page(reports(run))
+
+
+@pytest.mark.parametrize("config", ["training = 3", "job = [1]", f"[training]\nsteps = {HUGE}",
+                                    "[checkpoint]\nfolder = 3"], ids=range(4))  # fmt: skip
+def test_a_config_of_another_shape_still_is_a_page(tmp_path: Path, config: str) -> None:
+    run = make_run(tmp_path, done=5)
+    (run / "config.toml").write_text(config)
+    assert "Curves" in build_page(reports(run))
+
+
+def test_values_near_the_ends_of_a_float_are_a_page(tmp_path: Path) -> None:
+    for size in (1.7e308, 1e299, 5e-324):
+        run = make_run(tmp_path)
+        lines = (line(step, NOW, loss=size, grad_norm=-size) for step in range(1, 3000))
+        (run / "metrics.jsonl").write_text("".join(lines))
+        found = reports(run)
+        assert "nan" not in build_page(found).split("<main")[1].split("<script")[0].split()
+        json.dumps(numbers_of(found), allow_nan=False)
+
+
+def test_a_clock_that_was_set_back_between_sessions_gives_each_its_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    lines = [line(step, NOW + step) for step in range(1, 20)]
+    lines += [line(step, NOW - 1000 + step) for step in range(20, 30)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    end = {"time": NOW + 19.5, "event": "end", "step": 19, "how": "stopped"}
+    write_sessions(run, session(0, NOW - 1, NOW), end, session(19, NOW - 1001, NOW - 1000))
+    (report,) = reports(run)
+    assert [(one.step, one.last_step) for one in report.sessions] == [(0, 19), (19, 29)]
+    assert [one.how for one in report.sessions] == ["stopped", "killed"]
+    assert [round(one.ended - one.begun, 1) for one in report.sessions] == [20.5, 30.0]
+
+
+def test_time_that_was_spent_on_steps_before_a_rewind_is_lost(tmp_path: Path) -> None:
+    """A spike at step 8 sends the run back to 5; of what was logged, 6 and 8 were lost."""
+    run = make_run(tmp_path)
+
+    def at(step: int, taken: int) -> str:
+        return line(step, NOW + taken, seconds={"compute": float(taken), "data": 0.0})
+
+    (run / "metrics.jsonl").write_text("".join([at(2, 2), at(4, 4), at(6, 9), at(8, 11)]))
+    (run / "metrics.undone.jsonl").write_text(at(6, 6) + at(8, 8))
+    rewind = {"time": NOW + 8, "event": "rewind", "step": 5, "undone": 3}
+    end = {"time": NOW + 12, "event": "end", "step": 8, "how": "stopped",
+           "seconds": {"compute": 12.0, "data": 0.0}}  # fmt: skip
+    write_sessions(run, session(0, NOW, NOW), rewind, end)
+    (report,) = reports(run)
+    assert report.goodput.parts["lost"] == pytest.approx(3.0)
+    assert report.goodput.parts["compute"] == pytest.approx(9.0)
+    assert [one.lost_steps for one in report.sessions] == [3]
+    write_sessions(run, session(0, NOW, NOW), rewind, {**end, "step": 5})
+    (run / "metrics.jsonl").write_text(at(2, 2) + at(4, 4))
+    (report,) = reports(run)
+    assert [(one.last_step, one.kept_step) for one in report.sessions] == [(8, 5)]
+    assert [one.lost_steps for one in report.sessions] == [3]
 
 
 def test_a_million_steps_are_a_small_page_and_no_spike_is_lost(tmp_path: Path) -> None:
@@ -337,6 +433,15 @@ def test_the_command_writes_page_plots_and_numbers(tmp_path: Path) -> None:
     assert raw["steps"] == list(range(1, 31))
     assert raw["values"] == [float(f"{10 / (1 + step):.6g}") for step in range(1, 31)]
     assert said["runs"][0]["figures"]["steps"] == 30
+
+
+def test_every_plot_has_a_file_of_its_own(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, done=3) for name in ("日本", "中国", "a b", "A_b", "x" * 99)]
+    runs.append(make_run(tmp_path / ("x" * 99 + "y"), done=3))
+    written = write_plots(reports(*runs), tmp_path / "plots")
+    names = {path.name.lower() for path in (tmp_path / "plots").iterdir()}
+    assert len(names) == len(written)
+    assert {"timeline.日本.svg", "timeline.中国.svg", "timeline.a_b-2.svg"} <= names
 
 
 def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:

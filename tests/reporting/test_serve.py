@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -115,6 +116,7 @@ def test_the_command_says_where_and_ends_with_ctrl_c(run: Path) -> None:
     process = start_overland("watch", str(run), "--serve", str(port), cwd=run)
     while "Ctrl-C" not in process.stdout:
         assert process.poll() is None, process.stdout
+        time.sleep(0.05)
     address = process.stdout.split()[0]
     assert address.startswith(f"http://127.0.0.1:{port}/")
     assert f"ssh -L {port}:127.0.0.1:{port} " in process.stdout

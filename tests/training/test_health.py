@@ -170,6 +170,9 @@ def test_a_loss_spike_is_answered(ranks: RankPool, tmp_path: Path, action: str) 
         ]
         undone = (tmp_path / "metrics.undone.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in undone] == [11, 12, 13]
+        events = map(json.loads, (tmp_path / "sessions.jsonl").read_text().splitlines())
+        (rewind,) = [one for one in events if one["event"] == "rewind"]
+        assert (rewind["step"], rewind["undone"]) == (10, 3)
 
 
 def test_a_slow_rise_is_no_spike() -> None:

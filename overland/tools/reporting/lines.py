@@ -28,6 +28,8 @@ Numbers = npt.NDArray[np.float64]
 Record = dict[str, Any]
 MISSING = float("nan")
 LARGEST_STEP = 2**53
+LARGEST_VALUE = 1e300
+MOST_DIGITS = 15  # of a step that needs no second look
 NUMBER = re.compile(rb": (?:-?[0-9][-+.0-9eE]*|null|NaN|-?Infinity)(?=[,}])")
 VALUE = rb": ([^,}]+)"  # a stricter one takes twice the time, and `table` looks at them anyway
 
@@ -66,9 +68,9 @@ class Columns:
         return np.array(self._columns[name], np.float64)
 
     def points(self, name: str) -> tuple[Numbers, Numbers]:
-        """Steps and values, as far as they are finite."""
+        """Steps and values, as far as they are finite and can be summed."""
         values = self[name]
-        known = np.isfinite(values)
+        known = np.abs(values) < LARGEST_VALUE
         return self.steps[known], values[known]
 
     def newest(self, most: int) -> list[Record]:
@@ -179,6 +181,8 @@ class Lines:
         rows, others, steps = [], [], [self._step]
         for line in lines:
             if (row := form.values(line)) is not None:
+                if not row[0].isdigit() or len(row[0]) > MOST_DIGITS:
+                    return False
                 rows.append(row)
                 steps.append(int(row[0]))
             elif (record := _record(_parse_line(line))) is not None:

@@ -8,24 +8,24 @@ what was logged.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from overland.run_folder import SESSIONS
-from overland.tools.jobs.supervise.events import Event, Events
+from overland.tools.jobs.supervise.events import Event, Events, parse_event
 from overland.tools.reporting.lines import Lines, Numbers
 from overland.training.history import PAUSE, Tail
 
 ENDED = ("finished", "stopped", "failed", "killed", "running")
 STOPPING = re.compile(r"^stopping after step \d+: ")
 LARGEST_TIME = 1e11
+Mask = npt.NDArray[np.bool_]
 LEAST_PAUSE = 30.0  # seconds: shorter gaps between lines are no restarts
 
 
@@ -47,8 +47,14 @@ class Session:
     how: str = "killed"
     """One of ENDED; "killed" where nothing tells of an end."""
     what: str = ""
+    final_step: int = 0
+    """The one that it ended at. It is an earlier one if the session went back after a spike."""
     kept_step: int = 0
     """The last of its steps that became part of the model."""
+    rewound: list[tuple[float, int]] = field(default_factory=list)
+    """When it went back after a spike of the loss, and to which step."""
+    rewound_steps: int = 0
+    """Steps that were lost by that."""
     seconds: dict[str, float] = field(default_factory=dict)
     """What its time was used for, as far as is known."""
     kept_seconds: dict[str, float] = field(default_factory=dict)
@@ -56,7 +62,7 @@ class Session:
 
     @property
     def lost_steps(self) -> int:
-        return max(0, self.last_step - self.kept_step)
+        return max(0, self.final_step - self.kept_step) + self.rewound_steps
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class Logged:
     uses: list[str]
     times: Numbers
     table: Numbers
+    num_kept: int
+    """Lines that count; they come first."""
 
     @classmethod
     def of(cls, lines: Lines) -> Logged:
@@ -89,7 +97,19 @@ class Logged:
             for columns in both
         ]
         times = np.concatenate([columns["time"] for columns in both])
-        return cls(uses, times, np.concatenate(tables))
+        return cls(uses, times, np.concatenate(tables), len(lines.logged))
+
+    def sessions_of(self, sessions: Sequence[Session]) -> npt.NDArray[np.int64]:
+        """Returns the number of the session that logged each line. A step that counts was taken by
+        the last session that went on from before it, whatever its clock said; steps that were lost
+        are known by their time."""
+        steps = self.table[:, 0]
+        begun = np.array([one.begun for one in sessions])
+        found = np.searchsorted(np.maximum.accumulate(begun), self.times, side="right")
+        found[~np.isfinite(self.times)] = 0
+        for session in sessions:
+            found[: self.num_kept][steps[: self.num_kept] > session.step] = session.number
+        return found
 
 
 def with_borders(sessions: Sequence[Session]) -> Iterator[tuple[Session, float]]:
@@ -118,55 +138,45 @@ class Story:
 
     def sessions(self, lines: Lines, is_alive: bool) -> list[Session]:
         """All sessions, in their order; the last one still runs if the run `is_alive`."""
-        begun = [one for one in self._lines if one["event"] == "start"]
-        found = [_session(number, one) for number, one in enumerate(begun, 1)]
+        told = self._by_session()
+        found = [_session(number, own[0]) for number, own in enumerate(told, 1)]
         if not found:
             found = guessed_sessions(lines, self._events.of("attempt"))
+            told = [[] for _ in found]
         logged = Logged.of(lines)
-        for session, border in with_borders(found):
-            self._end(session, border, logged)
+        logged_by = logged.sessions_of(found)
+        for (session, border), own in zip(with_borders(found), told, strict=True):
+            mine = logged_by == session.number
+            _end(session, own, logged, mine)
+            self._blame(session, border)
+            session.kept_step = session.final_step
         for session, later in itertools.pairwise(found):
-            session.kept_step = min(session.last_step, later.step)
+            session.kept_step = min(session.final_step, later.step)
         for session in found:
-            _count_seconds(session, logged)
+            _count_seconds(session, logged, logged_by == session.number)
         if found and is_alive and found[-1].how == "killed":
             found[-1].how = "running"
         return found
 
-    def _end(self, session: Session, border: float, logged: Logged) -> None:
-        ends = [
-            one
-            for one in self._lines
-            if one["event"] == "end" and session.begun <= one["time"] < border
-        ]
-        times = [session.started]
-        mine = (logged.times >= session.begun) & (logged.times < border)
-        if mine.any():
-            times.append(float(logged.times[mine].max()))
-            session.last_step = int(logged.table[mine, 0].max())
-        session.last_step = max(session.last_step, session.step)
-        if ends:
-            session.how = str(ends[-1].get("how"))
-            session.how = session.how if session.how in ENDED else "stopped"
-            session.what = str(ends[-1].get("what") or "")
-            session.seconds = numbers(ends[-1].get("seconds"))
-            session.last_step = max(session.last_step, _step(ends[-1]))
-            times.append(ends[-1]["time"])
-            said = [
-                one
-                for one in self._lines
-                if one["event"] == "message" and session.begun <= one["time"] <= ends[-1]["time"]
-            ]
-            if session.how == "stopped" and not session.what and said:
-                session.what = STOPPING.sub("", str(said[-1].get("what", "")))
+    def _by_session(self) -> list[list[Event]]:
+        """What each session has written, from its start on: the order of lines is no matter of
+        clocks."""
+        found: list[list[Event]] = []
+        for one in self._lines:
+            if one["event"] == "start":
+                found.append([])
+            if found:
+                found[-1].append(one)
+        return found
+
+    def _blame(self, session: Session, border: float) -> None:
+        """A supervisor knows why a session that says nothing has ended."""
         for fault in self._events.all:
             time = _time(fault)
             if fault["event"] in ("fault", "signal") and session.begun <= time < border:
                 words = (str(fault.get(name) or "") for name in ("kind", "what"))
                 session.what = session.what or ": ".join(word for word in words if word)
-                times.append(time)
-        session.ended = max(times)
-        session.kept_step = session.last_step
+                session.ended = max(session.ended, time)
 
     def happenings(self, sessions: Sequence[Session]) -> list[Happening]:
         """What a time line shows beside the sessions, in order."""
@@ -199,27 +209,51 @@ class Story:
 
 
 def parse_events(lines: Sequence[bytes]) -> list[Event]:
-    found = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            one = json.loads(line)
-            if isinstance(one, dict) and isinstance(one.get("event"), str) and _time(one):
-                found.append(one)
-    return found
+    """Returns what is an event and has a time."""
+    return [one for line in lines if (one := parse_event(line)) is not None and _time(one)]
+
+
+def _end(session: Session, own: Sequence[Event], logged: Logged, mine: Mask) -> None:
+    """Sets how far a session got, and when and how it ended."""
+    times = logged.times[mine]
+    session.ended = float(times[np.isfinite(times)].max(initial=session.started))
+    session.last_step = session.final_step = int(logged.table[mine, 0].max(initial=session.step))
+    for one in own:
+        if one["event"] == "rewind":
+            session.rewound.append((one["time"], _step(one)))
+            session.rewound_steps += max(0, int(numbers(one).get("undone", 0)))
+    if session.rewound:
+        counts = logged.table[: logged.num_kept][mine[: logged.num_kept], 0]
+        session.final_step = int(counts.max(initial=session.rewound[-1][1]))
+    ends = [one for one in own if one["event"] == "end"]
+    if not ends:
+        return
+    end = ends[-1]
+    session.final_step = max(session.final_step, _step(end))
+    session.how = end["how"] if end.get("how") in ENDED else "stopped"
+    session.what = str(end.get("what") or "")
+    session.seconds = numbers(end.get("seconds"))
+    session.last_step = max(session.last_step, _step(end))
+    session.ended = max(session.ended, end["time"])
+    said = [one for one in own if one["event"] == "message"]
+    if session.how == "stopped" and not session.what and said:
+        session.what = STOPPING.sub("", str(said[-1].get("what", "")))
 
 
 def in_words(event: Event) -> str:
     """An event of a supervisor, in a few words."""
     if event["event"] == "preflight":
-        bad = event.get("bad") or {}
-        left_out = ", ".join(f"{node}: {why}" for node, why in bad.items()) if bad else ""
+        bad = event.get("bad")
+        bad = bad if isinstance(bad, dict) else {}
+        left_out = ", ".join(f"{node}: {why}" for node, why in bad.items())
         words = event.get("error") or (f"left out {left_out}" if left_out else "all nodes are good")
         return f"nodes tested in {numbers(event).get('seconds', 0):.0f} s: {words}"
     if event["event"] == "recovered":
         return f"recovered, {numbers(event).get('lost_seconds', 0):.0f} s lost"
     what = ": ".join(str(event[name]) for name in ("kind", "node", "what") if event.get(name))
     action = str(event.get("action") or "")
-    excluded = ", ".join(map(str, event.get("excluded") or []))
+    nodes = event.get("excluded")
+    excluded = ", ".join(map(str, nodes)) if isinstance(nodes, list) else ""
     return what + (f" → {action}" if action else "") + (f" without {excluded}" if excluded else "")
 
 
@@ -234,8 +268,7 @@ def numbers(value: object) -> dict[str, float]:
 
 
 def _session(number: int, line: Event) -> Session:
-    begun = line.get("begun")
-    begun = float(begun) if isinstance(begun, int | float) else line["time"]
+    begun = _time({"time": line.get("begun")}) or line["time"]
     return Session(number, min(begun, line["time"]), line["time"], _step(line), facts=line)
 
 
@@ -261,26 +294,33 @@ def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[Session]:
     return found
 
 
-def _count_seconds(session: Session, logged: Logged) -> None:
-    """Sets what the session's time was used for, and until its last step that counts."""
+def _count_seconds(session: Session, logged: Logged, mine: Mask) -> None:
+    """Sets what the session's time was used for, and how much of that for steps that count."""
     start = {"start": session.started - session.begun}
-    mine = (logged.times >= session.begun) & (logged.times <= session.ended)
-    table = logged.table[mine]
-    table = table[np.isfinite(table).all(axis=1)]
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    spent = table[:, 1:].max(axis=0).tolist() if len(table) else []
-    known = dict(zip(logged.uses, spent, strict=True)) if len(table) else {}
+    lines = np.flatnonzero(mine & np.isfinite(logged.table).all(axis=1))
+    lines = lines[np.argsort(logged.table[lines, 1:].sum(axis=1), kind="stable")]
+    steps, spent = logged.table[lines, 0], logged.table[lines, 1:]
+    known = dict(zip(logged.uses, spent[-1].tolist(), strict=True)) if len(lines) else {}
     session.seconds = {**known, **session.seconds, **start}
-    if session.kept_step >= session.last_step:
-        session.kept_seconds = dict(session.seconds)
-        return
-    session.kept_seconds = {**dict.fromkeys(logged.uses, 0.0), **start}
-    if len(table) and session.kept_step > session.step:
-        # A checkpoint may lie between two steps that were logged.
-        steps = np.concatenate([[session.step], table[:, 0]])
-        for number, use in enumerate(logged.uses, 1):
-            values = np.concatenate([[0.0], table[:, number]])
-            session.kept_seconds[use] = float(np.interp(session.kept_step, steps, values))
+    # A checkpoint may lie between two steps that were logged.
+    begins = np.concatenate([[session.step], steps[:-1]])[: len(steps)]
+    counted = (_undone_to(session, logged.times[lines]) - begins) / np.maximum(steps - begins, 1)
+    counted = np.where(lines < logged.num_kept, 1.0, np.clip(counted, 0.0, 1.0))
+    kept = (np.diff(spent, axis=0, prepend=0.0) * counted[:, None]).sum(axis=0)
+    session.kept_seconds = {**dict(zip(logged.uses, kept.tolist(), strict=True)), **start}
+    if session.kept_step >= session.final_step:  # what came after the last line
+        for use, seconds in session.seconds.items():
+            if use not in start:
+                more = seconds - known.get(use, 0.0)
+                session.kept_seconds[use] = session.kept_seconds.get(use, 0.0) + more
+
+
+def _undone_to(session: Session, times: Numbers) -> Numbers:
+    """Returns the step that the run went back to, if it did, after each of these times."""
+    found = np.full(len(times), float(session.kept_step))
+    for time, step in reversed(session.rewound):
+        found[times <= time] = min(step, session.kept_step)
+    return found
 
 
 def _time(event: Event) -> float:

@@ -117,7 +117,7 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
     if not sessions:
         return ""
     width, height, top, bottom = WIDTH, 230, 40, 62
-    begin, end = sessions[0].begun, max(one.ended for one in sessions)
+    begin, end = min(one.begun for one in sessions), max(one.ended for one in sessions)
     span = max(end - begin, 1.0)
     highest = max(report.status.steps or 0, *(one.last_step for one in sessions), 1)
 

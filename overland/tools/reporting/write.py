@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from overland.tools.reporting.charts import charts_of, charts_to_json
 from overland.tools.reporting.page import build_page
 from overland.tools.reporting.run import RunReport
 from overland.tools.reporting.svg import chart_svg, timeline_svg
+
+LONGEST_NAME = 60  # letters, of up to four bytes each
 
 
 def write_page(runs: Sequence[RunReport], path: Path) -> Path:
@@ -30,12 +33,21 @@ def write_plots(runs: Sequence[RunReport], folder: Path) -> list[Path]:
         name = "timeline" if len(runs) == 1 else f"timeline.{run.name}"
         if drawn := timeline_svg(run):
             plots[name] = drawn
-    written = []
+    written: list[Path] = []
     for name, drawn in plots.items():
-        path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:100]}.svg"
-        _write(path, drawn, "--svg names another folder")
-        written.append(path)
+        written.append(folder / f"{_file_name(name, {one.stem.lower() for one in written})}.svg")
+        _write(written[-1], drawn, "--svg names another folder")
     return written
+
+
+def _file_name(name: str, taken: Collection[str]) -> str:
+    """`name` as any disk takes it. What is the same then gets a number."""
+    stem = found = re.sub(r"[^\w.-]+", "_", name)[:LONGEST_NAME]
+    for number in itertools.count(2):
+        if found.lower() not in taken:
+            break
+        found = f"{stem}-{number}"
+    return found
 
 
 def _write(path: Path, content: str, way_out: str) -> None:

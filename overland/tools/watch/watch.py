@@ -8,6 +8,7 @@ may be missing. Nothing here imports torch: a look takes a moment, also on a bus
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import tomllib
@@ -34,7 +35,7 @@ from overland.run_folder import (
     SUBMITTED,
 )
 from overland.tools.evaluation.results import read_results
-from overland.tools.jobs.supervise.events import Event, Events
+from overland.tools.jobs.supervise.events import LARGEST, Event, Events
 from overland.tools.watch.queue import Queue, QueuedJob
 from overland.training.history import History, Points, Record, thinned
 from overland.words import command
@@ -163,14 +164,14 @@ class Watch:
         newest = self.history.newest
         is_live_newer = _number(live.get("time")) > _number(newest.get("time"))
         # Epochs are counted in steps when training starts.
-        steps = config.get("training", {}).get("steps")
+        steps = _table(config, "training").get("steps")
         steps = steps or _read_json(self.run / PLAN).get("steps")
         seen = RunStatus(
             run=str(self.run),
             time=time.time(),
-            description=str(config.get("job", {}).get("description", "")),
+            description=str(_table(config, "job").get("description", "")),
             step=int(live["step"] if is_live_newer and "step" in live else newest.get("step", 0)),
-            steps=steps if isinstance(steps, int) else None,
+            steps=steps if isinstance(steps, int) and steps < LARGEST else None,
             step_seconds=self.history.step_seconds or live.get("step_seconds"),
             phase=live.get("phase"),
             stepped=max(_number(live.get("stepped")), _number(newest.get("time"))) or None,
@@ -178,7 +179,7 @@ class Watch:
             losses=thinned(self.history.losses, CURVE_POINTS),
             held_out=dict(self.history.held_out),
             checkpoints=read_checkpoints(
-                self.run / config.get("checkpoint", {}).get("folder", CHECKPOINTS)
+                self.run / str(_table(config, "checkpoint").get("folder", CHECKPOINTS))
             ),
             evaluations=self.evaluations.look(),
             job=job,
@@ -371,12 +372,19 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
+def _table(config: dict[str, Any], section: str) -> dict[str, Any]:
+    value = config.get(section)
+    return value if isinstance(value, dict) else {}
+
+
 def _names(value: object) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else []
 
 
 def duration(seconds: float) -> str:
     """Two units are enough: `3 d 4 h`, `5 min`, `12 s`."""
+    if not math.isfinite(seconds):
+        return "–"
     whole = max(0, round(seconds))
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:

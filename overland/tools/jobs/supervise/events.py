@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from overland.run_folder import ATTEMPTS
 from overland.training.history import Tail
 
 Event = dict[str, Any]
+LARGEST = 2**53  # integers below are exact in float64
 
 
 class Events:
@@ -25,11 +27,7 @@ class Events:
             if is_other:
                 self.all.clear()
             for line in lines:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(event, dict) and "event" in event:
+                if (event := parse_event(line)) is not None:
                     self.all.append(event)
 
     def of(self, kind: str) -> list[Event]:
@@ -47,6 +45,25 @@ class Events:
             elif event["event"] == "recovered" and found and found[-1]["lost_seconds"] is None:
                 found[-1]["lost_seconds"] = event.get("lost_seconds")
         return found
+
+
+def parse_event(line: bytes) -> Event | None:
+    """None for what is no event. Numbers that nothing could be counted with are None, too."""
+    with suppress(ValueError, RecursionError):
+        event = json.loads(line, parse_constant=_finite, parse_float=_finite, parse_int=_countable)
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            return event
+    return None
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if abs(value) < LARGEST else None
+
+
+def _countable(text: str) -> int | None:
+    value = int(text)
+    return value if abs(value) < LARGEST else None
 
 
 def read_events(run: Path) -> list[Event]:
