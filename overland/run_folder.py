@@ -62,7 +62,7 @@ ADAPTERS = re.compile(r"checkpoint-(\d+)")
 METRIC_NAMES = frozenset({
     "step", "time", "loss", "grad_norm", "lr", "tokens", "samples", "tokens_per_second",
     "samples_per_second", "tflops", "mfu", "memory_gib", "data_wait", "skipped_steps",
-    "skipped_documents", "empty_steps", "seconds",
+    "skipped_documents", "empty_steps", "seconds", "train/sparsity",
 })  # fmt: skip
 VALIDATION_LOSS = "validation_loss"  # and what begins with it or with the next
 VALIDATION = "validation/"

@@ -38,6 +38,10 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_length, ("model", "training.seq_len")),
     (model.check_transforms, ("model.transforms", "job.custom_import")),
     (
+        model.check_sparse,
+        ("model", "lora.rank", "training.float8", "parallelism", "job.custom_import"),
+    ),
+    (
         hyperparameters.check_objective,
         ("model", "training", "parallelism", "validation", "job.custom_import"),
     ),

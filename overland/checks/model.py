@@ -25,6 +25,7 @@ from overland.models.registry import (
     model_config,
     model_names,
 )
+from overland.models.structure import Role, find_module, walk_roles
 from overland.models.transform import added_rule, apply_transforms, make_transforms
 from overland.words import any_of
 
@@ -157,6 +158,54 @@ def check_transforms(loaded: Loaded) -> Iterator[Problem]:
             make_transforms({name: options})
         except ModelError as error:
             yield Problem(str(error), loaded.where(key), key, options)
+
+
+def check_sparse(loaded: Loaded) -> Iterator[Problem]:
+    config, key = loaded.config, "model.sparse"
+    settings = config.model.sparse
+    if settings is None:
+        return
+    if re.fullmatch("[1-7]:[2-8]", settings.pattern) is None:
+        message = "expected N:M, such as 2:4; M is 8 at most"
+        yield Problem(message, loaded.where(key), f"{key}.pattern", settings.pattern)
+        return
+    kept, group, message = *settings.ratio, ""
+    if kept >= group:
+        message = f"pattern = {settings.pattern} uses all weights: expected fewer than {group}"
+    elif config.lora.rank:
+        message = "adapters stand beside frozen weights, and sparse ones are trained: choose one"
+    elif config.training.float8 != "off":
+        message = "training.float8 multiplies dense weights: choose one of the two"
+    else:
+        try:
+            message = _unfit_for_sparse(config, group)
+        except (ModelError, OSError) as error:
+            message = str(error)
+    if message:
+        yield Problem(message, loaded.where(key), key, settings.pattern)
+
+
+def _unfit_for_sparse(config: JobConfig, group: int) -> str:
+    """Returns what stands against the pattern: tensor parallelism must not cut a group."""
+    import torch
+
+    from overland.models.sparse import SparseLinear, SparseWeights
+
+    assert config.model.sparse is not None
+    with torch.device("meta"):
+        model = build_model(model_config(config.model))
+        apply_transforms(model, [SparseWeights(config.model.sparse)])
+    degree = config.parallelism.tensor_parallel_degree
+    for name, role in walk_roles(model):
+        module = find_module(model, name)
+        if not isinstance(module, SparseLinear) or role is not Role.ROW:
+            continue
+        if (module.in_features // degree) % group:
+            return (
+                f"tensor_parallel_degree = {degree} cuts the rows of {name}, {module.in_features} "
+                f"long, inside of groups of {group}: leave it out by model.sparse.exclude"
+            )
+    return ""
 
 
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:

@@ -56,6 +56,12 @@ class Key:
         value = get_args(kind)[1] if get_origin(kind) is dict else None
         return value if isinstance(value, type) and issubclass(value, Section) else None
 
+    @property
+    def record(self) -> type[Section] | None:
+        """What a table with keys of its own is, such as `model.sparse`."""
+        kinds = [strip(part) for part in members(self.annotation)]
+        return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
     def inside(self, path: tuple[str, ...]) -> Key | None:
         """Returns the key of one of those tables: `data.sources.c4.weight`."""
         fields = self.table.model_fields if self.table else {}
@@ -102,8 +108,11 @@ def sections() -> dict[str, str]:
 
 def find_key(path: tuple[str, ...]) -> Key | None:
     """Returns the key that a path leads to or into (`model.overrides.hidden_size` →
-    `model.overrides`)."""
+    `model.overrides`), or to a key of a table that has its own (`model.sparse.pattern`)."""
     key = all_keys().get(".".join(path[:2]))
+    if key is not None and key.record and len(path) == 3:
+        field = key.record.model_fields.get(path[2])
+        return Key(key.dotted, path[2], field) if field is not None else None
     if key is None or (len(path) > 2 and not key.accepts(dict)):
         return None
     return key.inside(path) if len(path) > 3 and key.table else key

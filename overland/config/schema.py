@@ -72,6 +72,28 @@ class Job(Section):
     """Python module to import first; it may register models, data sources and callbacks."""
 
 
+class Sparse(Section):
+    """Linear layers whose weights are N:M sparse: of every M in a row, N are used."""
+
+    pattern: str = "2:4"
+    """N:M, such as 2:4, which GPUs from the A100 on have units for; M is 8 at most."""
+    modules: str | list[str] = "all-linear"
+    """Linear layers of the blocks that become sparse: their names, a regular expression for full
+    names, or all-linear."""
+    exclude: str | list[str] = []
+    """Linear layers that stay as they are: names, or a regular expression."""
+    refresh: PositiveInt = 1
+    """Steps after which masks are made anew."""
+    method: str = "magnitude"
+    """How masks are made: magnitude, which uses the largest weights, or one that
+    `job.custom_import` registers."""
+
+    @property
+    def ratio(self) -> tuple[int, int]:
+        kept, _, group = self.pattern.partition(":")
+        return int(kept), int(group)
+
+
 class Model(Section):
     """Which network is trained."""
 
@@ -93,6 +115,8 @@ class Model(Section):
     transforms: dict[str, dict[str, Any]] = {}
     """Changes to the model that `job.custom_import` registers, in this order: a table of options
     for each, [model.transforms.NAME]."""
+    sparse: Sparse | None = None
+    """N:M sparse linear layers, a table of its own, [model.sparse]; not set: none."""
     attention: Literal["auto", "cudnn", "flash", "flex", "sdpa"] = "auto"
     """Attention backend; auto takes the fastest one that this device and mask allow."""
 

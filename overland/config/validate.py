@@ -26,7 +26,8 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
         where = next(iter(inside.values())).where
         below = {other[len(path) :]: entry for other, entry in inside.items()}
         value = inside[path].value if path in inside else nest(below)
-        words = key.item_words if len(path) == 3 else key.type_words
+        is_item = len(path) == 3 and key.dotted != ".".join(path)
+        words = key.item_words if is_item else key.type_words
         near = _nearest_choice(value, key.choices)
         near = show_value(near) if near else None
         problems.append(Problem(f"expected {words}", where, ".".join(path), value, near))
@@ -102,7 +103,10 @@ def _bad_paths(known: Entries) -> list[KeyPath]:
 
 
 def _nearest_inside(path: KeyPath) -> str | None:
-    """Returns a key of the same table of `data.sources` or its like."""
+    """Returns a key of the same table of `data.sources` or its like, or of `model.sparse`."""
+    above = find_key(path[:2]) if len(path) == 3 else None
+    if above and above.record and (near := nearest_name(path[2], above.record.model_fields)):
+        return f"{above.dotted}.{near}"
     key = find_key(path[:3]) if len(path) > 3 else None
     near = nearest_name(path[3], key.table.model_fields) if key and key.table else None
     return ".".join((*path[:3], near)) if near else None

@@ -154,6 +154,8 @@ def reference_rows() -> list[dict[str, Any]]:
             inner = key.inside((key.section, key.name, "NAME", name))
             assert inner is not None
             rows.append(_row(inner, key.section, f"{key.name}.NAME.{name}"))
+        for name, field in key.record.model_fields.items() if key.record else ():
+            rows.append(_row(Key(key.dotted, name, field), key.section, f"{key.name}.{name}"))
     return rows
 
 

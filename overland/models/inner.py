@@ -19,6 +19,8 @@ recomputed counts once, and validation does not count at all.
 
         def after_step(self):                        # statistics of the whole global batch
             self.bias += 1e-3 * (self.load.total.mean() - self.load.total).sign()
+
+`after_step(self, step)` is told how many steps there were, this one included.
 """
 
 from __future__ import annotations

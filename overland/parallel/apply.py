@@ -30,6 +30,7 @@ from overland.models.lora import LoRA
 from overland.models.neftune import Neftune
 from overland.models.nf4 import NF4
 from overland.models.registry import build_model
+from overland.models.sparse import SparseWeights
 from overland.models.structure import (
     blocks_of,
     check_structure,
@@ -150,7 +151,8 @@ def transforms_for(config: JobConfig) -> list[Transform]:
     if config.lora.rank and config.lora.base == "nf4":
         narrow.append(NF4(config.lora))
     noise = [Neftune(config.sft.neftune_alpha)] if config.sft.neftune_alpha else []
-    return [*make_transforms(config.model.transforms), *adapters, *noise, *narrow]
+    sparse = [SparseWeights(config.model.sparse)] if config.model.sparse else []
+    return [*make_transforms(config.model.transforms), *sparse, *adapters, *noise, *narrow]
 
 
 def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) -> None:

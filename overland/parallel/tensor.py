@@ -6,7 +6,7 @@ What is split how is a plan's to say (see plans/); here is what plans are made o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from overland.models.float8 import Float8Linear, linear8
 from overland.models.lora import LoRALinear
 from overland.models.loss import IGNORED, OutputMatrix, TokenLosses, places_of
 from overland.models.sizes import CHUNK_TOKENS
+from overland.models.sparse import SparseLinear, sparse_product
 from overland.models.structure import Role
 from overland.parallel.comm import gather, gather_with_gradient, sum_and_scatter
 
@@ -84,15 +85,31 @@ class SplitFloat8Linear(Float8Linear):
     """A rank's part of a product in 8 bits. Each rank finds the scales of what it holds."""
 
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(x, DTensor)
-        assert isinstance(self.weight, DTensor)
-        by_columns = self.weight.placements[0].is_shard(0)
-        # By columns every rank has all of x, and its gradient is a sum over the ranks.
-        x_here = x.to_local(grad_placements=[Partial()] if by_columns else None)
-        out_here = linear8(x_here, self.weight.to_local())
-        placement = Shard(out_here.ndim - 1) if by_columns else Partial()
-        out = DTensor.from_local(out_here, x.device_mesh, [placement], run_check=False)
-        return out if self.bias is None else out + self.bias
+        return split_product(self, x, linear8)
+
+
+class SplitSparseLinear(SparseLinear):
+    """A rank's part of a sparse matrix, and of its mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.sparse_mask, DTensor)
+        mask_here = self.sparse_mask.to_local()
+        return split_product(self, x, lambda x, w: sparse_product(x, w, mask_here, self.group))
+
+
+def split_product(
+    linear: nn.Linear, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Multiplies what is here by the part of the weight that is here."""
+    assert isinstance(x, DTensor)
+    assert isinstance(linear.weight, DTensor)
+    by_columns = linear.weight.placements[0].is_shard(0)
+    # By columns every rank has all of x, and its gradient is a sum over the ranks.
+    x_here = x.to_local(grad_placements=SUMMED if by_columns else None)
+    out_here = product(x_here, linear.weight.to_local())
+    placement = Shard(out_here.ndim - 1) if by_columns else Partial()
+    out = DTensor.from_local(out_here, x.device_mesh, [placement], run_check=False)
+    return out if linear.bias is None else out + linear.bias
 
 
 class SplitLoRALinear(LoRALinear):

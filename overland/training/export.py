@@ -17,6 +17,7 @@ from overland.checkpoint.formats.hf import write_hf
 from overland.checkpoint.formats.lazy import cast_lazily
 from overland.checkpoint.formats.merge import merge
 from overland.checkpoint.formats.overland import as_lazy_checkpoint
+from overland.checkpoint.formats.sparse import densify
 from overland.checkpoint.origin import LEFT_OUT
 from overland.checkpoint.plan import broadcast, gather, plan_save
 from overland.checkpoint.read import CheckpointReader
@@ -83,7 +84,7 @@ def export_hf(run: Run) -> Path:
 
 def _write(checkpoint: CheckpointReader, run: Run) -> None:
     dtype = getattr(torch, run.config.checkpoint.export_dtype)
-    source = as_lazy_checkpoint(checkpoint)
+    source = densify(as_lazy_checkpoint(checkpoint))
     if source.adapter is not None:
         source = merge(source, dtype)
     source.tensors = {name: cast_lazily(lazy, dtype) for name, lazy in source.tensors.items()}

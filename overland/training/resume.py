@@ -14,6 +14,7 @@ from overland.checkpoint.folder import committed, newest_in, set_later_aside, st
 from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.lazy import counting
 from overland.checkpoint.formats.peft import OLD_WEIGHTS, WEIGHTS, open_peft
+from overland.checkpoint.formats.sparse import densify
 from overland.checkpoint.origin import Origin, mark_files
 from overland.config.adapter import ADAPTER_CONFIG
 from overland.config.schema import Checkpoint
@@ -172,7 +173,10 @@ def _load_foreign(run: Run, path: Path) -> None:
             "read into 4 bits (lora.base = nf4): overland convert it --to hf first"
         )
     describe = getattr(run.model_config, "to_hf", None)
-    weights = open_any(path, describe() if describe else None).weights()
+    source = open_any(path, describe() if describe else None)
+    if run.config.model.sparse is None:
+        source = densify(source)
+    weights = source.weights()
     parameters = named_parameters(run.model.parts)
     parameters = {n: p for n, p in parameters.items() if not is_added(run, n)}
     missing = [name for name in parameters if name not in weights]

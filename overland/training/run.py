@@ -64,6 +64,7 @@ from overland.training.reference import Reference, reference_for
 from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.schedule import with_steps
 from overland.training.sessions import SessionFile
+from overland.training.sparsity import Sparsity
 from overland.training.state import Progress, learned_names, run_facts, saved_state, set_seeds
 from overland.training.step import InnerState
 from overland.world import World
@@ -83,6 +84,7 @@ class Run:
     model: ParallelModel
     objective: Objective
     inner: InnerState
+    sparsity: Sparsity
     global_batch_size: int
     optimizer: Optimizer
     scaler: LossScaler
@@ -195,6 +197,7 @@ def build_run(
         model,
         objective,
         InnerState(parts, mesh),
+        Sparsity(parts, mesh),
         rows,
         optimizer,
         LossScaler(config.training.mixed_precision_param == "float16", device),

@@ -6,6 +6,7 @@ does for losses, statistics and state inside the model stands below, in `InnerSt
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -74,7 +75,7 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     run.store.wait_on_device()  # a checkpoint may still be copying what is about to change
     skip = not_finite | is_empty | spiked
     run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip)
-    run.inner.after_step(skip)
+    run.inner.after_step(skip, run.progress.step + 1)
     scaler.update(not_finite.float())
     per_row = batch["tokens_BS"].shape[1] if "tokens_BS" in batch else run.measure.per_row
     num_units = run.global_batch_size * per_row
@@ -170,6 +171,11 @@ class InnerState:
         self._changing = [
             one for one in modules if callable(getattr(type(one), "after_step", None))
         ]
+        self._counting = {
+            one
+            for one in self._changing
+            if inspect.signature(one.after_step).parameters  # type: ignore[arg-type]
+        }
         self._reduced = {  # each once, though several modules around it may read it
             inside: None
             for one in self._changing
@@ -186,15 +192,16 @@ class InnerState:
         for loss in self._losses:
             loss.scale.copy_(scale * loss.weight)
 
-    def after_step(self, skip: Tensor) -> None:
-        """Calls every `after_step()` with statistics that are summed over the global batch; a step
-        that is skipped leaves buffers as they were."""
+    def after_step(self, skip: Tensor, step: int) -> None:
+        """Calls every `after_step()` with statistics that are summed over the global batch, and
+        with the number of the step where it takes that; a step that is skipped leaves buffers as
+        they were."""
         for statistic in self._reduced:
             sum_over(statistic.total, self._mesh.token_group)
         with torch.no_grad():
             for module in self._changing:
                 before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-                module.after_step()  # type: ignore[operator]
+                module.after_step(*([step] if module in self._counting else []))  # type: ignore[operator]
                 for name, buffer in module.named_buffers():
                     buffer.copy_(torch.where(skip, before[name], buffer))
 

@@ -47,7 +47,7 @@ def count_tokens(world: World) -> float:
     counter.tokens.init_buffers()
     inner = InnerState([Around(counter)], build_mesh(degrees(shard=world.size), "cpu"))
     counter(torch.ones(3, 2, requires_grad=True)).sum().backward()
-    inner.after_step(torch.tensor(False))
+    inner.after_step(torch.tensor(False), 1)
     return float(counter.seen)
 
 

@@ -39,6 +39,7 @@ from overland.models.float8 import Float8Linear
 from overland.models.lora import LoRAEmbedding, LoRALinear
 from overland.models.neftune import EmbeddingNoise
 from overland.models.sizes import ROLES
+from overland.models.sparse import SparseLinear
 from overland.models.structure import find_module
 from overland.parallel.context import ContextAttention, gather_row, places_of_rank
 from overland.parallel.tensor import (
@@ -46,6 +47,7 @@ from overland.parallel.tensor import (
     SplitFloat8Linear,
     SplitLinear,
     SplitLoRALinear,
+    SplitSparseLinear,
     overlap_communication,
     split_head,
 )
@@ -106,6 +108,8 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
         for module in layer.modules():
             if isinstance(module, Float8Linear):
                 module.__class__ = SplitFloat8Linear
+            elif isinstance(module, SparseLinear):
+                module.__class__ = SplitSparseLinear
             elif isinstance(module, LoRALinear):
                 module.__class__ = SplitLoRALinear
                 module.together = None  # each is given a copy of its own

@@ -30,6 +30,7 @@ from overland.checkpoint.formats.lazy import Lazy, cast_lazily, digest
 from overland.checkpoint.formats.merge import Merged, join, merge
 from overland.checkpoint.formats.overland import step_of_export
 from overland.checkpoint.formats.peft import has_adapters, trained
+from overland.checkpoint.formats.sparse import densify
 from overland.errors import CheckpointError
 from overland.files import publish, sync
 from overland.tools.convert.verify import verify_hashes, verify_logits, verify_products
@@ -106,6 +107,8 @@ def convert(
     opened = _open(Path(source).expanduser(), given_config, to, adapter, merge_lora)
     if companions:
         opened.companions = companions
+    if to != "overland":
+        opened = densify(opened)
     with_adapters = opened
     if merge_lora:
         opened = merge(opened, wanted)

@@ -30,6 +30,7 @@ from overland.checkpoint.formats.merge import join, merge
 from overland.checkpoint.formats.meta import is_computed
 from overland.checkpoint.formats.overland import complete, require_readable, step_of_export
 from overland.checkpoint.formats.peft import has_adapters
+from overland.checkpoint.formats.sparse import densify
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import fill, open_checkpoint, read_marker
 from overland.checks.model import check_custom_import
@@ -319,6 +320,7 @@ def _in_files(
         raise CheckpointError(f"{path} is a whole model: leave out --base")
     if has_adapters(source.weights()):
         source = merge(source, torch.float32)  # so that they are rounded once
+    source = densify(source)
     if source.own_model:
         raise CheckpointError(
             f"{path} holds {source.own_model}, a model of your own: name its run folder, whose "

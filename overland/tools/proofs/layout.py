@@ -268,7 +268,9 @@ def proof_job(
     if "sft" in job:
         _merge(job, talk_data(folder / "talks", pairs="preference" in job))
     model = _model_file(folder, job.pop("model", {}))
-    job["model"] = {"config": str(model), **job.pop("freeze", {}), **job.pop("assets", {})}
+    more = {key: value for name in ("freeze", "sparse", "assets")
+            for key, value in job.pop(name, {}).items()}  # fmt: skip
+    job["model"] = {"config": str(model), **more}
     return JobConfig.model_validate(job)
 
 
@@ -317,6 +319,8 @@ def settings_of(source: str | None) -> Sections | None:
     if config.lora.rank:
         kind = {key: getattr(config.lora, key) for key in LORA_KINDS}
         settings["lora"] = {**kind, "rank": min(config.lora.rank, 4)}
+    if config.model.sparse is not None:
+        settings["sparse"] = {"sparse": config.model.sparse.model_dump()}
     if config.preference.loss != "off":
         _merge(settings, {**PAIRS, "preference": config.preference.model_dump()})
     elif config.sft.shape != "off":

@@ -79,6 +79,7 @@ KINDS: dict[str, Sections] = {
     "dpo": {**PAIRS, "preference": {"loss": "dpo"}, "lora": {"rank": 4, "targets": "all-linear"}},
     "dpocopy": {**PAIRS, "preference": {"loss": "dpo"}},
     "orpo": {**PAIRS, "preference": {"loss": "orpo"}},
+    "sparse": {"sparse": {"sparse": {"refresh": 3, "exclude": ["k_proj"]}}},
     "frozenstage": {"freeze": {"freeze": ["*embed_tokens*", "model.layers.[012].*"]}},
 }
 
@@ -137,8 +138,8 @@ SHORT = parse_all("""
     tp2xshard2:op  cp2xtp2+documents  pp2xcp2  pp2xtp2+tied  pp2xshard2:zero2  tp2:compile:full
     shard2+frozen  tp2+frozen  pp2:ZBVZeroBubble+tied+frozen  cp2xtp2+frozen
     pp2+frozenstage
-    pp2xshard2:full+lora  cp2xtp2:compile+lora  tp2+rslora  shard2:compile:full+dora
-    pp2xcp2+sft  pp2xtp2+dpo  cp2+dpocopy
+    pp2xshard2:full+lora  tp2+rslora  shard2:compile:full+dora
+    pp2xcp2+sft  pp2xtp2+dpo  cp2+dpocopy  tp2xshard2+sparse
 """)
 
 # All of them: `make prove-all`.
@@ -160,7 +161,8 @@ LAYOUTS = SHORT + parse_all("""
     pp2xshard2xcp2xtp2  pp2xshard2xcp2xtp2:Interleaved1F1B+documents+tied
     pp2xrep2xshard2xtp2:accumulate
     shard2+lora  shard2:zero0+lora  rep2xshard2:accumulate+lora  tp2+lora  tp2xshard2:op+lora
-    tp2:compile:full+lora  tp4+lora+bias  cp2+lora+documents  cp2xshard2+lora+window  pp2+lora
+    cp2xtp2:compile+lora  tp2:compile:full+lora  tp4+lora+bias  cp2+lora+documents
+    cp2xshard2+lora+window  pp2+lora
     pp2xcp2xtp2+lora  pp2:ZBVZeroBubble+lora  pp2:DualPipeV+lora+tied  pp2:Interleaved1F1B+lora
     pp2xshard2xcp2xtp2+lora  shard2+rslora  pp2+rslora  pp2+rslora+tied  cp2+rslora  pp2+dora
     cp2+dora  shard2+dora  rep2xshard2+dora  shard2+loraembedding  pp2+loraembedding+tied
@@ -169,6 +171,10 @@ LAYOUTS = SHORT + parse_all("""
     cp2xtp2:full+dpo
     shard2+dpocopy  tp2+dpocopy  pp2:Interleaved1F1B+dpocopy  cp2xshard2+dpocopy  shard2+orpo
     pp2xcp2+orpo  tp2:compile+orpo
+    shard2:zero3+sparse  shard2:zero2+sparse  shard2:zero0+sparse  shard4:zero3_hybrid+sparse
+    shard4:zero2_hybrid+sparse  shard4:accumulate+sparse  tp2+sparse  tp4+sparse+bias  cp2+sparse
+    tp2xshard2:compile+sparse  pp2+sparse  pp2xtp2:full+sparse+tied  pp2:ZBVZeroBubble+sparse
+    cp2xtp2+sparse+documents
 """)
 
 # All five axes: 32 ranks, outside CI.

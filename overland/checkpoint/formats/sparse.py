@@ -1,0 +1,42 @@
+"""Sparse matrices as others know them: dense, with zeros where the mask is (models/sparse.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from overland.checkpoint.formats.checkpoint import MODEL, LazyCheckpoint
+from overland.checkpoint.formats.lazy import Lazy
+from overland.errors import CheckpointError
+from overland.models.sparse import MASK, masked
+
+
+@dataclass(frozen=True, eq=False)
+class Masked(Lazy):
+    weight: Lazy
+    mask: Lazy
+
+    def load(self) -> Tensor:
+        return masked(self.weight.load(), self.mask.load(), self.shape[1] // self.mask.shape[1])
+
+
+def has_masks(names: Iterable[str]) -> bool:
+    return any(name.endswith(f".{MASK}") for name in names)
+
+
+def densify(source: LazyCheckpoint) -> LazyCheckpoint:
+    """The checkpoint with its masks put into the weights."""
+    if not has_masks(source.tensors):
+        return source
+    found = {name: lazy for name, lazy in source.tensors.items() if not name.endswith(f".{MASK}")}
+    for name, mask in source.tensors.items():
+        if not (name.startswith(MODEL) and name.endswith(f".{MASK}")):
+            continue
+        key = f"{name.removesuffix(MASK)}weight"
+        weight = found.get(key)
+        if weight is None or weight.shape[:1] != mask.shape[:1] or weight.shape[1] % mask.shape[1]:
+            raise CheckpointError(f"{source.folder} has {name}, and no weight that it fits")
+        found[key] = Masked(weight.shape, weight.dtype, weight, mask)
+    return source.with_tensors(found)

@@ -1,0 +1,206 @@
+"""Linear layers whose weights are N:M sparse: of every M in a row, N are used and the others are
+zero (Mishra et al. 2021; trained from the start as in Zhou et al. 2021).
+
+All weights are kept and trained: the product uses those that the mask lets through, and the
+gradient goes straight through to all of them, so that one which was left out can come back. Every
+`refresh` steps the mask is made anew. It is state, saved and resumed as weights are: a byte for
+each group of M, whose bits say which of its weights are used. Groups lie along rows, so that
+neither sharding, which cuts between rows, nor tensor parallelism, which cuts between groups,
+changes a mask.
+
+A method of your own makes other masks:
+
+    # my_parts.py, named in [job] custom_import; the config: [model.sparse] method = "mine"
+    register_mask("mine", lambda weight_OD, kept, group: ...)     # bools, where weights are used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from overland.config.schema import Sparse
+from overland.errors import ModelError
+from overland.models.init import Constant, Rule
+from overland.models.lora_targets import is_named
+from overland.models.structure import blocks_of
+from overland.models.transform import Transform
+from overland.words import did_you_mean
+
+MASK = "sparse_mask"
+Method = Callable[[Tensor, int, int], Tensor]
+"""Given a weight, N and M: which weights are used. It may be given some rows or columns of a matrix
+alone, always with whole groups."""
+
+
+class SparseWeights(Transform):
+    """Makes linear layers of the blocks sparse; their weights keep their names."""
+
+    def __init__(self, settings: Sparse) -> None:
+        self.settings = settings
+
+    def apply(self, model: nn.Module) -> None:
+        method, (kept, group) = method_of(self.settings.method), self.settings.ratio
+        linears = {
+            f"{path}.{own}": module
+            for path, block in blocks_of(model).items()
+            for own, module in block.named_modules()
+            if type(module) is nn.Linear
+        }
+        for name, module in linears.items():
+            is_out = is_named(name, self.settings.exclude)
+            if is_named(name, self.settings.modules) and not is_out:
+                make_sparse(module, name, kept, group, self.settings, method)
+        if not any(isinstance(module, SparseLinear) for module in linears.values()):
+            raise ModelError(
+                "model.sparse names no linear layer of this model's blocks"
+                + (f", such as {next(iter(linears))}" if linears else ": it has none")
+            )
+
+    def init_rule(self, name: str) -> Rule | None:
+        return Constant(0.0) if name.endswith(f".{MASK}") else None
+
+    def start(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, SparseLinear):
+                module.renew()
+
+
+class SparseLinear(nn.Linear):
+    """`sparse_mask` holds a byte for each group of `group` weights, of which `kept` are used."""
+
+    sparse_mask: nn.Parameter
+    kept: int
+    group: int
+    refresh: int
+    method: Method
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = sparse_product(x, self.weight, self.sparse_mask, self.group)
+        return out if self.bias is None else out + self.bias
+
+    def after_step(self, step: int) -> None:
+        if step % self.refresh == 0:
+            self.renew()
+
+    def renew(self) -> None:
+        """Makes the mask of the weights that are here."""
+        weight_OD, mask_OG = here(self.weight), here(self.sparse_mask)
+        used_OD = self.method(weight_OD, self.kept, self.group)
+        if used_OD.shape != weight_OD.shape or used_OD.dtype != torch.bool:
+            raise ModelError(
+                f"the mask of model.sparse.method is {used_OD.dtype} {list(used_OD.shape)}, "
+                f"expected a bool for each weight, {list(weight_OD.shape)}"
+            )
+        mask_OG.copy_(pack(used_OD, self.group))
+
+    def num_unused(self) -> Tensor:
+        """Returns how many weights are left out of those that are here, and how many these are."""
+        used_OD = unpack(here(self.sparse_mask), self.group)
+        unused = (~used_OD).sum()
+        return torch.stack((unused, torch.full_like(unused, used_OD.numel())))
+
+    def roles(self, role: Any) -> dict[str, Any]:
+        """Nothing is put in beside the mask, which is split as the weight is."""
+        return {}
+
+
+def sparse_product(x: Tensor, weight_OD: Tensor, mask_OG: Tensor, group: int) -> Tensor:
+    """Returns x · (mask ⊙ W)ᵀ; the gradient reaches all weights."""
+    out: Tensor = SparseProduct.apply(x, weight_OD, mask_OG, group)
+    return out
+
+
+class SparseProduct(torch.autograd.Function):
+    """Masked weights exist while one product is computed: nothing of them is kept for the backward
+    pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OD: Tensor, mask_OG: Tensor, group: int) -> Tensor:
+        ctx.save_for_backward(x, weight_OD, mask_OG)
+        ctx.group = group
+        return F.linear(x, masked(weight_OD, mask_OG, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight_OD, mask_OG = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ masked(weight_OD, mask_OG, ctx.group)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return grad_x, grad_weight, None, None
+
+
+def masked(weight_OD: Tensor, mask_OG: Tensor, group: int) -> Tensor:
+    return weight_OD * unpack(mask_OG, group)
+
+
+def unpack(mask_OG: Tensor, group: int) -> Tensor:
+    """Returns a bool for each weight."""
+    bits_g = torch.arange(group, dtype=torch.uint8, device=mask_OG.device)
+    return ((mask_OG[..., None] >> bits_g) & 1).flatten(1).bool()
+
+
+def pack(used_OD: Tensor, group: int) -> Tensor:
+    bits_g = 1 << torch.arange(group, dtype=torch.uint8, device=used_OD.device)
+    return (used_OD.unflatten(1, (-1, group)) * bits_g).sum(-1, dtype=torch.uint8)
+
+
+def largest(weight_OD: Tensor, kept: int, group: int) -> Tensor:
+    """Uses the weights of each group that are the largest; of equal ones, the first."""
+    size_OGg = weight_OD.abs().unflatten(1, (-1, group))
+    used = []
+    for i in range(group):
+        mine_OG = size_OGg[..., i]
+        better = [
+            size_OGg[..., j] >= mine_OG if j < i else size_OGg[..., j] > mine_OG
+            for j in range(group)
+            if j != i
+        ]
+        used.append(torch.stack(better).sum(0) < kept)
+    return torch.stack(used, dim=-1).flatten(1)
+
+
+def make_sparse(
+    module: nn.Linear, name: str, kept: int, group: int, settings: Sparse, method: Method
+) -> None:
+    """Makes a linear layer a sparse one, in place."""
+    if module.in_features % group:
+        raise ModelError(
+            f"model.sparse.pattern = {settings.pattern} needs rows of a multiple of {group} "
+            f"weights, and {name} has rows of {module.in_features}: leave it out by "
+            "model.sparse.exclude"
+        )
+    module.__class__ = SparseLinear
+    assert isinstance(module, SparseLinear)
+    shape = (module.out_features, module.in_features // group)
+    mask = torch.empty(shape, dtype=torch.uint8, device=module.weight.device)
+    module.register_parameter(MASK, nn.Parameter(mask, requires_grad=False))
+    module.kept, module.group, module.method = kept, group, method
+    module.refresh = settings.refresh
+
+
+def here(tensor: Tensor) -> Tensor:
+    """Returns the numbers that are on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def register_mask(name: str, method: Method) -> None:
+    if name in _METHODS:
+        raise ModelError(f"a method of model.sparse named '{name}' is already registered")
+    _METHODS[name] = method
+
+
+def method_of(name: str) -> Method:
+    if name not in _METHODS:
+        raise ModelError(f"model.sparse.method = {name} is not known{did_you_mean(name, _METHODS)}")
+    return _METHODS[name]
+
+
+_METHODS: dict[str, Method] = {"magnitude": largest}
