@@ -16,6 +16,7 @@ import typer
 from overland.cli.common import user_errors
 from overland.cli.eval_tables import tables
 from overland.run_folder import CONFIG, LOGS
+from overland.words import any_of, visible
 from overland.world.signals import end_at_signal
 
 if TYPE_CHECKING:
@@ -76,10 +77,13 @@ def evaluate(
     ] = False,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens of a window; default: as trained, 4096 at most; see the docs."),
+        typer.Option(
+            help="Tokens of a window; default: as trained, 4096 at most; see the docs.", min=2
+        ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens between windows; default: half of the context.")
+        int | None,
+        typer.Option(help="Tokens between windows; default: half of the context.", min=1),
     ] = None,
     joined: Annotated[
         bool, typer.Option("--joined", help="All documents as one text, as C4 is measured.")
@@ -157,7 +161,6 @@ def evaluate(
     from overland.config.schema import DataSource
     from overland.tools.evaluation.evaluate import Asked
     from overland.tools.evaluation.model import DTYPES
-    from overland.words import any_of
 
     for option, value, known in (("--dtype", dtype, DTYPES), ("--prefix", prefix, PREFIXES)):
         if value is not None and value not in known:
@@ -201,7 +204,7 @@ def evaluate(
         if as_json:
             print(json.dumps(results, indent=2))
             return
-        print(*tables(results, is_sweep=steps is not None), sep="\n\n")
+        print(*map(visible, tables(results, is_sweep=steps is not None)), sep="\n\n")
 
 
 PREFIXES = ("auto", "bos", "eos", "none")
@@ -244,7 +247,7 @@ def evaluate_here(
 
     def report(message: str) -> None:
         if world.is_first:
-            print(message, file=sys.stderr, flush=True)
+            print(visible(message), file=sys.stderr, flush=True)
 
     some = [asked]
     if steps is not None:

@@ -82,12 +82,13 @@ def generate(
 ) -> None:
     """Let a model continue texts, or answer questions."""
     from overland.tools.evaluation.model import open_model
-    from overland.tools.evaluation.prompts import Prompt, read_prompts
+    from overland.tools.evaluation.prompts import Prompt, check_prompts, read_prompts
     from overland.tools.evaluation.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     given = [Prompt(text) for text in [*(prompts or []), *(prompt or [])]]
     given += read_prompts(file) if file is not None else []
+    check_prompts(given)
     if system is not None and not chat:
         raise typer.BadParameter("--system is for --chat")
     opened = open_model(
@@ -183,13 +184,16 @@ def beginning(asked: Asked, prompt: Prompt) -> str:
 
 def show(asked: Asked, prompt: Prompt, one: Completion) -> None:
     if asked.as_json:
-        record = {
-            "prompt": prompt.text, "text": one.text, "reason": one.reason, "tokens": len(one.ids)
-        }  # fmt: skip
-        print(json.dumps(record, ensure_ascii=False))
+        show_json(prompt.text, one.text, one)
         return
     begun = beginning(asked, prompt)
     say([begun + one.text if begun else one.text.strip()])
+
+
+def show_json(prompt: str, text: str, one: Completion) -> None:
+    """Prints it at once: who reads it may wait for it."""
+    record = {"prompt": prompt, "text": text, "reason": one.reason, "tokens": len(one.ids)}
+    print(json.dumps(record, ensure_ascii=False), flush=True)
 
 
 def converse(asked: Asked) -> None:
@@ -212,11 +216,12 @@ def converse(asked: Asked) -> None:
         try:
             if asked.as_json:
                 text = "".join(talk.ask(question)).strip()
-                print(json.dumps({"prompt": question, "text": text}, ensure_ascii=False))
+                assert talk.answer is not None
+                show_json(question, text, talk.answer)
             else:
                 say(stripped(talk.ask(question)))
-                if is_watched:
-                    tell_end(asked, talk.reason)
+                if is_watched and talk.answer is not None:
+                    tell_end(asked, talk.answer.reason)
         except KeyboardInterrupt:
             print()
         except OverlandError as error:
@@ -225,7 +230,7 @@ def converse(asked: Asked) -> None:
             note(str(error))
 
 
-def tell_end(asked: Asked, reason: str | None) -> None:
+def tell_end(asked: Asked, reason: str) -> None:
     """Says why a text ends where it might have gone on."""
     if reason == CONTEXT:
         note(f"(the model's context of {asked.opened.context:,} tokens is full)")

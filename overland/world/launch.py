@@ -50,6 +50,7 @@ def launch_local(
     }
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     logs = {rank: log_folder / f"rank_{rank}.log" for rank in range(num_ranks)}
+    before = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
 
     ranks: list[subprocess.Popen[bytes]] = []
     for rank in range(num_ranks):
@@ -77,7 +78,7 @@ def launch_local(
         return max(rank.returncode for rank in ranks)
     code = ranks[failed].returncode
     if failed not in log_ranks:
-        _show_end_of(logs[failed], failed)
+        _show_end_of(logs[failed], failed, before.get(failed, 0))
     if code < 0:
         print(f"rank {failed} was ended by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code > 0 else 128 - code
@@ -169,6 +170,9 @@ class _interrupts_go_to:
                 rank.send_signal(number)
 
 
-def _show_end_of(log: Path, rank: int) -> None:
-    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+def _show_end_of(log: Path, rank: int, start: int) -> None:
+    """What was in the log before is of an earlier session."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     print(f"rank {rank} failed; the end of {log}:", *lines, sep="\n  ", file=sys.stderr)

@@ -127,6 +127,7 @@ def test_a_conversation_keeps_what_was_said(chat: Path, tmp_path: Path) -> None:
     assert asked["text"].strip() == first["text"]
     again = records(*how, "--chat", given="Hi there\n/reset\nHi there\n")
     assert again[0] == again[1]
+    assert (again[0]["reason"], again[0]["tokens"]) == ("number of tokens", 8)
     assert again[0]["text"] != first["text"]  # nobody asked it to be short
 
 
@@ -170,6 +171,7 @@ def test_odd_options_are_one_sentence(words: list[str], message: str, model: Pat
         ("cut.jsonl", b'{"prompt": "a"}\n{"prompt": ', "cut.jsonl, line 2: no JSON"),
         ("other.jsonl", b'{"id": 3}', "other.jsonl, line 1: expected a text"),
         ("turns.jsonl", b'{"messages": [{"role": 1}]}', "turns.jsonl, line 1: expected a text"),
+        ("half.jsonl", b'"a"\n"b\\ud800"', "prompt 2 is not UTF-8 text: '\\ud800', character 2"),
     ],
 )
 def test_odd_files_are_one_sentence(

@@ -6,10 +6,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from overland.world.launch import free_port
+from overland.world.launch import _show_end_of, free_port
 from tests.cli.processes import environment
 
 LAUNCHER = """
@@ -50,3 +51,17 @@ def test_a_rank_ends_when_its_launcher_is_killed() -> None:
 def test_a_free_port_can_be_bound() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
+
+
+def test_the_end_of_a_log_is_of_this_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "rank_1.log"
+    log.write_text("an earlier error\n")
+    before = log.stat().st_size
+    with log.open("a") as file:
+        file.write("this error\n")
+    _show_end_of(log, 1, before)
+    said = capsys.readouterr().err
+    assert "this error" in said
+    assert "an earlier error" not in said

@@ -125,6 +125,39 @@ def test_settings_that_cannot_be_are_refused(
         alone(model, lines(tmp_path, TEXT), **asked)
 
 
+@pytest.mark.parametrize("words", [("--stride", "-1"), ("--stride", "0"), ("--context", "0")])
+def test_windows_that_cannot_be_are_refused(
+    model: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    path = lines(tmp_path, TEXT)
+    said = overland("eval", str(model), "--data", str(path), *words, cwd=tmp_path, code=2).stderr
+    assert f"Invalid value for '{words[0]}'" in said
+
+
+def refuse_on_rank(world: World, model: Path, path: Path, output: Path) -> str:
+    with pytest.raises(ModelError) as error:
+        on_rank(world, model, path, output, {"tensor_parallel": 2})
+    return str(error.value)
+
+
+def test_tensor_parallelism_that_does_not_divide_is_refused(
+    tmp_path: Path, ranks: RankPool
+) -> None:
+    odd = write_text_model(tmp_path / "odd", vocab_size=301, num_key_value_heads=1)
+    for said in ranks.run(2, refuse_on_rank, odd, lines(tmp_path, TEXT), tmp_path / "out"):
+        assert said == (
+            "--tensor-parallel 2 does not divide 1 key-value heads and a vocabulary of 301: choose "
+            "another degree, or --shard"
+        )
+
+
+def test_a_name_is_no_command_to_the_terminal(model: Path, tmp_path: Path) -> None:
+    named = f"a\x1b[31m={lines(tmp_path, TEXT)}"
+    shown = overland("eval", str(model), "--data", named, "--limit", "1", cwd=tmp_path).stdout
+    assert "a\\x1b[31m" in shown
+    assert "\x1b" not in shown
+
+
 def test_names_that_are_not_known_or_come_twice_are_refused(model: Path, tmp_path: Path) -> None:
     def refused(*words: str) -> str:
         return overland("eval", str(model), *words, cwd=tmp_path, code=2).stderr

@@ -115,7 +115,15 @@ def test_a_folder_that_is_no_checkpoint_is_named(run: Path, name: str) -> None:
 
 
 def test_the_link_to_the_latest_checkpoint_opens(run: Path) -> None:
-    assert open_model(run / "checkpoint" / "latest").step == 2
+    opened = open_model(run / "checkpoint" / "latest")
+    assert opened.step == 2
+    assert opened.path.name == "step_2"  # which results are kept by
+
+
+def test_a_link_from_elsewhere_opens_with_what_its_run_knows(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "best").symlink_to(run / "checkpoint" / "step_1")
+    assert find_run(tmp_path / "best") == (run, run / "checkpoint" / "step_1")
+    assert open_model(tmp_path / "best").config is not None
 
 
 def test_a_step_that_is_not_there_is_named_with_those_that_are(run: Path) -> None:

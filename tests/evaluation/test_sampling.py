@@ -103,6 +103,13 @@ def test_rows_that_are_not_finite_are_marked_alone() -> None:
         assert found[4] != 7
 
 
+def test_the_smallest_temperatures_take_the_likeliest_token() -> None:
+    keys = row_keys(0, range(6), torch.device("cpu"))
+    for temperature in (1e-45, 1e-38, 1e-7):
+        found = choose(LOGITS, Sampling(temperature=temperature), keys, torch.arange(6))
+        assert found.tolist() == LOGITS.argmax(dim=1).tolist()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

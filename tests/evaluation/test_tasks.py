@@ -17,13 +17,20 @@ import torch
 
 from overland.config.schema import DataSource
 from overland.data.tokenizer import Tokenizer
-from overland.errors import ClusterError, DataError, OverlandError
+from overland.errors import ClusterError, DataError, ModelError, OverlandError
 from overland.tools.evaluation.crew import Crew, key_of
 from overland.tools.evaluation.evaluate import Asked, open_session
 from overland.tools.evaluation.results import Kept
 from overland.tools.evaluation.score import ContinuationScorer, Pair, Score
-from overland.tools.evaluation.task_data import open_manager, task_names
-from overland.tools.evaluation.task_run import TaskSettings, no_network
+from overland.tools.evaluation.task_data import local_files, open_manager, task_names
+from overland.tools.evaluation.task_run import (
+    TaskSettings,
+    by_task,
+    no_network,
+    run_harness,
+    scores_of,
+    task_errors,
+)
 from overland.tools.evaluation.tasks import AskedTasks, crew_of, evaluate_tasks
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
@@ -67,12 +74,16 @@ def definitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Fake:
     """Keeps what the harness would have computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, value: float = -1.0) -> None:
         self.pairs: list[Pair] = []
+        self.value = value
 
     def score(self, pairs: list[Pair]) -> list[Score]:
         self.pairs += pairs
-        return [Score(-1.0, False)] * len(pairs)
+        return [Score(self.value, False)] * len(pairs)
+
+    def require_texts(self) -> None:
+        pass
 
     def generate(self, prompts: Any, settings: dict[str, Any]) -> list[str]:
         return [""] * len(prompts)
@@ -338,6 +349,82 @@ def test_a_model_that_is_split_generates_nothing() -> None:
     scorer = ContinuationScorer(torch.nn.Linear(1, 1), max_length=4)
     with pytest.raises(ClusterError, match="generates none: leave out --shard"):
         Crew(scorer, None, World()).generate([[1]], {})
+
+
+class Scoring(Fake):
+    """Counts, and has a layout that cannot generate."""
+
+    def require_texts(self) -> None:
+        Crew(ContinuationScorer(torch.nn.Linear(1, 1), max_length=4), None, World()).require_texts()
+
+
+def test_a_task_that_generates_is_refused_before_others_are_scored(
+    model: Path, definitions: Path, tmp_path: Path
+) -> None:
+    engine = Scoring()
+    ours = HarnessModel(engine, Tokenizer(model, add_eos=False), max_length=256)
+    settings = TaskSettings(
+        tasks=("own_group",), context=256, dtype="float32", include_path=str(definitions)
+    )
+    with pytest.raises(ClusterError, match="generates none"):
+        run_harness(ours, settings, tmp_path)
+    assert not engine.pairs
+
+
+def test_a_perplexity_that_no_number_holds_is_none(
+    model: Path, definitions: Path, tmp_path: Path
+) -> None:
+    ours = HarnessModel(Fake(-1e4), Tokenizer(model, add_eos=False), max_length=256)
+    settings = TaskSettings(
+        tasks=("own_text", "own_continuation"), context=256, dtype="float32",
+        include_path=str(definitions), bootstrap=100,
+    )  # fmt: skip
+    found = by_task(scores_of(run_harness(ours, settings, tmp_path)))
+    assert found["own_text"]["word_perplexity"] is None
+    assert found["own_text"]["bits_per_byte"] is not None
+    assert found["own_continuation"] == {"perplexity": None, "acc": 0}
+
+
+def test_a_first_rank_that_fails_says_why_and_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Failing(ContinuationScorer):
+        def score(self, requests: Any) -> Any:
+            raise ModelError("broken weights")
+
+    told: list[Any] = []
+    monkeypatch.setattr("overland.tools.evaluation.crew.from_first_rank", told.append)
+    crew = Crew(Failing(torch.nn.Linear(1, 1), max_length=16), None, World(size=2))
+    with pytest.raises(ModelError, match="broken weights"), task_errors("these tasks"):
+        crew.score(PAIRS)
+    crew.dismiss()
+    assert [work[0] for work in told] == ["score"]  # the others wait for its part, and hear nothing
+
+
+def test_data_and_functions_of_definitions_are_part_of_what_a_result_is_known_by(
+    tmp_path: Path,
+) -> None:
+    data, code = tmp_path / "data" / "train.jsonl", tmp_path / "own" / "functions.py"
+    for file in (data, code):
+        file.parent.mkdir()
+        file.write_text("one")
+    config = {
+        "dataset_path": str(data.parent),
+        "process_docs": f"{code.parent}/functions.prepare",
+        "doc_to_text": "/" + "long" * 2000,
+        "metric_list": [{"metric": f"{code.parent}/functions.score"}],
+    }
+    for one in (
+        config,
+        {"dataset_path": "json", "dataset_kwargs": {"data_files": f"{data.parent}/*"}},
+    ):
+        before = local_files(one)
+        assert before
+        data.write_text(data.read_text() + "more")
+        assert local_files(one) != before
+    before = local_files(config)
+    code.write_text("two, and more")
+    assert local_files(config) != before
 
 
 def test_nothing_is_computed_twice(model: Path) -> None:

@@ -9,7 +9,7 @@ from overland.config.schema import JobConfig
 from overland.data.chat import ASSISTANT, Message
 from overland.data.sft import end_of_turn, to_answer
 from overland.errors import DataError
-from overland.tools.evaluation.generate import Generator, Reason
+from overland.tools.evaluation.generate import Completion, Generator
 from overland.tools.evaluation.model import OpenModel
 from overland.tools.evaluation.sampling import Sampling
 
@@ -48,16 +48,16 @@ class Conversation:
     system: str | None = None
     note: Callable[[str], None] = lambda text: None
     turns: list[Message] = field(default_factory=list)
-    reason: Reason | None = None
-    """Why the last answer ended; None if it was broken off."""
+    answer: Completion | None = None
+    """The last answer; None if it was broken off."""
 
     def ask(self, question: str) -> Iterator[str]:
         """Yields the answer, piece by piece, and remembers both. One that is broken off is
         remembered as far as it came."""
         begun = len(self.turns) // 2
         self.turns += turns_of(question, self.system if not self.turns else None)
-        answer: list[str] = []
-        self.reason = None
+        said: list[str] = []
+        self.answer = None
         try:
             pieces = self.generator.stream(
                 self._prompt(),
@@ -66,17 +66,17 @@ class Conversation:
                 end_ids=ends_of(self.opened),
                 stop=tuple(self.stop),
                 number=begun,
-                ended=lambda one: setattr(self, "reason", one.reason),
+                ended=lambda one: setattr(self, "answer", one),
             )
             for piece in pieces:
-                answer.append(piece)
+                said.append(piece)
                 yield piece
         except Exception:
             self.turns.pop()
             raise
         finally:
             if self.turns and self.turns[-1]["role"] == "user":
-                self.turns.append({"role": ASSISTANT, "content": "".join(answer).strip()})
+                self.turns.append({"role": ASSISTANT, "content": "".join(said).strip()})
 
     def reset(self) -> None:
         """Forgets everything that was said."""

@@ -42,6 +42,8 @@ class Crew:
         that compute the same; `done` is what `keep` kept of an evaluation that was stopped."""
         self.scorer, self.texts, self.world = scorer, texts, world
         self.leads, self.keep = leads, keep
+        self._is_waited_for = False
+        """Whether the other ranks compute what this one gave them, and wait for its part."""
         self.known: dict[str, Any] = {}
         for record in done:
             if isinstance(found := record.get("done"), dict):
@@ -63,13 +65,24 @@ class Crew:
         self._compute("generate", prompts, keys, settings)
         return [self.known[key] for key in keys]
 
+    def require_texts(self) -> None:
+        """Refuses to generate in a layout that cannot."""
+        if self.texts is None:
+            raise ClusterError(
+                "a model that is split over ranks scores texts and generates none: leave out "
+                "--shard and --tensor-parallel, so that each rank has the whole model, or tasks "
+                "that generate"
+            )
+
     def serve(self) -> None:
         """What all ranks but the first do."""
         while (work := from_first_rank(None)) is not None:
             all_of(self._own_part(work))
 
     def dismiss(self) -> None:
-        if self.world.size > 1:
+        """Ends `serve` on the other ranks. Those that are waited for in vain, as this one failed,
+        cannot hear it: whoever started them ends them."""
+        if self.world.size > 1 and not self._is_waited_for:
             from_first_rank(None)
 
     def _compute(
@@ -88,8 +101,11 @@ class Crew:
                 if self.world.size == 1:
                     self.known |= self._own_part(work, bar.advance)
                     continue
-                for part in all_of(self._own_part(from_first_rank(work), bar.advance)):
+                from_first_rank(work)
+                self._is_waited_for = True
+                for part in all_of(self._own_part(work, bar.advance)):
                     self.known |= part
+                self._is_waited_for = False
                 bar(start + len(some), len(new), what)
 
     def _own_part(
@@ -111,12 +127,8 @@ class Crew:
         if kind == "score":
             yield from self.scorer.score(requests)
             return
-        if self.texts is None:
-            raise ClusterError(
-                "a model that is split over ranks scores texts and generates none: leave out "
-                "--shard and --tensor-parallel, so that each rank has the whole model, or tasks "
-                "that generate"
-            )
+        self.require_texts()
+        assert self.texts is not None
         yield from self.texts(requests, keys, settings)
 
 

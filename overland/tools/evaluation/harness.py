@@ -42,6 +42,9 @@ class Engine(Protocol):
 
     def score(self, pairs: Sequence[Pair]) -> list[Score]: ...
 
+    def require_texts(self) -> None:
+        """Raises where it cannot generate."""
+
     def generate(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]: ...
 
 

@@ -165,6 +165,7 @@ def find_run(path: Path) -> tuple[Path | None, Path | None]:
     """(run folder, checkpoint if one was named); (None, None) for what belongs to no run."""
     if (path / CONFIG).is_file():
         return path, None
+    path = path.resolve() if path.is_symlink() else path  # such as `latest`
     if (step := step_of_export(path)) is not None:  # its adapters, as PEFT stores them
         return path.absolute().parent, step
     for folder in path.absolute().parents[:3]:

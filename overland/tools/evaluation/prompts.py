@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,20 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise DataError(f"--file {path}: there is no prompt in it")
     return prompts
+
+
+def check_prompts(prompts: Iterable[Prompt]) -> None:
+    """Refuses what is no text: bytes of the command line, or escapes in JSON, that no character
+    has."""
+    for number, prompt in enumerate(prompts, start=1):
+        for text in (prompt.text, *(turn["content"] for turn in prompt.messages)):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"prompt {number:,} is not UTF-8 text: {text[error.start]!a}, character "
+                    f"{error.start + 1:,}, is half of one"
+                ) from None
 
 
 def _prompts(path: Path) -> Iterator[Prompt]:

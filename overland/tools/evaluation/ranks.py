@@ -30,6 +30,7 @@ from overland.parallel.plans import plan_for
 from overland.parallel.sharding import local_part
 from overland.tools.evaluation.score import stretches_from
 from overland.tools.evaluation.windows import Ids
+from overland.words import any_of
 from overland.world import World
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def open_on_ranks(
         model = cast_floats(found.build(), dtype)
         if mesh is not None:
             require_splittable(model, found.architecture, mesh.degrees)
+            _require_even(found.architecture, tensor_parallel)
             parallelize(model, plan_for(found.architecture), mesh, _config(dtype))
     model.to_empty(device=device)
     tie(model)
@@ -144,6 +146,15 @@ def _mesh(world: World, device: torch.device, shard: bool, tensor_parallel: int)
         }
     )
     return build_mesh(resolve_degrees(settings, world.size, world.local_size), device.type)
+
+
+def _require_even(architecture: Any, tensor_parallel: int) -> None:
+    plan = plan_for(architecture) if tensor_parallel > 1 else None
+    if plan is not None and (uneven := plan.uneven(architecture, tensor_parallel)):
+        raise ModelError(
+            f"--tensor-parallel {tensor_parallel} does not divide {any_of(uneven, 'and')}: choose "
+            "another degree, or --shard"
+        )
 
 
 def _config(dtype: torch.dtype) -> JobConfig:

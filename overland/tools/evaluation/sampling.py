@@ -22,6 +22,9 @@ from torch import Tensor
 from overland.errors import ModelError
 from overland.models.init import hash_bits, signed
 
+# Below this it is 0: logits of float32 are not exact to so much, and divided by less they may be
+# more than float32 holds.
+LEAST_TEMPERATURE = 1e-6
 BROKEN = -1  # in the place of a token where logits are not finite
 
 
@@ -55,7 +58,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
 
 def row_keys(seed: int, numbers: Iterable[int], device: torch.device) -> Tensor:

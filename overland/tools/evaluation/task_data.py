@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import glob
 from pathlib import Path
 from typing import Any, cast
 
@@ -243,11 +244,28 @@ def data_of(config: Mapping[str, Any]) -> list[TaskData] | str:
 
 
 def local_files(config: Mapping[str, Any]) -> list[Any]:
-    """Sizes and times of files here that a definition names."""
-    options = config.get("dataset_kwargs") or {}
-    files = [Path(one).expanduser() for some in listed(options.get("data_files")) for one in some]
-    found = [(str(one), one.stat()) for one in files if one.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
+    """Sizes and times of files here that a definition names: its data, and Python functions."""
+    options, path = config.get("dataset_kwargs") or {}, config.get("dataset_path")
+    named = [one for some in listed(options.get("data_files")) for one in some]
+    named += [one for one in (path, options.get("data_dir")) if isinstance(one, str)]
+    named += [f"{one.rpartition('.')[0]}.py" for one in texts_in(config) if one.startswith("/")]
+    files = dict.fromkeys(file for one in named for file in files_at(os.path.expanduser(one)))
+    found = [(file, os.stat(file)) for file in files]
+    return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in found]
+
+
+def files_at(path: str) -> list[str]:
+    """A file, those below a folder, or those that a pattern means."""
+    inside = f"{path}/**" if os.path.isdir(path) else path
+    return [one for one in sorted(glob(inside, recursive=True)) if os.path.isfile(one)]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from texts_in(one)
 
 
 def attributes_of(config: Mapping[str, Any]) -> tuple[Any, Any]:

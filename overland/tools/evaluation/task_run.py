@@ -7,6 +7,7 @@ It is imported when tasks are run, which takes seconds.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import signal
@@ -17,15 +18,17 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from overland.errors import DataError, sentence
+from overland.errors import DataError, OverlandError, sentence
 from overland.tools.evaluation.task_data import NO_NETWORK, fetched, matching, open_manager
 from overland.world.signals import SIGNALS
 
+LARGEST_EXPONENT = math.log(sys.float_info.max)
 BOOTSTRAP = 100_000  # as the harness does
 SEEDS = (0, 1234, 1234, 1234)  # of Python, NumPy, torch and the choice of examples: the harness's
 
@@ -82,7 +85,9 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
     loaded = load_tasks(manager, settings.tasks, root)
     for task in loaded["tasks"].values():
         adjust(task, settings, examples)
-    with task_errors("these tasks"), quiet():
+    if any(task.OUTPUT_TYPE == "generate_until" for task in loaded["tasks"].values()):
+        model.engine.require_texts()  # now, and not after all that is scored
+    with task_errors("these tasks"), quiet(), unbounded():
         results = evaluate(
             lm=model,
             task_dict=loaded,
@@ -142,6 +147,23 @@ def quiet() -> Iterator[None]:
         tqdm.__init__ = original
 
 
+@contextmanager
+def unbounded() -> Iterator[None]:
+    """Has a perplexity that no number can hold be infinite, where the harness would break off: per
+    word, of a language that is written without spaces, it soon is."""
+    from lm_eval.api import metrics
+
+    def exp(x: float) -> float:
+        return math.inf if x > LARGEST_EXPONENT else math.exp(x)
+
+    original = metrics.math
+    metrics.math = SimpleNamespace(**{**vars(math), "exp": exp})
+    try:
+        yield
+    finally:
+        metrics.math = original
+
+
 def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]:
     """Tasks with their data, as the harness takes them."""
     import datasets
@@ -179,13 +201,22 @@ def task_errors(what: str) -> Iterator[None]:
 
     try:
         yield
+    except OverlandError:
+        raise
     except ModuleNotFoundError as error:
         raise DataError(
             f"{what}: needs the package {error.name}: pip install {error.name}"
         ) from None
     except (ConnectionError, OSError) as error:
         raise DataError(f"{what}: {sentence(error)}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+    ) as error:
         if "confirm_run_unsafe_code" in str(error):
             raise DataError(
                 f"{what}: what the model writes would be run as a program: --unsafe-code allows it"
@@ -206,7 +237,6 @@ def scores_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                 metric, comma, filtered = name.partition(",")
                 if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                     continue
-                stderr = values.get(f"{metric}_stderr,{filtered}")
                 better = (results.get("higher_is_better") or {}).get(task) or {}
                 samples = (results.get("n-samples") or {}).get(task) or {}
                 found.append(
@@ -216,8 +246,8 @@ def scores_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
                         "shots": (results.get("n-shot") or {}).get(task),
                         "filter": filtered,
                         "metric": metric,
-                        "value": value,
-                        "stderr": stderr if isinstance(stderr, int | float) else None,
+                        "value": finite(value),
+                        "stderr": finite(values.get(f"{metric}_stderr,{filtered}")),
                         "higher_is_better": better.get(metric),
                         "documents": samples.get("effective"),
                     }
@@ -225,9 +255,14 @@ def scores_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def by_task(scores: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def finite(value: object) -> float | None:
+    """None for what is no number, or infinite: JSON has neither."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def by_task(scores: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Task -> metric -> value; the filter is named where answers were filtered."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float | None]] = {}
     for one in scores:
         filtered = "" if one["filter"] == "none" else f", {one['filter']}"
         found.setdefault(one["task"], {})[one["metric"] + filtered] = one["value"]

@@ -23,7 +23,7 @@ from overland.data.tokenizer_files import DEFAULT
 from overland.errors import sentence
 from overland.files import replace_file
 from overland.tools.evaluation.crew import Crew
-from overland.tools.evaluation.results import Kept, Record, mark_of_weights
+from overland.tools.evaluation.results import Kept, Record, base_of, mark_of_weights
 from overland.tools.evaluation.score import ContinuationScorer
 from overland.tools.evaluation.task_data import Needs, matching, needs_of, open_manager
 from overland.tools.evaluation.task_run import (
@@ -126,7 +126,7 @@ def _key_and_result(
     manager = open_manager(settings.tasks, include)
     needs = needs_of(manager, matching(manager, settings.tasks))
     found, asked = session.found, session.asked
-    weights = mark_of_weights(found.path, asked.base)
+    weights = mark_of_weights(found.path, asked.base or base_of(found.path))
     key = [weights, found.tokenizer.fingerprint, asdict(settings), versions(), marks(needs, root)]
     kept = Kept(asked.place(found), KIND, label_of(settings), key, session.report)
     if asked.again or (before := kept.result()) is None:
