@@ -154,7 +154,11 @@ def test_nothing_but_garbage_in_every_file_still_is_a_page(tmp_path: Path) -> No
         (run / name).parent.mkdir(exist_ok=True, parents=True)
         (run / name).write_bytes(b"\0\1 OVLL{")
     (run / "config.toml").write_bytes(b"[training\nsteps = ")
-    assert "Curves" in build_page(reports(run))
+    (report,) = reports(run)
+    page = build_page([report])
+    assert "Curves" in page
+    assert "Not known: no config.toml can be read" in page
+    assert report.facts == report.settings == [], "no default is made up"
 
 
 HUGE = 10**400

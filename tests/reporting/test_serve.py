@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -70,7 +72,8 @@ def test_new_content_comes_once(server: ReportServer, run: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example:1",
-                                  "", "[::1]:80", "localhost@evil:1"])  # fmt: skip
+                                  "", "[::1]:80", "localhost@evil:1",
+                                  "localhost:evil"])  # fmt: skip
 def test_a_name_that_only_resolves_to_this_machine_is_refused(
     server: ReportServer, host: str
 ) -> None:
@@ -79,8 +82,35 @@ def test_a_name_that_only_resolves_to_this_machine_is_refused(
     assert b"tiny run" not in body
 
 
-def test_a_tunnel_may_have_another_port(server: ReportServer) -> None:
-    assert ask(server, host="localhost:1234")[0] == 200
+@pytest.mark.parametrize("host", ["localhost:1234", "localhost", "127.0.0.1", "LocalHost:80"])
+def test_a_tunnel_may_have_another_port(server: ReportServer, host: str) -> None:
+    """A browser leaves port 80 out."""
+    assert ask(server, host=host)[0] == 200
+
+
+def test_a_run_folder_that_is_removed_is_said_and_nothing_is_made_up(
+    server: ReportServer, run: Path
+) -> None:
+    assert b"A tiny run" in ask(server)[1]
+    shutil.rmtree(run)
+    server.live._next = 0.0
+    status, body = ask(server)
+    page = body.decode().split("<main")[1]
+    assert status == 200
+    assert "no sign of life: its folder is not there any more" in page
+    assert "AdamW" not in page
+
+
+def test_an_error_of_ours_shows_its_trace_and_a_reader_that_has_left_does_not(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error in (BrokenPipeError("gone"), RuntimeError("ours")):
+        monkeypatch.setattr(server.live, "page", Mock(side_effect=error))
+        with pytest.raises(http.client.RemoteDisconnected):
+            ask(server)
+    said = capsys.readouterr().err
+    assert "RuntimeError: ours" in said
+    assert "gone" not in said
 
 
 @pytest.mark.parametrize("path", ["/", "/data.json", "/../config.toml", "/%2e%2e/config.toml",

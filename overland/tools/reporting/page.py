@@ -386,6 +386,8 @@ def samples(run: RunReport, level: str) -> str:
 
 
 def config(run: RunReport, level: str) -> str:
+    if not run.settings:
+        return f'<{level}>Config</{level}><p class="muted">Not known: no {CONFIG} can be read.</p>'
     changed = [one for one in run.settings if one.differs]
     rest = [one for one in run.settings if not one.differs]
     return (

@@ -262,7 +262,10 @@ def _precision(latest: Mapping[str, Any], training: Mapping[str, Any]) -> str | 
 
 
 def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """What only a config that is valid today says in words."""
+    """What only a config that is valid today says in words. Without one, its defaults are not known
+    to be the run's."""
+    if not config:
+        return []
     try:
         job = JobConfig.model_validate(config)
     except ValueError:
@@ -381,7 +384,10 @@ def environment_of(report: RunReport) -> list[tuple[str, str]]:
 
 
 def settings_of(config: Mapping[str, Any]) -> list[Setting]:
-    """Every key, with its value in this run; those that no schema knows come last."""
+    """Every key, with its value in this run; those that no schema knows come last. Nothing for a
+    run whose config cannot be read."""
+    if not config:
+        return []
     found, known = [], set()
     for key in all_keys().values():
         section = _table(config.get(key.section))

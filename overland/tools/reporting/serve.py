@@ -12,13 +12,14 @@ import errno
 import json
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from overland.errors import ReportError
 from overland.tools.reporting.page import build_page, data_of, policy, sections_of
@@ -86,7 +87,9 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/{self.secret}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that has left is no error."""
+        """A reader that has left is no error; anything else shows its trace."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -98,12 +101,12 @@ class Handler(BaseHTTPRequestHandler):
         if not self._is_ours():
             self._answer(HTTPStatus.FORBIDDEN, b"this server answers 127.0.0.1 alone\n")
             return
-        asked = urlsplit(self.path)
-        if secrets.compare_digest(asked.path.encode(), f"/{self.server.secret}/".encode()):
+        path, _, query = self.path.partition("?")
+        if secrets.compare_digest(path.encode(), f"/{self.server.secret}/".encode()):
             page = self.server.live.page().encode()
             self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
-        elif asked.path == f"/{self.server.secret}/data.json":
-            self._answer_data(parse_qs(asked.query).get("since", ["0"])[0])
+        elif path == f"/{self.server.secret}/data.json":
+            self._answer_data(parse_qs(query).get("since", ["0"])[0])
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"the address has a part that was printed with it\n")
 
@@ -117,7 +120,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self) -> bool:
         hosts = self.headers.get_all("Host") or []
-        return len(hosts) == 1 and hosts[0].rpartition(":")[0] in NAMES
+        name, _, port = "".join(hosts).lower().partition(":")
+        return len(hosts) == 1 and name in NAMES and (not port or port.isdecimal())
 
     def _answer(
         self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8"

@@ -209,6 +209,8 @@ def judge_state(
     run: Path, seen: RunStatus, live: Event, owner: Event, events: Events
 ) -> tuple[str, str]:
     """The state, and a few words about it. What lives comes first, then what is known for sure."""
+    if not run.is_dir():
+        return "silent", "its folder is not there any more"
     limit = max(SILENT_SECONDS, SILENT_STEPS * (seen.step_seconds or 0))
     age = seen.time - (seen.last_sign or 0)
     supervised = supervisors_word(live)
