@@ -49,6 +49,7 @@ decay_type = "cosine"
 
 [checkpoint]
 interval = {interval}
+async_mode = "disabled"  # a kill after the next step finds it committed
 
 [metrics]
 log_freq = 1
