@@ -154,6 +154,11 @@ def sample_fields(config: Any) -> SampleFields | None:
     return None if describe is None else describe()
 
 
+def casts_samples(config: Any) -> bool:
+    """Whether the model takes those arrays in any type of numbers."""
+    return bool(getattr(config, "casts_samples", False))
+
+
 def measure_of(config: Any, seq_len: int, lora: Lora | None = None) -> Measure:
     if sample_fields(config) is None:
         return Measure("tokens", seq_len, flops_per_token(config, seq_len, lora))

@@ -39,9 +39,10 @@ class ViTMAE(nn.Module):
     ) -> Tensor:
         """Returns the loss, summed over images: of each, the mean squared error of the patches that
         it was not shown. `noise` [B, patches] decides which are shown: those with the least."""
-        painted_BNP, is_hidden_BN = self.paint(pixel_values, sample_B, epoch_B, noise)
+        patches_BNP = patches(pixel_values, self.config.patch_size)
+        painted_BNP, is_hidden_BN = self.paint(patches_BNP, sample_B, epoch_B, noise)
         wide = torch.promote_types(painted_BNP.dtype, torch.float32)
-        target_BNP = patches(pixel_values.to(wide), self.config.patch_size)
+        target_BNP = patches_BNP.to(wide)
         if self.config.norm_pix_loss:
             mean, var = target_BNP.mean(-1, keepdim=True), target_BNP.var(-1, keepdim=True)
             target_BNP = (target_BNP - mean) / (var + 1e-6).sqrt()
@@ -52,17 +53,17 @@ class ViTMAE(nn.Module):
 
     def paint(
         self,
-        pixel_values: Tensor,
+        patches_BNP: Tensor,
         sample_B: Tensor | None = None,
         epoch_B: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the pixels of every patch, and which patches were not shown."""
         if noise is None:
-            noise = self.noise(len(pixel_values), sample_B, epoch_B, pixel_values.device)
+            noise = self.noise(len(patches_BNP), sample_B, epoch_B, patches_BNP.device)
         order_BN = noise.argsort(dim=1)
         place_BN = order_BN.argsort(dim=1)
-        latent_BSD = self.vit(pixel_values, order_BN[:, : self.config.num_seen])
+        latent_BSD = self.vit(patches_BNP, order_BN[:, : self.config.num_seen])
         return self.decoder(latent_BSD, place_BN), place_BN >= self.config.num_seen
 
     def noise(
@@ -106,8 +107,8 @@ class ViTEncoder(nn.Module):
         )
         self.layernorm = nn.LayerNorm(width, config.layer_norm_eps)
 
-    def forward(self, pixel_values: Tensor, seen_BS: Tensor) -> Tensor:
-        x_BSD = self.embeddings(pixel_values, seen_BS)
+    def forward(self, patches_BNP: Tensor, seen_BS: Tensor) -> Tensor:
+        x_BSD = self.embeddings(patches_BNP, seen_BS)
         for layer in self.encoder.layer:  # type: ignore[union-attr]
             x_BSD = layer(x_BSD)
         out_BSD: Tensor = self.layernorm(x_BSD)
@@ -127,15 +128,17 @@ class ViTEmbeddings(nn.Module):
         self.register_buffer("position_embeddings", torch.empty(1, config.num_patches + 1, width))
 
     def init_buffers(self) -> None:
-        self.position_embeddings = places(self.config.num_patches, self.config.hidden_size)
+        self.position_embeddings = places(self.config.grid, self.config.hidden_size)
 
-    def forward(self, pixel_values: Tensor, seen_BS: Tensor) -> Tensor:
+    def forward(self, patches_BNP: Tensor, seen_BS: Tensor) -> Tensor:
+        # A convolution whose stride is its width is a product with each patch: only those that are
+        # seen need one.
         projection: nn.Conv2d = self.patch_embeddings.projection  # type: ignore[assignment]
-        dtype = projection.weight.dtype
-        positions_1ND = self.position_embeddings.to(dtype)
-        x_BND = projection(pixel_values.to(dtype)).flatten(2).transpose(1, 2)
-        x_BND = x_BND + positions_1ND[:, 1:]
-        x_BSD = x_BND.gather(1, seen_BS[..., None].expand(-1, -1, x_BND.shape[-1]))
+        weight_DP = projection.weight.permute(0, 2, 3, 1).flatten(1)
+        positions_1ND = self.position_embeddings.to(weight_DP.dtype)
+        seen_BSP = rows_of(patches_BNP.to(weight_DP.dtype), seen_BS)
+        x_BSD = F.linear(seen_BSP, weight_DP, projection.bias)
+        x_BSD = x_BSD + positions_1ND[0, 1:][seen_BS]
         first_11D = self.cls_token + positions_1ND[:, :1]
         return torch.cat((first_11D.expand(len(x_BSD), -1, -1), x_BSD), dim=1)
 
@@ -156,7 +159,7 @@ class MAEDecoder(nn.Module):
         self.decoder_pred = nn.Linear(width, config.num_channels * config.patch_size**2)
 
     def init_buffers(self) -> None:
-        self.decoder_pos_embed = places(self.config.num_patches, self.config.decoder_hidden_size)
+        self.decoder_pos_embed = places(self.config.grid, self.config.decoder_hidden_size)
 
     def forward(self, latent_BSD: Tensor, place_BN: Tensor) -> Tensor:
         """`place_BN`: for each patch, its place among those that are seen, then the others."""
@@ -164,8 +167,7 @@ class MAEDecoder(nn.Module):
         num_hidden = place_BN.shape[1] + 1 - seen_BSD.shape[1]
         hidden_BHD = self.mask_token.expand(len(seen_BSD), num_hidden, -1)
         x_BND = torch.cat((seen_BSD[:, 1:], hidden_BHD), dim=1)
-        x_BND = x_BND.gather(1, place_BN[..., None].expand(-1, -1, x_BND.shape[-1]))
-        x_BND = torch.cat((seen_BSD[:, :1], x_BND), dim=1)
+        x_BND = torch.cat((seen_BSD[:, :1], rows_of(x_BND, place_BN)), dim=1)
         x_BND = x_BND + self.decoder_pos_embed.to(x_BND.dtype)
         for layer in self.decoder_layers:
             x_BND = layer(x_BND)
@@ -191,19 +193,24 @@ class ViTLayer(nn.Module):
 class ViTAttention(nn.Module):
     def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = width // heads
         names = ("query", "key", "value")
         self.attention = nn.ModuleDict({name: nn.Linear(width, width, bias) for name in names})
         self.output = nn.ModuleDict({"dense": nn.Linear(width, width)})
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q, k, v = (
-            self.attention[name](x_BSD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            self.attention[name](x_BSD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for name in ("query", "key", "value")
         )
         out_BHSd = F.scaled_dot_product_attention(q, k, v)
         out_BSD: Tensor = self.output["dense"](out_BHSd.transpose(1, 2).flatten(2))
         return out_BSD
+
+
+def rows_of(x_BND: Tensor, which_BS: Tensor) -> Tensor:
+    """Returns some rows of each sample, in the order asked for."""
+    return x_BND.gather(1, which_BS[..., None].expand(-1, -1, x_BND.shape[-1]))
 
 
 def patches(pixel_values: Tensor, size: int) -> Tensor:
@@ -212,16 +219,16 @@ def patches(pixel_values: Tensor, size: int) -> Tensor:
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
-def places(num_patches: int, width: int) -> Tensor:
+def places(grid: tuple[int, int], width: int) -> Tensor:
     """Sines and cosines of a patch's column, then of its row, a quarter of the width each; zeros
     for the vector of the whole image."""
-    side = math.isqrt(num_patches)
+    rows, columns = grid
     quarter = width // 4
     rates = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
-    angles_Nq = torch.arange(side, dtype=torch.float64)[:, None] * rates
+    angles_Nq = torch.arange(max(grid), dtype=torch.float64)[:, None] * rates
     along_Nh = torch.cat((angles_Nq.sin(), angles_Nq.cos()), dim=1)
-    column = along_Nh[None].expand(side, -1, -1)
-    row = along_Nh[:, None].expand(-1, side, -1)
+    column = along_Nh[None, :columns].expand(rows, -1, -1)
+    row = along_Nh[:rows, None].expand(-1, columns, -1)
     grid_ND = torch.cat((column, row), dim=-1).flatten(0, 1)
     return torch.cat((grid_ND.new_zeros(1, width), grid_ND))[None]
 

@@ -5,7 +5,7 @@ Imports no torch, so that configs are checked quickly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ class ViTMAEConfig:
     2021)."""
 
     model_type: str = "vit_mae"
-    image_size: int = 224
+    image_size: int | tuple[int, int] = 224
+    """A number for squares, or height and width."""
     patch_size: int = 16
     num_channels: int = 3
     hidden_size: int = 768
@@ -48,10 +49,23 @@ class ViTMAEConfig:
     attention_probs_dropout_prob: float = 0.0
 
     objective = "per_sample"  # the model computes its loss by itself
+    casts_samples = True  # images may have any type of numbers
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of an image."""
+        one = self.image_size
+        return one if isinstance(one, tuple) else (one, one)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        height, width = self.size
+        return height // self.patch_size, width // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        return (self.image_size // self.patch_size) ** 2
+        return self.grid[0] * self.grid[1]
 
     @property
     def num_seen(self) -> int:
@@ -60,16 +74,18 @@ class ViTMAEConfig:
 
     def sample_fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns what a sample must hold: type and shape by name."""
-        shape = (self.num_channels, self.image_size, self.image_size)
-        return {"pixel_values": ("float32", shape)}
+        return {"pixel_values": ("float32", (self.num_channels, *self.size))}
 
     def flops_per_sample(self) -> float:
         """Returns the training FLOP per image by the reporting convention: 6 per number of a matrix
-        and vector that it is applied to, and 12 per number of queries and key."""
+        and vector that it is applied to, and 12 per number of queries and key. The encoder is given
+        the patches that are seen, the decoder all."""
         pixels, hidden = self.num_channels * self.patch_size**2, self.hidden_size
-        patches, seen, painted = self.num_patches, self.num_seen + 1, self.num_patches + 1
+        seen, painted = self.num_seen + 1, self.num_patches + 1
         width = self.decoder_hidden_size
-        matrices = pixels * hidden * patches + hidden * width * seen + width * pixels * painted
+        matrices = (
+            pixels * hidden * self.num_seen + hidden * width * seen + width * pixels * painted
+        )
         attention = 0
         for blocks, size, inner, length in (
             (self.num_hidden_layers, hidden, self.intermediate_size, seen),
@@ -99,7 +115,12 @@ class ViTMAEConfig:
 
     def override(self, overrides: Mapping[str, Any]) -> ViTMAEConfig:
         types = {item.name: type(item.default) for item in fields(self)}
+        overrides = dict(overrides)
+        if isinstance(size := overrides.get("image_size"), list | tuple):
+            overrides["image_size"] = _height_and_width(size)
         for name, value in overrides.items():
+            if name == "image_size" and isinstance(value, tuple):
+                continue
             if name not in types:
                 raise ModelError(f"'{name}' is not a key of vit_mae{did_you_mean(name, types)}")
             right = isinstance(value, types[name]) and isinstance(value, bool) == (
@@ -114,12 +135,12 @@ class ViTMAEConfig:
             raise ModelError(f"model_type '{self.model_type}' is not vit_mae")
         for item in fields(self):
             value = getattr(self, item.name)
-            if type(item.default) is int and value < 1:
+            numbers = value if isinstance(value, tuple) else (value,)
+            if type(item.default) is int and min(numbers) < 1:
                 raise ModelError(f"{item.name} must be a positive whole number, got {value!r}")
-        if self.image_size % self.patch_size:
-            raise ModelError(
-                f"patch_size {self.patch_size} does not divide image_size {self.image_size}"
-            )
+        if any(length % self.patch_size for length in self.size):
+            shown = " × ".join(map(str, dict.fromkeys(self.size)))
+            raise ModelError(f"patch_size {self.patch_size} does not divide image_size {shown}")
         for prefix in ("", "decoder_"):
             width = getattr(self, f"{prefix}hidden_size")
             heads = getattr(self, f"{prefix}num_attention_heads")
@@ -142,6 +163,12 @@ class ViTMAEConfig:
             raise ModelError(f"hidden_act '{self.hidden_act}' is not supported; only 'gelu' is")
         if self.hidden_dropout_prob or self.attention_probs_dropout_prob:
             raise ModelError("dropout is not supported: set both dropout probabilities to 0")
+
+
+def _height_and_width(size: Sequence[Any]) -> tuple[int, int]:
+    if len(size) != 2 or any(type(length) is not int for length in size):
+        raise ModelError(f"image_size must be a number, or height and width, got {size!r:.60}")
+    return size[0], size[1]
 
 
 FLAVORS: dict[str, ViTMAEConfig] = {

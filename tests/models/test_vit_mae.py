@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from overland.errors import ModelError
 from overland.models import build_model, resolve_config
 from overland.models.hf import load_hf
 from overland.models.init import init_buffers, init_weights
-from overland.models.vit_mae import uniform
+from overland.models.vit_mae import patches, places, uniform
 from overland.models.vit_mae_config import ViTMAEConfig
 from overland.tools.convert import convert
 
@@ -122,6 +123,8 @@ def test_masks_are_a_function_of_seed_epoch_and_sample() -> None:
     ("key", "value", "says"),
     [
         ("patch_size", 5, "patch_size 5 does not divide image_size 32"),
+        ("image_size", [32, 20], "patch_size 8 does not divide image_size 32 × 20"),
+        ("image_size", [32], "image_size must be a number, or height and width"),
         ("mask_ratio", 0.99, "must leave some of the 16 patches"),
         ("hidden_size", "64", "hidden_size must be a int, got '64'"),
         ("hidden_dropout_prob", 0.1, "dropout is not supported"),
@@ -132,3 +135,27 @@ def test_masks_are_a_function_of_seed_epoch_and_sample() -> None:
 def test_what_cannot_be_is_refused(key: str, value: Any, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         resolve_config("vit_mae", "debug", overrides={key: value})
+
+
+def test_images_need_not_be_square() -> None:
+    wide, square = places((2, 3), 16)[0], places((3, 3), 16)[0]
+    assert torch.equal(wide, torch.cat((square[:1], square[1:7])))
+    model = built(image_size=[16, 32], num_channels=1)
+    assert model.config.grid == (2, 4)
+    assert model.config.sample_fields()["pixel_values"][1] == (1, 16, 32)
+    loss = model(torch.randint(0, 60_000, (2, 1, 16, 32)).to(torch.uint16))
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    written = json.loads(json.dumps(model.config.to_hf()))
+    assert ViTMAEConfig.from_hf(written) == model.config
+
+
+def test_what_is_hidden_does_not_reach_the_encoder() -> None:
+    """The loss does, and nothing else."""
+    model, noise = built(), torch.rand(1, 16)
+    pixels = torch.randn(1, 3, 32, 32)
+    pieces = patches(pixels, 8)
+    painted, is_hidden = model.paint(pieces, noise=noise)
+    assert is_hidden.sum() == 12
+    changed = torch.where(is_hidden[..., None], torch.randn_like(pieces), pieces)
+    assert torch.equal(model.paint(changed, noise=noise)[0], painted)

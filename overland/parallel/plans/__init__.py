@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from overland.errors import ModelError
 from overland.models.config import DecoderConfig
+from overland.models.vit_mae_config import ViTMAEConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,4 +59,10 @@ def _decoder() -> ParallelPlan:
     return DecoderPlan()
 
 
-_PLANS: dict[type, Callable[[], ParallelPlan]] = {DecoderConfig: _decoder}
+def _vit_mae() -> ParallelPlan:
+    from overland.parallel.plans.vit_mae import ViTMAEPlan
+
+    return ViTMAEPlan()
+
+
+_PLANS: dict[type, Callable[[], ParallelPlan]] = {DecoderConfig: _decoder, ViTMAEConfig: _vit_mae}
