@@ -114,8 +114,8 @@ class Store:
         beat = beat or Heartbeat()
         self.pulse, self._is_watched, self._stall_seconds = beat.pulse, beat.is_read, stall_seconds
         self.notes: list[str] = []
-        self.then: Callable[[Path, Moved], None] | None = None
-        """Rank 0 calls it with every new checkpoint, once the old ones are deleted."""
+        self.then: list[Callable[[Path, Moved], None]] = []
+        """Rank 0 calls these with every new checkpoint, once the old ones are deleted."""
         self._device, self._local_ranks = device or torch.device("cpu"), local_ranks
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.group = None if alone else dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -398,8 +398,8 @@ class Store:
         except Exception as problem:  # the other ranks wait for word from this one
             return f"{LATEST} or an older checkpoint could not be put right: {sentence(problem)}"
         try:
-            if self.then is not None:
-                self.then(self.folder / name, moved)
+            for call in self.then:
+                call(self.folder / name, moved)
         except Exception as problem:
             return sentence(problem)
         return ""

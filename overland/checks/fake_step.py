@@ -254,7 +254,7 @@ def channels_of(config: JobConfig) -> dict[str, str]:
     objective may want it."""
     found: dict[str, str] = {}
     for name, wanted in sources_of(config).items():
-        if registry.is_random(name, wanted):
+        if registry.is_made(name, wanted):
             continue
         with suppress(DataError, OSError):
             source = open_wanted(config, training_table(config, name), name, wanted)

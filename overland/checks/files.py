@@ -143,7 +143,7 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
         return
     if training.dataset_path is None:
         yield from _dataset(loaded, "training.dataset", training.dataset)
-    elif not _is_data(training.dataset_path):
+    elif not _is_data(training.dataset_path) and not _may_be_random(loaded):
         yield _missing(loaded, "training.dataset_path", training.dataset_path)
 
 
@@ -161,7 +161,7 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, validation.steps)
     yield from _validation_sets(loaded)
     if validation.dataset_path is not None:
-        if not _is_data(validation.dataset_path):
+        if not _is_data(validation.dataset_path) and not _may_be_random(loaded):
             yield _missing(loaded, "validation.dataset_path", validation.dataset_path)
         return
     if validation.dataset == [] and not validation.sets:
@@ -254,6 +254,10 @@ def _near_path(path: Path) -> str | None:
         return None
     near = nearest_name(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.85)
     return str(path.parent / near) if near else None
+
+
+def _may_be_random(loaded: Loaded) -> bool:
+    return loaded.config.images.if_missing == "random"
 
 
 def _exists(path: str) -> bool:

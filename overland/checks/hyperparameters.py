@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from overland.checks.model import nearest_parameters, parameter_names
 from overland.config.errors import Problem
 from overland.config.load import Loaded
-from overland.config.schema import IN_PLACE_OF, Optimizer
-from overland.data.registry import is_random, sources_of
-from overland.errors import ModelError, ObjectiveError, OptimizerError
+from overland.config.schema import IN_PLACE_OF, DataSource, Optimizer
+from overland.data.registry import is_made, made_images, sources_of
+from overland.errors import DataError, ModelError, ObjectiveError, OptimizerError
 from overland.models.flops import trained_parameters
 from overland.models.registry import model_config
 from overland.objectives import objective_for
@@ -91,6 +91,14 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(message, loaded.where(key), key, value)
 
 
+def _is_random_tokens(loaded: Loaded, name: str, source: DataSource) -> bool:
+    """Whether a source has no end. Of made images, an epoch has images.count."""
+    try:
+        return is_made(name, source) and made_images(name, source, loaded.config) is None
+    except (DataError, ModelError, OSError):  # reported where it belongs
+        return False
+
+
 def check_epochs(loaded: Loaded) -> Iterator[Problem]:
     """Epochs need a single source that ends."""
     config = loaded.config
@@ -102,7 +110,7 @@ def check_epochs(loaded: Loaded) -> Iterator[Problem]:
         message = f"{any_of(names, 'and')} have epochs of their own: set training.steps"
     elif config.data.mixture == "rows":
         message = 'with data.mixture = "rows" an epoch has no end: set data.mixture = "tokens"'
-    elif any(is_random(name, sources[name]) for name in names):
+    elif any(_is_random_tokens(loaded, name, sources[name]) for name in names):
         message = "random tokens have no end, and so no epochs: set training.steps"
     else:
         return

@@ -185,6 +185,8 @@ def _one_in_words(annotation: Any) -> str:
         return "one of " * (len(words) > 1) + any_of(words)
     if get_origin(plain) is list:
         (item,) = get_args(plain)
+        if (length := _length(annotation)) is not None:
+            return f"a list of {length} ({_one_in_words(item)} each)"
         words = literal_words(item)
         if words:
             return "a list of " + any_of([show_value(word) for word in words], "and")
@@ -214,12 +216,19 @@ def _number_in_words(noun: str, bounds: dict[str, float]) -> str:
     return f"a {noun}" if low is None else f"a {noun}, {low:g} or more"
 
 
-def _bounds(annotation: Any) -> dict[str, float]:
+def _length(annotation: Any) -> int | None:
+    """Returns the length that a list must have, if it is fixed."""
+    bounds = _bounds(annotation, ("min_length", "max_length"))
+    least, most = bounds.get("min_length"), bounds.get("max_length")
+    return int(least) if least is not None and least == most else None
+
+
+def _bounds(annotation: Any, names: tuple[str, ...] = ("gt", "ge", "lt", "le")) -> dict[str, float]:
     found: dict[str, float] = {}
     while get_origin(annotation) is Annotated:
         for extra in annotation.__metadata__:
             for item in extra.metadata if isinstance(extra, FieldInfo) else [extra]:
-                for name in ("gt", "ge", "lt", "le"):
+                for name in names:
                     if getattr(item, name, None) is not None:
                         found[name] = getattr(item, name)
         annotation = get_args(annotation)[0]

@@ -126,7 +126,8 @@ class Training(Section):
 
     dataset: str = "stdlib"
     """Data source by name: stdlib (Python's own source text; stdlib:2/6 is a part of it),
-    docstrings (questions and answers about it), random, or a name under `data.folder`."""
+    docstrings (questions and answers about it), random (tokens, or images for a model of images),
+    shapes (made images), or a name under `data.folder`."""
     dataset_path: PathText | None = None
     """File or folder of any format to train on, in place of a name."""
     column: str | None = None
@@ -283,6 +284,9 @@ class Metrics(Section):
     gets a subfolder with the name of its run folder."""
     enable_wandb: bool = False
     """Also log to Weights & Biases (needs the wandb package)."""
+    peak_flops: PositiveFloat | None = None
+    """FLOP/s that a device can do at most, which MFU is a share of; default: as its maker says, for
+    devices that are known here."""
     disable_color_printing: bool = False
     """Plain text on the console."""
     sample_prompt: str = ""
@@ -323,6 +327,11 @@ class Checkpoint(Section):
     """Save every this many steps; the last step is always saved."""
     interval_minutes: PositiveFloat | None = None
     """Also save whenever this many minutes have gone by since the last save."""
+    preempt_interval: PositiveInt | None = None
+    """Also save every this many steps under the name of a stop before the end, step_N.preempt."""
+    link_by_time: bool = False
+    """Also name each checkpoint by the time of its save: next to the run folder a link, named like
+    that with .<time> and, for a stop before the end, .preempt behind it."""
     type: Literal["shard", "full", "local"] = "shard"
     """shard: each rank writes its part, any layout reads it; full: whole tensors, put together by
     rank 0; local: each rank writes all it holds, and only the same layout reads it."""
@@ -456,6 +465,27 @@ class DataSource(Section):
     """Of token ids whose file does not say it, such as uint16."""
     max_epochs: PositiveInt | None = None
     """Read it at most this often; training stops with an error where it would be read again."""
+
+
+class Images(Section):
+    """Images that a model takes as arrays: random ones, and what is done to each."""
+
+    shape: Annotated[list[PositiveInt], Field(min_length=3, max_length=3)] | None = None
+    """Channels, height and width of random images (training.dataset = "random"), before they are
+    padded; default: what the model takes."""
+    count: PositiveInt = 1000
+    """Random images in an epoch."""
+    if_missing: Literal["error", "random"] = "error"
+    """What happens where the list of images that training.dataset_path or validation.dataset_path
+    names is not there: an error, or random images take its place, and that is said."""
+    pad: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+    """Height and width that images are brought to with zeros around them; larger ones are an
+    error. Default: none is padded, and all must have one size."""
+    instance_norm: bool = False
+    """Bring each channel of each image, once it is padded, to mean 0 and variance 1."""
+    segment_size: PositiveInt | None = None
+    """Images per segment, the unit in which iter_state_dict.pt says how far an epoch has come (with
+    checkpoint.full_format = "torch"); default: an epoch is one segment."""
 
 
 class Data(Section):
@@ -663,6 +693,7 @@ class JobConfig(BaseModel):
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     data: Data = Data()
+    images: Images = Images()
     sft: Sft = Sft()
     lora: Lora = Lora()
     preference: Preference = Preference()

@@ -10,7 +10,7 @@ A shard keeps a record per sample: the bytes of its fields, one after another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overland.data.buffers import empty_array
 from overland.data.shard import TOKENS, WEIGHTS
 from overland.errors import DataError
 
@@ -121,7 +122,8 @@ class Arrays:
 
     def empty(self, rows: int) -> dict[str, Values]:
         return {
-            name: np.empty((rows, *field.shape), field.dtype) for name, field in self.fields.items()
+            name: empty_array((rows, *field.shape), field.dtype)
+            for name, field in self.fields.items()
         }
 
     def __str__(self) -> str:
@@ -191,9 +193,10 @@ def require_fields(
     held: Arrays | None,
     taken: Mapping[str, tuple[str, tuple[int, ...]]] | None,
     model: str,
+    casts: bool = False,
 ) -> None:
     """Refuses a source that does not hold what a model takes: the arrays `taken`, or tokens. Fields
-    that the model has no use for do no harm."""
+    that the model has no use for do no harm, and where it casts them, nor do other types."""
     if taken is None:
         if held is not None:
             raise DataError(
@@ -202,7 +205,13 @@ def require_fields(
             )
         return
     wanted = Arrays.declared(model, taken)
-    if held is None or not wanted.fields.items() <= held.fields.items():
+    given = held.fields if held is not None else {}
+    if casts:
+        types = {name: field.dtype for name, field in wanted.fields.items()}
+        given = {
+            name: replace(one, dtype=types.get(name, one.dtype)) for name, one in given.items()
+        }
+    if not wanted.fields.items() <= given.items():
         found = held if held is not None else "text or tokens"
         raise DataError(
             f"{name} has {found}, and {model} takes {wanted}: expected a source of arrays with "

@@ -18,6 +18,7 @@ from overland.config.schema import Data as Settings
 from overland.config.schema import DataSource, JobConfig
 from overland.data.corpus import Corpus, lay_out, open_corpus
 from overland.data.corpus_folder import CorpusLayout, is_corpus, read_layout, source_changes
+from overland.data.images import ImageSet, ListedImages, RandomImages
 from overland.data.layout import SHARD_DOCUMENTS
 from overland.data.plan import (
     ChangedSource,
@@ -25,8 +26,12 @@ from overland.data.plan import (
 )
 from overland.data.registry import (
     find_built,
-    is_random,
+    is_made,
+    is_placeholder,
+    is_validation,
     length_of_rows,
+    made_images,
+    open_images,
     open_wanted,
     refuse_choices,
     sources_of,
@@ -46,7 +51,7 @@ ANOTHER_TOKENIZER = "its text became tokens by another tokenizer, or another BOS
 LAYOUT_SECONDS = 600.0  # marks of a hundred thousand files on a slow file system
 
 T = TypeVar("T")
-AnyCorpus = Corpus | RandomBlocks
+AnyCorpus = Corpus | ImageSet | RandomBlocks
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,12 @@ def open_named_corpus(
 ) -> AnyCorpus:
     """Opens a corpus that is built, or one that is made while it is read; `table` of the config
     says where it is."""
-    if is_random(name, wanted):
+    if is_made(name, wanted):
+        images = made_images(name, wanted, config)
+        if isinstance(images, RandomImages):
+            say_random(config, table, images, preparer)
+        if images is not None:
+            return images
         return RandomBlocks(
             trained_size(config.data, None) if vocab_size is None else vocab_size, config.debug.seed
         )
@@ -83,11 +93,32 @@ def open_named_corpus(
         refuse_choices(wanted, table, f"{built} is a built corpus, which")
         corpus = open_built(built)
         check_made_by(corpus.layout, config, table)
+    elif (listed := preparer.once(partial(open_images, config, table, name, wanted))) is not None:
+        if listed.num_bad:
+            preparer.report(f"note: {name}: {listed.num_bad:,} files were skipped")
+        return ListedImages(name, listed)
     else:
         source = partial(open_wanted, config, table, name, wanted)
         corpus = _stream(name, source, config, tokenizer, vocab_size, preparer)
     check_vocabulary(name, corpus.vocab_size, vocab_size)
     return corpus
+
+
+def say_random(config: JobConfig, table: str, images: RandomImages, preparer: Preparer) -> None:
+    """Says that noise is read where a list of images was named."""
+    held_out = is_validation(table)
+    path = config.validation.dataset_path if held_out else config.training.dataset_path
+    if is_placeholder(config, path):
+        preparer.report(f"note: {placeholder_words(config, table, path or '', images)}")
+
+
+def placeholder_words(config: JobConfig, table: str, path: str, images: RandomImages) -> str:
+    what = "validated" if is_validation(table) else "trained"
+    shape = " × ".join(map(str, images.shape))
+    return (
+        f"{path} is not there, so {what} on {len(images):,} random images of {shape} "
+        f'({table}.dataset_path; images.if_missing = "error" stops instead)'
+    )
 
 
 def check_made_by(layout: CorpusLayout, config: JobConfig, table: str) -> None:
@@ -146,7 +177,7 @@ def reopen_earlier(
     """The corpus of that fingerprint, as an earlier version laid it out; None if there is none.
     Every rank does this by itself: some may have failed to read the checkpoint that asks."""
     wanted = sources_of(config).get(name)
-    if wanted is None or is_random(name, wanted) or find_built(name, wanted, config.data):
+    if wanted is None or is_made(name, wanted) or find_built(name, wanted, config.data):
         return None
     source = partial(open_wanted, config, training_table(config, name), name, wanted)
     found = find_corpus(streams_root(config), fingerprint)

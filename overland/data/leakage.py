@@ -19,7 +19,7 @@ from overland.data.registry import (
     find_folder,
     held_out_sources,
     is_built_in,
-    is_random,
+    is_made,
     open_wanted,
     refuse_choices,
     sources_of,
@@ -46,7 +46,7 @@ def check_held_out(config: JobConfig) -> None:
     if validates_on_holdout(config):
         choices = {key: getattr(config.validation, key) for key in CHOICES}
         refuse_choices(DataSource(**choices), "validation", "what data.holdout keeps for it")
-        if all(is_random(*one) for one in sources_of(config).items()):
+        if all(is_made(*one) for one in sources_of(config).items()):
             raise DataError(
                 "data.holdout keeps documents for validation, and random tokens are none: name "
                 "other data in [validation]"
@@ -139,7 +139,7 @@ def _opened(config: JobConfig, table: str, name: str, wanted: DataSource) -> Sou
 
 def _may_share(config: JobConfig, one: Named, other: Named) -> bool:
     """Whether it takes a look at the files to tell; opening a large dataset is not free."""
-    if is_random(*one) or is_random(*other):
+    if is_made(*one) or is_made(*other):
         return False
     folders = [find_folder(name, wanted, config.data) for name, wanted in (one, other)]
     if any(folder is not None and is_corpus(folder) for folder in folders):

@@ -6,19 +6,27 @@ A user's module (`job.custom_import`) adds sources of its own: `register_source`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from overland.config.schema import Data, DataSource, JobConfig
 from overland.data.arrays import Arrays, require_fields
 from overland.data.corpus_folder import is_corpus
+from overland.data.images import RandomImages
 from overland.data.sft import conversations_of
+from overland.data.shapes import ShapeImages
 from overland.data.sources import Docstrings, FileSource, Source, StandardLibrary, open_source
+from overland.data.sources.array_list import ArrayList, is_array_list
 from overland.data.sources.columns import WHOLE
+from overland.data.sources.csv_rows import CSV_SUFFIXES
 from overland.errors import DataError, Unsettled
+from overland.models.flops import SampleFields, sample_fields
+from overland.models.registry import model_config
 from overland.words import command
 
-RANDOM = "random"  # tokens without text: `sampler.RandomBlocks`
+RANDOM = "random"  # tokens without text, or images: `sampler.RandomBlocks`, `images.RandomImages`
+SHAPES, HELD_OUT_SHAPES = "shapes", "shapes_heldout"  # made images: `shapes.ShapeImages`
+MADE = (RANDOM, SHAPES, HELD_OUT_SHAPES)
 # One of so many parts, from 0: stand-ins for a mixture.
 PART = re.compile(r"(stdlib|docstrings):(\d+)/(\d+)")
 
@@ -35,21 +43,22 @@ _sources: dict[str, Callable[[], Source]] = {
 
 def register_source(name: str, open_source: Callable[[], Source]) -> None:
     """Makes `training.dataset = NAME` read from what `open_source()` returns."""
-    if name in _sources or name == RANDOM:
+    if name in _sources or name in MADE:
         raise DataError(f"a data source named {name!r} is registered already")
     _sources[name] = open_source
 
 
 def source_names() -> list[str]:
-    return [*_sources, RANDOM]
+    return [*_sources, *MADE]
 
 
 def is_built_in(name: str) -> bool:
-    return name in _sources or name == RANDOM or PART.fullmatch(name) is not None
+    return name in _sources or name in MADE or PART.fullmatch(name) is not None
 
 
-def is_random(name: str, wanted: DataSource) -> bool:
-    return wanted.path is None and (wanted.dataset or name) == RANDOM
+def is_made(name: str, wanted: DataSource) -> bool:
+    """Whether it is made up where it is needed: random tokens, random images, images of shapes."""
+    return wanted.path is None and (wanted.dataset or name) in MADE
 
 
 def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
@@ -107,7 +116,7 @@ def sources_of(config: JobConfig) -> dict[str, DataSource]:
     training = config.training
     name = Path(training.dataset_path).name if training.dataset_path else training.dataset
     choices = {key: getattr(training, key) for key in CHOICES}
-    return {name: DataSource(path=training.dataset_path, **choices)}
+    return {name: _or_random(config, DataSource(path=training.dataset_path, **choices))}
 
 
 def validates_on_holdout(config: JobConfig) -> bool:
@@ -130,12 +139,23 @@ def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
     choices = {key: getattr(validation, key) for key in CHOICES}
     if validation.dataset_path is not None:
         path = validation.dataset_path
-        return {Path(path).name: DataSource(path=path, **choices), **sets}
+        found = _or_random(config, DataSource(path=path, **choices))
+        return {Path(path).name: found, **sets}
     names = validation.dataset
     if names is None:
         names = [] if sets or validates_on_holdout(config) else "stdlib_heldout"
     names = [names] if isinstance(names, str) else names
     return {name: DataSource(**choices) for name in names} | sets
+
+
+def is_placeholder(config: JobConfig, path: str | None) -> bool:
+    """Whether random images take the place of what a path names, since it is not there."""
+    is_asked = config.images.if_missing == "random" and path is not None
+    return is_asked and not Path(path or "").expanduser().exists()
+
+
+def _or_random(config: JobConfig, wanted: DataSource) -> DataSource:
+    return DataSource(dataset=RANDOM) if is_placeholder(config, wanted.path) else wanted
 
 
 def validation_table(config: JobConfig, name: str) -> str:
@@ -156,6 +176,8 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
     """Opens a source as a table of the config describes it; messages name that table's keys."""
     if find_folder(name, wanted, config.data) is None:
         refuse_choices(wanted, table, wanted.dataset or name)
+    if (images := open_images(config, table, name, wanted)) is not None:
+        return images
     is_sft = config.sft.shape != "off"
     whole = wanted.model_copy(update={"column": WHOLE}) if is_sft else wanted
     try:
@@ -173,24 +195,78 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
         raise error.by(key) from None
 
 
+def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) -> ArrayList | None:
+    """Opens a source that is a list of images; None for any other."""
+    path = find_folder(name, wanted, config.data)
+    if path is None or path.suffix not in CSV_SUFFIXES or not path.is_file():
+        return None
+    if not is_array_list(path):
+        return None
+    refuse_choices(wanted.model_copy(update={"column": None}), table, f"{path} is a list, which")
+    if config.data.holdout:
+        raise DataError(
+            f"data.holdout keeps documents of text for validation, and {path} lists images: list "
+            "those to validate on in a file of their own, validation.dataset_path"
+        )
+    taken = taken_by_model(config)
+    channels = taken["pixel_values"][1][0] if taken and "pixel_values" in taken else None
+    skips = config.data.bad_documents == "skip"
+    return ArrayList(path, wanted.column, skips, channels, config.images.pad)
+
+
+def taken_by_model(config: JobConfig) -> SampleFields | None:
+    """The arrays that the config's model takes; None: tokens."""
+    return sample_fields(model_config(config.model))
+
+
 def length_of_rows(config: JobConfig, table: str) -> int:
     """Returns the tokens of a sequence, to train or to validate on."""
     own = config.validation.seq_len if is_validation(table) else None
     return own or config.training.seq_len
 
 
-def check_samples(
-    config: JobConfig, taken: Mapping[str, tuple[str, tuple[int, ...]]], model: str
-) -> None:
-    """Refuses sources without the arrays that the model takes, before anything is made of them."""
+def check_samples(config: JobConfig, taken: SampleFields, model: str, casts: bool = False) -> None:
+    """Refuses sources without the arrays that the model takes, before anything is made of them.
+    `casts`: whether it takes numbers of any type."""
     named = [(training_table(config, name), name, one) for name, one in sources_of(config).items()]
     held_out = held_out_sources(config).items()
     named += [(validation_table(config, name), name, one) for name, one in held_out]
     for table, name, wanted in named:
-        held = None
-        if not is_random(name, wanted):
-            held = held_by(name, open_wanted(config, table, name, wanted))
-        require_fields(name, held, taken, model)
+        require_fields(name, held_by_wanted(config, table, name, wanted), taken, model, casts)
+
+
+def held_by_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Arrays | None:
+    """The arrays of a source that a config asks for; None for text and tokens."""
+    if not is_made(name, wanted):
+        return held_by(name, open_wanted(config, table, name, wanted))
+    images = made_images(name, wanted, config)
+    return None if images is None else images.arrays
+
+
+def made_images(
+    name: str, wanted: DataSource, config: JobConfig
+) -> RandomImages | ShapeImages | None:
+    """Made images for a model that takes images and nothing else; None for one that takes
+    tokens."""
+    taken, kind = taken_by_model(config), wanted.dataset or name
+    if taken is None or set(taken) != {"pixel_values"}:
+        if kind != RANDOM:
+            raise DataError(f"{kind} are images, and {config.model.name} takes none")
+        return None
+    settings = config.images
+    _, shape = taken["pixel_values"]
+    channels, height, width = settings.shape or shape
+    if kind != RANDOM:
+        size = (channels, height, width)
+        return ShapeImages(name, settings.count, size, kind == HELD_OUT_SHAPES)
+    if settings.pad and (height > settings.pad[0] or width > settings.pad[1]):
+        raise DataError(
+            f"images.shape is {channels} × {height} × {width}, which is not padded to "
+            f"{settings.pad[0]} × {settings.pad[1]} (images.pad)"
+        )
+    return RandomImages(
+        name, settings.count, (channels, height, width), settings.pad, config.debug.seed
+    )
 
 
 def held_by(name: str, source: Source) -> Arrays | None:

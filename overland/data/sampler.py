@@ -18,10 +18,12 @@ import numpy.typing as npt
 from overland.data.arrays import Arrays
 from overland.data.blocks import BlockStream, Rest, Shape
 from overland.data.corpus import Corpus
+from overland.data.images import ImageSet, ImageStream, ListedImages, RandomImages
 from overland.data.mixture import MixedWindows, Mixture
 from overland.data.order import groups
 from overland.data.plan import LENGTH_STEP, Plan, Segment
 from overland.data.rows import Origins, Room, Rows, Samples
+from overland.data.shapes import ShapeImages
 from overland.data.windows import Reading, SourceWindows
 from overland.errors import DataError
 
@@ -30,7 +32,8 @@ DOCUMENTS_PER_BLOCK = 4
 
 
 # None: a source of an earlier segment that is not at hand any more, and that nothing is read from.
-Lane: TypeAlias = "BlockStream | RandomBlocks | None"
+Lane: TypeAlias = "BlockStream | ImageStream | RandomBlocks | None"
+Corpora: TypeAlias = "Mapping[str, Corpus | ImageSet | RandomBlocks]"
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ class Lanes:
 
 
 class NoDocuments(DataError):
-    """Raised when random tokens are to be mixed by documents."""
+    """Raised when random tokens, or images, are to be mixed by documents."""
 
-    def __init__(self) -> None:
-        super().__init__("random tokens are no documents: mix them by tokens (data.mixture)")
+    def __init__(self, what: str = "random tokens") -> None:
+        super().__init__(f"{what} are no documents: mix them by tokens (data.mixture)")
 
 
-def one_kind(corpora: Mapping[str, Corpus | RandomBlocks]) -> Arrays | None:
+def one_kind(corpora: Corpora) -> Arrays | None:
     """The arrays that all sources have, or None if all have tokens."""
     kinds = {name: getattr(corpus, "arrays", None) for name, corpus in corpora.items()}
     first = next(iter(kinds), "")
@@ -74,15 +77,15 @@ class Sampler:
     def __init__(
         self,
         plan: Plan,
-        corpora: Mapping[str, Corpus | RandomBlocks],
+        corpora: Corpora,
         reading: Reading,
     ) -> None:
         self.plan, self.reading = plan, reading
         self.names = list(plan.sources)
-        if plan.mixture == "rows" and any(
-            isinstance(one, RandomBlocks) for one in corpora.values()
-        ):
-            raise NoDocuments
+        if plan.mixture == "rows":
+            for name, one in corpora.items():
+                if not isinstance(one, Corpus):
+                    raise NoDocuments("random tokens" if isinstance(one, RandomBlocks) else name)
         self.corpora = corpora
         self.arrays = one_kind(corpora)
         self.windows = {
@@ -107,7 +110,7 @@ class Sampler:
         room = Room.of(len(whose), self._width(lanes.segment, batch), lanes.channels)
         pieces = []
         for number, mine in groups(whose):
-            pieces.append(self._at_hand(lanes, number).read(places[mine], mine, room))
+            pieces.append(self._of_tokens(lanes, number).read(places[mine], mine, room))
         rows, begins = (np.concatenate(one) for one in zip(*pieces, strict=True))
         return Rows(
             room.tokens, room.num_tokens, rows, begins, room.sample, room.epoch, room.channels
@@ -122,7 +125,7 @@ class Sampler:
         sample, epoch = np.zeros((2, len(whose)), np.int64)
         for number, mine in groups(whose):
             lane = self._at_hand(lanes, number)
-            assert isinstance(lane, BlockStream)
+            assert not isinstance(lane, RandomBlocks)
             sample[mine], epoch[mine] = lane.read_samples(places[mine], mine, self.arrays, into)
         return Samples(into, sample, epoch)
 
@@ -132,7 +135,7 @@ class Sampler:
         end."""
         lanes = self.lanes(self.plan.segments[-1].first_batch)
         number, lane = self._only_lane(lanes)
-        if not isinstance(lane, BlockStream):
+        if lane is None or isinstance(lane, RandomBlocks):
             return max(at_most, 1)
         first, size = lanes.segment.first_batch, lanes.segment.global_batch_size
         before = int(lanes.read_before[number])
@@ -148,11 +151,22 @@ class Sampler:
         if segment.epochs is None:
             return size
         number, lane = self._only_lane(lanes)
-        if not isinstance(lane, BlockStream):
+        if lane is None or isinstance(lane, RandomBlocks):
             return size
         first = int(lanes.read_until(batch)[number])
         rows = lane.num_blocks_in(segment.epochs, first + size) - first
         return rows if rows > 0 else size
+
+    def position(self, batch: int) -> tuple[int, int, int] | None:
+        """The epoch that a batch begins in, its place there, and the size of an epoch; None where
+        that is not known by counting alone, as for text."""
+        lanes = self.lanes(batch)
+        used = np.flatnonzero(lanes.mixture.shares).tolist()
+        lane = lanes.lanes[used[0]] if len(used) == 1 else None
+        if not isinstance(lane, ImageStream):
+            return None
+        size = len(lane.images)
+        return *divmod(int(lanes.read_until(batch)[used[0]]), size), size
 
     def _width(self, segment: Segment, batch: int) -> int:
         """Tokens of each row of a batch, the one that is only predicted included: as many as the
@@ -161,7 +175,7 @@ class Sampler:
             return segment.seq_len + 1
         lanes, whose, places = self._turns(batch, 0, 1)
         longest = max(
-            int(self._at_hand(lanes, number).lengths(places[mine]).max())
+            int(self._of_tokens(lanes, number).lengths(places[mine]).max())
             for number, mine in groups(whose)
         )
         given = -(-max(longest - 1, 1) // LENGTH_STEP) * LENGTH_STEP
@@ -200,13 +214,18 @@ class Sampler:
         lanes = self.lanes(batch)
         after = self._read_after(lanes, batch)
         for lane, before, last in zip(lanes.lanes, lanes.read_until(batch), after, strict=True):
-            if isinstance(lane, BlockStream) and last > before:
+            if isinstance(lane, BlockStream | ImageStream) and last > before:
                 lane.places([last - 1])
 
-    def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
+    def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | ImageStream | RandomBlocks:
         lane = lanes.lanes[number]
         if lane is None:
             raise DataError(f"the data source {self.names[number]} is not in the config any more")
+        return lane
+
+    def _of_tokens(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
+        lane = self._at_hand(lanes, number)
+        assert not isinstance(lane, ImageStream)
         return lane
 
     def _turns(self, batch: int, part: int, num_parts: int) -> tuple[Lanes, Array, Array]:
@@ -244,12 +263,13 @@ class Sampler:
         lanes: list[Lane] = []
         same_shape = self._shape(segment) == self._shape(before.segment)
         same_weights = segment.weights == before.segment.weights
+        is_kept = same_shape and (self.plan.mixture == "tokens" or same_weights)
         for number, old in enumerate(before.lanes):
             if old is None:
                 lanes.append(None)
             elif isinstance(old, RandomBlocks):
                 lanes.append(old.as_lane(number, segment.seq_len))
-            elif same_shape and (self.plan.mixture == "tokens" or same_weights):
+            elif is_kept or isinstance(old, ImageStream):
                 lanes.append(old)
             else:
                 lanes.append(self._after(old, int(read[number]), segment))
@@ -281,6 +301,9 @@ class Sampler:
             return None
         if isinstance(corpus, RandomBlocks):
             return corpus.as_lane(self.names.index(name), segment.seq_len)
+        if isinstance(corpus, ListedImages | RandomImages | ShapeImages):
+            epochs = self.plan.sources[name].max_epochs
+            return ImageStream(name, self.names.index(name), corpus, self.reading, epochs)
         return BlockStream(self.windows[name], self._shape(segment, name), self.reading)
 
     def _mixed(self, segment: Segment, starts: list[int], rest: Rest | None = None) -> BlockStream:

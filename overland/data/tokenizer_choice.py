@@ -24,7 +24,7 @@ from overland.data.registry import (
     CHOICES,
     find_built,
     find_folder,
-    is_random,
+    is_made,
     open_wanted,
     training_table,
 )
@@ -211,7 +211,7 @@ def _trained(
 
 def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
     """The source, if it is text that has yet to become tokens."""
-    if is_random(name, wanted) or find_built(name, wanted, config.data):
+    if is_made(name, wanted) or find_built(name, wanted, config.data):
         return None
     source = open_wanted(config, training_table(config, name), name, wanted)
     return source if getattr(source, "kind", "text") == "text" else None

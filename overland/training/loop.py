@@ -121,7 +121,9 @@ def save_while_training(
     run: Run, ledger: LedgerWriter, clock: Clock | None, wish: Wish, held_out: Record | None
 ) -> None:
     run.beat.enter(Phase.SAVING)
-    save(run, ledger, wish.stops, held_out.get("validation_loss") if held_out else None)
+    is_usual = is_due(run.progress.step, run.config.checkpoint.interval, run.config.training.steps)
+    preempt = wish.stops or (is_preempt_due(run) and not is_usual)
+    save(run, ledger, preempt, held_out.get("validation_loss") if held_out else None)
     if clock is not None:
         clock.saving()
 
@@ -149,7 +151,12 @@ def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
     if progress.step == run.saved_step and not wish.stops:  # the run went back to this step
         return False
     due = is_due(progress.step, settings.interval, run.config.training.steps)
-    return due or is_best or wish is not Wish.NOTHING
+    return due or is_best or wish is not Wish.NOTHING or is_preempt_due(run)
+
+
+def is_preempt_due(run: Run) -> bool:
+    every = run.config.checkpoint.preempt_interval
+    return every is not None and run.progress.step % every == 0
 
 
 def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None:

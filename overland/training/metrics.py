@@ -40,7 +40,8 @@ class Meter:
     def __init__(self, run: Run) -> None:
         training = run.config.training
         self.num_devices = run.world.size
-        self.peak = peak_flops(device_name(), training.mixed_precision_param)
+        known = peak_flops(device_name(), training.mixed_precision_param)
+        self.peak = run.config.metrics.peak_flops or known
         self.measure = run.measure
         self.restart(run)
 

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from overland.checkpoint.adopt import is_four_files
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.checkpoint import MODEL
+from overland.checkpoint.formats.torch import open_torch
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.read import open_checkpoint
 from overland.config.errors import ConfigError, Problem
@@ -34,11 +36,13 @@ from overland.data.corpora import (
     check_vocabulary,
     named_by_keys,
     open_built,
+    placeholder_words,
     trained_size,
 )
 from overland.data.corpus import Corpus
 from overland.data.corpus_folder import is_corpus
 from overland.data.holdout import require_both_sides, share_of_documents
+from overland.data.images import RandomImages
 from overland.data.layout import sketch
 from overland.data.leakage import check_held_out
 from overland.data.plan import Plan, check_same_holdout, check_same_order
@@ -56,6 +60,7 @@ from overland.data.registry import (
 )
 from overland.data.sampler import NoDocuments
 from overland.data.shard_maker import ShardMaker
+from overland.data.sources.array_list import ArrayList
 from overland.data.tokenizer import SMALLEST, Tokenizer
 from overland.data.tokenizer_choice import (
     OF_TRAINING,
@@ -65,7 +70,7 @@ from overland.data.tokenizer_choice import (
     trained_path,
 )
 from overland.errors import CheckpointError, DataError, ModelError
-from overland.models.flops import SampleFields, sample_fields
+from overland.models.flops import SampleFields, casts_samples, sample_fields
 from overland.models.hf import INDEX, SINGLE, load_hf
 from overland.models.new_rows import vocabulary_matrices
 from overland.models.registry import build_model, model_config
@@ -159,7 +164,7 @@ class Rehearsal:
         wanted = sources_of(config)
         if config.data.mixture == "rows":
             with self.told("data.mixture"):
-                if any(registry.is_random(name, source) for name, source in wanted.items()):
+                if any(registry.is_made(name, source) for name, source in wanted.items()):
                     raise NoDocuments
         vocab_size = None
         if not self.lacks_model():
@@ -178,7 +183,7 @@ class Rehearsal:
                 table = training_table(config, name)
                 corpus = self.source(table, name, source, tokenizer, vocab_size)
                 built |= {name: corpus} if corpus is not None else {}
-            if registry.is_random(name, source):
+            if registry.is_made(name, source):
                 self.tokens.add(name)
         with self.told("data"):
             kept = one_tokenizer(self.given, built, asked_policy(config))
@@ -231,8 +236,8 @@ class Rehearsal:
         """Opens a source and reads its beginning. Returns it if it is a corpus that was built."""
         data = self.loaded.config.data
         folder = registry.find_folder(name, wanted, data)
-        if registry.is_random(name, wanted):
-            self.fits(name, None)
+        if registry.is_made(name, wanted):
+            self.made(table, name, wanted)
             return None
         if self.is_missing(name, wanted) or self.lacks_chats():
             return None
@@ -245,6 +250,9 @@ class Rehearsal:
             return corpus
         source = open_wanted(self.loaded.config, table, name, wanted)
         self.fits(name, held_by(name, source))
+        if isinstance(source, ArrayList):
+            self.images(table, name, source)
+            return None
         for note in getattr(source, "notes", ()):
             self.problems.append(Problem(f"{name}: {note}", kind="note"))
         skip_bad = data.bad_documents == "skip"
@@ -284,10 +292,32 @@ class Rehearsal:
             self.problems.append(Problem(message, self.loaded.source, kind="note"))
         return None
 
+    def made(self, table: str, name: str, wanted: DataSource) -> None:
+        """Says where random images take the place of a list that is not there."""
+        config = self.loaded.config
+        images = None if self.lacks_model() else registry.made_images(name, wanted, config)
+        self.fits(name, None if images is None else images.arrays)
+        held_out = is_validation(table)
+        path = config.validation.dataset_path if held_out else config.training.dataset_path
+        if isinstance(images, RandomImages) and path and registry.is_placeholder(config, path):
+            words = placeholder_words(config, table, path, images)
+            self.problems.append(Problem(words, kind="note"))
+
+    def images(self, table: str, name: str, source: ArrayList) -> None:
+        """Reads the first image, and says where there are too few for a batch."""
+        source.fill(0, np.empty(source.shape, source.dtype_of_all))
+        training = self.loaded.config.training
+        batch = max(training.global_batch_size, training.local_batch_size)
+        if len(source) < batch and not is_validation(table):
+            message = f"{name} has {len(source):,} images, less than a batch of {batch:,}"
+            self.problems.append(Problem(message, self.loaded.source, kind="note"))
+
     def fits(self, name: str, held: Arrays | None) -> None:
         """Raises unless a source holds what the model takes."""
         if not self.lacks_model():
-            require_fields(name, held, self.taken, model_name(self.loaded.config))
+            config = self.loaded.config
+            casts = casts_samples(model_config(config.model))
+            require_fields(name, held, self.taken, model_name(config), casts)
 
     def is_missing(self, name: str, wanted: DataSource) -> bool:
         """Whether a source is still to be fetched, which `checks` reports."""
@@ -362,6 +392,11 @@ def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer 
 
 
 def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> None:
+    if is_four_files(path):
+        has = {name: tuple(lazy.shape) for name, lazy in open_torch(path).tensors.items()}
+        shapes = shapes_of(model_of(config))
+        compare(path, {MODEL + name: shape for name, shape in shapes.items()}, has)
+        return
     with open_checkpoint(path) as checkpoint:
         model = model_of(config)
         kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
@@ -385,7 +420,7 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         for name, source in sources_of(config).items():
             share = config.data.holdout  # as a number of documents, it takes counting them
             is_share = isinstance(share, float) or not share
-            if name in saved.sources and is_share and not registry.is_random(name, source):
+            if name in saved.sources and is_share and not registry.is_made(name, source):
                 check_same_holdout(name, saved.sources[name].holdout, float(share))
         check_same_order(
             saved, config.debug.seed, config.data.window_documents, config.data.mixture

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from overland.checkpoint.adapters import set_later_adapters_aside
+from overland.checkpoint.adopt import adopt, is_four_files
 from overland.checkpoint.folder import committed, newest_in, set_later_aside, step_of, uncommitted
 from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.lazy import counting
@@ -46,8 +47,9 @@ def start_from(run: Run, report: Report) -> None:
         run.objective.start(run.model.parts)
         run.start_marks = mark_start(run)
     if settings.resume not in ("auto", "none"):
-        path = Path(settings.resume).expanduser()
+        path = Path(settings.resume).expanduser().resolve()  # it may be a link, by its time
         path = from_first_rank(newest_in(path) if run.world.is_first else path)
+        path = adopted(run, path, report)
         if problem := try_to_restore(run, path, report):
             raise CheckpointError(problem)
         put_later_ones_aside(run, report)
@@ -67,6 +69,28 @@ def start_from(run: Run, report: Report) -> None:
             )
     if run.config.lora.adapter is not None:
         report(f"starting from the adapters in {run.config.lora.adapter}")
+
+
+def adopted(run: Run, path: Path, report: Report) -> Path:
+    """Returns a checkpoint that can be resumed: `path`, or what is made of the training stub's four
+    files there. All ranks together."""
+    if not from_first_rank(is_four_files(path)):
+        return path
+    made, problem = path, ""
+    run.beat.pulse.begin()
+    if run.world.is_first:
+        try:
+            with counting(run.beat.pulse.moved):
+                made = adopt(path, run.store.folder, run.store.disk)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+    run.beat.pulse.wait()
+    made, problem = from_first_rank((made, problem))
+    run.beat.pulse.end()
+    if problem:
+        raise CheckpointError(problem)
+    report(f"{path} holds files of torch.save, which were copied to {made}")
+    return made
 
 
 def load_start(run: Run) -> None:
@@ -119,7 +143,7 @@ def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
         return kept_policy(folder.root) if committed(folder.checkpoints) else UNKNOWN
     if settings.resume == "none":
         return UNKNOWN
-    return kept_policy(newest_in(Path(settings.resume).expanduser()).parent.parent)
+    return kept_policy(newest_in(Path(settings.resume).expanduser().resolve()).parent.parent)
 
 
 def note_origin(run: Run, folder: Path) -> Origin | None:

@@ -17,6 +17,7 @@ from overland.checkpoint.adapters import follow
 from overland.checkpoint.folder import committed
 from overland.checkpoint.formats.checkpoint import companions_in
 from overland.checkpoint.formats.hf import GENERATION, padding_of
+from overland.checkpoint.links import follow_links
 from overland.checkpoint.origin import Origin
 from overland.checkpoint.store import Store
 from overland.checks.block_order import require_order
@@ -33,7 +34,7 @@ from overland.data.tokenizer import UNKNOWN, Tokenizer
 from overland.errors import CheckpointError, FromFirstRank, sentence
 from overland.files import Moved, ignore, replace_file
 from overland.kernels import has_triton
-from overland.models.flops import Measure, measure_of, sample_fields
+from overland.models.flops import Measure, casts_samples, measure_of, sample_fields
 from overland.models.init import init_buffers, init_weights
 from overland.models.registry import model_config
 from overland.models.structure import tie
@@ -179,7 +180,8 @@ def build_run(
     )
     fields, vocab_size = sample_fields(architecture), getattr(architecture, "vocab_size", None)
     if fields is not None:  # before a tokenizer is trained on text
-        once_for_all(partial(check_samples, config, fields, model_name(config)))
+        casts = casts_samples(architecture)
+        once_for_all(partial(check_samples, config, fields, model_name(config), casts))
     dataset = training_data(config, rows, vocab_size, place, folder.data, writes=world.is_first)
     if dataset.tokenizer is not None:
         place = replace(place, policy=dataset.tokenizer.policy)
@@ -215,7 +217,8 @@ def build_run(
         beat=beat,
     )
     for one in (run.dataset, *run.validation_sets):
-        require_fields(one.name, one.rows.arrays, fields, model_name(config))
+        casts = casts_samples(architecture)
+        require_fields(one.name, one.rows.arrays, fields, model_name(config), casts)
     beat.enter(Phase.LOADING)
     start_from(run, report)
     beat.enter(Phase.BUILDING)
@@ -229,6 +232,8 @@ def build_run(
     if config.checkpoint.enable:
         if config.lora.save_as_peft and world.is_first:
             keep_adapters(run, report)
+        if config.checkpoint.link_by_time and world.is_first:
+            keep_links(run, report)
         run.store.prepare(saved_state(run))
         for note in run.store.notes:
             report(f"note: {note}")
@@ -250,10 +255,23 @@ def keep_adapters(run: Run, report: Callable[[str], None]) -> None:
         root = run.store.folder if in_fallback else run.folder.root
         follow(root, run.store.folder, newest, run.store.disk, moved)
 
-    run.store.then = write
+    run.store.then.append(write)
     try:
         write()
     except (CheckpointError, OSError) as error:
+        report(f"note: {sentence(error)}")
+
+
+def keep_links(run: Run, report: Callable[[str], None]) -> None:
+    """Has rank 0 name every checkpoint by its time, too."""
+
+    def write(newest: Path | None = None, moved: Moved = ignore) -> None:
+        follow_links(run.folder.root, run.store.folder, run.store.disk)
+
+    run.store.then.append(write)
+    try:
+        write()
+    except OSError as error:
         report(f"note: {sentence(error)}")
 
 

@@ -19,6 +19,7 @@ from overland.data.corpora import Preparer
 from overland.data.corpus_folder import is_corpus
 from overland.data.prepare import Dataset, training_data
 from overland.data.registry import sources_of
+from overland.data.sources.array_list import is_array_list
 from overland.errors import DataError
 
 ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
@@ -81,7 +82,10 @@ def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
         return config.training.steps
     ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
     folder = registry.find_folder(name, wanted, config.data)
-    if folder is None or not is_corpus(folder) or config.data.holdout:
+    is_made = registry.is_made(name, wanted)
+    is_list = folder is not None and folder.is_file() and is_array_list(folder)
+    is_built = folder is not None and is_corpus(folder) and not config.data.holdout
+    if not (is_made or is_list or is_built):
         return None
     dataset = training_data(config, global_batch_size, None, Preparer())
     try:

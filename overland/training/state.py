@@ -128,6 +128,7 @@ def run_facts(run: Run) -> dict[str, Any]:
             "fingerprint": run.dataset.plan.fingerprint,
             "plan": run.dataset.plan.to_json(),
         },
+        "position": position_in_epoch(run),
         "loss_scaling": run.scaler.enabled,
         "spike_guard": run.guard.to_json() if run.guard is not None else None,
         "layout": asdict(run.mesh.degrees),
@@ -143,6 +144,19 @@ def run_facts(run: Run) -> dict[str, Any]:
             "device": run.device.type,
         },
     }
+
+
+def position_in_epoch(run: Run) -> dict[str, int] | None:
+    """Returns the epoch that the next batch begins in and its segment there, as iter_state_dict.pt
+    tells them; None where an epoch is not counted in samples."""
+    found = run.dataset.rows.position(run.progress.batch)
+    if found is None:
+        return None
+    epoch, place, size = found
+    length = run.config.images.segment_size or size
+    start = place // length * length
+    end = min(start + length, size)
+    return {"epoch": epoch, "seg": place // length, "start_idx": start, "end_idx": end}
 
 
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overland.data.batch import Batch
+from overland.data.pixels import with_pixels
 from overland.kernels.gradients import sum_of_squares
 from overland.models.draws import draws_of
 from overland.models.inner import InnerLoss, Statistic
@@ -155,7 +156,8 @@ def with_draws(run: Run, batch: Batch) -> Batch:
 
 
 def with_known(run: Run, batch: Batch) -> Batch:
-    """Adds what was computed beforehand, if anything was."""
+    """Adds what was computed beforehand, if anything was; makes images ready."""
+    batch = with_pixels(batch, run.config.images)
     return batch if run.reference is None else run.reference.added_to(batch)
 
 

@@ -252,7 +252,7 @@ dataset:
   num_workers: 1
   path_train: a.csv
   path_eval: b.csv
-  transforms: {H_pad: 1920, set: {pad: true}}
+  transforms: {H_pad: 1920, W_pad: 1080, set: {pad: true, random_shift: false}}
 dist:
   cpu_only: true
   backend: nccl
@@ -277,8 +277,12 @@ def test_the_stubs_yaml_is_translated(tmp_path: Path) -> None:
     config = loaded.config
     assert config.model.name == "vit_mae"
     assert config.model.overrides["mask_ratio"] == 0.75
-    assert config.training.dataset == "random"
-    assert (config.training.local_batch_size, config.training.steps) == (16, 1000)
+    assert (config.training.dataset, config.images.if_missing) == ("random", "random")
+    assert (config.training.dataset_path, config.validation.dataset_path) == ("a.csv", "b.csv")
+    assert (config.training.local_batch_size, config.training.epochs) == (16, 5)
+    assert config.images.pad == [1920, 1080]
+    assert config.metrics.peak_flops == 1
+    assert config.validation.enable
     assert config.training.mixed_precision_param == "float16"
     assert config.training.max_norm == 0.5
     assert config.parallelism.sharding_stage == "zero2_hybrid"
@@ -287,7 +291,9 @@ def test_the_stubs_yaml_is_translated(tmp_path: Path) -> None:
     schedule = config.lr_scheduler
     assert (schedule.warmup_steps, schedule.total_steps) == (10, 1000)
     assert (schedule.min_lr, schedule.decay_type) == (1e-7, "cosine")
-    assert (config.checkpoint.enable, config.checkpoint.interval) == (True, 60)
+    assert (config.checkpoint.interval, config.checkpoint.preempt_interval) == (100, 60)
+    assert (config.validation.freq, config.checkpoint.keep_best) == (100, 1)
+    assert config.checkpoint.link_by_time
     assert config.job.dump_folder == "experiments/chkpts/test-1"
     assert config.compile.enable
 
@@ -405,7 +411,18 @@ def test_weights_come_from_the_assets_that_the_command_line_names(tmp_path: Path
             "loss.grad_accum_steps = 4: accumulation follows from the global batch; set "
             "training.global_batch_size to 16 × 4 × the number of data-parallel devices",
         ),
-        ("from_scratch: true", "from_scratch: false", "no weights are given to start from"),
+        (
+            "path_chkpt_prev: null",
+            "pretrain: weights",
+            "model.from_scratch = true: checkpoint.pretrain names weights to start from",
+        ),
+        (
+            "random_shift: false",
+            "random_shift: true",
+            "dataset.transforms.set.random_shift = true: this transform is not built here",
+        ),
+        (", W_pad: 1080", "", "dataset.transforms.set.pad = true: H_pad and W_pad of"),
+        ("num_workers: 1", "input: {C: 1, H: 8}", "dataset.input.W is missing beside it"),
         ("  warmup_it", "  scheduler_update_iterations: 5\n  warmup_it", "updated at every step"),
         ("misc: {", "misc: {mine: 1, ", "misc.mine = 1: nothing is known here of this key"),
     ],

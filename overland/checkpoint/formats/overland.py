@@ -86,7 +86,7 @@ def as_lazy_checkpoint(
         for name, entry in checkpoint.tensors.items()
         if with_random_state or not name.startswith("rng.")
     }
-    extras = {**(run.get("progress") or {}), "run": run}
+    extras = {**(run.get("progress") or {}), **(run.get("position") or {}), "run": run}
     if groups := _param_groups(run.get("config") or {}, run, tensors):
         extras["param_groups"] = groups
     return LazyCheckpoint(

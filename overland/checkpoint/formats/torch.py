@@ -5,11 +5,13 @@ optim_state_dict.pt   torch.optim's own form: {"state": {0: {step, exp_avg, exp_
                       "param_groups": […]}, numbered through the groups, names in param_names;
                       other optimizers than Adam keep their state under its own names
 lr_state_dict.pt      torch's schedulers' form: last_epoch, _step_count, base_lrs, _last_lr
-iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch, tokens
+iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch, tokens; of a run
+                      also all else that it resumes by (as JSON in `run`)
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,9 +83,13 @@ def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
         tensors |= state
     if path.is_dir() and (path / PROGRESS).is_file():
         progress = read_torch_file(path / PROGRESS)
-        extras |= _progress(progress)
+        extras |= _progress(progress, path / PROGRESS)
         if isinstance(progress.get("other"), dict):
             tensors |= _others(dict(tensors_in(progress["other"], path / PROGRESS)))
+    if path.is_dir() and "step" not in extras and (path / RATES).is_file():
+        rates = read_torch_file(path / RATES)
+        last = scalar(rates.get("last_epoch")) if isinstance(rates, dict) else None
+        extras |= {"step": last} if isinstance(last, int) and last > 0 else {}
     return LazyCheckpoint("torch", folder, tensors, extras, config, companions_in(folder))
 
 
@@ -119,6 +125,7 @@ def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = 
             "step": step,
             "batch": batch,
             "tokens": int(extras.get("tokens", 0)),
+            "run": json.dumps(extras["run"]) if extras.get("run") else "",
             "other": _others(source.tensors),
         },
     )
@@ -209,12 +216,21 @@ def _names(groups: Any, parameters: list[str], path: Path) -> Iterator[tuple[Any
         )
 
 
-def _progress(saved: Any) -> dict[str, Any]:
+def _progress(saved: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path} holds a {type(saved).__name__}, expected a dict")
     known = ("epoch", "seg", "start_idx", "end_idx", "step", "batch", "tokens")
     extras = {key: scalar(saved[key]) for key in known if key in saved}
     best = scalar(saved.get("loss_min"))
     if isinstance(best, (int, float)) and best != float("inf"):
         extras["best_validation_loss"] = float(best)
+    if text := saved.get("run"):
+        try:
+            extras["run"] = dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            raise CheckpointError(
+                f"{path} is damaged: what it says of its run is no JSON"
+            ) from None
     return extras
 
 

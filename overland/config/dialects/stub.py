@@ -1,6 +1,7 @@
 """The YAML of the training stub: `dist`, `dataset`, `model.hf_config`, `optim`, … of a ViT-MAE.
 
-The stub trains a masked autoencoder on random tensors; its dataset paths are placeholders.
+The stub trains a masked autoencoder. Its dataset paths are lists of images, or placeholders: where
+they are not there, it trains on random tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ RENAMED: dict[str, str] = {
     "dist.sharding_stage": "parallelism.sharding_stage",
     "misc.sharding_stage": "parallelism.sharding_stage",
     "misc.compiles_model": "compile.enable",
+    "misc.max_epochs": "training.epochs",
+    "misc.max_eval_iter": "validation.steps",
+    "misc.peak_flops_per_sec": "metrics.peak_flops",
     "dataset.batch_size": "training.local_batch_size",
+    "dataset.path_train": "training.dataset_path",
+    "dataset.path_eval": "validation.dataset_path",
+    "dataset.seg_size": "images.segment_size",
+    "dataset.input.total_size": "images.count",
     "optim.lr": "optimizer.lr",
     "optim.weight_decay": "optimizer.weight_decay",
     "optim.beta1": "optimizer.beta1",
@@ -30,34 +38,36 @@ RENAMED: dict[str, str] = {
     "optim.grad_clip": "training.max_norm",
     "lr_scheduler.warmup_iterations": "lr_scheduler.warmup_steps",
     "lr_scheduler.min_lr": "lr_scheduler.min_lr",
+    "checkpoint.preempt_chkpt_saving_iterations": "checkpoint.preempt_interval",
     "checkpoint.path_chkpt_prev": "checkpoint.resume",
     "checkpoint.pretrain": "checkpoint.initial_load_path",
 }
 
-RANDOM = "the stub trains on random tensors, so there is nothing to read or transform"
-EPOCHS = "random tensors have no end, so there are no epochs: the run ends after training.steps"
+TRANSFORMS = "of transforms that are switched off"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 WHOLE = "checkpoints are sharded and whole, and can be read on any number of devices"
 UNSET = "null sets nothing"
+NORMS = ("instance_norm", "uses_instance_norm")
+DROPS = ("drop_last", "drop_last_in_sampler", "drop_last_in_loader")
+NEVER = 1_000_000_000  # steps between two saves
 LOGS = "metrics and logs go to the run folder (job.dump_folder)"
 
 # Key, or a section or table -> why it means nothing here. The longest match counts.
 WITHOUT_MEANING: dict[str, str] = {
     "dist.uses_unique_world_seed": "every random stream follows from debug.seed",
-    "dataset": RANDOM,
+    "dataset.transforms": TRANSFORMS,
+    "dataset.num_channels": "model.overrides.num_channels says it",
+    "dataset.cache_size": LOADER,
+    "dataset.debug": LOGS,
     "dataset.num_workers": LOADER,
     "dataset.pin_memory": LOADER,
     "dataset.prefetch_factor": LOADER,
-    "dataset.seg_size": EPOCHS,
     "checkpoint.offload_to_cpu": WHOLE,
     "checkpoint.rank0_only": WHOLE,
     "checkpoint.preempt_metadata_path": "the newest checkpoint is found in the run folder",
     "logging": LOGS,
-    "misc.max_epochs": EPOCHS,
-    "misc.max_eval_iter": "set validation.enable and validation.steps to validate",
-    "misc.max_eval_retry": "set validation.enable and validation.steps to validate",
+    "misc.max_eval_retry": "validation reads the same images every time, and none is not finite",
     "misc.num_gpus": "the launcher counts devices (NGPU)",
-    "misc.peak_flops_per_sec": "peak rates of known devices are built in",
     "misc.monitors_dynamics": LOGS,
     "misc.data_dump_on": LOGS,
 }
@@ -76,15 +86,21 @@ def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     """Entries in today's keys, notes, and what is refused; `above` will be laid over them."""
     draft = Draft({}, shown)
     first = next(iter(entries.values()))
-    draft.put(("training", "dataset"), "random", entries.get(("dataset", "path_train"), first))
+    draft.put(("training", "dataset"), "random", first)
+    draft.put(("images", "if_missing"), "random", first)
     draft.put(("model", "name"), "vit_mae", first)
     draft.put(("lr_scheduler", "decay_type"), "cosine", first)
     draft.notes.append(
-        f"{shown}: a config of the training stub, read as a vit_mae on random tensors with a "
-        "cosine schedule"
+        f"{shown}: a config of the training stub, read as a vit_mae with a cosine schedule, on "
+        "random tensors where the lists of images are not there"
     )
     for path, entry in entries.items():
         _one(draft, path, entry)
+    _steps(draft, entries, above)
+    _images(draft, entries)
+    _transforms(draft, entries)
+    _last_batch(draft, entries)
+    _saves(draft, entries)
     _cpu_only(draft, entries)
     _mixed_precision(draft, entries)
     _accumulation(draft, entries, above)
@@ -103,6 +119,8 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
         draft.put(("model", "overrides", *path[2:]), entry.value, entry)
     elif dotted in SPECIAL:
         SPECIAL[dotted](draft, entry)
+    elif path[:3] == ("dataset", "transforms", "set"):
+        pass  # done after all
     elif dotted in RENAMED:
         if entry.value is None:
             draft.without_meaning(path, entry, UNSET)
@@ -117,41 +135,97 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
         draft.put((HOME.get(path[0], path[0]), *path[1:]), entry.value, entry)
 
 
-def _steps(draft: Draft, entry: Entry) -> None:
-    draft.put(("training", "steps"), entry.value, entry)
+def _steps(draft: Draft, entries: Entries, above: Entries) -> None:
+    """The stub ends after its epochs, whatever the schedule spans."""
+    epochs, steps = ("training", "epochs"), ("training", "steps")
+    if steps in above:  # who shortens a run by hand means it
+        draft.entries.pop(epochs, None)
+    entry = entries.get(("lr_scheduler", "total_iterations"))
+    if entry is None:
+        return
     draft.put(("lr_scheduler", "total_steps"), entry.value, entry)
-    draft.note(
-        entry,
-        "lr_scheduler.total_iterations is now training.steps and lr_scheduler.total_steps (the "
-        "stub may stop earlier, after misc.max_epochs)",
-    )
-
-
-def _interval(draft: Draft, entry: Entry) -> None:
-    if entry.value is None:
-        draft.note(entry, "checkpoint.chkpt_saving_iterations: null saves nothing by itself")
-        draft.entries.setdefault(("checkpoint", "enable"), Entry(False, entry.where))
+    if epochs in draft.entries or epochs in above:
+        text = "lr_scheduler.total_steps; the run ends after misc.max_epochs"
     else:
-        _save_every(draft, entry, "chkpt_saving_iterations")
+        draft.put(steps, entry.value, entry)
+        text = "training.steps and lr_scheduler.total_steps"
+    draft.note(entry, f"lr_scheduler.total_iterations is now {text}")
 
 
-def _preempt_interval(draft: Draft, entry: Entry) -> None:
-    if entry.value is None:
-        path = ("checkpoint", "preempt_chkpt_saving_iterations")
-        draft.without_meaning(path, entry, UNSET)
-    else:
-        _save_every(draft, entry, "preempt_chkpt_saving_iterations")
+def _images(draft: Draft, entries: Entries) -> None:
+    sizes = {name: entries.get(("dataset", "input", name)) for name in ("C", "H", "W")}
+    given = {name: entry for name, entry in sizes.items() if entry is not None}
+    if not given:
+        return
+    first = next(iter(given.values()))
+    if len(given) < len(sizes):
+        missing = next(name for name in sizes if name not in given)
+        reason = f"dataset.input.{missing} is missing beside it"
+        draft.refuse(("dataset", "input"), first, reason)
+        return
+    draft.put(("images", "shape"), [entry.value for entry in given.values()], first)
+    draft.note(first, "dataset.input.C, H and W are now images.shape, of random tensors")
 
 
-def _save_every(draft: Draft, entry: Entry, name: str) -> None:
-    """The stub saves on two clocks; one clock with the shorter interval does for both."""
-    key = ("checkpoint", "interval")
-    other = draft.entries.get(key)
-    numbers = other is not None and type(entry.value) is type(other.value) is int
-    if other is None or (numbers and entry.value < other.value):
-        draft.entries[key] = entry
-    draft.entries[("checkpoint", "enable")] = Entry(True, entry.where)
-    draft.note(entry, f"checkpoint.{name} is now checkpoint.interval (the shorter of the two)")
+def _transforms(draft: Draft, entries: Entries) -> None:
+    """Refuses transforms that are switched on and not built: without them it would train on other
+    images than was asked for."""
+    transforms = ("dataset", "transforms")
+    for path, entry in entries.items():
+        if path[:3] != (*transforms, "set") or len(path) != 4:
+            continue
+        name = path[3]
+        if name in NORMS:
+            draft.rename(path, ("images", "instance_norm"), entry.value, entry)
+        elif entry.value in (False, None):
+            draft.without_meaning(path, entry, TRANSFORMS)
+        elif name != "pad":
+            draft.refuse(path, entry, "this transform is not built here; set it to false")
+        else:
+            sizes = [entries.get((*transforms, key)) for key in ("H_pad", "W_pad")]
+            if None in sizes:
+                draft.refuse(path, entry, "H_pad and W_pad of dataset.transforms say to what")
+                continue
+            draft.put(("images", "pad"), [one.value for one in sizes if one], entry)
+            draft.note(entry, "dataset.transforms.set.pad, H_pad and W_pad are now images.pad")
+
+
+def _last_batch(draft: Draft, entries: Entries) -> None:
+    given = [entry for name in DROPS if (entry := entries.get(("dataset", name))) is not None]
+    if given:
+        how = "drop" if any(entry.value is True for entry in given) else "pad"
+        draft.put(("training", "last_batch"), how, given[0])
+        draft.note(
+            given[0],
+            f'dataset.drop_last_in_sampler and drop_last_in_loader are now training.last_batch = "'
+            f'{how}": of the whole run, since batches go on from one segment and epoch to the next',
+        )
+
+
+def _saves(draft: Draft, entries: Entries) -> None:
+    """The stub validates where it saves, and saves what is best."""
+    saves = entries.get(("checkpoint", "chkpt_saving_iterations"))
+    validates = ("validation", "dataset_path") in draft.entries
+    every = saves.value if saves is not None else None
+    if saves is not None and every is not None:
+        draft.put(("checkpoint", "interval"), every, saves)
+        draft.note(saves, "checkpoint.chkpt_saving_iterations is now checkpoint.interval")
+        if validates:
+            draft.put(("validation", "enable"), True, saves)
+            draft.put(("validation", "freq"), every, saves)
+            draft.put(("checkpoint", "keep_best"), 1, saves)
+            draft.note(
+                saves,
+                "at each of these saves it validates on path_eval (validation.freq), and the best "
+                "checkpoint is kept (checkpoint.keep_best)",
+            )
+    elif saves is not None:
+        draft.note(
+            saves,
+            "checkpoint.chkpt_saving_iterations: null saves after the last step and on a stop, and "
+            "does not validate",
+        )
+        draft.put(("checkpoint", "interval"), NEVER, saves)
 
 
 def _accumulation(draft: Draft, entries: Entries, above: Entries) -> None:
@@ -180,12 +254,20 @@ def _from_scratch(draft: Draft, entries: Entries, above: Entries) -> None:
     entry, weights = entries.get(path), ("checkpoint", "initial_load_path")
     if entry is None:
         return
-    if entry.value is not False or weights in draft.entries or weights in above:
+    has_weights = weights in draft.entries or weights in above
+    resumes = ("checkpoint", "resume") in draft.entries or ("checkpoint", "resume") in above
+    if entry.value is True and has_weights:
+        reason = "checkpoint.pretrain names weights to start from: remove it, or set this to false"
+        draft.refuse(path, entry, reason)
+    elif entry.value is False and not (has_weights or resumes):
+        draft.note(
+            entry,
+            "model.from_scratch is false, but neither checkpoint.pretrain nor path_chkpt_prev "
+            "names weights: it starts from fresh ones, as the stub does",
+        )
+    else:
         reason = "checkpoint.initial_load_path says what weights to start from"
         draft.without_meaning(path, entry, reason)
-    else:
-        reason = "no weights are given to start from; set checkpoint.initial_load_path"
-        draft.refuse(path, entry, reason)
 
 
 def _update_interval(draft: Draft, entry: Entry) -> None:
@@ -240,7 +322,12 @@ def _folder(draft: Draft, entries: Entries) -> None:
     if source and parts:
         folder = str(PurePosixPath(*parts))
         draft.put(("job", "dump_folder"), folder, source)
-        draft.note(source, f'checkpoint.directory and prefix are now job.dump_folder = "{folder}"')
+        draft.put(("checkpoint", "link_by_time"), True, source)
+        draft.note(
+            source,
+            f'checkpoint.directory and prefix are now job.dump_folder = "{folder}"; checkpoints '
+            f"are also found as {folder}.<time>[.preempt] (checkpoint.link_by_time)",
+        )
 
 
 def _state_dict_type(draft: Draft, entry: Entry) -> None:
@@ -257,9 +344,14 @@ def _state_dict_type(draft: Draft, entry: Entry) -> None:
 
 SPECIAL: dict[str, Callable[[Draft, Entry], None]] = {
     "checkpoint.state_dict_type": _state_dict_type,
-    "lr_scheduler.total_iterations": _steps,
-    "checkpoint.chkpt_saving_iterations": _interval,
-    "checkpoint.preempt_chkpt_saving_iterations": _preempt_interval,
+    "lr_scheduler.total_iterations": _later,
+    "checkpoint.chkpt_saving_iterations": _later,
+    "dataset.input.C": _later,
+    "dataset.input.H": _later,
+    "dataset.input.W": _later,
+    "dataset.transforms.H_pad": _later,
+    "dataset.transforms.W_pad": _later,
+    **dict.fromkeys((f"dataset.{name}" for name in DROPS), _later),
     "checkpoint.directory": _later,
     "checkpoint.prefix": _later,
     "loss.grad_accum_steps": _later,

@@ -28,7 +28,7 @@ from overland.data.registry import (
     find_folder,
     held_out_sources,
     is_built_in,
-    is_random,
+    is_made,
     open_by_name,
     open_wanted,
     source_names,
@@ -195,7 +195,7 @@ def sets_of(
                 f"--data {word}: {'there is no name' if not name else f'{name} is named twice'}; "
                 "name sets as NAME=PATH"
             )
-        if is_random(name, wanted):
+        if is_made(name, wanted):
             raise DataError("--data random: random tokens are no text, and no model expects them")
         if find_folder(name, wanted, data) is None and not is_built_in(wanted.dataset or name):
             known = f"known names: {any_of(_known(data))}"

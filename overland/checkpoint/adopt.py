@@ -1,0 +1,31 @@
+"""Resuming from the training stub's four files alone, ours or the stub's own: they become a
+checkpoint of the run first, and are not touched themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from overland.checkpoint.folder import set_aside
+from overland.checkpoint.formats.checkpoint import Options
+from overland.checkpoint.formats.overland import write_overland
+from overland.checkpoint.formats.torch import WEIGHTS, open_torch
+from overland.files import Disk
+from overland.run_folder import COMMITTED, checkpoint_name
+
+
+def is_four_files(path: Path) -> bool:
+    return (path / WEIGHTS).is_file() and not (path / COMMITTED).is_file()
+
+
+def adopt(path: Path, checkpoints: Path, disk: Disk) -> Path:
+    """Writes what the files hold as a checkpoint, and returns where it is."""
+    source = open_torch(path)
+    target = checkpoints / checkpoint_name(int(source.extras.get("step", 0)))
+    beside = checkpoints / f".{target.name}.tmp"
+    disk.make_folder(checkpoints)
+    disk.remove_folder(beside)
+    write_overland(source, beside, Options())
+    if target.exists():
+        set_aside(target, disk)
+    disk.rename(beside, target)
+    return target

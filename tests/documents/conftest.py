@@ -1,0 +1,3 @@
+from tests.cluster.conftest import slurm
+
+__all__ = ["slurm"]

@@ -1,0 +1,316 @@
+"""The page of the FSDP training stub: every line of it runs, with its YAML unchanged.
+
+What is laid over the YAML makes the model and the images small, and stands on the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.numpy import save_file
+
+from overland.config.load import load_config
+from overland.data.ledger import read_ledger
+from overland.run_folder import LEDGER
+from overland.training.schedule import known_steps
+from tests.cli.processes import (
+    LIMIT_SECONDS,
+    ROOT,
+    environment,
+    interrupt,
+    losses,
+    overland,
+    read_metrics,
+    start_overland,
+    wait_for_step,
+)
+from tests.cluster.packages import need
+from tests.cluster.slurm import Slurm
+
+CONFIG = "test_config_training.yaml"
+TEXT = (Path(__file__).parent / "stub" / CONFIG).read_text()
+SCRIPT = [sys.executable, "train_stub.py", CONFIG]
+RUN = Path("experiments/chkpts/dummy-0.1")
+FILES = ("model_state_dict.pt", "optim_state_dict.pt", "lr_state_dict.pt", "iter_state_dict.pt")
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+    "decoder_hidden_size": 32, "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 2,
+    "decoder_intermediate_size": 64, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+WORDS = [
+    "comm.backend=gloo",
+    *(f"model.overrides.{key}={value}" for key, value in SMALL.items()),
+    "images.shape=[1, 30, 28]",
+    "images.pad=[32, 32]",
+    "images.count=20",
+    "images.segment_size=6",
+    "training.global_batch_size=4",
+    "training.local_batch_size=1",
+    "training.mixed_precision_param=float32",
+    "training.epochs=2",
+    "checkpoint.interval=4",
+    "checkpoint.preempt_interval=3",
+    "validation.freq=4",
+    "validation.steps=2",
+    "metrics.log_freq=1",
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with what `overland init --from stub` puts there."""
+    for file in (ROOT / "overland" / "scripts" / "stub").iterdir():
+        shutil.copy(file, tmp_path)
+    assert (tmp_path / CONFIG).read_text() == TEXT
+    return tmp_path
+
+
+def train(place: Path, *words: str, ranks: int = 1, **env: str) -> dict[int, float]:
+    overland("train", CONFIG, *WORDS, *words, cwd=place, NGPU=str(ranks), **env)
+    return losses(place / RUN / "metrics.jsonl")
+
+
+def run(words: list[str], cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def links(place: Path) -> dict[str, Path]:
+    """Names by time, by the checkpoint that they lead to."""
+    found = place.glob(f"{RUN}.*")
+    return {os.readlink(link).rpartition("/")[2]: link for link in found if link.is_symlink()}
+
+
+def iter_state(checkpoint: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(checkpoint / "iter_state_dict.pt", weights_only=True)
+    return loaded
+
+
+def close(found: dict[int, float], expected: dict[int, float]) -> bool:
+    pairs = [(found[step], expected[step]) for step in expected]
+    return found.keys() == expected.keys() and all(abs(a - b) < 2e-5 * abs(b) for a, b in pairs)
+
+
+def test_the_yaml_as_it_is_passes_check_and_every_key_is_noted(place: Path) -> None:
+    done = overland("check", CONFIG, "--no-step", cwd=place, COMM_BACKEND="gloo", NGPU="10")
+    text = done.stdout + done.stderr
+    assert "The config is valid." in text
+    assert "steps" in text
+    for path in ("train", "validate"):
+        assert f"safetensor_dataset.{path}.csv is not there" in text
+    for section, keys in yaml.safe_load(TEXT).items():
+        for key in keys if section not in ("model", "lr_scheduler") else ():
+            assert key in text, f"{section}.{key}"
+
+
+def test_the_yaml_as_it_is_becomes_a_job(place: Path) -> None:
+    words = ["--site", "frontier", "--nodes", "2", "--account", "abc123", "--dry-run"]
+    text = overland("submit", CONFIG, *words, cwd=place).stdout
+    assert "#SBATCH --nodes=2" in text
+    assert "dummy-0.1" in text
+
+
+def test_a_single_process_trains_saves_and_validates(place: Path) -> None:
+    output = run([*SCRIPT, *WORDS], place)
+    assert "training.epochs = 2 of safetensor_dataset.train.csv comes to 10 steps" in output
+    assert "so trained on 20 random images of 1 × 30 × 28" in output
+    records = read_metrics(place / RUN / "metrics.jsonl")
+    validated = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+    assert list(validated) == [4, 8, 10]
+    assert all(record["mfu"] > 0 for record in records if "loss" in record)  # peak_flops_per_sec
+    named = links(place)
+    steps = [3, 4, 6, 8, 9, 10]
+    assert sorted(named) == sorted(
+        f"step_{step}" + ("" if step in (4, 8, 10) else ".preempt") for step in steps
+    )
+    for step, link in named.items():
+        assert {file.name for file in link.iterdir()} >= {*FILES}
+        assert link.name.endswith(".preempt") == step.endswith(".preempt")
+        for file in FILES:
+            torch.load(link / file, weights_only=True)
+    # 4 × 8 = 32 images: the second epoch of 20 is at its 12th, in the third segment of six.
+    state = iter_state(named["step_8"])
+    assert (state["epoch"], state["seg"]) == (1, 2)
+    assert (state["start_idx"], state["end_idx"]) == (12, 18)
+    assert state["loss_min"] == pytest.approx(min(validated[4], validated[8]))
+    assert iter_state(named["step_3.preempt"])["loss_min"] == float("inf")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank to its end."""
+    place = tmp_path_factory.mktemp("whole")
+    shutil.copy(Path(__file__).parent / "stub" / CONFIG, place)
+    train(place)
+    return place
+
+
+@pytest.mark.parametrize("only_files", [False, True], ids=["checkpoint", "four-files"])
+def test_path_chkpt_prev_resumes_on_another_number_of_ranks(
+    whole: Path, place: Path, only_files: bool
+) -> None:
+    before = links(whole)["step_3.preempt"]
+    if only_files:  # as somebody copies them, or the stub itself would leave them
+        (place / "prev").mkdir()
+        for file in FILES:
+            shutil.copy(before / file, place / "prev")
+        before = place / "prev"
+    (place / CONFIG).write_text(TEXT.replace("path_chkpt_prev: null", f"path_chkpt_prev: {before}"))
+    found = train(place, ranks=2)
+    expected = losses(whole / RUN / "metrics.jsonl")
+    assert close(found, {step: loss for step, loss in expected.items() if step > 3})
+    ours, theirs = (read_ledger(one / RUN / LEDGER).fed for one in (place, whole))
+    for step in range(4, 11):
+        assert np.array_equal(ours[step].digests, theirs[step].digests)
+    state, wanted = (iter_state(links(one)["step_10"]) for one in (place, whole))
+    for key in ("epoch", "seg", "start_idx", "end_idx", "step", "batch"):
+        assert state[key] == wanted[key]
+
+
+def test_a_signal_saves_preemptively_and_the_same_line_goes_on(place: Path) -> None:
+    long_run = [*WORDS, "training.epochs=100000"]
+    command = start_overland("train", CONFIG, *long_run, cwd=place, NGPU="2")
+    wait_for_step(place / RUN / "metrics.jsonl", 5)
+    code, output = interrupt(command, signal.SIGTERM)
+    assert code == 75, output
+    last = max(losses(place / RUN / "metrics.jsonl"))
+    link = links(place)[f"step_{last}.preempt"]
+    assert iter_state(link)["step"] == last
+    found = train(place, f"training.epochs={(last + 2) / 5}", ranks=1)
+    assert max(found) == last + 2
+    assert "none repeated, none skipped" in overland("prove", "data", str(RUN), cwd=place).stdout
+
+
+def test_a_killed_run_goes_on_with_the_same_samples(whole: Path, place: Path) -> None:
+    words = [*WORDS, "job.custom_import=tests.seams.images"]
+    killed = start_overland("train", CONFIG, *words, cwd=place, NGPU="1", DIES_AFTER="7")
+    assert killed.wait() in (-signal.SIGKILL, 128 + signal.SIGKILL), killed.stdout
+    found = train(place, ranks=2)
+    assert close(found, losses(whole / RUN / "metrics.jsonl"))
+    proof = overland("prove", "data", str(RUN), cwd=place).stdout
+    assert "40 rows, none repeated, none skipped" in proof
+
+
+def test_lists_of_real_images_are_trained_and_validated_on(place: Path) -> None:
+    write_images(place, 12)
+    found = train(place, "images.instance_norm=true")
+    assert len(found) == 6  # two epochs of twelve, by four
+    assert "random images" not in (place / RUN / "README.md").read_text()
+    record = [r for r in read_metrics(place / RUN / "metrics.jsonl") if "validation_loss" in r][-1]
+    assert "validation_loss/safetensor_dataset.validate.csv" in record
+    assert "24 rows" in overland("prove", "data", str(RUN), cwd=place).stdout
+
+
+@pytest.mark.parametrize(("dropped", "steps"), [("true", 2), ("false", 3)])
+def test_drop_last_leaves_out_what_does_not_fill_a_batch(
+    place: Path, dropped: str, steps: int
+) -> None:
+    for name in ("drop_last_in_sampler", "drop_last_in_loader"):
+        text = (place / CONFIG).read_text()
+        assert f"{name}: true" in text
+        (place / CONFIG).write_text(text.replace(f"{name}: true", f"{name}: {dropped}"))
+    words = [*WORDS, "images.count=10", "training.epochs=1"]
+    config = load_config(str(place / CONFIG), words, {}).config
+    assert known_steps(config, global_batch_size=4) == steps
+
+
+def test_half_precision_trains_with_a_scaler(place: Path) -> None:
+    (place / CONFIG).write_text(TEXT.replace("dtype: bfloat16", "dtype: float16"))
+    words = [word for word in WORDS if "mixed_precision" not in word]
+    overland("train", CONFIG, *words, "training.epochs=1", cwd=place, NGPU="2")
+    state = torch.load(
+        links(place)["step_5"] / "iter_state_dict.pt",
+        weights_only=True,
+    )
+    assert state["other"]["scaler.scale"] > 1
+    assert all(np.isfinite(loss) for loss in losses(place / RUN / "metrics.jsonl").values())
+
+
+def write_images(place: Path, count: int, shape: tuple[int, int] = (30, 28)) -> None:
+    """Lists of safetensors where the YAML looks for them."""
+    folder = place / "experiments" / "datasets"
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    for name, number in (("train", count), ("validate", 8)):
+        files = [f"{name}-{i}.safetensors" for i in range(number)]
+        for file in files:
+            save_file({"image": draw.integers(0, 4000, shape, np.uint16)}, folder / file)
+        (folder / f"safetensor_dataset.{name}.csv").write_text("\n".join(["path", *files]) + "\n")
+
+
+# Lines that start many processes
+
+
+@pytest.mark.long
+def test_mpirun_starts_it(whole: Path, place: Path) -> None:
+    need("mpirun")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    run(["mpirun", "--oversubscribe", "-n", "4", *SCRIPT, *WORDS], place, **root)
+    assert close(losses(place / RUN / "metrics.jsonl"), losses(whole / RUN / "metrics.jsonl"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("nodes", "tasks"), [(1, 4), (2, 2)])
+def test_srun_starts_it(slurm: Slurm, whole: Path, place: Path, nodes: int, tasks: int) -> None:
+    words = " ".join([*SCRIPT, *(f"'{word}'" for word in WORDS)])
+    line = f"srun --mpi=none --nodes {nodes} --ntasks-per-node {tasks} bash -c"
+    env = environment(NCCL_NET_GDR_LEVEL="3", NCCL_CROSS_NIC="1", NCCL_ALGO="TREE or RING")
+    slurm.run(*line.split(), words, env=env, cwd=place)
+    assert close(losses(place / RUN / "metrics.jsonl"), losses(whole / RUN / "metrics.jsonl"))
+
+
+@pytest.mark.long
+def test_killed_on_two_nodes_it_goes_on_with_three_ranks_on_one(
+    slurm: Slurm, place: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """zero3_hybrid on 2 nodes × 2, killed at a random step; then 1 × 3."""
+    words = [
+        *WORDS,
+        "training.global_batch_size=12",
+        "parallelism.sharding_stage=zero3_hybrid",
+        "job.custom_import=tests.seams.images",
+        "checkpoint.interval=3",
+    ]
+    alone = tmp_path_factory.mktemp("alone")
+    for folder in (alone, place):
+        shutil.copy(Path(__file__).parent / "stub" / CONFIG, folder)
+        write_images(folder, 30)
+    overland("train", CONFIG, *words, "training.epochs=4", cwd=alone, NGPU="1")
+    expected = losses(alone / RUN / "metrics.jsonl")
+    assert len(expected) == 10
+    step = random.Random().randrange(4, 10)
+    line = ["srun", "--mpi=none", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
+    words += ["training.epochs=4"]
+    env = slurm.environment(environment(DIES_AFTER=str(step)))
+    killed = subprocess.run(
+        [*line, *SCRIPT, *words], cwd=place, env=env, capture_output=True, timeout=LIMIT_SECONDS
+    )
+    assert killed.returncode, "it was not killed"
+    line = ["srun", "--mpi=none", "--nodes=1", "--ntasks-per-node=3", "--kill-on-bad-exit=1"]
+    slurm.run(*line, *SCRIPT, *words, env=environment(), cwd=place)
+    found = losses(place / RUN / "metrics.jsonl")
+    assert close(found, expected), f"killed after step {step}: {found}, expected {expected}"
+    ours, theirs = (read_ledger(one / RUN / LEDGER).fed for one in (place, alone))
+    for number in expected:
+        assert np.array_equal(ours[number].digests, theirs[number].digests), number
+    proof = overland("prove", "data", str(RUN), cwd=place).stdout
+    assert "120 rows, none repeated, none skipped" in proof
