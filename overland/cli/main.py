@@ -76,3 +76,12 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     app()
+
+
+def run(*words: str) -> None:
+    """Runs a verb for a script, and ends the script where the verb fails."""
+    try:
+        app(list(words))
+    except SystemExit as end:
+        if end.code:
+            raise

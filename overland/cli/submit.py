@@ -75,6 +75,10 @@ def submit(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     sites: Annotated[bool, typer.Option("--sites", help="List the sites.")] = False,
+    here: Annotated[
+        bool,
+        typer.Option("--here", help="Run in the Slurm job that calls this, and submit nothing."),
+    ] = False,
     evaluation: Annotated[
         bool,
         typer.Option("--eval", help="CONFIG is a checkpoint: a job of one node evaluates it."),
@@ -114,6 +118,7 @@ def submit(
         env_names=tuple(env or ()),
         sbatch=sbatch,
         preflight=preflight,
+        here=here,
     )
     for variable in wanted.env_names:
         if "=" not in variable and variable not in os.environ:

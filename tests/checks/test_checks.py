@@ -15,7 +15,12 @@ from overland.config.errors import ConfigError
 from overland.config.load import load_config, recipe_names
 from overland.config.write import write_config
 
-WORLD = {"llama3_8b": 4, "llama3_8b_frontier": 512}
+WORLD = {
+    "llama3_8b": 4,
+    "llama3_8b_frontier": 512,
+    "llama3_8b_frontier_n640": 5120,
+    "llama3_8b_frontier_benchmark": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +43,7 @@ def test_every_recipe_is_valid_but_for_what_is_to_be_fetched(name: str) -> None:
 
 NEED_ASSETS = {
     "llama3_8b", "llama3_8b_frontier", "qwen3_0.6b", "sft_lora_llama3_8b", "sft_full", "qlora",
-    "dpo", "sft_quickstart",
+    "dpo", "sft_quickstart", "llama3_8b_frontier_n640", "llama3_8b_frontier_benchmark",
 }  # fmt: skip
 
 

@@ -36,7 +36,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def overland(*words: str, cwd: Path, code: int = 0, **env: str) -> Command:
-    """Runs `overland WORDS` and asserts on its exit code."""
+    """Runs `overland WORDS`, or `python WORDS` if the first is a script, and asserts on its exit
+    code."""
     done = Command(words, cwd, environment(**env))
     assert done.wait() == code, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done

@@ -97,7 +97,7 @@ def test_shell_scripts_pass_shellcheck(name: str) -> None:
     scripts = [
         str(path)
         for path in (scripts_folder() / name / file for file in files_of(name))
-        if path.read_bytes().startswith((b"#!/usr/bin/env bash", b"#!/bin/bash"))
+        if path.read_bytes().startswith((b"#!/usr/bin/env bash", b"#!/bin/bash", b"#!/bin/sh"))
     ]
     if scripts:
         found = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)

@@ -277,15 +277,6 @@ def run_train_sh(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-def test_run_train_sh_trains_with_settings_from_the_environment(tmp_path: Path) -> None:
-    words = [*TINY, "data.folder=data", "training.steps=2", "validation.enable=false"]
-    done = run_train_sh(tmp_path, *words, CONFIG_FILE="quickstart", NGPU="2", LOG_RANK="1")
-    assert done.returncode == 0, done.stderr
-    assert "[rank 1] step 2/2" in done.stdout
-    assert not re.search(r"^step 2/2", done.stdout, flags=re.MULTILINE)
-    assert "[rank 1] stdlib is tokenised ahead of training" in done.stdout
-
-
 def test_run_train_sh_in_a_fresh_clone_says_how_to_install(tmp_path: Path) -> None:
     """The package's folder has the command's name."""
     (tmp_path / "overland").mkdir()
@@ -297,13 +288,6 @@ def test_run_train_sh_in_a_fresh_clone_says_how_to_install(tmp_path: Path) -> No
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
     assert "not installed yet: `make setup`" in done.stderr
-
-
-def test_run_train_sh_dry_run_only_checks(tmp_path: Path) -> None:
-    done = run_train_sh(tmp_path, CONFIG_FILE="quickstart", DRY_RUN="1")
-    assert done.returncode == 0
-    assert "The config is valid." in done.stdout
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("backend", ["mpi", "nvshmem"])

@@ -17,6 +17,7 @@ import contextlib
 import gc
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
@@ -42,7 +43,8 @@ IMPORTS = (
 
 
 class Command:
-    """`overland WORDS` in a process group of its own; of Popen's interface, what tests need."""
+    """`overland WORDS`, or `python SCRIPT.py WORDS`, in a process group of its own; of Popen's
+    interface, what tests need."""
 
     def __init__(
         self, words: Sequence[str], cwd: Path, env: Mapping[str, str], merged: bool = False
@@ -236,9 +238,14 @@ def _main(words: Sequence[str]) -> int:
     from overland.world import launch
 
     launch.subprocess = _Forking  # type: ignore[assignment, attr-defined]
-    sys.argv = [str(Path(sys.executable).with_name("overland")), *words]
     try:
-        main()
+        if words and words[0].endswith(".py"):
+            sys.argv = list(words)
+            sys.path.insert(0, str(Path(words[0]).absolute().parent))
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            sys.argv = [str(Path(sys.executable).with_name("overland")), *words]
+            main()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

@@ -70,6 +70,8 @@ KillWait=15
 SchedulerParameters=batch_sched_delay=0,sched_interval=5,sched_min_interval=0
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+# what scripts for Frontier ask for
+PartitionName=extended Nodes=ALL MaxTime=INFINITE State=UP
 """
 
 
@@ -176,7 +178,10 @@ class Slurm:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _config(self, cores: int) -> str:
-        node = "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs={} RealMemory=4096"
+        node = (
+            "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs={} RealMemory=4096 "
+            "Feature=nvme"
+        )
         host = socket.gethostname()
         ports = free_ports(len(self.nodes) + 1)
         return CONFIG.format(
@@ -222,12 +227,12 @@ class Slurm:
     def _wait_until_idle(self) -> None:
         def all_are_idle() -> bool:
             asked = subprocess.run(
-                ["sinfo", "--noheader", "--Node", "--format=%T"],
+                ["sinfo", "--noheader", "--Node", "--format=%N:%T"],
                 env=self.environment(),
                 capture_output=True,
                 text=True,
             )
-            return asked.stdout.split() == ["idle"] * len(self.nodes)
+            return set(asked.stdout.split()) == {f"{node}:idle" for node in self.nodes}
 
         wait_until(all_are_idle, "all nodes are idle", self._logs)
 

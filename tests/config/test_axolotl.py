@@ -378,7 +378,7 @@ def test_a_tokenizer_that_is_there_is_compared(tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_key(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "coming-from-axolotl.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "coming-from" / "axolotl.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     for key, today in {**RENAMED, **LORA, **PREFERENCE}.items():
         assert any(f"`{key}" in row[0] and today in row[1] for row in rows), key

@@ -1,4 +1,4 @@
-"""What docs/coming-from-trl.md says to write here is there: keys take the values that it gives
+"""What docs/coming-from/trl.md says to write here is there: keys take the values that it gives
 them, commands have their options, and its config is one."""
 
 import re
@@ -17,7 +17,7 @@ from overland.config.load import load_config
 from overland.config.schema import JobConfig
 from tests.cli.processes import ROOT
 
-PAGE = (ROOT / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "coming-from" / "trl.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.M | re.S)
 SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S))
 KEY = re.compile(r"([a-z_]+\.[a-z_0-9]+)(?: = (.+))?")

@@ -1,3 +1,4 @@
 from tests.cluster.conftest import slurm
+from tests.hub.conftest import hub
 
-__all__ = ["slurm"]
+__all__ = ["hub", "slurm"]

@@ -43,6 +43,8 @@ class JobRequest:
     env_names: tuple[str, ...] = ()
     sbatch: str = ""
     preflight: bool = True
+    here: bool = False
+    """In the job that asks, whose account, partition and time are settled."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,11 @@ def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
             raise ClusterError(f"--nodes: {site.name} is one machine, without a scheduler")
         chain, time, cpus = False, None, None
     else:
-        _check_needs(site, wanted)
-        time = choose_walltime(site, wanted.nodes + wanted.spares, wanted.time, wanted.partition)
+        time = None if wanted.here else _walltime(site, wanted)
         partition = slurm.partitions.get(wanted.partition or "")
         cpus = (partition and partition.cpus_per_task) or slurm.cpus_per_task
-        chain = _may_chain(site, wanted)
-        if parse_walltime(time) <= place.margin_minutes * 60:
+        chain = not wanted.here and _may_chain(site, wanted)
+        if time is not None and parse_walltime(time) <= place.margin_minutes * 60:
             raise ClusterError(
                 f"--time {time}: ranks stop {place.margin_minutes:g} minutes before the end "
                 "(checkpoint.walltime_margin_minutes), so nothing is left to train in"
@@ -175,6 +176,11 @@ def sbatch_words(text: str) -> list[str]:
         else:
             raise ClusterError(f"--sbatch {text}: expected flags, such as --mail-type=END")
     return flags
+
+
+def _walltime(site: NamedSite, wanted: JobRequest) -> str:
+    _check_needs(site, wanted)
+    return choose_walltime(site, wanted.nodes + wanted.spares, wanted.time, wanted.partition)
 
 
 def _check_needs(site: NamedSite, wanted: JobRequest) -> None:

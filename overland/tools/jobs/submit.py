@@ -39,16 +39,30 @@ def write_private(path: Path, text: str) -> None:
 def check_scheduler(job: BatchJob) -> None:
     """Refuses, before anything is written, where nothing can be submitted."""
     require_sbatch(job)
-    if job.site.facts.scheduler == "slurm":
+    if job.site.facts.scheduler == "slurm" and not job.wanted.here:
         check_folder_is_free(job)
 
 
 def require_sbatch(job: BatchJob) -> None:
+    if job.wanted.here:
+        require_job(job)
+        return
     if job.site.facts.scheduler == "slurm" and shutil.which("sbatch") is None:
         raise ClusterError(
             f"there is no sbatch here: submit from a login node of {job.site.name}, or look at the "
             "script with --dry-run"
         )
+
+
+def require_job(job: BatchJob, env: Mapping[str, str] = os.environ) -> None:
+    """`--here` is for a batch script of the user's own."""
+    if job.site.facts.scheduler != "slurm" or "SLURM_JOB_ID" not in env:
+        raise ClusterError("--here trains in the Slurm job that calls it, and this is none")
+    wanted, there = job.wanted.nodes + job.wanted.spares, int(env.get("SLURM_JOB_NUM_NODES", 1))
+    if wanted > there:
+        raise ClusterError(f"--nodes, --spares: this job has {there} nodes, and {wanted} are asked")
+    if job.wanted.sessions > 1:
+        raise ClusterError("--here is one session; leave it out to submit a chain")
 
 
 def check_folder_is_free(job: BatchJob) -> None:
@@ -74,9 +88,12 @@ def names_before(run: Path) -> set[str]:
 
 
 def submit(job: BatchJob, script: Path) -> list[str]:
-    """Job ids, one per session; on a machine without a scheduler, that of the process."""
+    """Job ids, one per session; on a machine without a scheduler, that of the process. `--here`
+    becomes the script, and does not return."""
     job.place.logs.mkdir(parents=True, exist_ok=True)
     job.place.stopped.unlink(missing_ok=True)  # whoever submits it anew has seen why
+    if job.wanted.here:
+        os.execvp("bash", ["bash", "-l", str(script)])
     if job.site.facts.scheduler == "none":
         return [_start_here(job, script)]
     ids: list[str] = []

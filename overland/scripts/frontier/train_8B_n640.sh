@@ -1,0 +1,25 @@
+#!/bin/bash
+# Llama 3.1 8B at 8192 tokens on 640 nodes of Frontier, 110M tokens per step, 12 hours. Four spare
+# nodes take the place of bad and lost ones:
+#
+#   export SBATCH_ACCOUNT=abc123
+#   sbatch train_8B_n640.sh                one session; the same line again goes on from there
+#   ./train_8B_n640.sh --sessions 10       a chain of ten, with `overland submit`
+#
+# CONFIG_FILE is another config; settings may follow, such as optimizer.lr=3e-4.
+#SBATCH --job-name=train_llama_8B_n640
+#SBATCH --output=train_llama_8B_n640_%j.out
+#SBATCH --nodes=644
+#SBATCH --time=12:00:00
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=7
+#SBATCH --constraint=nvme
+#SBATCH --network=disable_rdzv_get
+#SBATCH --dependency=singleton
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@180
+
+exec overland submit "${CONFIG_FILE:-./train_configs/llama3_8b_n640.toml}" --site frontier \
+    --nodes "$((${SLURM_JOB_NUM_NODES:-644} - 4))" --spares 4 ${SLURM_JOB_ID:+--here} "$@"
