@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.processes import TINY, overland, read_metrics
+from tests.evaluation.texts import write_text_model
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 7) for n in range(300)]
 
@@ -66,3 +67,23 @@ def test_a_run_that_validates_on_nothing_asks_for_data(run: Path, tmp_path: Path
     (copy / "config.toml").write_text(text)
     said = overland("eval", "copy", cwd=tmp_path, code=2).stderr
     assert "does not validate on anything: name documents with --data" in said
+
+
+def test_adapters_on_a_base_of_4_bits(run: Path, tmp_path: Path) -> None:
+    """With all types left to the machine, as recipes leave them."""
+    wide = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 16}
+    write_text_model(tmp_path / "base", **wide)
+    texts = run.parent / "notes.jsonl"
+    overland(
+        "train", "llama3_debug", "model.from=base", "job.dump_folder=run", "data.folder=data",
+        f"training.dataset_path={texts}", "training.seq_len=32", "training.local_batch_size=2",
+        "training.steps=1", "lora.rank=4", "lora.base=nf4", cwd=tmp_path, NGPU="1",
+    )  # fmt: skip
+    asked = ("eval", "run", "--data", f"notes={texts}", "--json", "--output")
+    (alone,) = json.loads(overland(*asked, "alone", cwd=tmp_path).stdout)
+    words = (*asked, "sharded", "--ranks", "2", "--shard")
+    (sharded,) = json.loads(overland(*words, cwd=tmp_path).stdout)
+    assert sharded["summed_loss"] == alone["summed_loss"]
+    words = (*asked, "split", "--ranks", "2", "--tensor-parallel", "2")
+    assert "whose 4-bit weights share scales" in overland(*words, cwd=tmp_path, code=2).stderr
+    assert overland("generate", "run", "def add", "--num-tokens", "4", cwd=tmp_path).stdout

@@ -38,6 +38,7 @@ from overland.models.decoder import Decoder, Head
 from overland.models.float8 import Float8Linear
 from overland.models.lora import LoRAEmbedding, LoRALinear
 from overland.models.neftune import EmbeddingNoise
+from overland.models.nf4 import NF4Linear, NF4LoRALinear
 from overland.models.sizes import ROLES
 from overland.models.sparse import SparseLinear
 from overland.models.structure import find_module
@@ -170,6 +171,10 @@ def require_splittable_adapters(model: Decoder) -> None:
             raise ModelError(
                 "tensor parallelism splits rows of matrices, whose lengths DoRA needs: set "
                 "lora.dora = false, or train without tp"
+            )
+        if isinstance(module, NF4Linear | NF4LoRALinear):
+            raise ModelError(
+                "tensor parallelism cuts rows, whose 4-bit weights share scales: shard instead"
             )
 
 

@@ -271,7 +271,9 @@ def _in_run(
     if lora.base != "nf4":  # then all have one type
         lora = lora.model_copy(update={"base": "float32"})
     # Products in 8 bits, whose scales all rows of a batch share, are for training.
-    training = config.training.model_copy(update={"float8": "off"})
+    training = config.training.model_copy(
+        update={"float8": "off", "mixed_precision_param": "float32"}  # cast by who opens it
+    )
     as_built = config.model_copy(update={"lora": lora, "training": training})
     opened = _named(tokenizer) if tokenizer is not None else tokenizer_of(run, config.data)
     context = config.training.seq_len
