@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 from overland.cli.common import user_errors
 from overland.cli.eval_tables import tables
 from overland.run_folder import CONFIG, LOGS
-from overland.words import any_of, visible
+from overland.words import visible
 from overland.world.signals import end_at_signal
 
 if TYPE_CHECKING:
@@ -27,10 +28,29 @@ if TYPE_CHECKING:
     from overland.world import World
 
 STOPPED_WORDS = "stopped; what is done is kept, and the same command continues"
+FOR_TASKS = (
+    "num_fewshot", "apply_chat_template", "chat_template", "fewshot_as_multiturn", "system",
+    "gen_kwargs", "add_bos", "log_samples", "include_path", "datasets", "unsafe_code",
+)  # fmt: skip
+FOR_DATA = ("stride", "joined", "prefix", "column", "subset", "split", "skip_bad")
+
+
+class Prefix(StrEnum):
+    auto = "auto"
+    bos = "bos"
+    eos = "eos"
+    none = "none"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 @user_errors
 def evaluate(
+    words: typer.Context,
     path: Annotated[
         Path,
         typer.Argument(help="A run, a checkpoint of any format, or a folder of Hugging Face."),
@@ -89,8 +109,8 @@ def evaluate(
         bool, typer.Option("--joined", help="All documents as one text, as C4 is measured.")
     ] = False,
     prefix: Annotated[
-        str, typer.Option(help="What a document's first token follows: auto, bos, eos or none.")
-    ] = "auto",
+        Prefix, typer.Option(help="What a document's first token is predicted from.")
+    ] = Prefix.auto,
     limit: Annotated[int | None, typer.Option(help="Only so many documents.", min=1)] = None,
     column: Annotated[str | None, typer.Option(help="Column that holds the documents.")] = None,
     subset: Annotated[str | None, typer.Option(help="Subset of a dataset folder.")] = None,
@@ -104,7 +124,7 @@ def evaluate(
         int | None, typer.Option(help="Windows that go through the model together.", min=1)
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: by the device.")
+        Dtype | None, typer.Option(help="Type to compute in; default: by the device.")
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="The model that adapters belong to, if they do not say.")
@@ -141,8 +161,7 @@ def evaluate(
     that was stopped. Results are kept beside the checkpoint.
     """
     end_at_signal(STOPPED_WORDS)
-    if steps is not None and step is not None:
-        raise typer.BadParameter("is one checkpoint: give one of --step and --steps")
+    check_together(words)
     from overland.config.arguments import log_ranks, ngpu
     from overland.world import World
     from overland.world.launchers import export_world, find_world
@@ -162,9 +181,6 @@ def evaluate(
     from overland.tools.evaluation.evaluate import Asked
     from overland.tools.evaluation.model import DTYPES
 
-    for option, value, known in (("--dtype", dtype, DTYPES), ("--prefix", prefix, PREFIXES)):
-        if value is not None and value not in known:
-            raise typer.BadParameter(f"expected {any_of(list(known))}", param_hint=option)
     asked = Asked(
         path=path.expanduser(),
         data=tuple(data or ()),
@@ -173,7 +189,7 @@ def evaluate(
         context=context,
         stride=stride,
         joined=joined,
-        prefix=prefix,
+        prefix=prefix.value,
         limit=limit,
         batch_size=batch_size,
         dtype=None if dtype is None else DTYPES[dtype],
@@ -187,7 +203,7 @@ def evaluate(
         again=again,
     )
     wanted = asked_tasks(
-        tasks,
+        tasks or [],
         datasets,
         num_fewshot=num_fewshot,
         chat_template=chat_template or ("default" if apply_chat_template else None),
@@ -207,19 +223,29 @@ def evaluate(
         print(*map(visible, tables(results, is_sweep=steps is not None)), sep="\n\n")
 
 
-PREFIXES = ("auto", "bos", "eos", "none")
+def check_together(words: Any) -> None:  # a Context of typer, or of the click inside of it
+    """Refuses options that contradict each other, or that nothing would read."""
+    given = {
+        one.name: one.opts[0]
+        for one in words.command.params
+        if one.name and getattr(words.get_parameter_source(one.name), "name", "") == "COMMANDLINE"
+    }
+    if "step" in given and "steps" in given:
+        raise typer.BadParameter("is one checkpoint: give one of --step and --steps")
+    unread: tuple[str, ...] = ()
+    if "tasks" not in given:
+        unread, why = FOR_TASKS, "is for tasks, and --tasks names none"
+    elif "data" not in given:
+        unread, why = FOR_DATA, "is for perplexity, and --data names nothing to measure it on"
+    for name in unread:
+        if name in given:
+            raise typer.BadParameter(why, param_hint=given[name])
 
 
-def asked_tasks(
-    tasks: list[str] | None, datasets: Path | None, **settings: Any
-) -> AskedTasks | None:
+def asked_tasks(tasks: list[str], datasets: Path | None, **settings: Any) -> AskedTasks | None:
     """What is asked of tasks; None without any. Libraries that could open connections are told not
     to before they are imported."""
     if not tasks:
-        given = [name for name, value in settings.items() if value and name != "multiturn"]
-        if given:
-            option = f"--{given[0].replace('_', '-')}"
-            raise typer.BadParameter("is for tasks, and --tasks names none", param_hint=option)
         return None
     from overland.packages import need
     from overland.tools.evaluation.task_data import task_names, tasks_root

@@ -23,6 +23,7 @@ def submit_evaluation(
     words: list[str], site: NamedSite, wanted: JobRequest, dry_run: bool, as_json: bool
 ) -> None:
     """Checks what `overland eval` is asked, writes the script and hands it in."""
+    from overland.cli.eval import require_degree
     from overland.tools.jobs.job import plan_job
     from overland.tools.jobs.script import refuse_secret_values, render_evaluation
     from overland.tools.jobs.submit import next_files, require_sbatch, write_private
@@ -30,9 +31,11 @@ def submit_evaluation(
 
     options = check_words(words, wanted)
     if not dry_run:
+        check_data(options)
         check_tasks(options)
     place = place_for(options)
     job = plan_job(site, replace(wanted, name=wanted.name or name_of(place.run)), place)
+    require_degree(options["tensor_parallel"], options["ranks"] or job.num_ranks)
     script, _ = next_files(place.run)
     text = render_evaluation(job, absolute(words, options["path"]))
     refuse_secret_values(text)
@@ -52,7 +55,7 @@ def submit_evaluation(
 
 def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
     """What `overland eval` would read in these words."""
-    from overland.cli.eval import evaluate
+    from overland.cli.eval import check_together, evaluate
     from overland.errors import ClusterError
 
     if wanted.nodes + wanted.spares > 1:
@@ -60,10 +63,25 @@ def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
     app = typer.Typer(add_completion=False)
     app.command()(evaluate)
     verb = typer.main.get_command(app)
-    options: dict[str, Any] = verb.make_context("overland eval", list(words)).params
+    understood = verb.make_context("overland eval", list(words))
+    check_together(understood)
+    options: dict[str, Any] = understood.params
     if not options["path"].expanduser().exists():
         raise ClusterError(f"--eval: {options['path']} does not exist")
     return options
+
+
+def check_data(options: dict[str, Any]) -> None:
+    """Refuses data that is not there."""
+    from overland.config.load import load_config
+    from overland.config.schema import DataSource
+    from overland.run_folder import CONFIG
+    from overland.tools.evaluation.documents import sets_of
+    from overland.tools.evaluation.model import find_run
+
+    run = find_run(options["path"].expanduser())[0]
+    config = None if run is None else load_config(str(run / CONFIG), env={}).config
+    sets_of(options["data"] or (), config, DataSource())
 
 
 def check_tasks(options: dict[str, Any]) -> None:
