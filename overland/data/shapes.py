@@ -13,7 +13,7 @@ from overland.data.sources.array_files import WANTED
 from overland.data.sources.marks import digest_of
 
 HELD_OUT = 1 << 40  # number of the first image to validate on: no list of images is so long
-FEWEST, MOST = 2, 5  # shapes in an image
+FEWEST, MOST = 1, 3  # shapes in an image
 
 
 class ShapeImages:
@@ -44,7 +44,7 @@ class ShapeImages:
         y, x = self._y - middle[0], self._x - middle[1]
         along = np.cos(angle) * x + np.sin(angle) * y
         across = np.cos(angle) * y - np.sin(angle) * x
-        size, thin = draw.uniform(0.2, 0.5), draw.uniform(0.4, 1.0)
+        size, thin = draw.uniform(0.3, 0.7), draw.uniform(0.5, 1.0)
         kind = draw.integers(3)
         if kind == 0:
             inside = along**2 + (across / thin) ** 2 < size**2
