@@ -121,4 +121,5 @@ def line_of(record: Record) -> str:
 
 def others(record: Record) -> str:
     """Returns what the objective and losses inside the model log, by their names."""
-    return "".join(f"  {name} {record[name]:.4g}" for name in record if name not in METRIC_NAMES)
+    shown = [name for name in record if name not in METRIC_NAMES and "sparsity/" not in name]
+    return "".join(f"  {name} {record[name]:.4g}" for name in shown)

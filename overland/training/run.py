@@ -380,4 +380,4 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
         (first and config.metrics.enable_wandb, WeightsAndBiases),
         (config.profiling.enable_profiling, Profiler),
     ]
-    return [make(run) for ask, make in wanted if ask] + user_callbacks(run)
+    return user_callbacks(run) + [make(run) for ask, make in wanted if ask]

@@ -1,0 +1,62 @@
+"""One file of float32 weights from a checkpoint; with --merge_lora, adapters put into them:
+
+    python checkpoint-63/zero_to_fp32.py --model_dir checkpoint-63 --merge_lora --output_path OUT
+
+MODEL_DIR is a checkpoint of Overland or DeepSpeed, or a PEFT folder; it is where this file lies,
+unless it is named. A run that imports this module (`job.custom_import`) gets a copy beside the
+adapters of each save.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from overland.cli.main import app
+from overland.training.callbacks import Callback, register_callback
+
+HERE = Path(__file__).resolve()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model_dir", type=Path, default=HERE.parent)
+    parser.add_argument("--output_path", type=Path, default=Path("model.safetensors"))
+    parser.add_argument("--merge_lora", action="store_true")
+    parser.add_argument("--base_dir", type=Path, help="the model, if a PEFT folder does not say")
+    given = parser.parse_args()
+    base = given.base_dir or base_of(given.model_dir)
+    source = [str(base or given.model_dir), str(given.output_path), "--to", "safetensors"]
+    adapter = ["--adapter", str(given.model_dir)] if base else []
+    app(["convert", *source, *adapter, *(["--merge-lora"] if given.merge_lora else [])])
+
+
+def base_of(folder: Path) -> Path | None:
+    """The model that a PEFT folder belongs to; None for what is whole, or a run's own."""
+    config = folder / "adapter_config.json"
+    if not config.is_file() or (folder.absolute().parent / "config.toml").is_file():
+        return None
+    named = Path(json.loads(config.read_text())["base_model_name_or_path"] or "")
+    if not named.is_dir():
+        sys.exit(f"{config} names {named}, which is no folder here: name the model with --base_dir")
+    return named
+
+
+class Copies(Callback):
+    """Puts this file beside adapters, where people look for it."""
+
+    def on_save(self, run: Any, saved: Any) -> None:
+        for folder in run.folder.root.glob("checkpoint-*") if run.world.is_first else ():
+            if not (folder / HERE.name).exists():
+                shutil.copy(HERE, folder)
+
+    def on_end(self, run: Any) -> None:
+        self.on_save(run, None)
+
+
+if __name__ == "__main__":
+    main()
+else:
+    register_callback(Copies)

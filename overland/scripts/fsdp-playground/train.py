@@ -1,0 +1,112 @@
+"""`torchrun … train.py --data_dir D --config C --tokenizer_dir T …`, which is `overland train`.
+
+What has no flag here follows as section.key=value: train.py … optimizer.lr=6e-4
+"""
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+
+from overland.cli.main import app
+from overland.config.arguments import ngpu
+from overland.world.devices import num_local_ranks
+from overland.world.launchers import find_world
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+WORLD = find_world()
+NUM_RANKS = WORLD.size if WORLD else ngpu(os.environ) or num_local_ranks()
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data_dir", required=True, help="MDS shards, or any other format")
+    parser.add_argument("--data_name", default="FineWeb-Edu", help="a loader in datas/, or a label")
+    parser.add_argument("--local_cache_dir", default="data", help="for token shards")
+    parser.add_argument(
+        "--config", required=True, help="config.json of Hugging Face, or its folder"
+    )
+    parser.add_argument("--tokenizer_dir")
+    parser.add_argument("--output_dir", default="outputs/run1", help="its last part names the run")
+    parser.add_argument("--global_batch", type=int, default=256, help="sequences per step")
+    parser.add_argument("--local_batch", type=int, default=32, help="sequences per pass, at most")
+    parser.add_argument("--train_steps", type=int, default=200_000)
+    parser.add_argument("--seq_len", type=int, default=2048)
+    parser.add_argument("--strategy", default="pack", choices=["pack", "overflow", "trunc"])
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument(
+        "--enable_flash", action="store_true", help="it is taken where there is one"
+    )
+    parser.add_argument("--enable_recompute", action="store_true", help="less memory, more time")
+    parser.add_argument("--enable_slt", action="store_true", help="2:4 sparse linear layers")
+    parser.add_argument("--enable_tensorboard", action="store_true")
+    parser.add_argument("--tensorboard_dir", help="below it, a folder named after the run")
+    parser.add_argument("--ckpt_type", default="shard", choices=["full", "shard", "local"])
+    parser.add_argument("--resume_dir", help="a step_N to go on from; default: the newest")
+    parser.add_argument("--skip_optimizer", action="store_true", help="resume with a new optimizer")
+    parser.add_argument("--eval_every", type=int, default=0, help="steps; 0: never")
+    parser.add_argument(
+        "--c4_dir", help="C4's validation set; default: LOCAL_CACHE_DIR/c4_validation"
+    )
+    return parser
+
+
+def settings(given: argparse.Namespace) -> list[str]:
+    """The flags as keys of Overland's config."""
+    output_dir = os.path.abspath(given.output_dir)
+    found = {
+        "job.dump_folder": output_dir,
+        "model.config": given.config,
+        "model.hf_assets_path": given.tokenizer_dir,
+        "data.folder": given.local_cache_dir,
+        "data.packing": given.strategy,
+        "training.dataset_path": given.data_dir,
+        "training.seq_len": given.seq_len,
+        "training.steps": given.train_steps,
+        "training.global_batch_size": given.global_batch,
+        "training.local_batch_size": rows_per_pass(given.global_batch, given.local_batch),
+        "training.mixed_precision_param": "bfloat16" if given.bf16 else "float32",
+        "activation_checkpoint.mode": "full" if given.enable_recompute else "none",
+        "metrics.enable_tensorboard": str(given.enable_tensorboard).lower(),
+        "metrics.save_tb_folder": given.tensorboard_dir and os.path.abspath(given.tensorboard_dir),
+        "checkpoint.folder": os.path.basename(output_dir),
+        "checkpoint.type": given.ckpt_type,
+        "checkpoint.resume": given.resume_dir,
+        "checkpoint.skip_optimizer": "true" if given.skip_optimizer else None,
+    }
+    loader = given.data_name.replace("-", "_")
+    if find_spec(f"datas.{loader}"):
+        os.environ["DATA_DIR"] = given.data_dir
+        found["training.dataset_path"], found["training.dataset"] = None, loader
+    else:
+        say(f"datas/ has no loader {loader}: --data_dir is read by its format")
+    if given.enable_slt:
+        found["model.sparse.pattern"] = "2:4"
+        found["model.sparse.method"] = "slt" if find_spec("slt") else None
+    if given.eval_every:
+        c4 = given.c4_dir or os.path.join(given.local_cache_dir, "c4_validation")
+        found |= {"validation.enable": "true", "validation.sets.c4.path": c4,
+                  "validation.sets.c4.freq": given.eval_every}  # fmt: skip
+    return [f"{key}={value}" for key, value in found.items() if value is not None]
+
+
+def rows_per_pass(total: int, most: int) -> int:
+    """The most that a rank can take at once, if passes of one size make up the step."""
+    share, rest = divmod(total, NUM_RANKS)
+    if rest or not share:
+        sys.exit(f"--global_batch {total} cannot be dealt evenly to {NUM_RANKS} ranks")
+    rows = max(n for n in range(1, min(most, share) + 1) if share % n == 0)
+    if rows < most:
+        passes = share // rows
+        say(f"--local_batch {most} is an upper bound: each rank takes {passes} × {rows} a step")
+    return rows
+
+
+def say(note: str) -> None:
+    if WORLD is None or WORLD.is_first:
+        print(f"note: {note}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    known, more = flags().parse_known_args()
+    app(["train", f"{HERE}/playground.toml", *settings(known), *more])
