@@ -34,14 +34,16 @@ def main() -> None:
 
 
 def base_of(folder: Path) -> Path | None:
-    """The model that a PEFT folder belongs to; None for what is whole, or a run's own."""
+    """The model that adapters belong to; None where the checkpoint itself leads to it."""
     config = folder / "adapter_config.json"
     if not config.is_file() or (folder.absolute().parent / "config.toml").is_file():
         return None
-    named = Path(json.loads(config.read_text())["base_model_name_or_path"] or "")
-    if not named.is_dir():
-        sys.exit(f"{config} names {named}, which is no folder here: name the model with --base_dir")
-    return named
+    named = json.loads(config.read_text()).get("base_model_name_or_path")
+    if named and Path(named).is_dir():
+        return Path(named)
+    if (folder / "latest").is_file():  # DeepSpeed, which holds it all
+        return None
+    sys.exit(f"{config} names {named}, which is no folder here: name the model with --base_dir")
 
 
 class Copies(Callback):
