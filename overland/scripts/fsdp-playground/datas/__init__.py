@@ -1,5 +1,5 @@
-"""Loaders by name: with `--data_name NAME`, train.py reads what `open_source(data_dir)` of
-datas/NAME.py or datas/NAME/ returns, a source of documents:
+"""Loaders by name: with `--data_name NAME`, train.py reads what `open_source(data_dir)` of the
+module NAME in this folder returns, a source of documents:
 
     from overland.data.sources import open_source as open_files
 
