@@ -182,8 +182,8 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
 def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
     for name, one in loaded.config.validation.sets.items():
         key = f"validation.sets.{name}"
-        if "/" in name or control_character(name):
-            message = "expected a name without /, as the metrics of a set are named after it"
+        if not name.strip() or "/" in name or control_character(name):
+            message = "expected a name, without /, as the metrics of a set are named after it"
             yield Problem(message, loaded.where(key), key)
         if one.path is not None and one.dataset is not None:
             message = "a set has a path or is a dataset by name, not both"

@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
     while rest:
         word = rest.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
-        path = tuple(name.strip().replace("-", "_").split("."))
+        path = _path(name.strip())
         if len(path) < 2 or not all(path) or not (equals or word.startswith("--")):
             message = "expected section.key=value, such as training.steps=20"
             near = nearest_key(f".{path[0]}") if len(path) == 1 and path[0] else None
@@ -63,6 +63,14 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
             message = f"has no value; expected {key.type_words}"
             found.problems.append(Problem(message, where=COMMAND_LINE, key=key.dotted))
     return found
+
+
+def _path(name: str) -> KeyPath:
+    """Keys may be written with dashes. What is inside of a key has a name that users chose, as in
+    `data.sources.fine-web.weight`: that stays as it is."""
+    return tuple(
+        word if place == 2 else word.replace("-", "_") for place, word in enumerate(name.split("."))
+    )
 
 
 def parse_value(text: str, key: Key | None) -> Any:

@@ -60,6 +60,7 @@ class SessionFile(Callback):
             degrees={name: degrees[name] for name in DEGREES if name in degrees},
             parameters=count_parameters(run.model_config).total,
             rows=run.global_batch_size,
+            unit=run.measure.unit,
             precision=precision_of(run.config.training),
             software=software(),
             seconds=seconds_by_use(run.beat),

@@ -144,6 +144,8 @@ def test_the_check_of_degrees_agrees_with_the_mesh(stage: str | None) -> None:
          "validation.sets.c4.path = \"/nowhere\": no such file or folder"),
         (["validation.enable=true", "validation.sets.books.freq=5"],
          "data.datasets.books or validation.sets.books.path to a folder"),
+        (["validation.enable=true", "validation.sets.a/b.dataset=stdlib_heldout"],
+         "validation.sets.a/b: expected a name, without /"),
         (["validation.enable=true", "validation.sets.stdlib_heldout.steps=0"],
          "validation.sets.stdlib_heldout.steps = 0: expected -1 (the whole set)"),
         (["validation.enable=true", "validation.sets.x.dataset=stdlib_heldout",
@@ -168,6 +170,14 @@ def test_what_does_not_fit_is_one_line(words: list[str], says: str) -> None:
     (line,) = problems(*words)
     assert line.startswith("command line: ")
     assert says in line
+
+
+def test_a_validation_set_has_a_name(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[validation]\nenable = true\n[validation.sets.""]\ndataset = "stdlib_heldout"\n'
+    )
+    (problem,) = check_config(load_config(str(tmp_path / "run.toml"), (), {}), 8)
+    assert "expected a name, without /" in str(problem)
 
 
 def test_the_suggested_local_batch_fits() -> None:

@@ -108,6 +108,15 @@ def test_words_after_a_flag_are_its_value_only_if_they_can_be(write) -> None:
     assert config.model.flavor == "8B"
 
 
+def test_names_that_users_choose_keep_their_dashes(write) -> None:
+    file = write('[validation.sets.my-set]\npath = "a"\n')
+    config = config_of(file, "validation.sets.my-set.freq=5", "data.sources.a-b.max-epochs=2",
+                       "--training.seq-len=64")  # fmt: skip
+    assert {name: one.freq for name, one in config.validation.sets.items()} == {"my-set": 5}
+    assert config.data.sources["a-b"].max_epochs == 2
+    assert config.training.seq_len == 64
+
+
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(write) -> None:
     file = write('[comm]\nbackend = "nccl"\n')
     assert config_of(file).comm.backend == "nccl"

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from overland.tools.proofs.data import prove_data
-from overland.tools.reporting.page import build_page
+from overland.tools.reporting.page import build_page, sections_of
 from overland.tools.reporting.run import open_runs
 from overland.tools.reporting.serve import open_server
 from tests.cli.processes import losses, overland, read_metrics
 from tests.reporting.browser import Browser, need_browser
 from tests.reporting.real_run import make_real_run
 from tests.reporting.runs import NOW, line, make_run
-from tests.reporting.test_report import HOSTILE
+from tests.reporting.test_report import HOSTILE, reports
 
 LOSS = "figure[data-chart=loss]"
 
@@ -93,7 +93,7 @@ def test_what_is_shown_under_the_mouse_is_what_was_logged(page: Browser, run: Pa
     shown = hover(page, "held_out.validation_loss", 0.97)
     last = held_out[60]
     assert shown["values"] == {
-        "mean of all sets": float(f"{last['validation_loss']:.6g}"),
+        "mean that best goes by": float(f"{last['validation_loss']:.6g}"),
         "code": float(f"{last['validation_loss/code']:.6g}"),
         "prose": float(f"{last['validation_loss/prose']:.6g}"),
     }
@@ -261,6 +261,13 @@ def test_a_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
             assert lines_drawn(browser) == hidden, "what was hidden stays hidden"
             shown = hover(browser, "grad_norm", 0.98)
             assert shown["head"].startswith("step 12")
+            said = json.dumps({"step": 12, "text": "new words"}) + "\n"
+            (run / "samples.jsonl").write_text(said)
+            browser.wait_for("document.querySelector('#run-0-samples') !== null")
+            order = "[...document.querySelectorAll('main > section')].map((one) => one.id)"
+            assert browser.evaluate(order) == [*sections_of(reports(run))], "each in its place"
+            (run / "samples.jsonl").unlink()
+            browser.wait_for("document.querySelector('#run-0-samples') === null")
             assert browser.said == []
         finally:
             server.shutdown()

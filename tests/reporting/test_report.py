@@ -210,6 +210,13 @@ def test_a_config_of_another_shape_still_is_a_page(tmp_path: Path, config: str) 
     assert "Curves" in build_page(reports(run))
 
 
+def test_a_run_of_images_has_no_tokens(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "config.toml").write_text("[training]\nsteps = 9\nseq_len = 2048\n")
+    write_sessions(run, session(0, NOW - 9, NOW - 8, rows=64, unit="samples"))
+    assert dict(reports(run)[0].facts)["batch"] == "64 samples per step"
+
+
 def test_values_near_the_ends_of_a_float_are_a_page(tmp_path: Path) -> None:
     for size in (1.7e308, 1e299, 5e-324):
         run = make_run(tmp_path)

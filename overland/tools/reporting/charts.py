@@ -194,7 +194,7 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
             )
             columns = run.lines.held_out[name]
             steps, values = columns.points("value")
-            label = which or ("mean of all sets" if sets else kind)
+            label = which or ("mean that best goes by" if sets else kind)
             label = f"{run.name}: {label}" if len(runs) > 1 else label
             odd = _odd(columns, "value")
             line = Line(label, number, len(chart.lines), "points", steps, values, odd)

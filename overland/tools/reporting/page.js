@@ -405,14 +405,19 @@
     const open = new Set([...document.querySelectorAll("details[open]")].map((one) => one.dataset.key));
     const pointed = plots.filter((plot) => plot.pointed !== undefined).map((plot) => [plot.chart.id, plot.pointed]);
     const main = document.getElementById("main");
+    for (const section of [...main.children])
+      if (section.id !== "foot" && !(section.id in fresh.sections)) section.remove();
+    let before = null;
     for (const [id, content] of Object.entries(fresh.sections)) {
-      if (shown.get(id) === content) continue;
-      shown.set(id, content);
       let section = document.getElementById(id);
       if (!section) {
         section = html("section", { id });
-        main.insertBefore(section, document.getElementById("foot"));
+        main.insertBefore(section, before ? before.nextSibling : main.firstChild);
+        shown.delete(id);
       }
+      before = section;
+      if (shown.get(id) === content) continue;
+      shown.set(id, content);
       section.innerHTML = content; // escaped by the server, and the page's policy runs no script of it
     }
     for (const one of document.querySelectorAll("details[data-key]")) one.open = open.has(one.dataset.key);

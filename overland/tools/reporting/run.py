@@ -186,7 +186,7 @@ def facts_of(report: RunReport, config: Mapping[str, Any]) -> list[tuple[str, st
         ("model", _model(report.path, config)),
         ("parameters", _parameters(report.path, latest)),
         ("data", _data(config)),
-        ("batch", _batch(latest, training)),
+        ("batch", _batch(latest, training, _unit(report))),
         ("devices", _devices(latest)),
         ("layout", _layout(latest)),
         ("precision", _precision(latest, training)),
@@ -224,10 +224,21 @@ def _data(config: Mapping[str, Any]) -> str | None:
     return str(training.get("dataset_path") or training.get("dataset") or "") or None
 
 
-def _batch(latest: Mapping[str, Any], training: Mapping[str, Any]) -> str | None:
+def _unit(report: RunReport) -> str:
+    """What the run counts: a model of images has no tokens."""
+    latest = report.sessions[-1].facts if report.sessions else {}
+    is_samples = latest.get("unit") == "samples" or "samples" in report.lines.logged.names
+    return "samples" if is_samples else "tokens"
+
+
+def _batch(latest: Mapping[str, Any], training: Mapping[str, Any], unit: str) -> str | None:
     rows, length = latest.get("rows"), training.get("seq_len")
     rows = rows or training.get("global_batch_size")
-    if not isinstance(rows, int) or rows < 1 or not isinstance(length, int):
+    if not isinstance(rows, int) or rows < 1:
+        return None
+    if unit == "samples":
+        return f"{rows:,} samples per step"
+    if not isinstance(length, int):
         return None
     return f"{rows:,} sequences of {length:,} tokens: {rows * length:,} tokens per step"
 
