@@ -86,7 +86,8 @@ def test_torchrun_trains_the_same_and_hides_no_torchtitan(trained: str, folder: 
 def test_a_dry_run_checks_and_writes_nothing(tmp_path: Path) -> None:
     copied("torchtitan", tmp_path, "llama3_8b.toml")
     before = sorted(tmp_path.rglob("*"))
-    said = typed('DRY_RUN=1 CONFIG_FILE="./llama3_8b.toml" NGPU=4 ./run_train.sh', tmp_path)
+    line = 'DRY_RUN=1 CONFIG_FILE="./llama3_8b.toml" NGPU=4 ./run_train.sh'
+    said = typed(f"{line} {SETTINGS}", tmp_path)
     assert "The config is valid." in said
     assert re.search(r"^devices +4$", said, flags=re.MULTILINE)
     assert sorted(tmp_path.rglob("*")) == before

@@ -333,6 +333,23 @@ def test_weights_go_to_dcp_and_back_and_to_the_hub(hub: Hub, tmp_path: Path) -> 
     )
 
 
+def test_a_dcp_folder_that_does_not_say_its_model_needs_a_config(tmp_path: Path) -> None:
+    """As torchtitan writes them."""
+    copied("frontier", tmp_path)
+    folder = fixture("meta_llama3")[0]
+    places = {"INPUT_DIR": str(saved(folder)), "OUTPUT_DIR": "dcp"}
+    line = "python llama_to_dcp.py --input_dir INPUT_DIR --output_dir OUTPUT_DIR"
+    shown(line, tmp_path, **places)
+    (tmp_path / "dcp/config.json").unlink()
+    line = "python dcp_to_llama.py --input_dir INPUT_DIR --output_dir OUTPUT_DIR"
+    places = {"INPUT_DIR": "dcp", "OUTPUT_DIR": "pt"}
+    refused = shown(line, tmp_path, code=2, **places)
+    assert "--config" in refused.stderr
+    assert not (tmp_path / "pt").exists()
+    shown(line, tmp_path, "--config", str(folder / "hf/config.json"), **places)
+    assert (tmp_path / "pt/checkpoint.pth").is_file()
+
+
 def stock_dcp(folder: Path) -> set[str]:
     """The keys that torch's own reader finds."""
     from torch.distributed.checkpoint import FileSystemReader
@@ -340,6 +357,7 @@ def stock_dcp(folder: Path) -> set[str]:
     return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
+@pytest.mark.long
 def test_eval_ckpt_outside_of_a_job_submits_one(tmp_path: Path) -> None:
     copied("frontier", tmp_path)
     (tmp_path / "outputs/pt").mkdir(parents=True)

@@ -3,10 +3,13 @@
 This folder is no package: `import torchtitan` finds the real one, where it is installed.
 """
 
+import os
 import sys
 
 from overland.cli.main import app
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # Python puts this folder there, and names in it are nobody else's
+    # Python puts the script's folder on the path: what lies in it might be taken for packages.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path = [path for path in sys.path if path != here]
     app(["train", *sys.argv[1:]])
