@@ -46,3 +46,24 @@ def test_losses_are_the_same_with_and_without_a_sample(ranks: RankPool, tmp_path
         assert sampled == plain
     assert said[1].startswith("import ")  # longer than the context, of which the end is taken
     assert said[1] == said[2]
+
+
+def said_of_samples(world: World, config: JobConfig) -> list[str]:
+    run = build_run(config, world, torch.device("cpu"), log_ranks=())
+    recorder = Recorder(run)
+    run.callbacks.append(recorder)
+    run.folder.samples.mkdir()
+    sample.take_sample(run)
+    run.folder.samples.rmdir()
+    run.folder.samples.write_text('{"step": 0\n[1]\n{"step": "x", "text": "y"}\n')
+    sample.take_sample(run)
+    return [*recorder.messages, *sample.read_samples(run.folder).values()]
+
+
+def test_no_run_ends_because_of_a_sample(ranks: RankPool, tmp_path: Path) -> None:
+    config = text_job(tmp_path / "run")
+    metrics = config.metrics.model_copy(update={"sample_prompt": "import"})
+    (said,) = ranks.run(1, said_of_samples, config.model_copy(update={"metrics": metrics}))
+    refused, text = said
+    assert refused.endswith("samples.jsonl cannot be written: Is a directory; the run continues")
+    assert text.startswith("import")

@@ -7,6 +7,7 @@ A model that learns conversations is asked, by its chat template; any other cont
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from overland.data.sft import end_of_turn, question
@@ -57,22 +58,30 @@ def take_sample(run: Run) -> None:
         return
     text = sample(run, tokenizer)
     if run.world.is_first:
-        # Those of later steps were undone.
-        earlier = {
-            at: one for at, one in read_samples(run.folder).items() if at < run.progress.step
-        }
-        kept = earlier | {run.progress.step: text}
-        lines = [json.dumps({"step": step, "text": text}) for step, text in sorted(kept.items())]
-        replace_file(run.folder.samples, "\n".join(lines) + "\n")
+        try:
+            _keep(run, text)
+        except OSError as error:  # no run ends because of a sample
+            words = f"{run.folder.samples} cannot be written: {error.strerror}; the run continues"
+            run.call("on_message", words)
+
+
+def _keep(run: Run, text: str) -> None:
+    """Adds what was said now; what was said after later steps was undone."""
+    earlier = {at: one for at, one in read_samples(run.folder).items() if at < run.progress.step}
+    kept = earlier | {run.progress.step: text}
+    lines = [json.dumps({"step": step, "text": text}) for step, text in sorted(kept.items())]
+    replace_file(run.folder.samples, "\n".join(lines) + "\n")
 
 
 def read_samples(folder: RunFolder) -> dict[int, str]:
-    """What was said, by step."""
-    try:
-        lines = folder.samples.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return {}
-    return {record["step"]: record["text"] for record in map(json.loads, lines)}
+    """What was said, by step, as far as it can be read."""
+    found: dict[int, str] = {}
+    with suppress(OSError, UnicodeDecodeError):
+        for line in folder.samples.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                found[int(record["step"])] = str(record["text"])
+    return found
 
 
 def sample(run: Run, tokenizer: Tokenizer) -> str:
