@@ -21,7 +21,7 @@ from overland.data.corpora import Preparer
 from overland.data.loader import load_batch
 from overland.data.pixels import instance_norm
 from overland.data.prepare import Dataset, training_data
-from overland.data.registry import check_samples, made_images, open_images, sources_of
+from overland.data.registry import MADE, check_samples, made_images, open_images, sources_of
 from overland.data.sources.array_list import ArrayList, is_array_list
 from overland.errors import DataError
 
@@ -334,3 +334,22 @@ def test_memory_of_a_batch_is_used_again_only_when_nobody_holds_it() -> None:
     del row
     again = empty_array(shape, np.uint8)
     assert again.__array_interface__["data"][0] == place
+
+
+def test_shapes_are_functions_of_their_number_and_none_is_held_out_twice(tmp_path: Path) -> None:
+    config = job(tmp_path, training=Training(dataset="shapes"), images=Images(count=8))
+    trained, held = (made_images(name, DataSource(), config) for name in MADE[1:])
+    assert trained is not None
+    assert held is not None
+    found = []
+    for source in (trained, held, trained):
+        pixels = np.empty((8, 1, 32, 32), np.float32)
+        for number, image in enumerate(pixels):
+            source.fill(number, image)
+        found.append(pixels)
+    assert np.array_equal(found[0], found[2])
+    assert len({image.tobytes() for image in np.concatenate(found[:2])}) == 16
+    assert trained.fingerprint != held.fingerprint
+    words = job(tmp_path, model=Model(), training=Training(dataset="shapes"))
+    with pytest.raises(DataError, match="shapes are images, and llama3 takes none"):
+        opened(words)

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from overland.config.load import load_config
 from overland.data.ledger import read_ledger
+from overland.models import build_model, resolve_config
 from overland.run_folder import LEDGER
 from overland.training.schedule import known_steps
 from tests.cli.processes import (
@@ -184,6 +185,36 @@ def test_path_chkpt_prev_resumes_on_another_number_of_ranks(
     state, wanted = (iter_state(links(one)["step_10"]) for one in (place, whole))
     for key in ("epoch", "seg", "start_idx", "end_idx", "step", "batch"):
         assert state[key] == wanted[key]
+
+
+def test_files_that_the_stub_itself_has_left_resume(place: Path) -> None:
+    """As it saves them: no names in the optimizer's state, no number of steps, positions among the
+    parameters."""
+    model = build_model(resolve_config("vit_mae", "debug", overrides=SMALL | {"num_channels": 1}))
+    weights = {name: torch.randn_like(one) * 0.05 for name, one in model.state_dict().items()}
+    parameters = [torch.nn.Parameter(one) for one in weights.values()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    for _ in range(7):
+        sum(one.square().sum() for one in parameters).backward()
+        optimizer.step()
+    before = place / "dummy-0.0.2024_0101_0000_00"
+    before.mkdir()
+    progress = {"epoch": 1, "seg": 2, "start_idx": 12, "end_idx": 18, "loss_min": torch.tensor(0.5)}
+    for file, saved in zip(
+        FILES,
+        (weights, optimizer.state_dict(), {"last_epoch": 7, "_step_count": 8}, progress),
+        strict=True,
+    ):
+        torch.save(saved, before / file)
+    (place / CONFIG).write_text(TEXT.replace("path_chkpt_prev: null", f"path_chkpt_prev: {before}"))
+    done = overland("train", CONFIG, *WORDS, cwd=place, NGPU="1")
+    assert "at step 7" in done.stdout
+    assert "does not say which data it has seen" in done.stdout
+    assert list(losses(place / RUN / "metrics.jsonl")) == [8, 9, 10]
+    state = torch.load(links(place)["step_8"] / "optim_state_dict.pt", weights_only=True)
+    assert {float(one["step"]) for one in state["state"].values()} == {8.0}
+    assert iter_state(links(place)["step_8"])["loss_min"] == 0.5  # none is better yet
+    assert {file.name for file in before.iterdir()} == {*FILES}
 
 
 def test_a_signal_saves_preemptively_and_the_same_line_goes_on(place: Path) -> None:
