@@ -108,7 +108,7 @@ BROKEN = [
         "A misspelt dataset",
         '[training]\ndataset = "stdlb"\n',
         'run.toml:2: training.dataset = "stdlb": no such dataset; expected stdlib, stdlib_heldout, '
-        'docstrings, random or a folder in ./data; did you mean "stdlib"?',
+        'docstrings, random, shapes, shapes_heldout or a folder in ./data; did you mean "stdlib"?',
     ),
     Broken(
         "An unknown flavor",

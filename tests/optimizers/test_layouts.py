@@ -123,9 +123,9 @@ def test_state_of_another_optimizer_is_refused(ranks: RankPool, tmp_path: Path) 
     assert "was trained with AdamW, and this run with Lion" in said
     lion.checkpoint.skip_optimizer = True
     assert ranks.run(1, refusal, lion) == [""]
-    # A conversion does not say whose state it holds.
-    convert(path, tmp_path / "torch", "torch")
-    convert(tmp_path / "torch", tmp_path / "back", "overland")
+    # Files of others do not say whose state they hold.
+    convert(path, tmp_path / "dcp", "dcp")
+    convert(tmp_path / "dcp", tmp_path / "back", "overland")
     lion.checkpoint.skip_optimizer = False
     lion.checkpoint.resume = str(tmp_path / "back")
     (said,) = ranks.run(1, refusal, lion)
