@@ -39,7 +39,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_transforms, ("model.transforms", "job.custom_import")),
     (
         model.check_sparse,
-        ("model", "lora.rank", "training.float8", "parallelism", "job.custom_import"),
+        ("model", "lora.rank", "training.float8", "preference", "parallelism", "job.custom_import"),
     ),
     (
         hyperparameters.check_objective,

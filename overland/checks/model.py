@@ -176,6 +176,11 @@ def check_sparse(loaded: Loaded) -> Iterator[Problem]:
         message = "adapters stand beside frozen weights, and sparse ones are trained: choose one"
     elif config.training.float8 != "off":
         message = "training.float8 multiplies dense weights: choose one of the two"
+    elif config.preference.loss in ("dpo", "ipo") and config.preference.reference != "precomputed":
+        message = (
+            "the reference of preference.loss would be computed with masks that go on changing: "
+            "set preference.reference = precomputed"
+        )
     else:
         try:
             message = _unfit_for_sparse(config, group)

@@ -145,6 +145,7 @@ def test_what_leaves_is_dense_with_zeros(ranks: RankPool, tmp_path: Path) -> Non
         ("modules = ['upproj']", "names no linear layer of this model's blocks, such as model.la"),
         ("method = 'magnitud'", "did you mean 'magnitude'"),
         ("[lora]\nrank = 4", "choose one"),
+        ("[preference]\nloss = 'dpo'\n[sft]\nshape = 'preference'", "masks that go on changing"),
         ("[training]\nfloat8 = 'tensorwise'", "choose one of the two"),
         ("pattern = '2:8'\n[parallelism]\ntensor_parallel_degree = 4", "inside of groups of 8"),
     ],

@@ -38,7 +38,12 @@ def base_of(folder: Path) -> Path | None:
     config = folder / "adapter_config.json"
     if not config.is_file() or (folder.absolute().parent / "config.toml").is_file():
         return None
-    named = json.loads(config.read_text()).get("base_model_name_or_path")
+    try:
+        named = json.loads(config.read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError):
+        sys.exit(
+            f"{config} is torn, or no adapter_config.json of PEFT: name the model with --base_dir"
+        )
     if named and Path(named).is_dir():
         return Path(named)
     if (folder / "latest").is_file():  # DeepSpeed, which holds it all
