@@ -46,7 +46,7 @@ def main(run: Path, picture: Path) -> None:
 def rows_of_three(model: ViTMAE, pixels_BCHW: Tensor) -> Tensor:
     size = model.config.patch_size
     patches_BNP = patches(pixels_BCHW, size)
-    painted_BNP, is_hidden_BN = model.paint(patches_BNP)
+    painted_BNP, is_hidden_BN = model.paint(pixels_BCHW)
     hidden = is_hidden_BN[..., None]
     columns = [
         patches_BNP,

@@ -26,6 +26,7 @@ class ViTMAE(nn.Module):
         self.config = config
         self.vit = ViTEncoder(config)
         self.decoder = MAEDecoder(config)
+        self.error = PaintingError(config)
         self.seed = 0
         """Of the masks; the trainer sets it."""
 
@@ -39,32 +40,39 @@ class ViTMAE(nn.Module):
     ) -> Tensor:
         """Returns the loss, summed over images: of each, the mean squared error of the patches that
         it was not shown. `noise` [B, patches] decides which are shown: those with the least."""
-        patches_BNP = patches(pixel_values, self.config.patch_size)
-        painted_BNP, is_hidden_BN = self.paint(patches_BNP, sample_B, epoch_B, noise)
-        wide = torch.promote_types(painted_BNP.dtype, torch.float32)
-        target_BNP = patches_BNP.to(wide)
-        if self.config.norm_pix_loss:
-            mean, var = target_BNP.mean(-1, keepdim=True), target_BNP.var(-1, keepdim=True)
-            target_BNP = (target_BNP - mean) / (var + 1e-6).sqrt()
-        error_BN = (painted_BNP.to(wide) - target_BNP).square().mean(-1)
-        num_hidden = self.config.num_patches - self.config.num_seen
-        losses_B = (error_BN * is_hidden_BN).sum(-1) / num_hidden
+        order_BN = self.order(pixel_values, sample_B, epoch_B, noise)
+        hidden_BH = order_BN[:, self.config.num_seen :]
+        painted_BHP = self.decoder(self._latent(pixel_values, order_BN), order_BN, hidden_BH)
+        losses_B: Tensor = self.error(painted_BHP, pixel_values, hidden_BH)
         return (losses_B if weight_B is None else losses_B * weight_B).sum()
 
     def paint(
         self,
-        patches_BNP: Tensor,
+        pixel_values: Tensor,
         sample_B: Tensor | None = None,
         epoch_B: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the pixels of every patch, and which patches were not shown."""
+        order_BN = self.order(pixel_values, sample_B, epoch_B, noise)
+        painted_BNP = self.decoder(self._latent(pixel_values, order_BN), order_BN)
+        return painted_BNP, order_BN.argsort(dim=1) >= self.config.num_seen
+
+    def order(
+        self,
+        pixel_values: Tensor,
+        sample_B: Tensor | None,
+        epoch_B: Tensor | None,
+        noise: Tensor | None,
+    ) -> Tensor:
+        """Returns the numbers of the patches of each image, those first that are seen."""
         if noise is None:
-            noise = self.noise(len(patches_BNP), sample_B, epoch_B, patches_BNP.device)
-        order_BN = noise.argsort(dim=1)
-        place_BN = order_BN.argsort(dim=1)
-        latent_BSD = self.vit(patches_BNP, order_BN[:, : self.config.num_seen])
-        return self.decoder(latent_BSD, place_BN), place_BN >= self.config.num_seen
+            noise = self.noise(len(pixel_values), sample_B, epoch_B, pixel_values.device)
+        return noise.argsort(dim=1)
+
+    def _latent(self, pixel_values: Tensor, order_BN: Tensor) -> Tensor:
+        latent_BSD: Tensor = self.vit(pixel_values, order_BN[:, : self.config.num_seen])
+        return latent_BSD
 
     def noise(
         self, rows: int, sample_B: Tensor | None, epoch_B: Tensor | None, device: torch.device
@@ -77,7 +85,12 @@ class ViTMAE(nn.Module):
 
     def structure(self) -> Structure:
         # Encoder and decoder differ in width and length, so no one shape passes between blocks.
-        return Structure(blocks=("vit.encoder.layer", "decoder.decoder_layers"), random=False)
+        return Structure(
+            blocks=("vit.encoder.layer", "decoder.decoder_layers"),
+            compiled=("vit.embeddings", "vit.layernorm", "decoder.decoder_norm", "error"),
+            random=False,
+            recordable=True,
+        )
 
     def other_names(self, name: str) -> tuple[str, ...]:
         """Returns what transformers 5 calls a parameter in the files that it writes."""
@@ -107,8 +120,8 @@ class ViTEncoder(nn.Module):
         )
         self.layernorm = nn.LayerNorm(width, config.layer_norm_eps)
 
-    def forward(self, patches_BNP: Tensor, seen_BS: Tensor) -> Tensor:
-        x_BSD = self.embeddings(patches_BNP, seen_BS)
+    def forward(self, pixel_values: Tensor, seen_BS: Tensor) -> Tensor:
+        x_BSD = self.embeddings(pixel_values, seen_BS)
         for layer in self.encoder.layer:  # type: ignore[union-attr]
             x_BSD = layer(x_BSD)
         out_BSD: Tensor = self.layernorm(x_BSD)
@@ -130,13 +143,13 @@ class ViTEmbeddings(nn.Module):
     def init_buffers(self) -> None:
         self.position_embeddings = places(self.config.grid, self.config.hidden_size)
 
-    def forward(self, patches_BNP: Tensor, seen_BS: Tensor) -> Tensor:
+    def forward(self, pixel_values: Tensor, seen_BS: Tensor) -> Tensor:
         # A convolution whose stride is its width is a product with each patch: only those that are
         # seen need one.
         projection: nn.Conv2d = self.patch_embeddings.projection  # type: ignore[assignment]
         weight_DP = projection.weight.permute(0, 2, 3, 1).flatten(1)
         positions_1ND = self.position_embeddings.to(weight_DP.dtype)
-        seen_BSP = rows_of(patches_BNP.to(weight_DP.dtype), seen_BS)
+        seen_BSP = patches(pixel_values, self.config.patch_size, seen_BS).to(weight_DP.dtype)
         x_BSD = F.linear(seen_BSP, weight_DP, projection.bias)
         x_BSD = x_BSD + positions_1ND[0, 1:][seen_BS]
         first_11D = self.cls_token + positions_1ND[:, :1]
@@ -161,8 +174,11 @@ class MAEDecoder(nn.Module):
     def init_buffers(self) -> None:
         self.decoder_pos_embed = places(self.config.grid, self.config.decoder_hidden_size)
 
-    def forward(self, latent_BSD: Tensor, place_BN: Tensor) -> Tensor:
-        """`place_BN`: for each patch, its place among those that are seen, then the others."""
+    def forward(
+        self, latent_BSD: Tensor, order_BN: Tensor, wanted_BH: Tensor | None = None
+    ) -> Tensor:
+        """Paints the patches that are wanted, or all. `order_BN`: those that are seen first."""
+        place_BN = order_BN.argsort(dim=1)
         seen_BSD = self.decoder_embed(latent_BSD)
         num_hidden = place_BN.shape[1] + 1 - seen_BSD.shape[1]
         hidden_BHD = self.mask_token.expand(len(seen_BSD), num_hidden, -1)
@@ -171,8 +187,25 @@ class MAEDecoder(nn.Module):
         x_BND = x_BND + self.decoder_pos_embed.to(x_BND.dtype)
         for layer in self.decoder_layers:
             x_BND = layer(x_BND)
+        x_BND = x_BND[:, 1:] if wanted_BH is None else rows_of(x_BND, wanted_BH + 1)
         out_BNP: Tensor = self.decoder_pred(self.decoder_norm(x_BND))
-        return out_BNP[:, 1:]
+        return out_BNP
+
+
+class PaintingError(nn.Module):
+    """The mean squared error of the patches that were painted, of each image."""
+
+    def __init__(self, config: ViTMAEConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, painted_BHP: Tensor, pixel_values: Tensor, hidden_BH: Tensor) -> Tensor:
+        wide = torch.promote_types(painted_BHP.dtype, torch.float32)
+        target_BHP = patches(pixel_values, self.config.patch_size, hidden_BH).to(wide)
+        if self.config.norm_pix_loss:
+            mean, var = target_BHP.mean(-1, keepdim=True), target_BHP.var(-1, keepdim=True)
+            target_BHP = (target_BHP - mean) / (var + 1e-6).sqrt()
+        return (painted_BHP.to(wide) - target_BHP).square().mean(-1).mean(-1)
 
 
 class ViTLayer(nn.Module):
@@ -213,10 +246,14 @@ def rows_of(x_BND: Tensor, which_BS: Tensor) -> Tensor:
     return x_BND.gather(1, which_BS[..., None].expand(-1, -1, x_BND.shape[-1]))
 
 
-def patches(pixel_values: Tensor, size: int) -> Tensor:
-    """Returns the pixels of each patch, row by row, channels last."""
+def patches(pixel_values: Tensor, size: int, which_BS: Tensor | None = None) -> Tensor:
+    """Returns the pixels of each patch, row by row, channels last: of some patches, or of all."""
     x = pixel_values.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # B, C, rows, p, columns, p
-    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    x = x.permute(0, 2, 4, 3, 5, 1)
+    if which_BS is None:
+        return x.flatten(3).flatten(1, 2)
+    columns, image_B1 = x.shape[2], torch.arange(len(x), device=x.device)[:, None]
+    return x[image_B1, which_BS // columns, which_BS % columns].flatten(2)
 
 
 def places(grid: tuple[int, int], width: int) -> Tensor:

@@ -79,12 +79,13 @@ class ViTMAEConfig:
     def flops_per_sample(self) -> float:
         """Returns the training FLOP per image by the reporting convention: 6 per number of a matrix
         and vector that it is applied to, and 12 per number of queries and key. The encoder is given
-        the patches that are seen, the decoder all."""
+        the patches that are seen, the decoder all, of which it paints the others."""
         pixels, hidden = self.num_channels * self.patch_size**2, self.hidden_size
         seen, painted = self.num_seen + 1, self.num_patches + 1
         width = self.decoder_hidden_size
+        num_hidden = self.num_patches - self.num_seen
         matrices = (
-            pixels * hidden * self.num_seen + hidden * width * seen + width * pixels * painted
+            pixels * hidden * self.num_seen + hidden * width * seen + width * pixels * num_hidden
         )
         attention = 0
         for blocks, size, inner, length in (

@@ -95,7 +95,7 @@ def test_loss_painting_and_gradients_are_those_of_transformers(case: str, tmp_pa
     config = ours.config
     pixels = torch.randn(3, config.num_channels, *config.size, dtype=torch.float64)
     noise = torch.rand(3, config.num_patches)
-    painted, _ = ours.paint(patches(pixels, config.patch_size), noise=noise)
+    painted, _ = ours.paint(pixels, noise=noise)
     loss = ours(pixels, noise=noise) / 3
     expected = theirs(pixels, noise=noise)
     assert painted.abs().max() > 0.1  # a parity of zeros would prove nothing
@@ -213,7 +213,9 @@ def test_what_is_hidden_does_not_reach_the_encoder() -> None:
     model, noise = built(), torch.rand(1, 16)
     pixels = torch.randn(1, 3, 32, 32)
     pieces = patches(pixels, 8)
-    painted, is_hidden = model.paint(pieces, noise=noise)
+    painted, is_hidden = model.paint(pixels, noise=noise)
     assert is_hidden.sum() == 12
     changed = torch.where(is_hidden[..., None], torch.randn_like(pieces), pieces)
-    assert torch.equal(model.paint(changed, noise=noise)[0], painted)
+    whole = changed.view(1, 4, 4, 8, 8, 3).permute(0, 5, 1, 3, 2, 4).reshape(1, 3, 32, 32)
+    assert torch.equal(patches(whole, 8), changed)
+    assert torch.equal(model.paint(whole, noise=noise)[0], painted)
