@@ -34,8 +34,8 @@ class Letters:
 def opened(model: nn.Module, context: int = 256, **changes: Any) -> OpenModel:
     known: dict[str, Any] = {"tokenizer": Letters(), "config": None, "path": Path("tiny")}
     more: dict[str, Any] = {"step": None, "end_ids": (), "dtype": torch.float32}
-    device = torch.device("cpu")
-    return OpenModel(model=model, context=context, device=device, **{**known, **more, **changes})
+    more["device"] = torch.device("cpu")
+    return OpenModel(model=model, context=context, **{**known, **more, **changes})
 
 
 def tiny(contents: dict[str, Any] | None = None, **changes: Any) -> nn.Module:
