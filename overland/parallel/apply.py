@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
@@ -98,6 +97,8 @@ def compile_blocks(model: nn.Module, settings: Compile) -> None:
     assert settings.enable != "auto"  # it was settled by now
     if not settings.enable:
         return
+    from torch._dynamo import config as dynamo_config  # a fifth of a start's imports
+
     # What is compiled of 8-bit products is kept for the next start as all else is: both of their
     # passes are part of the graph that it is found by.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
