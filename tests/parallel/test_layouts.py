@@ -2,22 +2,39 @@
 agree in float64.
 
 The list is `overland.tools.proofs.layouts.SHORT`: every axis, stage and schedule; `make prove-all`
-runs all of them and writes docs/evidence/layouts.md.
+runs all of them, for more steps, and writes docs/evidence/layouts.md.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from overland.tools.proofs.layout import TOLERANCES, LayoutVerdict, curve, proof_job, prove_layouts
+from overland.tools.proofs.layout import (
+    TOLERANCES,
+    LayoutVerdict,
+    References,
+    curve,
+    proof_job,
+    prove_layouts,
+)
 from overland.tools.proofs.layouts import LAYOUTS, SHORT, ProofLayout, parse
 from overland.tools.proofs.pool import RankPool
 from overland.tools.proofs.resume import prove_resumes
 
+# Past the warm-up and two new masks of sparse weights, and validated once; a mistake shows after
+# two steps (test_mistakes.py).
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def alone() -> References:
+    """What one process computes, for all layouts of a kind."""
+    return {}
+
 
 @pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)
-def test_layout_equals_one_process(ranks: RankPool, layout: ProofLayout) -> None:
-    (verdict,) = prove_layouts([layout], ranks)
+def test_layout_equals_one_process(ranks: RankPool, alone: References, layout: ProofLayout) -> None:
+    (verdict,) = prove_layouts([layout], ranks, steps=STEPS, references=alone)
     assert verdict.is_equal, verdict
 
 
@@ -25,7 +42,7 @@ def test_layout_equals_one_process(ranks: RankPool, layout: ProofLayout) -> None
 def test_float32_stays_within_its_tolerance(ranks: RankPool, name: str) -> None:
     """`make prove-all` does the same for all of the list, and in bfloat16, which takes a processor
     without instructions for it minutes."""
-    (verdict,) = prove_layouts([parse(name)], ranks, "float32")
+    (verdict,) = prove_layouts([parse(name)], ranks, "float32", STEPS)
     assert verdict.is_equal, verdict
 
 

@@ -108,6 +108,7 @@ class LayoutVerdict:
 
 
 Curve = list[tuple[float, ...]]
+References = dict[tuple[str, ...], tuple[Curve, Curve]]
 
 
 def prove_layouts(
@@ -116,9 +117,12 @@ def prove_layouts(
     dtype: str = "float64",
     steps: int = STEPS,
     settings: Sections | None = None,
+    references: References | None = None,
 ) -> Iterator[LayoutVerdict]:
-    """One verdict per layout, as they come. `settings` (from a user's config) hold for all."""
-    references: dict[tuple[str, ...], tuple[Curve, Curve]] = {}
+    """One verdict per layout, as they come. `settings` (from a user's config) hold for all.
+    `references` keeps what one process computed, by kind, for another call that differs only in
+    its layouts."""
+    references = {} if references is None else references
     for layout in layouts:
         with tempfile.TemporaryDirectory() as folder:
             validated = {**(settings or {}), "validation": held_out_data(Path(folder))}

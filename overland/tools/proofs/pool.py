@@ -1,7 +1,8 @@
 """A pool of local processes that small distributed programs run on: proofs and tests.
 
-Importing torch costs seconds, so the processes live as long as the pool; each call joins them into
-a fresh world of the size it asks for, over gloo on the CPU.
+Importing torch costs seconds, so the processes live as long as the pool, and all are forked from
+one that has done it; each call joins them into a fresh world of the size it asks for, over gloo on
+the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ TIMEOUT_SECONDS = 300
 
 class RankPool:
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["overland.training.loop"])
         self._ranks: list[tuple[mp.process.BaseProcess, Connection]] = []
 
     def run(
