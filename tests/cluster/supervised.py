@@ -102,14 +102,8 @@ class SubmittedRun:
     def submit(self, *flags: str) -> None:
         """Also again, once its jobs are over."""
         words = ["submit", "quickstart", *self.settings, "--site", "site.toml", "--nodes"]
-        done = subprocess.run(
-            [sys.executable, "-m", "overland", *words, str(self.nodes), "--json", *flags],
-            cwd=self.folder,
-            env=self.slurm.environment(environment()),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        env = self.slurm.environment(environment())
+        done = overland(*words, str(self.nodes), "--json", *flags, cwd=self.folder, **env)
         self.jobs += [int(job) for job in json.loads(done.stdout)["jobs"]]
 
     def set_pace(self, step_seconds: float) -> None:

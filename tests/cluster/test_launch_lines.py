@@ -35,6 +35,7 @@ WORDS = [
     f"training.steps={STEPS}",
     "training.dataset=random",
     "metrics.sample_prompt=",
+    "metrics.enable_tensorboard=false",
     "validation.enable=false",
     "checkpoint.enable=false",
 ]
@@ -75,9 +76,9 @@ def test_mpirun_trains_as_overland_alone(
 ) -> None:
     need("mpirun")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    words = ["mpirun", "--oversubscribe", "-n", "4", *OVERLAND, *WORDS]
+    words = ["mpirun", "--oversubscribe", "-n", "2", *OVERLAND, *WORDS]
     output = run(words, tmp_path, environment(**root))
-    assert losses_in(tmp_path) == alone(4)
+    assert losses_in(tmp_path) == alone(2)
     assert f"step 1/{STEPS}  loss" in output
     assert "\x1b" not in output, "a bar was drawn on the terminal that mpirun gives its ranks"
 
@@ -85,8 +86,10 @@ def test_mpirun_trains_as_overland_alone(
 def test_torchrun_trains_as_overland_alone(
     tmp_path: Path, alone: Callable[[int], dict[int, float]]
 ) -> None:
-    run([*TORCHRUN, "--nproc-per-node=4", "-m", "overland", *WORDS], tmp_path, environment())
-    assert losses_in(tmp_path) == alone(4)
+    run([*TORCHRUN, "--nproc-per-node=2", "-m", "overland", *WORDS], tmp_path, environment())
+    assert losses_in(tmp_path) == alone(2)
+    text = (tmp_path / "runs" / "quickstart" / "README.md").read_text()
+    assert "sharded over 2 devices" in text
 
 
 def test_two_jobs_at_once_on_a_node_do_not_meet(slurm: Slurm, tmp_path: Path) -> None:

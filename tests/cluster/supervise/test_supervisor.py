@@ -1,6 +1,6 @@
 """One job on four real (virtual) nodes, two of them spares, to which much happens, in a long story
-everything: it goes on by itself each time, and ends with the bits of a run that nothing happened
-to."""
+everything, with two ranks on each node: it goes on by itself each time, and ends with the bits of a
+run that nothing happened to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cluster.supervised import SubmittedRun, final_state, train_unbroken
 
 STEPS = 60  # of a quarter of a second, until the last fault: all of them hit it before its end
 LONG_STEPS = 150
-SLOW_RANK, RANKS_PER_NODE = 2, 2
+SLOW_RANK, LONG_RANKS_PER_NODE = 2, 2
 LONG = pytest.param("long", marks=pytest.mark.long)
 
 
@@ -43,6 +43,7 @@ def story(
     run = SubmittedRun(
         nodes, tmp_path_factory.mktemp("story"), LONG_STEPS if is_long else STEPS, 2,
         "--spares", "2", "--time", "00:20:00", "--no-preflight", step_seconds=0.25,
+        ranks_per_node=LONG_RANKS_PER_NODE if is_long else 1,
     )  # fmt: skip
     run.wait_for_step(5)
     if is_long:
@@ -102,14 +103,16 @@ def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> No
     [stacks] = story.root.glob(f"faults/*-{hang['attempt']}/stacks.txt")
     text = stacks.read_text()
     assert "is stopped, as by SIGSTOP" in text
-    assert text.count("in run_rank") == 3, "the stacks of all others show where they wait"
+    assert text.count("in run_rank") == story.num_ranks - 1, (
+        "the stacks of all others show where they wait"
+    )
 
 
 @pytest.mark.parametrize("story", [LONG], indirect=True)
 def test_a_slow_rank_is_named_with_its_node_and_goes_on(story: SubmittedRun) -> None:
     [slow, *_] = [event for event in story.events("straggler") if event["rank"] == SLOW_RANK]
     attempts = {event["attempt"]: event["nodes"] for event in story.events("attempt")}
-    assert slow["node"] == attempts[slow["attempt"]][SLOW_RANK // RANKS_PER_NODE]
+    assert slow["node"] == attempts[slow["attempt"]][SLOW_RANK // LONG_RANKS_PER_NODE]
     assert slow["factor"] > 1.5
     assert f"rank {SLOW_RANK} on {slow['node']} is slow: it computes" in story.log()
 
