@@ -1,8 +1,10 @@
 # make train   set up, then run the main job: a small Llama on this machine
 # make test    set up, then lint and run all tests
+# make quick   set up, then lint and run the tests nearest to what changed: two minutes, before a commit
 # make prove-all   the long proofs: all layouts, all resumes, all killed sessions, faults of a cluster; writes docs/evidence/, goes on where it stopped
 # make cluster-packages   Slurm, Open MPI and shellcheck, which some tests need; `make test` does it where it may
 # make browser   a headless Chromium, which the tests of reports need; `make test` does it where it may
+# make times   all tests, and how long each of their files takes: tests/times.json
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
 SHELL := /bin/bash
@@ -21,7 +23,7 @@ TORCH_FROM_cpu := --no-deps --retries 1 --extra-index-url $(WHEELS)/cpu
 TORCH_FROM_cuda :=
 TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
 
-.PHONY: setup train test lint cluster-packages browser prove-all clean
+.PHONY: setup train test quick times lint cluster-packages browser prove-all clean
 
 setup: .venv/ready-$(TORCH)
 
@@ -74,9 +76,18 @@ browser:
 	$$as apt-get -qq update; $$install chromium-headless-shell fonts-dejavu-core >/dev/null || \
 		$$install chromium >/dev/null || echo "No Chromium could be installed; the tests of reports will tell."
 
-# Many tests wait for clusters and processes: two at a time, each file by one worker.
+# Many tests wait for clusters and processes: two at a time, each file by one worker, in the order of
+# tests/conftest.py.
+test quick times: export PYTHONDONTWRITEBYTECODE := # each process that they start would compile anew
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: lint cluster-packages browser
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(PYTEST)
+
+quick: lint
+	$(BIN)/python -m tests.quick
+
+times: .venv/ready-dev cluster-packages browser
+	$(PYTEST) -p tests.times
 
 prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/overland prove layout --layouts all --table docs/evidence/layouts.md

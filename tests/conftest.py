@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from overland.tools.proofs.pool import RankPool
+from tests.times import longest_first, read_times
 
 
 def pytest_configure() -> None:
@@ -14,6 +15,10 @@ def pytest_configure() -> None:
     Ctrl-C, and `nohup` the end of a terminal; some of them send these signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items, read_times())
 
 
 @pytest.fixture(autouse=True)
