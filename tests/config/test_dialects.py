@@ -250,6 +250,7 @@ checkpoint:
 dataset:
   batch_size: 16
   num_workers: 1
+  num_channels: 1
   path_train: a.csv
   path_eval: b.csv
   transforms: {H_pad: 1920, W_pad: 1080, set: {pad: true, random_shift: false}}
@@ -420,6 +421,21 @@ def test_weights_come_from_the_assets_that_the_command_line_names(tmp_path: Path
             "random_shift: false",
             "random_shift: true",
             "dataset.transforms.set.random_shift = true: this transform is not built here",
+        ),
+        ("pad: true", "pad: 'on'", "dataset.transforms.set.pad = \"on\": expected true or false"),
+        ("pad: true", "pad: {H: 2}", "dataset.transforms.set.pad.H = 2: expected dataset.transforms"),
+        ("cpu_only: true", "cpu_only: 1", "dist.cpu_only = 1: expected true or false"),
+        ("from_scratch: true", "from_scratch: 'no'", "model.from_scratch = \"no\": expected true"),
+        ("num_workers: 1", "drop_last: 'yes'", "dataset.drop_last = \"yes\": expected true or false"),
+        (
+            "state_dict_type: full",
+            "state_dict_type: ful",
+            "checkpoint.state_dict_type = \"ful\": expected full, sharded, shard or local",
+        ),
+        (
+            "mask_ratio: 0.75}",
+            "mask_ratio: 0.75, num_channels: 3}",
+            "dataset.num_channels = 1: model.hf_config.num_channels is 3: make them equal",
         ),
         (", W_pad: 1080", "", "dataset.transforms.set.pad = true: H_pad and W_pad of"),
         ("num_workers: 1", "input: {C: 1, H: 8}", "dataset.input.W is missing beside it"),

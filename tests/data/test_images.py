@@ -114,6 +114,16 @@ def test_dimensions_tell_channels_from_images(tmp_path: Path) -> None:
     assert (len(source), source.shape) == (5, (3, 4, 6))
 
 
+@pytest.mark.parametrize("shape", [(30, 28, 1), (30, 28, 3), (5, 30, 28, 3)])
+def test_channels_in_the_last_place_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """They would be read as many images that are one or three pixels wide."""
+    np.save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
+    (tmp_path / "list.csv").write_text("path\na.npy\n")
+    for channels in (1, 3):
+        with pytest.raises(DataError, match=r"a\.npy .* channels seem to come last: save it with"):
+            ArrayList(tmp_path / "list.csv", channels=channels, pad=(32, 32))
+
+
 def pickled(path: Path) -> None:
     np.save(path, np.array([{"a": 1}], object), allow_pickle=True)
 

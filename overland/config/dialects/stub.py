@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from overland.config.dialects import Draft, Translated
 from overland.config.source import Entries, Entry, KeyPath
+from overland.words import any_of
 
 OWN_SECTIONS = frozenset({"dist", "dataset", "optim", "loss", "misc", "logging"})
 OTHER_SECTIONS = frozenset({"model", "lr_scheduler", "checkpoint"})
@@ -47,8 +48,14 @@ TRANSFORMS = "of transforms that are switched off"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
 WHOLE = "checkpoints are sharded and whole, and can be read on any number of devices"
 UNSET = "null sets nothing"
+TRANSFORM_SET = ("dataset", "transforms", "set")
 NORMS = ("instance_norm", "uses_instance_norm")
 DROPS = ("drop_last", "drop_last_in_sampler", "drop_last_in_loader")
+STATE_DICTS = ("full", "sharded", "shard", "local")
+SWITCHES = frozenset(
+    {"dist.cpu_only", "misc.cpu_only", "misc.uses_mixed_precision", "model.from_scratch"}
+    | {f"dataset.{name}" for name in DROPS}
+)
 NEVER = 1_000_000_000  # steps between two saves
 LOGS = "metrics and logs go to the run folder (job.dump_folder)"
 
@@ -96,8 +103,10 @@ def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     )
     for path, entry in entries.items():
         _one(draft, path, entry)
+    _switches(draft, entries)
     _steps(draft, entries, above)
     _images(draft, entries)
+    _channels(draft, entries)
     _transforms(draft, entries)
     _last_batch(draft, entries)
     _saves(draft, entries)
@@ -119,7 +128,7 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
         draft.put(("model", "overrides", *path[2:]), entry.value, entry)
     elif dotted in SPECIAL:
         SPECIAL[dotted](draft, entry)
-    elif path[:3] == ("dataset", "transforms", "set"):
+    elif path[:3] == TRANSFORM_SET:
         pass  # done after all
     elif dotted in RENAMED:
         if entry.value is None:
@@ -133,6 +142,18 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
     else:
         # Today's key, or an unknown one, which validation reports in the section it belongs to.
         draft.put((HOME.get(path[0], path[0]), *path[1:]), entry.value, entry)
+
+
+def _switches(draft: Draft, entries: Entries) -> None:
+    """Refuses what is neither true nor false: any text would count as one of them."""
+    for path, entry in entries.items():
+        is_transform = path[:3] == TRANSFORM_SET and path[3:] not in [(name,) for name in NORMS]
+        if not (".".join(path) in SWITCHES or is_transform) or entry.value is None:
+            continue
+        if len(path) != 4 and is_transform:
+            draft.refuse(path, entry, "expected dataset.transforms.set.NAME: true or false")
+        elif not isinstance(entry.value, bool):
+            draft.refuse(path, entry, "expected true or false")
 
 
 def _steps(draft: Draft, entries: Entries, above: Entries) -> None:
@@ -167,18 +188,29 @@ def _images(draft: Draft, entries: Entries) -> None:
     draft.note(first, "dataset.input.C, H and W are now images.shape, of random tensors")
 
 
+def _channels(draft: Draft, entries: Entries) -> None:
+    """Said twice, it must be the same."""
+    path = ("dataset", "num_channels")
+    entry, taken = entries.get(path), entries.get(("model", "hf_config", "num_channels"))
+    if entry is not None and entry.value is not None and taken and taken.value != entry.value:
+        reason = f"model.hf_config.num_channels is {taken.value}: make them equal, or remove this"
+        draft.refuse(path, entry, reason)
+
+
 def _transforms(draft: Draft, entries: Entries) -> None:
     """Refuses transforms that are switched on and not built: without them it would train on other
     images than was asked for."""
     transforms = ("dataset", "transforms")
     for path, entry in entries.items():
-        if path[:3] != (*transforms, "set") or len(path) != 4:
+        if path[:3] != TRANSFORM_SET or len(path) != 4:
             continue
         name = path[3]
         if name in NORMS:
             draft.rename(path, ("images", "instance_norm"), entry.value, entry)
         elif entry.value in (False, None):
             draft.without_meaning(path, entry, TRANSFORMS)
+        elif not isinstance(entry.value, bool):
+            pass  # told by _switches
         elif name != "pad":
             draft.refuse(path, entry, "this transform is not built here; set it to false")
         else:
@@ -336,6 +368,10 @@ def _state_dict_type(draft: Draft, entry: Entry) -> None:
         draft.put(("checkpoint", "type"), "full", entry)
         draft.put(("checkpoint", "full_format"), "torch", entry)
         text = 'checkpoint.type = "full" with full_format = "torch"'
+    elif entry.value not in (None, *STATE_DICTS):
+        expected = f"expected {any_of(list(STATE_DICTS))}"
+        draft.refuse(("checkpoint", "state_dict_type"), entry, expected)
+        return
     else:
         draft.put(("checkpoint", "type"), "shard", entry)
         text = 'checkpoint.type = "shard"'

@@ -37,6 +37,7 @@ from overland.words import any_of
 LOOKED_AT = 64  # rows, to tell a list of files from texts
 SCANNERS = 16  # threads, which wait for the file system together
 MARKED_BYTES = 4096  # of the beginning and of the end of each file
+MOST_CHANNELS = 4  # no image is so narrow: these are channels, in the wrong place
 PATH_NAMES = ("path", "file", "filename", "file_path", "file_name")
 
 Shape = tuple[int, int, int]
@@ -169,6 +170,11 @@ class ArrayList(FileSource):
 
 def images_in(shape: tuple[int, ...], channels: int | None, root: Path) -> tuple[int, Shape]:
     """Returns how many images an array holds, and the shape of each."""
+    if len(shape) in (3, 4) and shape[-1] <= MOST_CHANNELS < shape[-2]:
+        raise DataError(
+            f"{root} has an array of {_words(shape)}, whose channels seem to come last: save it "
+            "with channels first, as np.moveaxis(array, -1, -3) gives it"
+        )
     if len(shape) == 2:
         return 1, (1, *shape)
     if len(shape) == 3:
