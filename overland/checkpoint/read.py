@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -255,8 +255,7 @@ def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
 def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
     missing = [name for name in state if name not in checkpoint.tensors]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{checkpoint.path} has no {missing[0]}{more}, which this run needs")
+        raise CheckpointError(without(checkpoint.path, missing, "run"))
     with torch.no_grad(), ThreadPoolExecutor(NUM_THREADS, "checkpoint-read") as pool:
         jobs = []
         for name, tensor in state.items():
@@ -276,6 +275,24 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
             raise
     if any(local_tensor(tensor).is_cuda for tensor in state.values()):
         torch.cuda.synchronize()
+
+
+def without(path: Path, missing: Sequence[str], what: str) -> str:
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    out = ": `--skip_optimizer` starts a new one" if missing[0].startswith("optimizer.") else ""
+    return f"{path} has no {missing[0]}{more}, which this {what} needs{out}"
+
+
+def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> None:
+    """Raises where weights would be left behind: the model would be another one."""
+    unused = [name for name in saved if name.startswith("model.") and name not in taken]
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise CheckpointError(
+            f"{path} has {unused[0]}{more}, which the model of this config has no place for: "
+            "resume with the model that was saved, or start a new run from its weights "
+            "(checkpoint.initial_load_path)"
+        )
 
 
 def fill_local(

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from overland.checkpoint.adopt import is_four_files
+from overland.checkpoint.adopt import is_four_files, open_four_files
 from overland.checkpoint.folder import committed, lack_of_room, newest_in
 from overland.checkpoint.formats import open_any
 from overland.checkpoint.formats.checkpoint import MODEL
-from overland.checkpoint.formats.torch import open_torch
 from overland.checkpoint.origin import Origin
-from overland.checkpoint.read import open_checkpoint
+from overland.checkpoint.read import open_checkpoint, refuse_unused, without
 from overland.config.errors import ConfigError, Problem
 from overland.config.load import Loaded, in_order
 from overland.config.schema import DataSource, JobConfig
@@ -79,7 +78,7 @@ from overland.optimizers.optimizer import PREFIX
 from overland.optimizers.registry import rules_of, state_bytes, state_kinds
 from overland.optimizers.rule import Scalar
 from overland.parallel.apply import freeze, transforms_for
-from overland.parallel.sharding import named_parameters
+from overland.parallel.sharding import named_buffers, named_parameters
 from overland.run_folder import RunFolder
 from overland.training.readme import model_name
 from overland.training.resume import policy_of_the_resumed
@@ -393,9 +392,12 @@ def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer 
 
 def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -> None:
     if is_four_files(path):
-        has = {name: tuple(lazy.shape) for name, lazy in open_torch(path).tensors.items()}
-        shapes = shapes_of(model_of(config))
-        compare(path, {MODEL + name: shape for name, shape in shapes.items()}, has)
+        model, files = model_of(config), open_four_files(path)
+        has = {name: tuple(lazy.shape) for name, lazy in files.tensors.items()}
+        refuse_unused(path, has, state_names(model))
+        kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
+        needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
+        compare(path, {**needs, **kept}, has)
         return
     with open_checkpoint(path) as checkpoint:
         model = model_of(config)
@@ -403,6 +405,7 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         if not config.checkpoint.skip_optimizer:
             check_same_optimizer(checkpoint, config.optimizer, kept)
         if checkpoint.index.kind != "local":  # a local one is of pieces, which its ranks know
+            refuse_unused(path, checkpoint.tensors, state_names(model))
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
             needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
             if (origin := Origin.from_json(checkpoint.run)) is not None:
@@ -458,6 +461,10 @@ def shapes_of(model: nn.Module) -> Shapes:
     return {name: tuple(one.shape) for name, one in named_parameters([model]).items()}
 
 
+def state_names(model: nn.Module) -> set[str]:
+    return {MODEL + name for name in (*named_parameters([model]), *named_buffers([model]))}
+
+
 def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
     """Returns what a checkpoint holds of the optimizer, for the parameters that are trained."""
     freeze(model, config.model.freeze)
@@ -473,7 +480,7 @@ def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
 def compare(path: Path, needs: Shapes, has: Shapes) -> None:
     for name, shape in needs.items():
         if name not in has:
-            raise CheckpointError(f"{path} has no {name}, which this model needs")
+            raise CheckpointError(without(path, [n for n in needs if n not in has], "model"))
         if has[name] != shape:
             raise CheckpointError(
                 f"{path} has {name} in shape {list(has[name])}, and this model needs {list(shape)}"

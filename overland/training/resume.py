@@ -49,8 +49,10 @@ def start_from(run: Run, report: Report) -> None:
     if settings.resume not in ("auto", "none"):
         path = Path(settings.resume).expanduser().resolve()  # it may be a link, by its time
         path = from_first_rank(newest_in(path) if run.world.is_first else path)
-        path = adopted(run, path, report)
-        if problem := try_to_restore(run, path, report):
+        made = adopted(run, path, report)
+        if problem := try_to_restore(run, made, report):
+            if made != path and run.world.is_first:  # nobody can resume it
+                run.store.disk.remove_folder(made)
             raise CheckpointError(problem)
         put_later_ones_aside(run, report)
         return

@@ -25,7 +25,13 @@ from torch import Tensor
 import overland
 from overland.checkpoint.origin import LEFT_OUT, Origin
 from overland.checkpoint.plan import State, local_name, local_tensor
-from overland.checkpoint.read import CheckpointReader, fill, fill_local, open_together
+from overland.checkpoint.read import (
+    CheckpointReader,
+    fill,
+    fill_local,
+    open_together,
+    refuse_unused,
+)
 from overland.checkpoint.snapshot import LargestValues, tensors_in_words
 from overland.config.schema import Debug, Optimizer
 from overland.data.plan import Plan, differences, former_names
@@ -192,6 +198,9 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
     know."""
     run.store.wait_on_device()  # what is being copied must not change yet
     state = run_tensors(run, skip_optimizer)
+    taken: set[str] = set().union(*all_of(set(state)))
+    if checkpoint.index.kind != "local":
+        refuse_unused(checkpoint.path, checkpoint.tensors, taken)
     if not skip_optimizer:
         check_same_optimizer(checkpoint, run.config.optimizer, state)
     if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # a new one starts anew

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +191,10 @@ def test_path_chkpt_prev_resumes_on_another_number_of_ranks(
 
 def test_files_that_the_stub_itself_has_left_resume(place: Path) -> None:
     """As it saves them: no names in the optimizer's state, no number of steps, positions among the
-    parameters."""
+    parameters, and DDP's word before the name of each."""
     model = build_model(resolve_config("vit_mae", "debug", overrides=SMALL | {"num_channels": 1}))
     weights = {name: torch.randn_like(one) * 0.05 for name, one in model.state_dict().items()}
+    wrapped = {f"module.{name}": one for name, one in weights.items()}
     parameters = [torch.nn.Parameter(one) for one in weights.values()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     for _ in range(7):
@@ -202,7 +205,7 @@ def test_files_that_the_stub_itself_has_left_resume(place: Path) -> None:
     progress = {"epoch": 1, "seg": 2, "start_idx": 12, "end_idx": 18, "loss_min": torch.tensor(0.5)}
     for file, saved in zip(
         FILES,
-        (weights, optimizer.state_dict(), {"last_epoch": 7, "_step_count": 8}, progress),
+        (wrapped, optimizer.state_dict(), {"last_epoch": 7, "_step_count": 8}, progress),
         strict=True,
     ):
         torch.save(saved, before / file)
@@ -215,6 +218,46 @@ def test_files_that_the_stub_itself_has_left_resume(place: Path) -> None:
     assert {float(one["step"]) for one in state["state"].values()} == {8.0}
     assert iter_state(links(place)["step_8"])["loss_min"] == 0.5  # none is better yet
     assert {file.name for file in before.iterdir()} == {*FILES}
+
+
+def without_optimizer(files: Path) -> None:
+    (files / FILES[1]).unlink()
+
+
+def at_a_step_that_is_no_number(files: Path) -> None:
+    torch.save(iter_state(files) | {"step": "x"}, files / FILES[3])
+
+
+def at_a_step_below_zero(files: Path) -> None:
+    torch.save(iter_state(files) | {"step": -3}, files / FILES[3])
+
+
+def of_a_larger_model(files: Path) -> None:
+    weights = torch.load(files / FILES[0], weights_only=True)
+    torch.save(weights | {"vit.encoder.layer.2.weight": torch.zeros(2)}, files / FILES[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without_optimizer, "has no optimizer.vit.embeddings.cls_token.exp_avg and .*optimizer`"),
+        (at_a_step_that_is_no_number, "gives 'x' as its step"),
+        (at_a_step_below_zero, "gives -3 as its step"),
+        (of_a_larger_model, "has model.vit.encoder.layer.2.weight, which the model of this config"),
+    ],
+)
+def test_half_of_the_four_files_is_refused_and_leaves_nothing_behind(
+    whole: Path, place: Path, change: Callable[[Path], None], says: str
+) -> None:
+    (place / "prev").mkdir()
+    for file in FILES:
+        shutil.copy(links(whole)["step_3.preempt"] / file, place / "prev")
+    change(place / "prev")
+    words = [*WORDS, "checkpoint.resume=prev"]
+    for command in ("check", "train"):
+        done = overland(command, CONFIG, *words, cwd=place, code=2, NGPU="1")
+        assert re.search(says, done.stdout + done.stderr), done.stdout + done.stderr
+    assert not list((place / RUN).glob("checkpoint/step_*"))
 
 
 def test_a_signal_saves_preemptively_and_the_same_line_goes_on(place: Path) -> None:

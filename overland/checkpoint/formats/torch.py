@@ -12,7 +12,8 @@ iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from overland.files import new_file
 WEIGHTS, STATE = "model_state_dict.pt", "optim_state_dict.pt"
 RATES, PROGRESS = "lr_state_dict.pt", "iter_state_dict.pt"
 
+WRAPPED = re.compile(r"((module|_orig_mod)\.)*")
+
 # What torch.optim.AdamW starts with, where a checkpoint does not say.
 ADAMW = {
     "lr": 1e-3,
@@ -72,6 +75,8 @@ def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
     folder = path.parent if path.is_file() else path
     config = config or config_near(folder, folder.parent)
     weights = _named(path if path.is_file() else path / WEIGHTS)
+    wrapper = wrapper_of(weights)
+    weights = {name.removeprefix(wrapper): lazy for name, lazy in weights.items()}
     order = list(weights)
     if has_meta_names(weights):
         head_dim = head_dim_of(config, f"{path} has Meta's names and")
@@ -79,7 +84,7 @@ def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
     tensors = {MODEL + name: lazy for name, lazy in weights.items()}
     extras: dict[str, Any] = {}
     if path.is_dir() and (path / STATE).is_file():
-        state, extras["param_groups"] = _state(path / STATE, order)
+        state, extras["param_groups"] = _state(path / STATE, order, wrapper)
         tensors |= state
     if path.is_dir() and (path / PROGRESS).is_file():
         progress = read_torch_file(path / PROGRESS)
@@ -176,11 +181,21 @@ def _groups(source: LazyCheckpoint) -> list[dict[str, Any]]:
     return [{"names": trained}]
 
 
-def _state(path: Path, parameters: list[str]) -> tuple[dict[str, Lazy], list[dict[str, Any]]]:
+def wrapper_of(names: Iterable[str]) -> str:
+    """What DDP and torch.compile put in front of every name of the model that they wrap."""
+    found = {WRAPPED.match(name) for name in names}
+    prefixes = {match.group() if match else "" for match in found}
+    return prefixes.pop() if len(prefixes) == 1 else ""
+
+
+def _state(
+    path: Path, parameters: list[str], wrapper: str
+) -> tuple[dict[str, Lazy], list[dict[str, Any]]]:
     saved = read_torch_file(path)
     try:
         state, groups = saved["state"], saved["param_groups"]
-        name_of = dict(_names(groups, parameters, path))
+        names = _names(groups, parameters, path)
+        name_of = {key: name.removeprefix(wrapper) for key, name in names}
         tensors: dict[str, Lazy] = {}
         steps = []
         for key, one in state.items():
