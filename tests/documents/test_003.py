@@ -162,8 +162,12 @@ print("c4", evaluate_c4_ppl(model, "tokenizer", "c4", seq_len=32, batch=1), mode
 
 def test_a_batch_that_cannot_be_dealt_is_one_sentence(folder: Path) -> None:
     flags = FLAGS.replace("global_batch=8", "global_batch=256")
-    said = typed(f"NGPU=48 DRY_RUN=1 python train.py {flags}", folder, code=1)
+    said = typed(f"NGPU=48 DRY_RUN=1 python train.py {flags}", folder, code=2)
     assert said.strip().splitlines()[-1] == "--global_batch 256 cannot be dealt evenly to 48 ranks"
-    said = typed(f"NGPU=32 DRY_RUN=1 python train.py {flags} --no_such_flag", folder, code=2)
+    said = typed(f"NGPU=32 DRY_RUN=1 python train.py {flags} --local_batch=0", folder, code=2)
+    assert said.strip() == "--local_batch 0: expected 1 or more"
+    flags += "--no_such_flag --data_name=../SmolLM"
+    said = typed(f"NGPU=32 DRY_RUN=1 python train.py {flags}", folder, code=2)
+    assert "datas/ has no open_source of ../SmolLM: --data_dir is read by its format" in said
     assert "--local_batch 32 is an upper bound: each rank takes 1 × 8 a step" in said
     assert "no_such_flag" in said

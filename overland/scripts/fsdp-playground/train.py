@@ -7,6 +7,9 @@ import argparse
 import os
 import sys
 from importlib.util import find_spec
+from typing import NoReturn
+
+import datas
 
 from overland.cli.main import app
 from overland.config.arguments import ngpu
@@ -75,11 +78,11 @@ def settings(given: argparse.Namespace) -> list[str]:
         "checkpoint.skip_optimizer": "true" if given.skip_optimizer else None,
     }
     loader = given.data_name.replace("-", "_")
-    if find_spec(f"datas.{loader}"):
+    if loader in datas.loaders():
         os.environ["DATA_DIR"] = given.data_dir
         found["training.dataset_path"], found["training.dataset"] = None, loader
     else:
-        say(f"datas/ has no loader {loader}: --data_dir is read by its format")
+        say(f"datas/ has no open_source of {given.data_name}: --data_dir is read by its format")
     if given.enable_slt:
         found["model.sparse.pattern"] = "2:4"
         found["model.sparse.method"] = "slt" if find_spec("slt") else None
@@ -93,13 +96,20 @@ def settings(given: argparse.Namespace) -> list[str]:
 def rows_per_pass(total: int, most: int) -> int:
     """The most that a rank can take at once, if passes of one size make up the step."""
     share, rest = divmod(total, NUM_RANKS)
-    if rest or not share:
-        sys.exit(f"--global_batch {total} cannot be dealt evenly to {NUM_RANKS} ranks")
+    if rest or share < 1:
+        refuse(f"--global_batch {total} cannot be dealt evenly to {NUM_RANKS} ranks")
+    if most < 1:
+        refuse(f"--local_batch {most}: expected 1 or more")
     rows = max(n for n in range(1, min(most, share) + 1) if share % n == 0)
     if rows < most:
         passes = share // rows
         say(f"--local_batch {most} is an upper bound: each rank takes {passes} × {rows} a step")
     return rows
+
+
+def refuse(problem: str) -> NoReturn:
+    print(problem, file=sys.stderr)
+    sys.exit(2)
 
 
 def say(note: str) -> None:

@@ -9,14 +9,26 @@ module NAME in this folder returns, a source of documents:
 
 import os
 import pkgutil
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any
+
+
+def loaders() -> dict[str, Callable[[str | None], Any]]:
+    """Returns the `open_source` of each module here that has one."""
+    modules = {
+        one.name: import_module(f"datas.{one.name}") for one in pkgutil.iter_modules(__path__)
+    }
+    return {
+        name: module.open_source
+        for name, module in modules.items()
+        if hasattr(module, "open_source")
+    }
 
 
 def register_loaders() -> None:
     from overland.data.registry import register_source
 
-    for module in pkgutil.iter_modules(__path__):
-        open_source = getattr(import_module(f"datas.{module.name}"), "open_source", None)
-        if open_source is not None:
-            register_source(module.name, partial(open_source, os.environ.get("DATA_DIR")))
+    for name, open_source in loaders().items():
+        register_source(name, partial(open_source, os.environ.get("DATA_DIR")))
