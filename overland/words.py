@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import shlex
 import shutil
@@ -38,6 +39,28 @@ def size(num_bytes: float) -> str:
         if num_bytes >= bytes_of_unit / 10:
             return f"{num_bytes / bytes_of_unit:,.1f} {unit}"
     return f"{num_bytes / 1e3:,.1f} kB"
+
+
+def duration(seconds: float) -> str:
+    """Two units are enough: `3 d 4 h`, `5 min`, `12 s`."""
+    if not math.isfinite(seconds):
+        return "–"
+    whole = max(0, round(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if whole >= 120 else f"{whole} s"
+
+
+def clock(seconds: float) -> str:
+    """As a watch shows it: `0:12`, `1:02:03`; from a day on, `3 d 4 h`."""
+    whole = max(0, round(seconds))
+    if whole >= 86400:
+        return duration(whole)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def bad_ones(count: int) -> str:

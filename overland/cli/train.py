@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,11 +16,7 @@ from overland.run_folder import LOGS
 from overland.world.signals import STOPPED, end_at_signal
 
 if TYPE_CHECKING:
-    import torch
-
     from overland.config.load import Loaded
-    from overland.config.schema import JobConfig
-    from overland.training.run import Run
     from overland.world import World
     from overland.world.heartbeat import Heartbeat
 
@@ -93,6 +87,8 @@ def train_here(
             free = available_memory()
             code = launch_local(words, num_ranks, printing, logs)
             if code == 128 + signal.SIGKILL:
+                from overland.tools.run import killed_in_words
+
                 print(killed_in_words(loaded.config, num_ranks, free), file=sys.stderr)
             raise typer.Exit(code)
     run_rank(loaded, world or World(), printing, beat)
@@ -101,6 +97,7 @@ def train_here(
 def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
     """The folder is chosen before ranks are started, and handed to them as a setting."""
     from overland.run_folder import fresh_folder
+    from overland.tools.run import in_fresh_folder
 
     config = loaded.config
     if config.checkpoint.resume != "none":
@@ -110,129 +107,9 @@ def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[st
     return replace(loaded, config=in_fresh_folder(config, folder)), arguments
 
 
-def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
-    """`resume = none` never touches an earlier run: it gets a folder of its own. From there on it
-    is a run like any other, whose config.toml must resume it."""
-    job = config.job.model_copy(update={"dump_folder": folder})
-    checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
-    return config.model_copy(update={"job": job, "checkpoint": checkpoint})
-
-
 def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Heartbeat) -> None:
-    """What every rank does."""
-    from overland.errors import Kind
-    from overland.parallel.comm import from_first_rank, process_group
-    from overland.run_folder import RunFolder, fresh_folder
-    from overland.training.owner import owned
-    from overland.world.devices import device_type
-    from overland.world.heartbeat import Phase
-    from overland.world.last_words import say
+    """Trains as one rank; the exit code of a run that was stopped says so."""
+    from overland.tools.run import train_rank
 
-    config = loaded.config
-    beat.enter(Phase.JOINING)
-    with process_group(config.comm, world, device_type()) as device:
-        if config.checkpoint.resume == "none":
-            config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
-        folder = RunFolder.of(config).root
-        with owned(folder, world.is_first), memory_in_words(config, world, device):
-            finished = train_and_tell(config, world, device, printing, beat)
-    beat.enter(Phase.FINISHED if finished else Phase.STOPPED)
-    if not finished:
-        if beat.is_read and world.is_first:
-            say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)
+    if not train_rank(loaded.config, world, printing, beat).finished:
         raise typer.Exit(STOPPED)
-
-
-def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
-    import torch
-
-    from overland.models.registry import model_config
-    from overland.training.out_of_memory import rank_killed
-    from overland.world.devices import device_type
-
-    device = torch.device(device_type())
-    return rank_killed(config, model_config(config.model), num_ranks, device, free)
-
-
-@contextmanager
-def memory_in_words(config: JobConfig, world: World, device: torch.device) -> Iterator[None]:
-    """Turns an error of the allocator into one sentence with ways out."""
-    from overland.config.derived import resolve_degrees
-    from overland.models.registry import model_config
-    from overland.training.out_of_memory import is_out_of_memory, out_of_memory
-
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
-        raise out_of_memory(config, model_config(config.model), degrees, device) from None
-
-
-def train_and_tell(
-    config: JobConfig, world: World, device: torch.device, printing: list[int], beat: Heartbeat
-) -> bool:
-    """Whether it got to the last step."""
-    from overland.tools.evaluation.sample import SamplesOverTime, sample_start, take_sample
-    from overland.training.loop import check_last_save, conclude
-    from overland.training.loop import train as train_loop
-    from overland.training.run import build_run
-    from overland.world.heartbeat import Phase
-
-    beat.enter(Phase.BUILDING)
-    run = build_run(config, world, device, printing, beat)
-    is_new = run.progress.step < run.config.training.steps
-    if config.job.print_config and world.is_first:
-        print(run.folder.config.read_text())
-    sample_start(run)
-    if config.metrics.sample_at_validation:
-        run.callbacks.append(SamplesOverTime(run))
-    try:
-        finished = train_loop(run)
-    finally:  # an error on one rank becomes a signal for the others
-        end_at_signal("stopped; all that was saved is safe")
-    check_last_save(run)
-    if finished:
-        conclude(run)
-    if finished:
-        take_sample(run)
-    if world.is_first:
-        print(closing_words(run, finished, is_new))
-    return finished
-
-
-def closing_words(run: Run, finished: bool, is_new: bool) -> str:
-    from overland.tools.evaluation.sample import is_chat, samples_in_words
-    from overland.words import command
-
-    folder, steps = run.folder, run.config.training.steps
-    if not finished:
-        saved = f"saved step {run.progress.step}" if run.config.checkpoint.enable else "not saved"
-        if run.beat.is_read:  # in a job
-            return f"\nStopped after step {run.progress.step} of {steps}; {saved}."
-        return (
-            f"\nStopped after step {run.progress.step} of {steps}; {saved}. To go on:\n\n"
-            f"  {command('overland', 'train', folder.config)}\n"
-        )
-    lines = [f"\nFinished: {steps} {'step' if steps == 1 else 'steps'} in {folder.root}."]
-    if not is_new:
-        lines = [
-            f"\nNothing left to do: {folder.root} is at step {run.progress.step} of {steps}. "
-            f"`--resume none` starts a new run beside it."
-        ]
-    tokenizer = run.dataset.tokenizer
-    if tokenizer is not None and (said := samples_in_words(run, tokenizer)):
-        lines.append(said)
-    epochs = run.config.training.epochs
-    longer = f"training.steps={2 * steps}" if epochs is None else f"training.epochs={2 * epochs:g}"
-    commands = [command("overland", "train", folder.config, longer)]
-    if run.config.metrics.enable_tensorboard:
-        commands.insert(0, command("tensorboard", "--logdir", folder.tb))
-    if run.config.checkpoint.enable and tokenizer is not None:
-        asked = is_chat(run.config, tokenizer)
-        question = run.config.metrics.sample_prompt or "Who are you?"
-        words = ("--chat", question) if asked else ("--prompt", "class Node:")
-        commands.insert(0, command("overland", "generate", folder.root, *words))
-    lines.append("To try next:\n\n" + "".join(f"  {command}\n" for command in commands))
-    return "\n".join(lines)

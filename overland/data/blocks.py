@@ -184,6 +184,14 @@ class BlockStream:
         """Windows of this stream that come before an epoch, from 0."""
         return max(0, epoch * self.windows.per_epoch - self.first + self._lead)
 
+    def epochs_before(self, block: int) -> float | None:
+        """How many epochs the blocks before this one are, where all of them are counted."""
+        if block == 0 or self._counts.total(self.num_counted) < block:
+            return None
+        (window,), (place,) = self.places([block - 1])
+        size = self._counts.total(window + 1) - self._counts.total(window)
+        return float(self.window_behind(int(window)) + (place + 1) / size) / self.windows.per_epoch
+
     def open(self, window: int) -> Window:
         if window not in self._opened:
             rest = self.rest if window < self._lead else None

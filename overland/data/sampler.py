@@ -168,6 +168,21 @@ class Sampler:
         size = len(lane.images)
         return *divmod(int(lanes.read_until(batch)[used[0]]), size), size
 
+    def epoch(self, batch: int) -> float | None:
+        """How often the one source was read before this batch; None for several sources. All that
+        is before it has been read: nothing is counted here, since another thread may be reading."""
+        if batch == 0:
+            return 0.0
+        lanes = self.lanes(batch - 1)
+        used = np.flatnonzero(lanes.mixture.shares).tolist()
+        lane = lanes.lanes[used[0]] if len(used) == 1 else None
+        read = int(lanes.read_until(batch)[used[0]])
+        if isinstance(lane, ImageStream):
+            return read / len(lane.images)
+        if isinstance(lane, BlockStream) and isinstance(lane.windows, SourceWindows):
+            return lane.epochs_before(read)
+        return None
+
     def _width(self, segment: Segment, batch: int) -> int:
         """Tokens of each row of a batch, the one that is only predicted included: as many as the
         longest row of all ranks has, rounded up, where rows are grouped by length."""

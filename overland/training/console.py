@@ -1,80 +1,161 @@
-"""What the user sees while training: a progress bar on a terminal, plain lines elsewhere."""
+"""What the user sees while training: a bar at the bottom of a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import sys
+import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from overland.data.corpus import Corpus
 from overland.run_folder import METRIC_NAMES
 from overland.training.callbacks import Callback, Record
-from overland.training.history import HELD_OUT
-from overland.world.launchers import is_under_mpi
+from overland.training.history import HELD_OUT, History
+from overland.training.status_line import Status, draw, smoothed
+from overland.words import duration
+from overland.world.heartbeat import Phase
 
 if TYPE_CHECKING:
     from overland.checkpoint.store import Outcome
     from overland.training.run import Run
 
+RECENT = 100  # logged losses in the sparkline
+PATIENCE_SECONDS = 1.0  # in a phase, before the bar gives way to what is being done
+USUAL = (Phase.COMPUTING, Phase.REPORTING)
+
 
 class Console(Callback):
-    """Draws a bar with the logged lines above it, on rank 0 in a terminal; prints lines
-    elsewhere."""
+    """Draws the bar, with what is said above it; prints lines where there is no terminal."""
 
     def __init__(self, run: Run) -> None:
-        plain = run.config.metrics.disable_color_printing
-        self.screen = RichConsole(no_color=plain, highlight=False, soft_wrap=True)
-        self.prefix = f"[rank {run.world.rank}] " if run.world.rank else ""
-        self.bar: Progress | None = None
-        if sys.stdout.isatty() and run.world.is_first and not is_under_mpi():
-            self.bar = Progress(
-                BarColumn(bar_width=16),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                TextColumn("eta"),
-                TimeRemainingColumn(compact=True),
-                console=self.screen,
-            )
+        self.run, self.screen = run, run.screen
+        self.losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self.record: Record = {}
+        self.pace = Pace(run.progress.step)
+        self.epoch: float | None = None
 
     def on_start(self, run: Run) -> None:
-        if self.bar is not None:
-            self.bar.start()
-            self.task = self.bar.add_task(
-                "", total=run.config.training.steps, completed=run.progress.step, status=""
-            )
+        self.pace = Pace(run.progress.step)
+        if run.progress.step >= run.config.training.steps:
+            return
+        run.beat.words = first_words(run)
+        if self.screen.is_live:
+            self._recall(run)
+            self.screen.line = self.draw
 
     def on_step(self, run: Run) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=run.progress.step)
+        run.beat.words = {}
+        self.screen.trains = True
+        self.pace.step(run.progress.step)
 
     def on_log(self, run: Run, record: Record) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, status=short_line_of(record))
-            return
-        self._print(f"step {record['step']}/{run.config.training.steps}  {line_of(record)}")
+        self.record = record
+        self.epoch = run.dataset.rows.epoch(run.progress.batch)
+        self.losses.append((record["step"], record["loss"]))
+        if not self.screen.is_live:
+            steps, left = run.config.training.steps, self.pace.left(run.config.training.steps)
+            more = f"  {duration(left)} left" if left else ""
+            self.screen.print(f"step {record['step']}/{steps}  {line_of(record)}{more}")
 
     def on_validation(self, run: Run, record: Record) -> None:
-        self._print(f"step {record['step']}  {validation_line(record)}")
+        self.screen.print(f"step {record['step']}  {validation_line(record)}")
 
     def on_save(self, run: Run, saved: Outcome) -> None:
         if run.world.is_first:
-            self._print(
+            self.screen.print(
                 f"saved {saved.path} in {saved.seconds:.1f} s ({saved.waited:.1f} s waited)"
             )
 
+    def on_rewind(self, run: Run) -> None:
+        while self.losses and self.losses[-1][0] > run.progress.step:
+            self.losses.pop()
+        self.pace = Pace(run.progress.step)
+
     def on_message(self, run: Run, message: str) -> None:
-        self._print(message)
+        self.screen.print(message)
 
     def on_end(self, run: Run) -> None:
-        if self.bar is not None:
-            with suppress(OSError):
-                self.bar.stop()
+        run.beat.words, self.screen.trains = {}, False
+        if self.screen.line == self.draw:  # the bar stays as it is now, and what follows is below
+            self.screen.line = self.screen.waiting
+            self.screen.print(self.bar(self.screen.width, is_over=True))
 
-    def _print(self, text: str) -> None:
-        with suppress(OSError):  # a terminal that was closed must not end the run before its save
-            self.screen.print(self.prefix + text, markup=False)
+    def draw(self, width: int) -> Text:
+        return self.bar(width)
+
+    def bar(self, width: int, is_over: bool = False) -> Text:
+        run, record = self.run, self.record
+        progress, losses = run.progress, [loss for _, loss in self.losses]
+        status = Status(
+            step=progress.step,
+            steps=run.config.training.steps,
+            doing="" if is_over else self._doing(),
+            epoch=self.epoch,
+            loss=smoothed(losses),
+            losses=losses,
+            lr=record.get("lr"),
+            grad_norm=record.get("grad_norm"),
+            speed=speed(record, run.world.size > 1),
+            mfu=record.get("mfu"),
+            memory_gib=record.get("memory_gib"),
+            elapsed=self.pace.elapsed,
+            left=None if is_over else self.pace.left(run.config.training.steps),
+            others=others(record),
+        )
+        return draw(status, width, self.screen.is_ascii)
+
+    def _doing(self) -> str:
+        """What takes the place of the bar: what is waited for, if it takes long."""
+        beat, is_first = self.run.beat, not self.screen.trains
+        takes_long = beat.seconds_here > PATIENCE_SECONDS and beat.phase not in USUAL
+        return beat.doing if is_first or takes_long else ""
+
+    def _recall(self, run: Run) -> None:
+        """Begins the sparkline of a resumed run where it left off."""
+        if run.progress.step:
+            with suppress(OSError):
+                history = History(run.folder.metrics)
+                history.read_on()
+                recent = [one for one in history.recent if one["step"] <= run.progress.step]
+                self.losses.extend((one["step"], float(one["loss"])) for one in recent)
+
+
+class Pace:
+    """How fast steps are taken, from the end of the first one: that one compiles and connects."""
+
+    def __init__(self, step: int) -> None:
+        self._started = time.monotonic()
+        self._first: tuple[int, float] | None = None
+        self._last = step
+
+    def step(self, step: int) -> None:
+        self._last = step
+        self._first = self._first or (step, time.monotonic())
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def left(self, steps: int) -> float | None:
+        """Seconds to the last step, validation and saves included; None before it can be known."""
+        if self._first is None or self._last <= self._first[0]:
+            return None
+        step, since = self._first
+        return (steps - self._last) * (time.monotonic() - since) / (self._last - step)
+
+
+def first_words(run: Run) -> dict[Phase, str]:
+    """What is being done until the first step is taken."""
+    corpora = run.dataset.rows.corpora.values()
+    is_made = any(isinstance(one, Corpus) and not one.is_complete for one in corpora)
+    what = "compiling" if run.config.compile.enable is True else "taking the first step"
+    return {
+        Phase.DATA: "tokenising the first batch" if is_made else "waiting for the first batch",
+        Phase.COMPUTING: what,
+        Phase.REPORTING: what,
+    }
 
 
 def validation_line(record: Record) -> str:
@@ -90,17 +171,12 @@ def validation_line(record: Record) -> str:
     return "  ".join(parts)
 
 
-def short_line_of(record: Record) -> str:
-    """Returns what fits next to a bar on 80 columns."""
-    mfu = f"{record['mfu']:.0%} MFU  " if record["mfu"] is not None else ""
-    usual = f"loss {record['loss']:.3f}  {speed(record)}  {mfu}{record['memory_gib']:.1f} GiB"
-    return usual + others(record)
-
-
-def speed(record: Record) -> str:
+def speed(record: Record, is_shared: bool = False) -> str:
+    """`is_shared`: by several devices, so that it is said that this is of one."""
     for unit, short in (("tokens", "tok"), ("samples", "samples")):
         if f"{unit}_per_second" in record:
-            return f"{record[f'{unit}_per_second']:,.0f} {short}/s"
+            device = "/device" if is_shared else ""
+            return f"{record[f'{unit}_per_second']:,.0f} {short}/s{device}"
     return ""
 
 
@@ -110,7 +186,7 @@ def line_of(record: Record) -> str:
         f"loss {record['loss']:.4f}",
         f"grad {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
-        f"{speed(record)}/device",
+        speed(record, is_shared=True),
         f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU – (peak unknown)",
         f"{record['memory_gib']:.2f} GiB",
     ]

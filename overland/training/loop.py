@@ -109,6 +109,7 @@ def conclude(run: Run) -> None:
     """Exports the weights after the last step, and then marks the run folder as done."""
     steps = run.config.training.steps
     if run.config.checkpoint.last_save_in_hf and from_first_rank(run.folder.steps_done() < steps):
+        run.beat.enter(Phase.ENDING, doing=f"writing {run.folder.hf}")
         export_hf(run)
     if run.world.is_first:
         try:

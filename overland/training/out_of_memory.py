@@ -73,7 +73,7 @@ def with_ways_out(
         )
     training = settle_dtype(config.training, device.type)
     config = config.model_copy(update={"training": training})
-    now = _estimate(config, architecture, degrees, device)
+    now = estimate(config, architecture, degrees, device)
     rows = max(1, training.local_batch_size // 2)
     fewer = config.model_copy(update={"training": _with(training, local_batch_size=rows)})
     recompute = _with(config.activation_checkpoint, mode="full")
@@ -88,7 +88,7 @@ def with_ways_out(
         ("optimizer.bf16_moments=true", narrow, degrees),
         ("twice as many devices to shard over", config, two),
     ]  # fmt: skip
-    estimates = [(way, _estimate(some, architecture, on, device).peak) for way, some, on in ways]
+    estimates = [(way, estimate(some, architecture, on, device).peak) for way, some, on in ways]
     helps = [(way, peak) for way, peak in estimates if peak < now.peak]
     listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
     listed = listed or "a smaller model or training.seq_len"
@@ -99,7 +99,7 @@ def with_ways_out(
     )
 
 
-def _estimate(
+def estimate(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> StepMemory:
     """Estimates the run as this rank would start it. It asks no other rank: they may be

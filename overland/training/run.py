@@ -60,10 +60,12 @@ from overland.training.compile_cache import CompileCache, KernelCache
 from overland.training.console import Console
 from overland.training.health import LossScaler, SpikeGuard
 from overland.training.metrics import LossPlot, MetricsFile, TensorBoard, WeightsAndBiases
+from overland.training.opening import opening
 from overland.training.readme import model_name, write_readme
 from overland.training.reference import Reference, reference_for
 from overland.training.resume import policy_of_the_resumed, start_from
 from overland.training.schedule import with_steps
+from overland.training.screen import Screen
 from overland.training.sessions import SessionFile
 from overland.training.sparsity import Sparsity
 from overland.training.state import Progress, learned_names, run_facts, saved_state, set_seeds
@@ -104,6 +106,7 @@ class Run:
     reference: Reference | None = None
     """What was computed beforehand for preference tuning."""
     beat: Heartbeat = field(default_factory=Heartbeat)
+    screen: Screen = field(default_factory=Screen)
     callbacks: list[Callback] = field(default_factory=list)
 
     @cached_property
@@ -129,10 +132,14 @@ def build_run(
     device: torch.device,
     log_ranks: Collection[int] = (0,),
     beat: Heartbeat | None = None,
+    screen: Screen | None = None,
 ) -> Run:
     """Builds the model on the meta device, makes it parallel, gives it memory and weights; then
-    builds all the rest."""
+    builds all the rest. `screen`: where the run is shown; without, in plain lines of `log_ranks`.
+    """
     beat = beat or Heartbeat()
+    screen = screen or Screen(rank=world.rank, is_shown=world.rank in log_ranks, beat=beat)
+    report = screen.print
     set_seeds(config.debug)
     folder = RunFolder.of(config)
     folder.root.mkdir(parents=True, exist_ok=True)
@@ -145,6 +152,10 @@ def build_run(
     rows = config.training.local_batch_size * mesh.dp_size if rows == -1 else rows
     asked = config
     config, settled = settle(config, architecture, degrees, device)
+    if world.is_first and screen.is_shown:
+        report(opening(config, world, degrees, architecture, device, folder) + "\n")
+    if settled:
+        report(settled)
     unchecked = ""
     if degrees.pp > 1:
         unchecked = once_for_all(partial(require_order, architecture, config, degrees))
@@ -156,13 +167,6 @@ def build_run(
     num_sums = 1 + len(objective.metrics)
     model = build_parallel_model(parts, mesh, config, rows // mesh.dp_size, device, num_sums)
     optimizer = Optimizer(parts, optimizer_settings(config))
-
-    def report(message: str) -> None:
-        if world.rank in log_ranks:
-            print(f"[rank {world.rank}] {message}" if world.rank else message, flush=True)
-
-    if settled:
-        report(settled)
     if unchecked:
         report(f"note: {unchecked}")
     if degrees.tp > world.local_size:
@@ -182,6 +186,7 @@ def build_run(
     if fields is not None:  # before a tokenizer is trained on text
         casts = casts_samples(architecture)
         once_for_all(partial(check_samples, config, fields, model_name(config), casts))
+    beat.enter(Phase.BUILDING, doing="preparing the data")
     dataset = training_data(config, rows, vocab_size, place, folder.data, writes=world.is_first)
     if dataset.tokenizer is not None:
         place = replace(place, policy=dataset.tokenizer.policy)
@@ -215,13 +220,15 @@ def build_run(
         ),
         SpikeGuard(config.health) if config.health.spike_guard != "off" else None,
         beat=beat,
+        screen=screen,
     )
     for one in (run.dataset, *run.validation_sets):
         casts = casts_samples(architecture)
         require_fields(one.name, one.rows.arrays, fields, model_name(config), casts)
     beat.enter(Phase.LOADING)
     start_from(run, report)
-    beat.enter(Phase.BUILDING)
+    counting = "counting the rows of an epoch" if config.training.epochs is not None else ""
+    beat.enter(Phase.BUILDING, doing=counting)
     config = run.config = with_steps(config, run.dataset, place)
     if splits(mesh, config):
         accumulates = rows // mesh.dp_size > config.training.local_batch_size
@@ -237,12 +244,13 @@ def build_run(
         run.store.prepare(saved_state(run))
         for note in run.store.notes:
             report(f"note: {note}")
+    beat.enter(Phase.BUILDING, doing="preparing the data")
     if world.is_first:
         if config.training.epochs is None:
             for note in run.dataset.repeats(config.training.steps):
                 report(f"note: {note}")
         describe_run(run, asked)
-    run.callbacks = build_callbacks(run, log_ranks)
+    run.callbacks = build_callbacks(run)
     return run
 
 
@@ -363,7 +371,7 @@ def write_plan(run: Run) -> None:
     replace_file(run.folder.plan, json.dumps({**plan, "corpora": places}, indent=1) + "\n")
 
 
-def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
+def build_callbacks(run: Run) -> list[Callback]:
     config, first = run.config, run.world.is_first
     wanted: list[tuple[bool, Callable[[Run], Callback]]] = [
         (True, GarbageCollection),
@@ -371,7 +379,7 @@ def build_callbacks(run: Run, log_ranks: Collection[int]) -> list[Callback]:
         (run.beat.is_read, Pace),
         (config.compile.enable is True, CompileCache),
         (run.device.type == "cuda" and has_triton(), KernelCache),
-        (run.world.rank in log_ranks, Console),
+        (run.screen.is_shown, Console),
         (first and config.sft.shape != "off", LeftOut),
         (first, MetricsFile),
         (first, SessionFile),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from enum import IntEnum
@@ -119,7 +120,9 @@ class StopRequest:
         self._answer: dist.Work | None = None
 
     def __enter__(self) -> StopRequest:
-        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        self._previous = {}
+        if threading.current_thread() is threading.main_thread():  # others cannot have handlers
+            self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
         return self
 
     def __exit__(

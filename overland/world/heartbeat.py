@@ -139,6 +139,9 @@ class Heartbeat:
     def __init__(self, rank: int = 0, folder: Path | None = None) -> None:
         self.is_read = folder is not None
         self.step, self.phase, self._since = 0, Phase.STARTING, time.monotonic()
+        self.doing = self.phase.words
+        self.words: dict[Phase, str] = {}
+        """What phases are called for now, where that says more than their usual words."""
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._seconds[Phase.STARTING] = age_of_process()
         self.probe_seconds = self.data_wait = 0.0
@@ -150,15 +153,22 @@ class Heartbeat:
         self.pulse = Pulse(self._memory)
         self.enter(Phase.STARTING)
 
-    def enter(self, phase: Phase, step: int | None = None) -> None:
+    def enter(self, phase: Phase, step: int | None = None, doing: str = "") -> None:
+        """`doing`: what the rank is at, where that says more than the phase's words."""
         now = time.monotonic()
         self._seconds[self.phase] += now - self._since
         self.phase, self._since = phase, now
+        self.doing = doing or self.words.get(phase) or phase.words
         self.step = self.step if step is None else step
         # In one piece: pack_into clears first what it then writes, and a reader could see that.
         self._memory[: LAYOUT.size] = LAYOUT.pack(
             os.getpid(), self.step, phase, now, self.probe_seconds, self.data_wait
         )
+
+    @property
+    def seconds_here(self) -> float:
+        """How long it has been at what it is doing."""
+        return time.monotonic() - self._since
 
     def seconds_in(self, *phases: Phase) -> float:
         """Returns how long this rank has been in these phases, since its process began."""

@@ -27,6 +27,7 @@ from overland.world.signals import (
     SIGNALS,
     STOPPED,
     leave_terminal,
+    restore_terminal,
 )
 
 GRACE_SECONDS = 10.0
@@ -71,6 +72,8 @@ def launch_local(
                 )
     with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
+    if passing.interrupts > 1 or failed is not None:  # the rank that drew there may be gone
+        restore_terminal()
     if passing.interrupts > 1:
         print(ENDED_AT_ONCE, file=sys.stderr)
         return INTERRUPTED

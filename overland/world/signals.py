@@ -7,6 +7,7 @@ that this stands before the imports that take seconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -32,14 +33,35 @@ TERMINALS = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]  # la
 SAME_PRESS_SECONDS = 1.0
 
 
+SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"  # on an empty line
+
+
 def end_at_signal(words: str) -> None:
     """Lets a signal end this process from now on, as stopped, with these words on rank 0."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        leave(STOPPED, words)
+        leave(STOPPED, _words)
 
     for number in SIGNALS:
         signal.signal(number, end)
+    say_at_signal(words)
+
+
+_words = ""
+
+
+def say_at_signal(words: str) -> None:
+    """Sets what is said from now on, in a process that ends at a signal. In a program of the
+    user's own, signals do what that program wants."""
+    global _words
+    _words = words
+
+
+def restore_terminal() -> None:
+    """Ends the line that a run draws at the bottom of the terminal, and shows the cursor again."""
+    if 1 in TERMINALS and os.environ.get("TERM") not in ("dumb", None):
+        with contextlib.suppress(OSError):
+            os.write(1, SHOW_CURSOR)
 
 
 def leave_terminal(number: int) -> None:
@@ -57,6 +79,7 @@ def leave(code: int, words: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         if rank == 0:
+            restore_terminal()
             os.write(sys.stderr.fileno(), f"{words}\n".encode())
         if HEARTBEATS in os.environ and code == STOPPED:
             os.write(sys.stdout.fileno(), f"{last_words(rank, Kind.STOPPED, words)}\n".encode())

@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,17 +66,49 @@ def test_tensorboard_reads_what_was_logged(quickstart: tuple[Path, str]) -> None
     assert len(events.Scalars("validation_loss/stdlib_heldout")) == 2
 
 
-def test_quickstart_ends_with_a_sample_and_three_commands(quickstart: tuple[Path, str]) -> None:
-    output = quickstart[1]
+def test_quickstart_says_what_it_trains_before_the_first_step(
+    quickstart: tuple[Path, str],
+) -> None:
+    before, _, _ = quickstart[1].partition("step 1/8")
+    table = dict(re.findall(r"^(\w+) +(.+)$", before, flags=re.MULTILINE))
+    assert re.fullmatch(r"llama3 debug, [\d,]+ parameters", table["model"])
+    assert table["data"] == "stdlib; held out: stdlib_heldout"
+    assert table["batch"] == "4 × 32 = 128 tokens per step; 8 steps (1,024 tokens)"
+    assert table["devices"].startswith("2 × ")
+    assert "sharded over 2 devices (FSDP)" in table["layout"]
+    assert "computation float32" in table["precision"]
+    assert re.match(r"about [\d.]+ MiB per rank", table["memory"])
+    assert table["run"] == "runs/quickstart"
+
+
+def test_quickstart_ends_with_its_losses_and_places(quickstart: tuple[Path, str]) -> None:
+    folder, output = quickstart
+    ending = output.partition("Finished: ")[2]
+    table = dict(re.findall(r"^  (\S+(?: \S+)?)  +(\S.*)$", ending, flags=re.MULTILINE))
+    record = read_metrics(folder / "runs/quickstart/metrics.jsonl")[-1]
+    assert table["held-out loss"].startswith(f"{record['validation_loss']:.4f} (perplexity ")
+    assert table["held-out loss"].endswith(" on stdlib_heldout")
+    for name in ("checkpoint", "metrics", "plot", "TensorBoard"):
+        assert (folder / table[name]).exists()
+
+
+def test_quickstart_ends_with_a_sample_and_three_commands_that_work(
+    quickstart: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, output = quickstart
     assert "The model continues 'def ':" in output
     assert "  │ def " in output
-    commands = re.findall(r"^  (\S*(?:overland|tensorboard) \S+ .*)$", output, flags=re.MULTILINE)
-    words = [command.split()[:2] for command in commands]
-    assert [[Path(program).name, first] for program, first in words] == [
-        ["overland", "generate"],
-        ["tensorboard", "--logdir"],
-        ["overland", "train"],
-    ]
+    commands = [shlex.split(line) for line in re.findall(r"^  (\S*overland .+)$", output, re.M)]
+    assert [words[1] for words in commands] == ["generate", "report", "train"]
+    program = Path(commands[0][0])
+    assert program.name == "overland"
+    assert shutil.which(str(folder / program)) or shutil.which(program)
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    generated, _, trained = (overland(*words[1:], cwd=tmp_path, NGPU="1") for words in commands)
+    assert generated.stdout.startswith("class Node:")
+    assert (tmp_path / "runs/quickstart/report.html").is_file()
+    assert "Finished: 16 steps" in trained.stdout
+    assert "run        runs/quickstart, resuming from step_8\n" in trained.stdout
 
 
 def test_the_run_readme_is_filled_in(quickstart: tuple[Path, str]) -> None:

@@ -101,6 +101,7 @@ class Server:
             [sys.executable, "-m", "tests.cli.warm", str(theirs.fileno())],
             cwd=Path(__file__).parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
         theirs.close()

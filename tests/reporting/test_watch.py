@@ -18,8 +18,8 @@ from overland.tools.watch import queue as slurm_queue
 from overland.tools.watch import watch as watching
 from overland.tools.watch.queue import Queue, QueuedJob
 from overland.tools.watch.view import draw, finished_words
-from overland.tools.watch.watch import RunStatus, Watch, duration
-from overland.words import command
+from overland.tools.watch.watch import RunStatus, Watch
+from overland.words import command, duration
 from tests.reporting.runs import (
     ATTEMPT,
     FAULT,

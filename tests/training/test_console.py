@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from overland.config.schema import JobConfig
 from overland.run_folder import RunFolder
-from overland.training.console import Console, line_of, short_line_of
+from overland.training.console import Pace, line_of, others
+from overland.training.screen import Screen
+from overland.training.status_line import Status, draw, smoothed, sparkline
 from overland.world import World
+from overland.world.heartbeat import Heartbeat, Phase
 
 PROFILED = """
 import torch
@@ -28,25 +32,125 @@ with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup
 """
 
 
-@pytest.mark.parametrize("launcher", ["", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_a_bar_is_drawn_on_a_terminal_of_ones_own(
-    launcher: str, monkeypatch: pytest.MonkeyPatch
+WIDTHS = (40, 80, 120, 200)
+STATUS = Status(
+    step=1234,
+    steps=100_000,
+    epoch=0.5,
+    loss=3.21,
+    losses=[4.0, 3.5, 3.2, 3.1],
+    lr=2e-3,
+    grad_norm=0.5,
+    speed="21,809 tok/s",
+    mfu=0.41,
+    memory_gib=12.3,
+    elapsed=75,
+    left=3 * 3600,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_one"),
+    [
+        ({}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, False),  # mpirun's terminal is one that nobody looks at
+        ({"PMI_RANK": "0"}, False),
+        ({"CI": "true"}, False),
+        ({"TERM": "dumb"}, False),
+    ],
+)
+def test_a_line_is_drawn_on_a_terminal_of_ones_own(
+    changes: dict[str, str], is_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mpirun gives its ranks a terminal that nobody looks at."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID"):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID", "CI"):
         monkeypatch.delenv(name, raising=False)
-    if launcher:
-        monkeypatch.setenv(launcher, "0")
-    run = cast(Any, SimpleNamespace(world=World(), config=JobConfig()))
-    assert (Console(run).bar is None) == bool(launcher)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    first = Screen.of(JobConfig(), World(), [0], Heartbeat())
+    assert first.is_live == is_one
+    # Another rank that prints would write into the line.
+    assert not Screen.of(JobConfig(), World(), [0, 1], Heartbeat()).is_live
+    assert not Screen.of(JobConfig(), World(rank=1, size=2), [0], Heartbeat()).is_live
+
+
+def test_the_line_is_as_wide_as_the_terminal_and_drops_what_matters_least() -> None:
+    drawn = {width: draw(STATUS, width).plain for width in WIDTHS}
+    assert [len(line) for line in drawn.values()] == list(WIDTHS)
+    assert drawn[40].split() == ["1,234/100,000", "loss", "3.2100", "3:00:00", "left"]
+    words = ["epoch 0.50", "loss 3.2100", "█▄▂▁", "lr 2.00e-03", "grad 0.50", "21,809 tok/s",
+             "MFU 41.0%", "12.3 GiB", "1:15", "3:00:00 left"]  # fmt: skip
+    assert all(word in drawn[200] for word in words)
+    # Whoever is told more is told all of what others are told.
+    shown = [{word for word in words if word in drawn[width]} for width in WIDTHS]
+    assert shown[0] < shown[1] < shown[2] < shown[3]
+    assert all("1,234/100,000" in line for line in drawn.values())
+    assert "━━━━" in drawn[80]
+
+
+def test_what_is_waited_for_takes_the_place_of_the_bar() -> None:
+    waiting = replace(STATUS, doing="validating")
+    for width in WIDTHS:
+        line = draw(waiting, width).plain
+        assert line.startswith("validating  ")
+        assert "━" not in line
+    assert len(draw(replace(STATUS, doing="x" * 300), 80).plain) <= 80
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    draw(STATUS, 200, is_ascii=True).plain.encode("ascii")
+
+
+def test_a_sparkline_shows_the_course_of_a_loss() -> None:
+    assert sparkline([], 8) == sparkline([1.0], 8) == ""
+    assert sparkline([1.0, 1.0], 8) == "▁▁"
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
+    assert len(sparkline(list(range(1000)), 24)) == 24
+    assert sparkline([2.0, math.nan, 1.0], 8) == "█ ▁"
+    assert sparkline([math.nan, math.inf], 8) == ""
+
+
+def test_the_loss_is_smoothed_unless_it_is_broken() -> None:
+    assert smoothed([]) is None
+    assert smoothed([3.0]) == 3.0
+    assert 2.0 < (smoothed([4.0] * 5 + [2.0]) or 0) < 4.0
+    assert smoothed([2.0, math.inf, 2.0]) == 2.0
+    assert math.isnan(smoothed([2.0, math.nan]) or 0)
+
+
+def test_plain_lines_say_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("overland.training.screen.SILENT_SECONDS", 0.0)
+    beat, said = Heartbeat(), ""
+    beat.enter(Phase.BUILDING, doing="compiling")
+    with Screen(beat=beat):
+        deadline = time.monotonic() + 60
+        while "still" not in said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+    assert "still compiling, for " in said
+
+
+def test_the_pace_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    pace = Pace(step=10)
+    now = 100.0  # compiled
+    pace.step(11)
+    assert pace.left(steps=20) is None
+    now = 102.0
+    pace.step(12)
+    assert pace.left(steps=20) == 16.0
+    assert pace.elapsed == 102.0
 
 
 def test_what_an_objective_logs_is_shown_by_name() -> None:
     record = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "accuracy": 0.75}
     record |= {"mfu": None, "memory_gib": 1.0, "data_wait": 0.0, "tokens_per_second": 10.0}
     assert line_of(record).endswith("1.00 GiB  accuracy 0.75")
-    assert short_line_of(record).endswith("1.0 GiB  accuracy 0.75")
+    assert others(record) == "  accuracy 0.75"
 
 
 def test_the_profiler_says_nothing() -> None:

@@ -27,8 +27,8 @@ from overland.tools.reporting.goodput import PARTS
 from overland.tools.reporting.run import Figure, RunReport, Setting, moment
 from overland.tools.reporting.sessions import Session
 from overland.tools.reporting.svg import chart_svg, in_page, stacked_bar, timeline_svg, value_words
-from overland.tools.watch.watch import STATES, duration
-from overland.words import command, visible
+from overland.tools.watch.watch import STATES
+from overland.words import command, duration, visible
 
 TABLE_ROWS = 12  # of a chart's numbers
 MOST_SESSIONS = 200

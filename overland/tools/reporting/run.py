@@ -28,9 +28,9 @@ from overland.tools.reporting.lines import Lines, Recent
 from overland.tools.reporting.mixture import DrawnMixture, drawn_mixture
 from overland.tools.reporting.sessions import Happening, Session, Story
 from overland.tools.reporting.thin import bin_sizes, binned
-from overland.tools.watch.watch import RunStatus, Watch, duration
+from overland.tools.watch.watch import RunStatus, Watch
 from overland.training.readme import model_name, optimizer_in_words, schedule_in_words
-from overland.words import command
+from overland.words import command, duration
 
 MOST_SAMPLES = 40
 LONGEST_SAMPLE = 4000

@@ -11,9 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from overland.tools.watch.watch import STATES, RunStatus, duration, transferred
+from overland.tools.watch.watch import STATES, RunStatus, transferred
 from overland.training.history import thinned
-from overland.words import visible
+from overland.words import duration, visible
 
 COLOURS = {
     "training": "green",

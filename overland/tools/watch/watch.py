@@ -8,7 +8,6 @@ may be missing. Nothing here imports torch: a look takes a moment, also on a bus
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 import tomllib
@@ -38,7 +37,7 @@ from overland.tools.evaluation.results import read_results
 from overland.tools.jobs.supervise.events import LARGEST, Event, Events
 from overland.tools.watch.queue import Queue, QueuedJob
 from overland.training.history import History, Points, Record, thinned
-from overland.words import command
+from overland.words import command, duration
 
 STATES = {
     "training": "training",
@@ -381,16 +380,3 @@ def _table(config: dict[str, Any], section: str) -> dict[str, Any]:
 
 def _names(value: object) -> list[str]:
     return [str(name) for name in value] if isinstance(value, list) else []
-
-
-def duration(seconds: float) -> str:
-    """Two units are enough: `3 d 4 h`, `5 min`, `12 s`."""
-    if not math.isfinite(seconds):
-        return "–"
-    whole = max(0, round(seconds))
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min" if whole >= 120 else f"{whole} s"

@@ -1,0 +1,107 @@
+"""What a run says at its end: how it went, where everything is, and what to do with it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from overland.objectives.objective import NextToken
+from overland.tools.evaluation.sample import is_chat, samples_in_words
+from overland.training.validate import LARGEST_LOSS
+from overland.words import command
+
+if TYPE_CHECKING:
+    from overland.tools.run import Trained
+    from overland.training.run import Run
+
+BUILT_IN = "stdlib"  # its text is Python code
+NUM_COMMANDS = 3
+
+
+def closing(run: Run, result: Trained, is_new: bool) -> str:
+    """`is_new`: this session has taken steps."""
+    folder, steps = run.folder, run.config.training.steps
+    if not result.finished:
+        saved = f"saved step {result.step}" if run.config.checkpoint.enable else "not saved"
+        stopped = f"\nStopped after step {result.step} of {steps}; {saved}."
+        if run.beat.is_read:  # in a job
+            return stopped
+        return f"{stopped} To go on:\n\n  {command('overland', 'train', folder.config)}\n"
+    first = f"Finished: {steps} {'step' if steps == 1 else 'steps'} in {folder.root}."
+    if not is_new:
+        first = (
+            f"Nothing left to do: {folder.root} is at step {result.step} of {steps}. "
+            f"`--resume none` starts a new run beside it."
+        )
+    parts = [f"\n{first}", table(losses(run, result) | places(run, result))]
+    if run.dataset.tokenizer is not None and (said := samples_in_words(run, run.dataset.tokenizer)):
+        parts.append(said)
+    parts.append("To try next:\n\n" + "".join(f"  {one}\n" for one in next_commands(run)))
+    return "\n".join(part for part in parts if part)
+
+
+def losses(run: Run, result: Trained) -> dict[str, str]:
+    found = {"loss": f"{result.loss:.4f}"} if result.loss is not None else {}
+    held_out = []
+    for name, loss in result.validation.items():
+        more = ""
+        if isinstance(run.objective, NextToken):
+            more = f" (perplexity {math.exp(min(loss, LARGEST_LOSS)):,.2f})"
+        held_out.append(f"{loss:.4f}{more} on {name}")
+    return found | ({"held-out loss": ", ".join(held_out)} if held_out else {})
+
+
+def places(run: Run, result: Trained) -> dict[str, str]:
+    """Where things are, as far as they are there."""
+    config, folder = run.config, run.folder
+    found = {}
+    if result.checkpoint is not None:
+        found["checkpoint"] = str(result.checkpoint)
+    if folder.hf.is_dir():
+        found["for Hugging Face"] = str(folder.hf)
+    if config.lora.rank and config.lora.save_as_peft:
+        found["adapters"] = f"{folder.root}/checkpoint-{result.step}"
+    found["metrics"] = str(folder.metrics)
+    if folder.plot.is_file():
+        found["plot"] = str(folder.plot)
+    if config.metrics.enable_tensorboard:
+        found["TensorBoard"] = str(folder.tb)
+    return found
+
+
+def table(rows: dict[str, str]) -> str:
+    width = max(map(len, rows), default=0)
+    return "".join(f"  {name:{width}}  {value}\n" for name, value in rows.items())
+
+
+def next_commands(run: Run) -> list[str]:
+    """The commands that make sense for this run, the likeliest first."""
+    config, root = run.config, run.folder.root
+    steps, epochs = config.training.steps, config.training.epochs
+    commands = []
+    if config.checkpoint.enable and run.dataset.tokenizer is not None:
+        commands.append(command("overland", "generate", root, *prompt_words(run)))
+    if config.checkpoint.enable and config.lora.rank:
+        merged = root.with_name(f"{root.name}-merged")
+        words = ("convert", root, merged, "--to", "hf", "--merge-lora")
+        commands.append(command("overland", *words))
+    commands.append(command("overland", "report", root))
+    longer = f"training.steps={2 * steps}" if epochs is None else f"training.epochs={2 * epochs:g}"
+    if config.checkpoint.enable:
+        commands.append(command("overland", "train", run.folder.config, longer))
+    if config.metrics.enable_tensorboard:
+        commands.append(command("tensorboard", "--logdir", run.folder.tb))
+    commands.append(command("overland", "watch", root, "--once"))
+    return commands[:NUM_COMMANDS]
+
+
+def prompt_words(run: Run) -> tuple[str, str]:
+    """What to give to the model: the run's own prompt, or something like its data."""
+    config, tokenizer = run.config, run.dataset.tokenizer
+    assert tokenizer is not None
+    asked = config.metrics.sample_prompt
+    if is_chat(config, tokenizer):
+        return "--chat", asked or "Who are you?"
+    if config.training.dataset == BUILT_IN and not config.training.dataset_path:
+        return "--prompt", "class Node:"
+    return "--prompt", asked or "The"

@@ -1,0 +1,226 @@
+"""A run from its config to its last words: on this machine, or as one rank of a world.
+
+`overland train` and `overland.train` both end here.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from overland.config.schema import JobConfig
+from overland.errors import Kind, TrainingError
+from overland.run_folder import LOGS, RunFolder, fresh_folder
+from overland.training.history import History
+from overland.world import World
+from overland.world.devices import available_memory, device_type
+from overland.world.heartbeat import Heartbeat, Phase
+from overland.world.last_words import say
+from overland.world.launch import launch_local
+from overland.world.launchers import export_world, find_world
+from overland.world.signals import STOPPED, say_at_signal
+
+if TYPE_CHECKING:
+    import torch
+
+    from overland.training.screen import Screen
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where a run got to."""
+
+    folder: Path
+    step: int
+    finished: bool
+    """Whether it took its last step; otherwise training again resumes it."""
+    loss: float | None = None
+    """The last one that was logged."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """The last loss on each held-out set."""
+    checkpoint: Path | None = None
+    """The newest one."""
+
+
+def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -> Trained:
+    """Trains the run that a config describes, or resumes it, and returns where it got to.
+
+    It is `overland train` from Python: a run folder is filled, an interrupt finishes the step,
+    saves and returns, and training again resumes.
+
+    Args:
+        config: What `overland.load_config` returned.
+        ranks: Processes to start on this machine; default: none, this process trains on one
+            device. Under torchrun, mpirun or Slurm this process is one of theirs, and `ranks` must
+            be left out.
+        quiet: Whether nothing is printed.
+
+    Raises:
+        ConfigError: The config cannot run here.
+        OverlandError: Training ended with an error, as the message says.
+    """
+    from overland.checks import require
+    from overland.config.load import Loaded
+
+    world = find_world()
+    if world is not None:
+        export_world(world)
+        if ranks not in (None, world.size):
+            raise TrainingError(
+                f"ranks = {ranks}, but this process is one of {world.size} that a launcher has "
+                "started: leave ranks out"
+            )
+    num_ranks = world.size if world is not None else ranks or 1
+    notes = require(Loaded(config, [], "the config"), num_ranks)
+    if not quiet and (world is None or world.is_first):
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    printing = [] if quiet else [0]
+    if world is None and num_ranks > 1:
+        return _train_on(config, num_ranks, printing)
+    return train_rank(config, world or World(), printing)
+
+
+def _train_on(config: JobConfig, num_ranks: int, printing: Collection[int]) -> Trained:
+    """Starts `overland train` on so many ranks, and waits for them."""
+    from overland.config.write import write_config
+
+    if config.checkpoint.resume == "none":
+        config = in_fresh_folder(config, fresh_folder(config.job.dump_folder))
+    folder = RunFolder.of(config)
+    with tempfile.TemporaryDirectory(prefix="overland-") as place:
+        path = Path(place) / "config.toml"
+        write_config(config, path, full=True)
+        free = available_memory()
+        code = launch_local(["train", str(path)], num_ranks, printing, folder.root / LOGS)
+    if code in (0, STOPPED):
+        return trained(folder, finished=code == 0)
+    why = f"the ranks ended with exit code {code}; their output is above and in {folder.logs}"
+    if code == 128 + signal.SIGKILL:
+        why = killed_in_words(config, num_ranks, free)
+    raise TrainingError(why)
+
+
+def train_rank(
+    config: JobConfig, world: World, printing: Collection[int] = (0,), beat: Heartbeat | None = None
+) -> Trained:
+    """What every rank does."""
+    from overland.training.screen import Screen
+
+    beat = beat or Heartbeat()
+    beat.enter(Phase.JOINING, doing="" if world.size > 1 else "starting")
+    with Screen.of(config, world, printing, beat) as screen:
+        result, words = _train_among_ranks(config, world, screen)
+    if words and printing:
+        print(words)
+    beat.enter(Phase.FINISHED if result.finished else Phase.STOPPED)
+    if not result.finished and beat.is_read and world.is_first:
+        say(world.rank, Kind.STOPPED, f"step {beat.step}", beat.step)
+    return result
+
+
+def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple[Trained, str]:
+    """Joins the other ranks, and takes the run folder."""
+    from overland.parallel.comm import from_first_rank, process_group
+    from overland.training.owner import owned
+
+    with process_group(config.comm, world, device_type()) as device:
+        if config.checkpoint.resume == "none":
+            config = in_fresh_folder(config, from_first_rank(fresh_folder(config.job.dump_folder)))
+        folder = RunFolder.of(config).root
+        with owned(folder, world.is_first), memory_in_words(config, world, device):
+            return _train(config, world, device, screen)
+
+
+def _train(
+    config: JobConfig, world: World, device: torch.device, screen: Screen
+) -> tuple[Trained, str]:
+    """Returns where the run got to and, on the first rank, what there is to say at the end."""
+    from overland.tools.closing import closing
+    from overland.tools.evaluation.sample import SamplesOverTime, sample_start, take_sample
+    from overland.training.loop import check_last_save, conclude
+    from overland.training.loop import train as train_loop
+    from overland.training.run import build_run
+
+    beat = screen.beat
+    beat.enter(Phase.BUILDING)
+    run = build_run(config, world, device, beat=beat, screen=screen)
+    is_new = run.progress.step < run.config.training.steps
+    if config.job.print_config and world.is_first:
+        screen.print(run.folder.config.read_text())
+    sample_start(run)
+    if config.metrics.sample_at_validation:
+        run.callbacks.append(SamplesOverTime(run))
+    try:
+        finished = train_loop(run)
+    finally:  # an error on one rank becomes a signal for the others
+        say_at_signal("stopped; all that was saved is safe")
+    check_last_save(run)
+    if finished:
+        conclude(run)
+        beat.enter(Phase.ENDING, doing="writing a sample")
+        take_sample(run)
+    if not world.is_first:
+        return Trained(run.folder.root, run.progress.step, finished), ""
+    result = trained(run.folder, finished, run.progress.step)
+    return result, closing(run, result, is_new)
+
+
+def trained(folder: RunFolder, finished: bool, step: int | None = None) -> Trained:
+    """Reads from a run folder where its run got to."""
+    from overland.checkpoint.folder import committed
+
+    history = History(folder.metrics)
+    history.read_on()
+    newest, saved = history.newest, committed(folder.checkpoints)
+    loss = newest.get("loss")
+    return Trained(
+        folder.root,
+        int(newest.get("step", 0)) if step is None else step,
+        finished,
+        float(loss) if loss is not None and not math.isnan(loss) else None,
+        {name: points[-1][1] for name, points in history.held_out.items() if points},
+        saved[-1] if saved else None,
+    )
+
+
+def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
+    """`resume = none` never touches an earlier run: it gets a folder of its own. From there on it
+    is a run like any other, whose config.toml must resume it."""
+    job = config.job.model_copy(update={"dump_folder": folder})
+    checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+    return config.model_copy(update={"job": job, "checkpoint": checkpoint})
+
+
+def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
+    """`free`: bytes of memory before the ranks were started."""
+    import torch
+
+    from overland.models.registry import model_config
+    from overland.training.out_of_memory import rank_killed
+
+    device = torch.device(device_type())
+    return rank_killed(config, model_config(config.model), num_ranks, device, free)
+
+
+@contextmanager
+def memory_in_words(config: JobConfig, world: World, device: torch.device) -> Iterator[None]:
+    """Turns an error of the allocator into one sentence with ways out."""
+    from overland.config.derived import resolve_degrees
+    from overland.models.registry import model_config
+    from overland.training.out_of_memory import is_out_of_memory, out_of_memory
+
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        degrees = resolve_degrees(config.parallelism, world.size, world.local_size)
+        raise out_of_memory(config, model_config(config.model), degrees, device) from None

@@ -1,0 +1,90 @@
+"""What a run says of itself before the first long wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from overland.checkpoint.folder import committed
+from overland.config.derived import Degrees
+from overland.config.schema import JobConfig
+from overland.data.registry import held_out_sources, sources_of, validates_on_holdout
+from overland.models.flops import measure_of
+from overland.run_folder import RunFolder
+from overland.training.memory import can_estimate
+from overland.training.out_of_memory import GIB, estimate
+from overland.training.readme import model_name, parameters_in_words, strategy_in_words
+from overland.training.sessions import precision_of
+from overland.world import World
+from overland.world.devices import device_name
+
+MOST_NAMES = 4
+
+
+def opening(
+    config: JobConfig,
+    world: World,
+    degrees: Degrees,
+    architecture: Any,
+    device: torch.device,
+    folder: RunFolder,
+) -> str:
+    """Returns a table: what is trained, on what, how it is spread, and where it is kept."""
+    training = config.training
+    rows = training.global_batch_size
+    rows = training.local_batch_size * degrees.dp if rows == -1 else rows
+    measure = measure_of(architecture, training.seq_len, config.lora)
+    batch, total = f"{rows:,} samples", ""
+    if measure.unit == "tokens":
+        batch = f"{rows:,} × {training.seq_len:,} = {rows * training.seq_len:,} tokens"
+    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.steps:,} steps"
+    if not training.epochs:
+        total = f" ({rows * measure.per_row * training.steps:,} {measure.unit})"
+    nodes = f", {world.num_nodes:,} nodes" if world.num_nodes > 1 else ""
+    layout = strategy_in_words(degrees).rstrip(".")
+    lines = {
+        "model": f"{model_name(config)}, {parameters_in_words(config, architecture)}",
+        "data": data_in_words(config),
+        "batch": f"{batch} per step; {length}{total}",
+        "devices": f"{world.size:,} × {device_name()}{nodes}",
+        "layout": layout[0].lower() + layout[1:],
+        "precision": ", ".join(f"{what} {kind}" for what, kind in precision_of(training).items()),
+        "memory": memory_in_words(config, architecture, degrees, device),
+        "run": run_in_words(config, folder),
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:{width}}  {words}" for name, words in lines.items())
+
+
+def data_in_words(config: JobConfig) -> str:
+    names = _some([name for name, one in sources_of(config).items() if one.weight])
+    held_out = list(held_out_sources(config))
+    if validates_on_holdout(config):
+        held_out.insert(0, f"{config.data.holdout:g} of it")
+    return f"{names}; held out: {_some(held_out)}" if held_out else names
+
+
+def memory_in_words(
+    config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
+) -> str:
+    """Estimates the peak of a step on a device, next to what that has."""
+    if not can_estimate(architecture):
+        return "not estimated: the model does not say what a pass keeps"
+    peak = estimate(config, architecture, degrees, device).peak
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+        return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per device, by estimate"
+    shown = f"{peak / GIB:.2f} GiB" if peak > GIB / 10 else f"{peak / 2**20:.1f} MiB"
+    return f"about {shown} per rank for the tensors of a step, by estimate"
+
+
+def run_in_words(config: JobConfig, folder: RunFolder) -> str:
+    """Where it is kept, and whether it goes on there."""
+    found = committed(folder.checkpoints) if config.checkpoint.resume == "auto" else []
+    return f"{folder.root}, resuming from {found[-1].name}" if found else str(folder.root)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

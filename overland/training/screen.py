@@ -1,0 +1,134 @@
+"""Where a run shows itself. In a terminal of its own, a line at the bottom says what is being done,
+and what is printed stays above it. In pipes, under mpirun and in CI there are plain lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from overland.config.schema import JobConfig
+from overland.words import clock, duration
+from overland.world import World
+from overland.world.heartbeat import Heartbeat, Phase
+from overland.world.launchers import is_under_mpi
+
+FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+FRAMES_PER_SECOND = 8
+SILENT_SECONDS = (
+    30.0  # in plain lines: from then on it is said what takes so long, ever more rarely
+)
+NO_TERMINALS = ("dumb", "unknown")
+
+Line = Callable[[int], Text]
+
+
+class Screen:
+    """Prints on ranks that are asked to, and draws the line at the bottom while it is open."""
+
+    def __init__(
+        self, *, rank: int = 0, is_shown: bool = True, is_live: bool = False,
+        no_color: bool = False, beat: Heartbeat | None = None,
+    ) -> None:  # fmt: skip
+        self.is_shown, self.is_live = is_shown, is_shown and is_live
+        self.beat = beat or Heartbeat()
+        self.line: Line = self.waiting
+        self.trains = False
+        """Whether steps are being taken: then what a rank is at changes all the time."""
+        self._prefix = f"[rank {rank}] " if rank else ""
+        self._console = RichConsole(
+            no_color=no_color or None, highlight=False, soft_wrap=True, emoji=False
+        )
+        self._live: Live | None = None
+        self._closed = threading.Event()
+
+    @classmethod
+    def of(
+        cls, config: JobConfig, world: World, log_ranks: Collection[int], beat: Heartbeat
+    ) -> Screen:
+        return cls(
+            rank=world.rank,
+            is_shown=world.rank in log_ranks,
+            is_live=world.is_first and set(log_ranks) == {0} and has_terminal(),
+            no_color=config.metrics.disable_color_printing,
+            beat=beat,
+        )
+
+    @property
+    def is_ascii(self) -> bool:
+        return self._console.options.ascii_only
+
+    @property
+    def width(self) -> int:
+        return self._console.width
+
+    def __enter__(self) -> Screen:
+        if self.is_live:
+            self._live = Live(
+                console=self._console, get_renderable=self._drawn, transient=True,
+                refresh_per_second=FRAMES_PER_SECOND,
+            )  # fmt: skip
+            self._live.start()
+        elif self.is_shown:
+            threading.Thread(target=self._speak_up, name="screen", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.stop()
+            self._live = None
+
+    def print(self, text: str | Text) -> None:
+        if self.is_shown:
+            with suppress(OSError):  # a terminal that was closed must not end a run before its save
+                if isinstance(text, str):
+                    text = self._prefix + text
+                self._console.print(text, markup=False)
+
+    def waiting(self, width: int) -> Text:
+        """What is being done, and for how long."""
+        frame = int(time.monotonic() * FRAMES_PER_SECOND) % len(FRAMES)
+        mark = "*" if self.is_ascii else FRAMES[frame]
+        line = Text(no_wrap=True, overflow="crop")
+        line.append(f"{mark} {self.beat.doing}", style="cyan")
+        line.append(f"  {clock(self.beat.seconds_here)}")
+        line.truncate(width)
+        return line
+
+    def _drawn(self) -> RenderableType:
+        return self.line(self.width)
+
+    def _speak_up(self) -> None:
+        """Says from time to time what takes so long, where no line at the bottom does."""
+        said, patience = "", SILENT_SECONDS
+        while not self._closed.wait(1.0):
+            beat = self.beat
+            doing, seconds = beat.doing, beat.seconds_here
+            if doing != said:
+                said, patience = doing, SILENT_SECONDS
+            if seconds >= patience and not (self.trains and is_usual(beat.phase)):
+                self.print(f"still {doing}, for {duration(seconds)}")
+                patience = 2 * patience
+
+
+def is_usual(phase: Phase) -> bool:
+    """Whether every step has it."""
+    return phase in (Phase.DATA, Phase.COMPUTING, Phase.REPORTING)
+
+
+def has_terminal(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody looks at a terminal that can move its cursor. mpirun gives its ranks one
+    that nobody looks at."""
+    if not sys.stdout.isatty() or is_under_mpi():
+        return False
+    return env.get("TERM", "") not in NO_TERMINALS and env.get("CI", "") in ("", "0", "false")
