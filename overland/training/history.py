@@ -32,8 +32,9 @@ class History:
     """Follows the file. Where the run went back to an earlier step, what was after it is void. (A
     session that resumes removes such lines; files of earlier versions still have them.)"""
 
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """`last_bytes`: only the end of the file is read, where its newest lines are."""
+        self._tail = Tail(path, last_bytes)
         self._clear()
 
     def _clear(self) -> None:
@@ -127,8 +128,9 @@ class Tail:
     """A file of lines that grows, read once: each look returns what was appended since the last
     one. A file that was replaced or cut is read from its beginning again."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        """`last_bytes`: what is before them is not read."""
+        self.path, self.last_bytes = path, last_bytes
         self._forget()
 
     def _forget(self) -> None:
@@ -144,6 +146,10 @@ class Tail:
                 if is_other:
                     self._forget()
                     self._inode = stat.st_ino
+                    if self.last_bytes is not None and stat.st_size > self.last_bytes:
+                        file.seek(stat.st_size - self.last_bytes - 1)
+                        file.readline()  # the rest of a line
+                        self._offset = file.tell()
                 file.seek(self._offset)
                 while data := file.read(CHUNK):
                     self._offset += len(data)

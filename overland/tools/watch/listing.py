@@ -1,0 +1,140 @@
+"""The runs below a folder, newest first. What cannot be read is a line of its own and ends
+nothing: runs may be torn, half deleted, or of somebody else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overland.errors import NoRun, sentence
+from overland.progress import progress_bar
+from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
+from overland.tools.watch.watch import STATES, RunStatus, Watch
+from overland.training.history import END_BYTES, History
+from overland.words import duration, visible
+
+UNREADABLE = "unreadable"
+DEPTH = 4  # folders below the one that is named
+TRACES = {METRICS, SESSIONS, OWNER, ATTEMPTS, LIVE, SUBMITTED, PLAN.partition("/")[0]}
+SLURM_SECONDS = 5.0  # for all runs together
+LONGEST = 60  # of a reason
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run as a line. Times are in seconds since 1970."""
+
+    run: str
+    state: str
+    because: str = ""
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
+    last_sign: float | None = None
+    age_seconds: float | None = None
+    seconds_left: float | None = None
+    description: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_runs(folder: Path) -> list[ListedRun]:
+    """Returns the runs in a folder and below it."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "is not there"
+        raise NoRun(f"{folder} {what}: expected a folder that holds runs")
+    found: list[ListedRun] = []
+    until = time.monotonic() + SLURM_SECONDS
+    with progress_bar("looking for runs") as bar:
+        for path in find_runs(folder):
+            bar(len(found), None, visible(str(path)))
+            found.append(look(path, max(0.0, until - time.monotonic())))
+    return sorted(found, key=lambda one: -(one.last_sign or 0.0))
+
+
+def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yields run folders, without looking for others inside of them, or behind links."""
+    try:
+        with os.scandir(folder) as entries:
+            names = {one.name: one for one in entries}
+    except OSError:  # somebody else's, or just deleted
+        return
+    if is_run(set(names)):
+        yield folder
+        return
+    for name in sorted(names) if depth else ():
+        try:
+            is_folder = names[name].is_dir(follow_symlinks=False)
+        except OSError:
+            continue
+        if is_folder and not name.startswith("."):
+            yield from find_runs(folder / name, depth - 1)
+
+
+def is_run(names: set[str]) -> bool:
+    """A config.toml alone may be anybody's."""
+    return len(names & {CONFIG, *TRACES}) > 1 and bool(names & {CONFIG, SESSIONS, ATTEMPTS})
+
+
+def look(run: Path, patience: float) -> ListedRun:
+    try:
+        seen = Watch(run, History(run / METRICS, last_bytes=END_BYTES)).look(patience)
+        return listed(seen)
+    except Exception as error:  # one run that nobody can read must not hide the others
+        why = sentence(error) or type(error).__name__
+        return ListedRun(str(run), UNREADABLE, why)
+
+
+def listed(seen: RunStatus) -> ListedRun:
+    loss = seen.newest.get("loss")
+    return ListedRun(
+        run=seen.run,
+        state=seen.state,
+        because=seen.because,
+        step=seen.step,
+        steps=seen.steps,
+        loss=float(loss) if loss is not None else None,
+        held_out={name: points[-1][1] for name, points in seen.held_out.items() if points},
+        last_sign=seen.last_sign,
+        age_seconds=seen.time - seen.last_sign if seen.last_sign else None,
+        seconds_left=seen.seconds_left,
+        description=seen.description,
+    )
+
+
+def table(runs: list[ListedRun], width: int) -> list[str]:
+    """One line each: what does not fit the width is cut from the reason, then from the name."""
+    rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "held out", "age", "")]
+    rows += [row_of(one) for one in runs]
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    others = sum(widths[1:]) + 2 * 6
+    widths[0] = max(16, min(widths[0], width - others))
+    lines = []
+    for name, state, *numbers, why in rows:
+        shown = name if len(name) <= widths[0] else "…" + name[-widths[0] + 1 :]
+        cells = [shown.ljust(widths[0]), state.ljust(widths[1])]
+        cells += [text.rjust(size) for text, size in zip(numbers, widths[2:], strict=True)]
+        line = "  ".join([*cells, why]).rstrip()
+        room = max(width, widths[0] + others - 2)
+        lines.append(line if len(line) <= room else line[: room - 1].rstrip() + "…")
+    return lines
+
+
+def row_of(one: ListedRun) -> tuple[str, ...]:
+    step = f"{one.step:,}" + (f"/{one.steps:,}" if one.steps else "")
+    first = next(iter(one.held_out.values()), None)
+    return (
+        visible(one.run),
+        STATES.get(one.state, one.state),
+        "" if one.state == UNREADABLE else step,
+        "" if one.loss is None else f"{one.loss:.4f}",
+        "" if first is None else f"{first:.4f}",
+        "" if one.age_seconds is None else duration(one.age_seconds),
+        visible(" ".join(one.because.split()) or one.description)[:LONGEST],
+    )
