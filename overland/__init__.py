@@ -1,3 +1,131 @@
-"""Trains large language models on any machine, in sessions, without losing a token."""
+"""Trains large language models on any machine, in sessions, without losing a token.
+
+What the command does, from Python (docs/library.md):
+
+    import overland
+
+    config = overland.load_config("quickstart", "training.steps=20")
+    result = overland.train(config)
+    model = overland.load_model(result.folder)
+    print(overland.generate(model, "def ")[0].text)
+
+The names in `__all__` are the public ones. They are imported when they are first used, so that
+`import overland` is a matter of milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from overland.checkpoint.formats import LazyCheckpoint as LazyCheckpoint
+    from overland.checkpoint.formats import open_any as open_checkpoint
+    from overland.config.errors import ConfigError as ConfigError
+    from overland.config.schema import JobConfig as JobConfig
+    from overland.data.loader import build_train_loader as build_train_loader
+    from overland.data.registry import register_source as register_source
+    from overland.errors import OverlandError as OverlandError
+    from overland.models.registry import model_names as model_names
+    from overland.models.registry import register_model as register_model
+    from overland.models.sparse import register_mask as register_mask
+    from overland.models.transform import register_transform as register_transform
+    from overland.objectives.registry import register_objective as register_objective
+    from overland.optimizers.registry import register_optimizer as register_optimizer
+    from overland.parallel.plans import register_plan as register_plan
+    from overland.tools.convert.convert import Conversion as Conversion
+    from overland.tools.convert.convert import convert as convert
+    from overland.tools.convert.save import save_model as save_model
+    from overland.tools.dataset import TrainingSet as TrainingSet
+    from overland.tools.dataset import open_dataset as open_dataset
+    from overland.tools.evaluation.answers import generate as generate
+    from overland.tools.evaluation.generate import Completion as Completion
+    from overland.tools.evaluation.model import OpenModel as OpenModel
+    from overland.tools.evaluation.model import open_model as load_model
+    from overland.tools.evaluation.run import evaluate as evaluate
+    from overland.tools.run import Trained as Trained
+    from overland.tools.run import load_config as load_config
+    from overland.tools.run import train as train
+    from overland.training.callbacks import Callback as Callback
+    from overland.training.callbacks import register_callback as register_callback
+
+__all__ = [
+    "Callback",
+    "Completion",
+    "ConfigError",
+    "Conversion",
+    "JobConfig",
+    "LazyCheckpoint",
+    "OpenModel",
+    "OverlandError",
+    "Trained",
+    "TrainingSet",
+    "__version__",
+    "build_train_loader",
+    "convert",
+    "evaluate",
+    "generate",
+    "load_config",
+    "load_model",
+    "model_names",
+    "open_checkpoint",
+    "open_dataset",
+    "register_callback",
+    "register_mask",
+    "register_model",
+    "register_objective",
+    "register_optimizer",
+    "register_plan",
+    "register_source",
+    "register_transform",
+    "save_model",
+    "train",
+]
+
+# Where each of them is, and its name there if that is another.
+_PLACES = {
+    "Callback": "overland.training.callbacks",
+    "Completion": "overland.tools.evaluation.generate",
+    "ConfigError": "overland.config.errors",
+    "Conversion": "overland.tools.convert.convert",
+    "JobConfig": "overland.config.schema",
+    "LazyCheckpoint": "overland.checkpoint.formats",
+    "OpenModel": "overland.tools.evaluation.model",
+    "OverlandError": "overland.errors",
+    "Trained": "overland.tools.run",
+    "TrainingSet": "overland.tools.dataset",
+    "build_train_loader": "overland.data.loader",
+    "convert": "overland.tools.convert.convert",
+    "evaluate": "overland.tools.evaluation.run",
+    "generate": "overland.tools.evaluation.answers",
+    "load_config": "overland.tools.run",
+    "load_model": "overland.tools.evaluation.model:open_model",
+    "model_names": "overland.models.registry",
+    "open_checkpoint": "overland.checkpoint.formats:open_any",
+    "open_dataset": "overland.tools.dataset",
+    "register_callback": "overland.training.callbacks",
+    "register_mask": "overland.models.sparse",
+    "register_model": "overland.models.registry",
+    "register_objective": "overland.objectives.registry",
+    "register_optimizer": "overland.optimizers.registry",
+    "register_plan": "overland.parallel.plans",
+    "register_source": "overland.data.registry",
+    "register_transform": "overland.models.transform",
+    "save_model": "overland.tools.convert.save",
+    "train": "overland.tools.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'overland' has no attribute {name!r}")
+    module, _, there = _PLACES[name].partition(":")
+    found = getattr(import_module(module), there or name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

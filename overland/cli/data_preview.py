@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +14,6 @@ from overland.words import any_of, visible
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from overland.config.schema import JobConfig
     from overland.data.prepare import Dataset
 
 MARKS = ("⟦", "⟧")
@@ -40,6 +36,7 @@ def preview(
     from rich.console import Console
 
     from overland.errors import DataError
+    from overland.tools.dataset import open_step
 
     loaded, batch = open_step(config, list(settings or []), step)
     size = loaded.plan.segment(batch).global_batch_size
@@ -52,60 +49,6 @@ def preview(
         else:
             screen.print(render(page, step, marks=screen.color_system is None))
     loaded.close()
-
-
-def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int]:
-    """The data, and the batch that a step is given. A run has a plan of its own, and its ledger
-    knows of batches that were left out."""
-    from overland.checks.model import check_custom_import
-    from overland.checks.vocabulary import with_new_tokens
-    from overland.config.errors import ConfigError
-    from overland.config.load import load_config
-    from overland.config.schema import Job
-    from overland.data.corpora import Preparer
-    from overland.data.ledger import read_ledger
-    from overland.data.prepare import planned_data, training_data
-    from overland.models.registry import model_config
-    from overland.run_folder import CONFIG, PLAN, RunFolder
-
-    run = Path(config).expanduser()
-    if run.name == CONFIG and not settings:
-        run = run.parent
-    is_run = (run / PLAN).is_file()
-    found = with_new_tokens(load_config(str(run / CONFIG) if is_run else config, settings))
-    if problems := list(check_custom_import(found)):  # a source may be one of the user's own
-        raise ConfigError(problems)
-    loaded = found.config
-    vocab_size = getattr(model_config(loaded.model), "vocab_size", None)
-    if not is_run:
-        rows = global_batch_size(loaded)
-        memory = RunFolder.of(loaded).data
-        return training_data(loaded, rows, vocab_size, Preparer(), memory), step - 1
-    folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
-    fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
-    ahead = step - max(fed, default=0)
-    batch = fed[step].batch if step in fed else step - 1
-    if fed and ahead > 0:
-        batch = fed[max(fed)].batch + ahead
-    return planned_data(loaded, vocab_size, run), batch
-
-
-def global_batch_size(config: JobConfig) -> int:
-    """Returns the global batch size as the config says or, where it leaves it to the number of
-    devices, for NGPU of them."""
-    from overland.config.arguments import ngpu
-    from overland.config.derived import resolve_degrees
-
-    size = config.training.global_batch_size
-    if size != -1:
-        return size
-    num_devices = ngpu(os.environ) or 1
-    print(
-        f"note: training.global_batch_size follows the number of devices; shown for {num_devices} "
-        f"(NGPU=N changes that)",
-        file=sys.stderr,
-    )
-    return config.training.local_batch_size * resolve_degrees(config.parallelism, num_devices).dp
 
 
 def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict[str, Any]]:

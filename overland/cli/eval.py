@@ -6,11 +6,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,13 +18,6 @@ from overland.cli.eval_tables import tables
 from overland.run_folder import CONFIG, LOGS
 from overland.words import visible
 from overland.world.signals import end_at_signal
-
-if TYPE_CHECKING:
-    import torch
-
-    from overland.tools.evaluation.evaluate import Asked
-    from overland.tools.evaluation.tasks import AskedTasks
-    from overland.world import World
 
 STOPPED_WORDS = "stopped; what is done is kept, and the same command continues"
 FOR_TASKS = (
@@ -180,6 +172,7 @@ def evaluate(
     from overland.config.schema import DataSource
     from overland.tools.evaluation.evaluate import Asked
     from overland.tools.evaluation.model import DTYPES
+    from overland.tools.evaluation.run import asked_tasks, evaluate_here
 
     asked = Asked(
         path=path.expanduser(),
@@ -240,80 +233,6 @@ def check_together(words: Any) -> None:  # a Context of typer, or of the click i
     for name in unread:
         if name in given:
             raise typer.BadParameter(why, param_hint=given[name])
-
-
-def asked_tasks(tasks: list[str], datasets: Path | None, **settings: Any) -> AskedTasks | None:
-    """What is asked of tasks; None without any. Libraries that could open connections are told not
-    to before they are imported."""
-    if not tasks:
-        return None
-    from overland.packages import need
-    from overland.tools.evaluation.task_data import task_names, tasks_root
-    from overland.tools.evaluation.task_run import no_network
-
-    no_network()
-    need("lm_eval", "--tasks", "eval")
-    from overland.tools.evaluation.tasks import AskedTasks
-
-    root = tasks_root() if datasets is None else datasets.expanduser()
-    return AskedTasks(names=task_names(tasks), root=root, **settings)
-
-
-def evaluate_here(
-    asked: Asked, tasks: AskedTasks | None, steps: str | None, world: World
-) -> list[dict[str, Any]]:
-    """What every rank does; the first one's results are all."""
-    import torch
-
-    from overland.config.schema import Comm
-    from overland.parallel.comm import process_group
-    from overland.tools.evaluation.evaluate import wait_long
-    from overland.tools.evaluation.sweep import steps_of
-    from overland.world.devices import device_type
-
-    def report(message: str) -> None:
-        if world.is_first:
-            print(visible(message), file=sys.stderr, flush=True)
-
-    some = [asked]
-    if steps is not None:
-        some = [replace(asked, step=step) for step in steps_of(asked.path, steps)]
-    if world.size == 1:
-        device = torch.device(device_type())
-        return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
-    backend = os.environ.get("COMM_BACKEND") or "auto"
-    # Ranks of a large model may read its weights at very different speeds.
-    comm = Comm.model_validate({"backend": backend, "init_timeout_seconds": 1800})
-    with process_group(comm, world, device_type()) as device:
-        wait_long()
-        return [r for one in some for r in evaluate_one(one, tasks, world, device, report)]
-
-
-def evaluate_one(
-    asked: Asked,
-    tasks: AskedTasks | None,
-    world: World,
-    device: torch.device,
-    report: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Everything about one checkpoint."""
-    from overland.tools.evaluation.evaluate import (
-        evaluate_set,
-        open_session,
-        sets_for,
-        settings_of,
-    )
-
-    session = open_session(asked, world, device, report)
-    results = []
-    if asked.data or tasks is None:
-        settings = settings_of(session)
-        results += [evaluate_set(session, one, settings) for one in sets_for(session)]
-    if tasks is not None:
-        from overland.tools.evaluation.tasks import evaluate_tasks
-
-        results.append(evaluate_tasks(session, tasks))
-    return results
 
 
 def num_devices() -> int:

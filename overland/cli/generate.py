@@ -16,6 +16,7 @@ from overland.progress import progress_bar
 from overland.words import visible
 
 if TYPE_CHECKING:
+    from overland.tools.evaluation.answers import Asking
     from overland.tools.evaluation.generate import Completion, Generator
     from overland.tools.evaluation.model import OpenModel
     from overland.tools.evaluation.prompts import Prompt
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 RESET = "/reset"
 CONTEXT, TOKENS = "context is full", "number of tokens"  # reasons why a text ends
-AT_ONCE = 64  # batches whose prompts are sorted by length together
 
 
 @user_errors
@@ -116,65 +116,58 @@ class Asked:
     batch_size: int
     as_json: bool
 
+    @property
+    def asking(self) -> Asking:
+        from overland.tools.evaluation.answers import Asking
+
+        return Asking(
+            self.opened, self.sampling, self.num_tokens, self.stop, self.chat, self.system
+        )
+
     def generator(self, batch_size: int, length: int) -> Generator:
         from overland.tools.evaluation.generate import Generator
 
         made = Generator(self.opened, batch_size=batch_size, length=length)
-        if not made.is_cached:
-            note("without a cache: parts of this model are your own, and might look at all tokens")
+        note_cache(made)
         return made
 
-    def encoded(self, prompt: Prompt) -> list[int]:
-        from overland.tools.evaluation.chat import prompt_of, turns_of
 
-        if not self.chat and not prompt.messages:
-            return self.opened.tokenizer.encode_prompt(prompt.text)
-        if not prompt.messages:
-            return prompt_of(self.opened, turns_of(prompt.text, self.system))
-        has_system = self.system is None or prompt.messages[0]["role"] == "system"
-        first = [] if has_system else turns_of("", self.system)[:1]
-        return prompt_of(self.opened, [*first, *prompt.messages])
-
-    def end_ids(self, prompts: list[Prompt]) -> tuple[int, ...]:
-        from overland.tools.evaluation.chat import ends_of
-
-        is_chat = self.chat or any(prompt.messages for prompt in prompts)
-        return ends_of(self.opened) if is_chat else self.opened.end_ids
+def note_cache(made: Generator) -> None:
+    if not made.is_cached:
+        note("without a cache: parts of this model are your own, and might look at all tokens")
 
 
 def answer(asked: Asked, prompts: list[Prompt]) -> None:
     """Prints what follows each prompt."""
-    ids = [asked.encoded(prompt) for prompt in prompts]
-    length = max(map(len, ids)) + asked.num_tokens
-    generator = asked.generator(min(asked.batch_size, len(prompts)), length)
-    ends = asked.end_ids(prompts)
+    asking = asked.asking
     if len(prompts) == 1 and sys.stdout.isatty() and not asked.as_json:
-        print(visible(beginning(asked, prompts[0])), end="", flush=True)
-        pieces = generator.stream(
-            ids[0], max_new_tokens=asked.num_tokens, sampling=asked.sampling, end_ids=ends,
-            stop=asked.stop, ended=lambda one: tell_end(asked, one.reason),
-        )  # fmt: skip
-        say(stripped(pieces) if asked.chat else pieces)
-        return
-    generator.check(ids)
-    at_once, num_full = AT_ONCE * generator.batch_size, 0
+        return stream(asked, asking, prompts[0])
+    num_full = 0
     with progress_bar("generating", total=len(prompts), visible=len(prompts) > 1) as bar:
-        for first in range(0, len(prompts), at_once):
-            completions = generator.generate(
-                ids[first : first + at_once], max_new_tokens=asked.num_tokens,
-                sampling=asked.sampling, end_ids=ends, stop=asked.stop, first=first,
-                done=bar.advance,
-            )  # fmt: skip
-            for number, one in enumerate(completions, start=first):
-                if number and not asked.as_json:
-                    print()
-                show(asked, prompts[number], one)
-            num_full += sum(one.reason == CONTEXT for one in completions)
+        answers = asking.answers(prompts, asked.batch_size, bar.advance, note_cache)
+        for number, one in enumerate(answers):
+            if number and not asked.as_json:
+                print()
+            show(asked, prompts[number], one)
+            num_full += one.reason == CONTEXT
     if num_full:
         note(
             f"{num_full:,} of {len(prompts):,} texts end where the model's context of "
             f"{asked.opened.context:,} tokens is full"
         )
+
+
+def stream(asked: Asked, asking: Asking, prompt: Prompt) -> None:
+    """Prints what follows a prompt, as it comes."""
+    ids = asking.encoded(prompt)
+    generator = asked.generator(1, len(ids) + asked.num_tokens)
+    print(visible(beginning(asked, prompt)), end="", flush=True)
+    pieces = generator.stream(
+        ids, max_new_tokens=asked.num_tokens, sampling=asked.sampling,
+        end_ids=asking.end_ids([prompt]), stop=asked.stop,
+        ended=lambda one: tell_end(asked, one.reason),
+    )  # fmt: skip
+    say(stripped(pieces) if asked.chat else pieces)
 
 
 def beginning(asked: Asked, prompt: Prompt) -> str:

@@ -87,6 +87,7 @@ def register_model(
 
 
 def model_names() -> list[str]:
+    """Returns the names of all registered models, as `model.name` takes them."""
     return sorted(_MODELS)
 
 

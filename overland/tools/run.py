@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from overland.config.schema import JobConfig
+from overland.config.source import KeyPath
 from overland.errors import Kind, TrainingError
 from overland.run_folder import LOGS, RunFolder, fresh_folder
 from overland.training.history import History
@@ -49,6 +50,22 @@ class Trained:
     """The newest one."""
 
 
+def load_config(source: str | Path, *settings: str) -> JobConfig:
+    """Returns the config of a run, checked as far as it can be before it starts.
+
+    Args:
+        source: A TOML or YAML file, or the name of a recipe (`overland init` lists them).
+        *settings: What is changed, as on the command line: `"training.steps=20"`.
+
+    Raises:
+        ConfigError: With everything that is wrong, a line each. Files that are still to be fetched,
+            and what only this machine lacks, are for `train` to refuse.
+    """
+    from overland.checks import load_checked
+
+    return load_checked(str(source), list(settings), waive=("missing", "machine"))[0].config
+
+
 def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -> Trained:
     """Trains the run that a config describes, or resumes it, and returns where it got to.
 
@@ -78,7 +95,9 @@ def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -
                 "started: leave ranks out"
             )
     num_ranks = world.size if world is not None else ranks or 1
-    notes = require(Loaded(config, [], "the config"), num_ranks)
+    # The folder is the one that was meant: loading the config has refused any other.
+    places: dict[KeyPath, str] = {("job", "dump_folder"): "the config"}
+    notes = require(Loaded(config, [], "the config", places), num_ranks)
     if not quiet and (world is None or world.is_first):
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

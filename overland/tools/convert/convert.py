@@ -132,7 +132,7 @@ def convert(
 
     watched = chosen.with_tensors(_watched(chosen.tensors, seen))
     verified, products, difference, note = 0, None, None, ""
-    with _new_target(target, format_.is_file) as beside:
+    with new_target(target, format_.is_file) as beside:
         assert format_.write is not None
         format_.write(watched, beside, options)
         if verify != "none":
@@ -305,7 +305,7 @@ def _given_config(path: str | Path | None) -> tuple[Config, list[Path]]:
 
 
 @contextmanager
-def _new_target(target: Path, is_file: bool) -> Iterator[Path]:
+def new_target(target: Path, is_file: bool) -> Iterator[Path]:
     """A place beside the target, which gets the target's name when all is written."""
     is_empty_folder = not is_file and target.is_dir() and not any(target.iterdir())
     if (target.is_symlink() or target.exists()) and not is_empty_folder:

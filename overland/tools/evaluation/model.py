@@ -108,20 +108,33 @@ class Found:
 
 
 def open_model(
-    path: Path,
+    path: str | Path,
     *,
-    base: Path | None = None,
-    tokenizer: Path | None = None,
-    config: Path | None = None,
+    base: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    config: str | Path | None = None,
     dtype: str | None = None,
     device: str | None = None,
     step: int | None = None,
 ) -> OpenModel:
-    """Opens whatever `path` is. `base`: the model that adapters belong to; `config`: a config.json,
-    or a folder with one, where the weights come without. By default in float32 on a CPU, in
-    bfloat16 on a GPU."""
+    """Opens the model that `path` holds, in eval mode, whole, on one device.
+
+    Args:
+        path: A run folder or one of its checkpoints, a Hugging Face folder, adapters, or a
+            checkpoint of any format that `overland convert` reads.
+        base: The model that adapters belong to, where they do not say.
+        tokenizer: Its file or folder, where `path` has none.
+        config: A config.json, or a folder with one, where the weights come without.
+        dtype: float32, bfloat16 or float16; default: float32 on a CPU, bfloat16 on a GPU.
+        device: cpu, cuda, cuda:1, …; default: this machine's.
+        step: The checkpoint of a run; default: the newest.
+    """
     place = device_of(device)
     kind = dtype_of(dtype, place)
+    base, tokenizer, config = (
+        None if one is None else Path(one).expanduser() for one in (base, tokenizer, config)
+    )
+    path = Path(path).expanduser()
     found = find_model(path, base=base, tokenizer=tokenizer, config=config, step=step)
     with torch.device("meta"):
         built = cast_floats(found.build(), kind)

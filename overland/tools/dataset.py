@@ -1,0 +1,116 @@
+"""The training data of a config or of a run: the batches that its steps are given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from overland.checks.model import check_custom_import
+from overland.checks.vocabulary import with_new_tokens
+from overland.config.arguments import ngpu
+from overland.config.derived import resolve_degrees
+from overland.config.errors import ConfigError
+from overland.config.load import load_config
+from overland.config.schema import Job, JobConfig
+from overland.data.corpora import Preparer
+from overland.data.ledger import read_ledger
+from overland.data.prepare import Dataset, planned_data, training_data
+from overland.data.tokenizer import Tokenizer
+from overland.models.registry import model_config
+from overland.run_folder import CONFIG, PLAN, RunFolder
+
+if TYPE_CHECKING:
+    from overland.data.batch import Batch
+
+
+class TrainingSet:
+    """Global batches by step, each a pure function of the data, the seed and its number."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What made tokens of the text; None for data that came as tokens or arrays."""
+        return self.dataset.tokenizer
+
+    def batch(self, step: int) -> Batch:
+        """Returns what step number `step`, counted from 1, is given, on the CPU (unless a run has
+        skipped batches after a loss spike: `overland data preview RUN` knows)."""
+        from overland.data.loader import load_batch
+
+        return load_batch(self.dataset.rows, step - 1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields the batches of steps 1, 2, 3, …, without an end."""
+        from overland.data.loader import batches
+
+        return batches(self.dataset.rows, 0)
+
+    def close(self) -> None:
+        """Ends the processes that tokenise ahead."""
+        self.dataset.close()
+
+    def __enter__(self) -> TrainingSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_dataset(source: JobConfig | str | Path) -> TrainingSet:
+    """Opens the data that a config trains on, or that a run was trained on.
+
+    Args:
+        source: What `overland.load_config` returned, or a run folder, whose plan is read.
+    """
+    if isinstance(source, JobConfig):
+        return TrainingSet(_of_config(source))
+    return TrainingSet(open_step(str(source), [], 1)[0])
+
+
+def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int]:
+    """The data, and the batch that a step is given. A run has a plan of its own, and its ledger
+    knows of batches that were left out."""
+    run = Path(config).expanduser()
+    if run.name == CONFIG and not settings:
+        run = run.parent
+    is_run = (run / PLAN).is_file()
+    found = with_new_tokens(load_config(str(run / CONFIG) if is_run else config, settings))
+    if problems := list(check_custom_import(found)):  # a source may be one of the user's own
+        raise ConfigError(problems)
+    loaded = found.config
+    if not is_run:
+        return _of_config(loaded), step - 1
+    vocab_size = getattr(model_config(loaded.model), "vocab_size", None)
+    folder = RunFolder.of(loaded.model_copy(update={"job": Job(dump_folder=str(run))}))
+    fed = read_ledger(folder.ledger).fed if folder.ledger.is_file() else {}
+    ahead = step - max(fed, default=0)
+    batch = fed[step].batch if step in fed else step - 1
+    if fed and ahead > 0:
+        batch = fed[max(fed)].batch + ahead
+    return planned_data(loaded, vocab_size, run), batch
+
+
+def _of_config(config: JobConfig) -> Dataset:
+    vocab_size = getattr(model_config(config.model), "vocab_size", None)
+    memory = RunFolder.of(config).data
+    return training_data(config, global_batch_size(config), vocab_size, Preparer(), memory)
+
+
+def global_batch_size(config: JobConfig) -> int:
+    """Returns the global batch size as the config says or, where it leaves it to the number of
+    devices, for NGPU of them."""
+    size = config.training.global_batch_size
+    if size != -1:
+        return size
+    num_devices = ngpu(os.environ) or 1
+    print(
+        f"note: training.global_batch_size follows the number of devices; shown for {num_devices} "
+        f"(NGPU=N changes that)",
+        file=sys.stderr,
+    )
+    return config.training.local_batch_size * resolve_degrees(config.parallelism, num_devices).dp

@@ -1,0 +1,105 @@
+"""What a model says to prompts: texts that it continues, and questions that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from overland.tools.evaluation.chat import ends_of, prompt_of, turns_of
+from overland.tools.evaluation.generate import Completion, Generator
+from overland.tools.evaluation.model import OpenModel, open_model
+from overland.tools.evaluation.prompts import Prompt, check_prompts
+from overland.tools.evaluation.sampling import Sampling
+
+AT_ONCE = 64  # batches whose prompts are sorted by length together
+
+Done = Callable[[int], None]
+
+
+def generate(
+    model: OpenModel | str | Path,
+    prompts: str | Sequence[str],
+    *,
+    num_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    chat: bool = False,
+    system: str | None = None,
+    batch_size: int = 16,
+) -> list[Completion]:
+    """Returns what follows each prompt, as `overland generate` prints it.
+
+    Args:
+        model: What `overland.load_model` returned, or the path of a run or checkpoint.
+        prompts: A text, or several.
+        num_tokens: Tokens to add at most.
+        temperature: 0 always takes the likeliest token.
+        top_k: Draw from so many likeliest tokens; 0: from all.
+        top_p: Draw from the likeliest tokens with this probability together.
+        min_p: Draw from tokens that are at least so many times as likely as the likeliest.
+        repetition_penalty: Above 1, what was said before becomes less likely.
+        stop: Texts that end a completion, and are no part of it.
+        seed: The same seed gives the same texts.
+        chat: Whether prompts are questions, put by the model's chat template.
+        system: With `chat`: the system turn.
+        batch_size: Prompts that go through the model together.
+    """
+    opened = model if isinstance(model, OpenModel) else open_model(Path(model))
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    given = [Prompt(text) for text in ([prompts] if isinstance(prompts, str) else prompts)]
+    check_prompts(given)
+    asking = Asking(opened, sampling, num_tokens, stop, chat, system)
+    return list(asking.answers(given, batch_size))
+
+
+class Asking:
+    """How a model is asked."""
+
+    def __init__(
+        self, opened: OpenModel, sampling: Sampling, num_tokens: int, stop: Sequence[str],
+        chat: bool, system: str | None,
+    ) -> None:  # fmt: skip
+        self.opened, self.sampling, self.num_tokens = opened, sampling, num_tokens
+        self.stop, self.chat, self.system = stop, chat, system
+
+    def answers(
+        self, prompts: Sequence[Prompt], batch_size: int, done: Done = lambda count: None,
+        made: Callable[[Generator], None] = lambda generator: None,
+    ) -> Iterator[Completion]:  # fmt: skip
+        """Yields what follows each prompt, in their order. `done` is told how many more are
+        complete; `made`, what generates them."""
+        if not prompts:
+            return
+        ids = [self.encoded(prompt) for prompt in prompts]
+        length = max(map(len, ids)) + self.num_tokens
+        generator = Generator(self.opened, batch_size=min(batch_size, len(ids)), length=length)
+        try:
+            made(generator)
+            generator.check(ids)
+            at_once = AT_ONCE * generator.batch_size
+            for first in range(0, len(ids), at_once):
+                yield from generator.generate(
+                    ids[first : first + at_once], max_new_tokens=self.num_tokens,
+                    sampling=self.sampling, end_ids=self.end_ids(prompts), stop=self.stop,
+                    first=first, done=done,
+                )  # fmt: skip
+        finally:
+            generator.close()
+
+    def encoded(self, prompt: Prompt) -> list[int]:
+        if not self.chat and not prompt.messages:
+            return self.opened.tokenizer.encode_prompt(prompt.text)
+        if not prompt.messages:
+            return prompt_of(self.opened, turns_of(prompt.text, self.system))
+        has_system = self.system is None or prompt.messages[0]["role"] == "system"
+        first = [] if has_system else turns_of("", self.system)[:1]
+        return prompt_of(self.opened, [*first, *prompt.messages])
+
+    def end_ids(self, prompts: Sequence[Prompt]) -> tuple[int, ...]:
+        is_chat = self.chat or any(prompt.messages for prompt in prompts)
+        return ends_of(self.opened) if is_chat else self.opened.end_ids

@@ -1,0 +1,137 @@
+"""`import overland`: fast, typed, documented, and what its page says."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import overland
+from tests.cli.processes import DATA, ROOT, environment
+from tests.cli.processes import overland as command
+
+PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+NOTEBOOK = json.loads((ROOT / "examples" / "overland.ipynb").read_text(encoding="utf-8"))
+TINY = (
+    "model.overrides={hidden_size = 32, intermediate_size = 64, num_hidden_layers = 1, "
+    "num_attention_heads = 4, num_key_value_heads = 2, vocab_size = 512}"
+)
+SMALL = [TINY, f"data.folder={DATA}", "data.vocab_size=512", "training.local_batch_size=2",
+         "validation.steps=1", "metrics.enable_tensorboard=false"]  # fmt: skip
+# What makes the models of page and notebook small: settings that come before theirs.
+PRELUDE = f"""
+import overland, overland.tools.run as run
+load = run.load_config
+overland.load_config = lambda source, *settings: load(source, *{SMALL!r}, *settings)
+"""
+QUICK = """
+import sys, overland
+assert not {"torch", "numpy", "pydantic", "rich"} & set(sys.modules)
+assert set(overland.__all__) <= set(dir(overland))
+overland.load_config
+assert "torch" not in sys.modules
+"""
+
+
+def run_python(program: str, cwd: Path) -> str:
+    done = Path(cwd / "program.py")
+    done.write_text(program)
+    return command("program.py", cwd=cwd, NGPU="1").stdout
+
+
+def test_the_import_is_fast_and_brings_nothing_heavy() -> None:
+    subprocess.run([sys.executable, "-c", QUICK], env=environment(), check=True)
+
+
+def test_every_public_name_is_there_typed_and_documented() -> None:
+    for name in overland.__all__:
+        found = getattr(overland, name)
+        if name == "__version__":
+            continue
+        assert inspect.getdoc(found), name
+        if inspect.isfunction(found):
+            hints = typing.get_type_hints(found, vars(sys.modules[found.__module__]))
+            assert hints.keys() >= inspect.signature(found).parameters.keys(), name
+            assert "return" in hints, name
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        overland.trian  # noqa: B018
+    assert (ROOT / "overland" / "py.typed").is_file()
+
+
+def test_type_checkers_see_what_is_there_at_run_time() -> None:
+    """The names for type checkers, the list of public ones and the table of places are three."""
+    tree = ast.parse((ROOT / "overland" / "__init__.py").read_text())
+    (hints,) = [one for one in tree.body if isinstance(one, ast.If)]
+    seen = {
+        alias.asname: f"{one.module}:{alias.name}"
+        for one in hints.body
+        if isinstance(one, ast.ImportFrom)
+        for alias in one.names
+    }
+    table = {
+        name: place if ":" in place else f"{place}:{name}"
+        for name, place in overland._PLACES.items()
+    }
+    assert seen == table
+    assert {*table, "__version__"} == set(overland.__all__)
+
+
+def test_the_page_names_every_public_function() -> None:
+    for name in overland.__all__:
+        if name[0].islower():
+            assert re.search(rf"\b{name}\b", PAGE), name
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 6
+    said = run_python(PRELUDE + "\n\n".join(blocks), tmp_path)
+    assert "runs/quickstart 4 True" in said
+    assert "'tokens_BS': (2, 32)" in said
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    assert (tmp_path / "weights" / "config.json").is_file()
+
+
+def test_the_notebook_runs_and_holds_no_outputs(tmp_path: Path) -> None:
+    code = [one for one in NOTEBOOK["cells"] if one["cell_type"] == "code"]
+    assert all(not one["outputs"] and one["execution_count"] is None for one in code)
+    cells = ["".join(one["source"]) for one in code]
+    small = [cell.replace("steps=20", "steps=2").replace("steps=40", "steps=4") for cell in cells]
+    said = run_python(PRELUDE + "\n\n".join(small) + "\n\nprint(result.step)", tmp_path)
+    assert said.endswith("\n4\n")
+
+
+REFUSED = """
+import overland
+for make in (
+    lambda: overland.load_config("quickstart", "training.stepz=3"),
+    lambda: overland.load_model("nowhere"),
+    lambda: overland.open_checkpoint("nowhere"),
+    lambda: overland.save_model(None, "x", to="gguf"),
+    lambda: overland.train(overland.load_config("quickstart", "training.dataset_path=nowhere.txt")),
+):
+    try:
+        make()
+    except overland.OverlandError as error:
+        print(str(error).splitlines()[0])
+    else:
+        raise AssertionError
+"""
+
+
+def test_mistakes_are_errors_in_a_sentence(tmp_path: Path) -> None:
+    said = run_python(REFUSED, tmp_path).splitlines()
+    assert len(said) == 5
+    assert "did you mean training.steps?" in said[0]
+    assert "nowhere" in said[1]
+    assert "nowhere does not exist" in said[2]
+    assert "to = 'gguf' is not known" in said[3]
+    assert "nowhere.txt" in said[4]
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
