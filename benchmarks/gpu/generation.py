@@ -5,8 +5,9 @@ text: one prompt and 256 new tokens, and 64 prompts and 128 new tokens. Times ar
 prompts included, after one call that compiles and records; tokens/s are new tokens only.
 transformers generates with its own cache, and for one prompt also with its static cache, compiled.
 
-Then the texts: where the first differing token of a prompt stands, and how far apart the two best
-logits were there, in steps of bfloat16: rounding decides between neighbours. Prints a line of JSON.
+Then the texts: where the first differing token of a prompt stands, how far apart the two tokens'
+logits were there, in steps of bfloat16, and how far apart the two models' own logits are there. As
+long as the first is less than twice the second, rounding alone decides. Prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def main() -> None:
                 static = {"cache_implementation": "static"}
                 seconds, _ = timed_theirs(theirs, prompts, new, device, **static)
                 row["transformers, static and compiled"] = batch * new / seconds
-            row["texts"] = divergence(ours, prompts, texts, other_texts, device)
+            row["texts"] = divergence((ours, theirs), prompts, texts, other_texts, device)
         found[name] = row
         print(f"{name}: {row}", file=sys.stderr, flush=True)
     print(json.dumps(found))
@@ -137,30 +138,33 @@ def wait(device: torch.device) -> None:
 
 @torch.no_grad()
 def divergence(
-    model: torch.nn.Module,
+    models: tuple[Any, Any],
     prompts: list[list[int]],
     ours: list[list[int]],
     theirs: list[list[int]],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Where texts part, and how near the two tokens were to each other there."""
-    same, steps, places = 0, [], []
+    """Where texts part, how near the two tokens were to each other there, and how near the two
+    models are."""
+    places, apart, rounding = [], [], []
     for prompt, a, b in zip(prompts, ours, theirs, strict=True):
         place = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
         if place is None:
-            same += 1
             continue
         tokens = torch.tensor([[*prompt, *a[:place]]], device=device)
-        logits = model(tokens)[0, -1].float()
-        high, low = sorted((float(logits[a[place]]), float(logits[b[place]])), reverse=True)
-        step = 2.0 ** (torch.tensor(high).abs().log2().floor().item() - 7)
-        steps.append((high - low) / step)
+        mine_V = models[0](tokens)[0, -1].float()
+        their_V = models[1](tokens).logits[0, -1].float()
+        step = 2.0 ** (mine_V[[a[place], b[place]]].abs().max().log2().floor().item() - 7)
         places.append(place)
+        apart.append(float((mine_V[a[place]] - mine_V[b[place]]).abs()) / step)
+        rounding.append(float((mine_V - their_V).abs().max()) / step)
     return {
-        "equal texts": same,
+        "equal texts": len(prompts) - len(places),
         "parted": len(places),
         "first": min(places, default=None),
-        "most steps of bfloat16 between the two": max(steps, default=None),
+        "most steps between the two tokens": max(apart, default=None),
+        "most steps between the two models": max(rounding, default=None),
+        "by rounding": sum(x <= 2 * y for x, y in zip(apart, rounding, strict=True)),
     }
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEWEST = 16  # rows that tensor cores multiply at once
+FEWEST = 16  # rows, and columns, that tensor cores multiply at once
 LONGEST = 4096  # numbers of a row that a program holds at once
 PROGRAMS = 64  # that attention starts, if rows are few: they share the keys of a head
 
@@ -133,7 +133,7 @@ def attend(
         GROUP=num_heads // num_kv_heads,
         ROWS=rows,
         WIDTH=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
+        PADDED=max(FEWEST, triton.next_power_of_2(head_dim)),
         KEYS=64 if parts == 1 else 128,
         PARTS=parts,
         num_warps=4,
