@@ -76,10 +76,11 @@ browser:
 	$$as apt-get -qq update; $$install chromium-headless-shell fonts-dejavu-core >/dev/null || \
 		$$install chromium >/dev/null || echo "No Chromium could be installed; the tests of reports will tell."
 
-# Many tests wait for clusters and processes: two at a time, each file by one worker, in the order of
-# tests/conftest.py.
+# Many tests wait for clusters and processes, so three workers keep two cores busy where there is
+# memory for them: up to 4 GiB each. A file is run by one worker, in the order of tests/conftest.py.
+WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 12e6) ? 3 : 2}' /proc/meminfo 2>/dev/null || echo 2)
 test quick times: export PYTHONDONTWRITEBYTECODE := # each process that they start would compile anew
-PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: lint cluster-packages browser
 	$(PYTEST)
 

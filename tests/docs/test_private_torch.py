@@ -15,10 +15,6 @@ from tests.cli.processes import ROOT
 PAGE = (ROOT / "docs" / "private_torch.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (`.+`) \| .+ \|$", PAGE, flags=re.MULTILINE)
 LISTED = {name for row in ROWS for name in re.findall(r"`([\w.]+)`", row)}
-TREES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted((ROOT / "overland").rglob("*.py"))
-}
 OF_NAMED_TUPLES = {"_asdict"}
 
 
@@ -83,8 +79,12 @@ class PrivateNames(ast.NodeVisitor):
 
 def names_used() -> dict[str, str]:
     """Private name of torch -> a file that uses it."""
+    trees = {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "overland").rglob("*.py"))
+    }
     stored, members = set(), set()
-    for tree in TREES.values():
+    for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 stored.add(node.attr)
@@ -93,7 +93,7 @@ def names_used() -> dict[str, str]:
                 fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
                 members |= {ast.unparse(field) for field in fields}
     used = {}
-    for file, tree in TREES.items():
+    for file, tree in trees.items():
         visitor = PrivateNames(stored, members)
         visitor.visit(tree)
         used |= dict.fromkeys(visitor.found, file)
