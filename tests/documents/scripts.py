@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -69,3 +70,39 @@ def page_lines(name: str) -> list[str]:
     return [
         line.split("  #")[0].split(" # ")[0].strip() for one in blocks for line in one.splitlines()
     ]
+
+
+PROGRAMS = [
+    "overland",
+    "python",
+    "torchrun",
+    "srun",
+    "sbatch",
+    "mpirun",
+    "pip",
+    "tensorboard",
+    "bash",
+    "sh",
+]
+
+
+def page_commands(name: str) -> list[str]:
+    """Every command on a page, in blocks and in the text, up to an ellipsis: a program with what
+    follows it, and with variables before it."""
+    text = (ROOT / "docs/coming-from" / f"{name}.md").read_text(encoding="utf-8")
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    found = []
+    for span in [*page_lines(name), *spans]:
+        command = span.replace("\\|", "|").removeprefix("… ").split(" …")[0].strip()
+        words = [word for word in command.split(" ") if not re.match(r"[A-Z_]+=", word)]
+        is_script = bool(words) and words[0].startswith("./")
+        if is_script or (len(words) > 1 and words[0] in PROGRAMS):
+            found.append(command)
+    return found
+
+
+def typed_in_tests() -> list[str]:
+    """The strings of these tests: lines are typed as they are written there."""
+    texts = [path.read_text(encoding="utf-8") for path in HERE.glob("*.py")]
+    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]

@@ -44,6 +44,7 @@ from tests.cluster.slurm import Slurm
 CONFIG = "test_config_training.yaml"
 TEXT = (Path(__file__).parent / "stub" / CONFIG).read_text()
 SCRIPT = [sys.executable, "train_stub.py", CONFIG]
+COMMAND = [sys.executable, "-m", "overland", "train", CONFIG]
 RUN = Path("experiments/chkpts/dummy-0.1")
 FILES = ("model_state_dict.pt", "optim_state_dict.pt", "lr_state_dict.pt", "iter_state_dict.pt")
 SMALL = {
@@ -344,9 +345,13 @@ def test_mpirun_starts_it(whole: Path, place: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("nodes", "tasks"), [(1, 4), (2, 2)])
-def test_srun_starts_it(slurm: Slurm, whole: Path, place: Path, nodes: int, tasks: int) -> None:
-    words = " ".join([*SCRIPT, *(f"'{word}'" for word in WORDS)])
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "program"), [(1, 4, SCRIPT), (2, 2, SCRIPT), (1, 2, COMMAND)]
+)
+def test_srun_starts_it(
+    slurm: Slurm, whole: Path, place: Path, nodes: int, tasks: int, program: list[str]
+) -> None:
+    words = " ".join([*program, *(f"'{word}'" for word in WORDS)])
     line = f"srun --mpi=none --nodes {nodes} --ntasks-per-node {tasks} bash -c"
     env = environment(NCCL_NET_GDR_LEVEL="3", NCCL_CROSS_NIC="1", NCCL_ALGO="TREE or RING")
     slurm.run(*line.split(), words, env=env, cwd=place)

@@ -232,6 +232,9 @@ def test_a_train_script_outside_of_a_job_submits_one(tmp_path: Path) -> None:
     assert "#SBATCH --partition=extended\n" in said
     assert 'NCCL_SOCKET_IFNAME="hsn0"' in said
     assert 'GLOO_SOCKET_IFNAME="hsn0"' in said
+    large = typed("./train_8B_n640.sh --dry-run", tmp_path, SBATCH_ACCOUNT="abc")
+    assert "#SBATCH --nodes=644\n" in large
+    assert "--nodes 640" in large
     assert not list(tmp_path.glob("runs*"))
 
 
@@ -268,6 +271,22 @@ def test_sbatch_trains_on_the_nodes_that_it_was_given_and_goes_on(
     assert list(losses(run / "metrics.jsonl")) == [1, 2, 3, 4]
     sessions = [json.loads(one) for one in (run / "sessions.jsonl").read_text().splitlines()]
     assert [one["step"] for one in sessions if one["event"] == "start"] == [0, 2]
+
+
+@pytest.mark.long
+def test_sbatch_trains_on_all_nodes_but_four_spares(tmp_path: Path) -> None:
+    """`sbatch train_8B_n640.sh`, of 6 nodes: two train."""
+    copied("frontier", tmp_path)
+    words = [*SMALL, *RANDOM, "data.sources={}", "data.mixture=tokens", "--no-preflight"]
+    slurm = Slurm(num_nodes=6)
+    try:
+        log = batch(slurm, tmp_path, "sbatch train_8B_n640.sh", ["--nodes=6"], *words)
+    finally:
+        slurm.stop()
+    assert "Finished: 2 steps" in log
+    (run,) = (tmp_path / "runs").iterdir()
+    starts = [json.loads(one) for one in (run / "sessions.jsonl").read_text().splitlines()]
+    assert [one["nodes"] for one in starts if one["event"] == "start"] == [2]
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from tests.checkpoint.convert.test_peft import BASE, deepspeed_of, folder_of
 from tests.cli.processes import environment, losses, overland
 from tests.cluster.slurm import Slurm
 from tests.data.chats import ROLES, write_tokenizer
-from tests.documents.scripts import copied, typed
+from tests.documents.scripts import copied, shown, typed
 from tests.jobs import write_model
 
 CONVERSATIONS = 40
@@ -65,6 +65,8 @@ def test_sbatch_trains_and_its_log_has_its_name(log: str, folder: Path) -> None:
     assert max(losses(results / "metrics.jsonl")) == STEPS
     names = {path.name for path in (results / f"checkpoint-{STEPS}").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "zero_to_fp32.py"} <= names
+    shown("overland report results_modified", folder)
+    assert list(results.rglob("report.html"))
 
 
 def test_zero_to_fp32_merges_from_where_it_lies(log: str, folder: Path) -> None:
