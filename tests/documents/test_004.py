@@ -101,6 +101,15 @@ def test_the_adapter_answers(log: str, folder: Path) -> None:
     assert len(said) > len(prompt) + 1
 
 
+@pytest.mark.parametrize("text", ['{"base_model_name_or_path": 5}', "[1]", "{"])
+def test_an_adapter_config_that_names_no_model_is_one_sentence(text: str, tmp_path: Path) -> None:
+    copied("frontier-sft", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(text)
+    done = overland("zero_to_fp32.py", "--merge_lora", cwd=tmp_path, code=2)
+    assert done.stderr.strip().endswith("name the model with --base_dir")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["peft", "deepspeed"])
 def test_checkpoints_of_others_are_merged(kind: str, tmp_path: Path) -> None:
@@ -117,7 +126,7 @@ def test_checkpoints_of_others_are_merged(kind: str, tmp_path: Path) -> None:
     line = "python zero_to_fp32.py --model_dir checkpoint-3 --merge_lora"
     line += " --output_path out.safetensors"
     if kind == "peft":
-        said = typed(line, tmp_path, code=1)
+        said = typed(line, tmp_path, code=2)
         assert "names meta-llama/Llama, which is no folder here: name the model with" in said
         line += f" --base_dir {BASE}"
     typed(line, tmp_path)

@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from overland.cli.main import app
 from overland.training.callbacks import Callback, register_callback
@@ -39,16 +39,19 @@ def base_of(folder: Path) -> Path | None:
     if not config.is_file() or (folder.absolute().parent / "config.toml").is_file():
         return None
     try:
-        named = json.loads(config.read_text()).get("base_model_name_or_path")
-    except (ValueError, AttributeError):
-        sys.exit(
-            f"{config} is torn, or no adapter_config.json of PEFT: name the model with --base_dir"
-        )
-    if named and Path(named).is_dir():
+        named = str(json.loads(config.read_text()).get("base_model_name_or_path") or "no model")
+    except (ValueError, AttributeError, OSError):
+        refuse(f"{config} is torn, or no adapter_config.json of PEFT")
+    if Path(named).is_dir():
         return Path(named)
     if (folder / "latest").is_file():  # DeepSpeed, which holds it all
         return None
-    sys.exit(f"{config} names {named}, which is no folder here: name the model with --base_dir")
+    refuse(f"{config} names {named}, which is no folder here")
+
+
+def refuse(problem: str) -> NoReturn:
+    print(f"{problem}: name the model with --base_dir", file=sys.stderr)
+    sys.exit(2)
 
 
 class Copies(Callback):
