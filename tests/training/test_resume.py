@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from overland.training import loop, stop
 from overland.training.callbacks import Callback
 from overland.training.loop import train
 from overland.training.run import Run, build_run
+from overland.training.screen import Screen
 from overland.world import World
 from overland.world.heartbeat import Heartbeat, Transfer, read_signs
 from tests.jobs import TINY_MODEL, Recorder, run_job, tiny_job
@@ -228,13 +230,9 @@ def refusal(world: World, config: JobConfig) -> str:
 def start(world: World, config: JobConfig) -> tuple[int, list[str]]:
     """The step that a run resumes at, and what is said about it."""
     said: list[str] = []
-    import builtins
-
-    kept, builtins.print = builtins.print, lambda *words, **_: said.append(" ".join(words))
-    try:
-        run = build_run(config, world, torch.device("cpu"), log_ranks=(0,))
-    finally:
-        builtins.print = kept
+    screen = Screen(is_shown=world.is_first)
+    with patch.object(screen, "print", lambda text: said.append(str(text))):
+        run = build_run(config, world, torch.device("cpu"), log_ranks=(0,), screen=screen)
     return run.progress.step, said
 
 
