@@ -192,6 +192,7 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def register_mask(name: str, method: Method) -> None:
+    """Makes `model.sparse.method = NAME` choose the weights that are kept by `method`."""
     if name in _METHODS:
         raise ModelError(f"a method of model.sparse named '{name}' is already registered")
     _METHODS[name] = method

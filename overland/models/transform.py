@@ -49,6 +49,7 @@ class Transform(ABC):
 
 
 def register_transform(name: str, make: Callable[..., Transform]) -> None:
+    """Makes `[model.transforms.NAME]` apply what `make` returns for its options."""
     if name in _TRANSFORMS:
         raise ModelError(f"a transform named '{name}' is already registered")
     _TRANSFORMS[name] = make

@@ -8,28 +8,30 @@ import json
 import re
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
 
 import overland
-from tests.cli.processes import DATA, ROOT, environment
+from tests.cli.processes import ROOT, environment
 from tests.cli.processes import overland as command
 
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 NOTEBOOK = json.loads((ROOT / "examples" / "overland.ipynb").read_text(encoding="utf-8"))
 TINY = (
     "model.overrides={hidden_size = 32, intermediate_size = 64, num_hidden_layers = 1, "
-    "num_attention_heads = 4, num_key_value_heads = 2, vocab_size = 512}"
+    "num_attention_heads = 4, num_key_value_heads = 4, vocab_size = 300}"
 )
-SMALL = [TINY, f"data.folder={DATA}", "data.vocab_size=512", "training.local_batch_size=2",
-         "validation.steps=1", "metrics.enable_tensorboard=false"]  # fmt: skip
-# What makes the models of page and notebook small: settings that come before theirs.
-PRELUDE = f"""
-import overland, overland.tools.run as run
+TEXTS = ["training.dataset_path=texts.jsonl", "data.holdout=0.2", "data.vocab_size=300",
+         "training.local_batch_size=2", "validation.steps=1"]  # fmt: skip
+# What makes data and models of page and notebook small: settings that come before theirs.
+PRELUDE = """
+import json, pathlib, overland, overland.tools.run as run
+texts = [f"def square_{{i}}(): return {{i}} * {{i}}" for i in range(400)]
+lines = "".join(json.dumps({{"text": text}}) + chr(10) for text in texts)
+pathlib.Path("texts.jsonl").write_text(lines)
 load = run.load_config
-overland.load_config = lambda source, *settings: load(source, *{SMALL!r}, *settings)
+overland.load_config = lambda source, *settings: load(source, *{settings!r}, *settings)
 """
 QUICK = """
 import sys, overland
@@ -57,7 +59,7 @@ def test_every_public_name_is_there_typed_and_documented() -> None:
             continue
         assert inspect.getdoc(found), name
         if inspect.isfunction(found):
-            hints = typing.get_type_hints(found, vars(sys.modules[found.__module__]))
+            hints = found.__annotations__  # mypy has resolved them
             assert hints.keys() >= inspect.signature(found).parameters.keys(), name
             assert "return" in hints, name
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
@@ -92,7 +94,7 @@ def test_the_page_names_every_public_function() -> None:
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
-    said = run_python(PRELUDE + "\n\n".join(blocks), tmp_path)
+    said = run_python(PRELUDE.format(settings=[TINY, *TEXTS]) + "\n\n".join(blocks), tmp_path)
     assert "runs/quickstart 4 True" in said
     assert "'tokens_BS': (2, 32)" in said
     assert (tmp_path / "exported" / "model.safetensors").is_file()
@@ -103,8 +105,12 @@ def test_the_notebook_runs_and_holds_no_outputs(tmp_path: Path) -> None:
     code = [one for one in NOTEBOOK["cells"] if one["cell_type"] == "code"]
     assert all(not one["outputs"] and one["execution_count"] is None for one in code)
     cells = ["".join(one["source"]) for one in code]
-    small = [cell.replace("steps=20", "steps=2").replace("steps=40", "steps=4") for cell in cells]
-    said = run_python(PRELUDE + "\n\n".join(small) + "\n\nprint(result.step)", tmp_path)
+    program = "\n\n".join(cells)
+    for large, small in (("steps=20", "steps=2"), ("steps=40", "steps=4"), ("1024", "300")):
+        assert large in program
+        program = program.replace(large, small)
+    program = PRELUDE.format(settings=TEXTS) + program + "\n\nprint(result.step)"
+    said = run_python(program, tmp_path)
     assert said.endswith("\n4\n")
 
 
