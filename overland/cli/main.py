@@ -26,12 +26,12 @@ from overland.cli import (
     watch,
 )
 from overland.cli.common import TAKES_SETTINGS
+from overland.cli.examples import add_help
 
 app = typer.Typer(
     name="overland",
     help="Trains large language models on any machine, in sessions, without losing a token.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -74,6 +74,7 @@ app.command()(hub.push)
 app.add_typer(data.app, name="data")
 app.add_typer(prove.app, name="prove")
 app.add_typer(config.app, name="config")
+add_help(app)
 
 
 def main() -> None:

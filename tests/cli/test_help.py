@@ -1,0 +1,71 @@
+"""`--help` and shell completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from overland.cli.examples import HELP
+from overland.cli.main import app
+from tests.cli.processes import environment
+
+LEAVES = [name for name, (_, examples) in HELP.items() if examples]
+BIN = str(Path(sys.executable).parent)
+
+
+def help_of(*words: str) -> str:
+    done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("group", ["", "data", "prove", "config"])
+def test_verbs_are_listed_uncut_at_80_columns(group: str) -> None:
+    said = help_of(*group.split())
+    assert "..." not in said.partition("Commands:")[2]
+    for name, (line, _) in HELP.items():
+        above, _, last = name.rpartition(" ")
+        if above == group and name != "supervise":
+            assert re.search(rf"^  {last} +{re.escape(line)}$", said, flags=re.MULTILINE), name
+    assert max(map(len, said.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_verb_has_an_example_that_its_options_allow(name: str) -> None:
+    said, words = help_of(*name.split()), name.split()
+    examples = HELP[name][1]
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]  # type: ignore[attr-defined]
+    known = {one for parameter in command.params for one in parameter.opts}
+    for example in examples:
+        assert f"  {example}\n" in said
+        given = shlex.split(example.partition(" > ")[0])
+        assert given[: len(words) + 1] == ["overland", *words]
+        assert {one for one in given if one.startswith("--")} <= known, example
+
+
+def test_every_verb_is_described() -> None:
+    assert {info.name or info.callback.__name__ for info in app.registered_commands} <= set(HELP)
+
+
+def test_completion_is_installed_and_completes(tmp_path: Path) -> None:
+    env = environment(HOME=str(tmp_path), PATH=f"{BIN}:{os.environ['PATH']}")
+    bash = ["bash", "-c", "overland --install-completion; code=$?; exit $code"]
+    done = subprocess.run(bash, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "bash completion installed in" in done.stdout
+    (script,) = tmp_path.rglob("overland.sh")
+    asked = f"source {script}; COMP_WORDS=(overland tr); COMP_CWORD=1; "
+    asked += "$(complete -p overland | sed 's/.*-F \\([^ ]*\\).*/\\1/') overland; "
+    done = subprocess.run(["bash", "-c", asked + 'echo "${COMPREPLY[@]}"'], env=env, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.stdout.split() == ["train"], done.stderr
