@@ -1,7 +1,6 @@
 """Kernels: a plain PyTorch definition of each, and a Triton twin that NVIDIA GPUs run instead.
 
-The twins are in triton_kernels.py and triton_inference.py, the only files that import Triton, so
-they are imported late.
+The twins are in the files triton_*.py, which alone import Triton, so they are imported late.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The cache holds T places per row. A row's `length` says how many are taken; the new token gets the
 next one, and its rotary position is the same number. The plain definition; its Triton twin
-(triton_inference.py) needs bfloat16 or float16.
+(triton_cached_attention.py) needs bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads)
     [B, S, H, d]."""
     if qkv_BSE.dtype not in (torch.bfloat16, torch.float16) or not triton_takes(qkv_BSE):
         return begin_plain(qkv_BSE, keys_BKTd, values_BKTd, heads)
-    from overland.kernels import triton_inference
+    from overland.kernels import triton_cached_attention
 
-    return triton_inference.begin(qkv_BSE, keys_BKTd, values_BKTd, *heads.turns)
+    return triton_cached_attention.begin(qkv_BSE, keys_BKTd, values_BKTd, *heads.turns)
 
 
 def begin_plain(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
@@ -60,9 +60,9 @@ def attend(
     then those of the keys, then those of the values."""
     if qkv_BE.dtype not in (torch.bfloat16, torch.float16) or not triton_takes(qkv_BE):
         return attend_plain(qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads)
-    from overland.kernels import triton_inference
+    from overland.kernels import triton_cached_attention
 
-    return triton_inference.attend(
+    return triton_cached_attention.attend(
         qkv_BE, keys_BKTd, values_BKTd, lengths_B, heads.window, *heads.turns
     )
 

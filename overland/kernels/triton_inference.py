@@ -1,5 +1,4 @@
-"""The Triton twins of inference.py and cached_attention.py, whose plain definitions say what they
-compute.
+"""The Triton twins of inference.py, whose plain definitions say what they compute.
 
 They are as fast as memory is, if no time is lost between them: from Hopper on, a kernel lets the
 next one start while its last programs still run (`gdc_launch_dependents`), and that one waits for
@@ -18,7 +17,6 @@ from torch import Tensor
 
 FEWEST = 16  # rows, and columns, that tensor cores multiply at once
 LONGEST = 4096  # numbers of a row that a program holds at once
-PROGRAMS = 64  # that attention starts, if rows are few: they share the keys of a head
 
 
 def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -29,7 +27,7 @@ def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
             LONGEST if width % LONGEST == 0 else min(LONGEST // 2, triton.next_power_of_2(width))
         )
         _product[(len(weight_ND),)](
-            x_BD, weight_ND, bias_N, out_BN, width, BLOCK=block, num_warps=4, **_early(x_BD)
+            x_BD, weight_ND, bias_N, out_BN, width, BLOCK=block, num_warps=4, **early(x_BD)
         )
     else:
         _launch_products(x_BD, weight_ND, bias_N, out_BN, is_gated=False)
@@ -43,7 +41,7 @@ def gated(x_BD: Tensor, weight_2FD: Tensor) -> Tensor:
         block = min(LONGEST // 2, triton.next_power_of_2(width))
         _gated_product[(out_BF.shape[1],)](
             x_BD, weight_2FD, out_BF, out_BF.shape[1], width, BLOCK=block, num_warps=4,
-            **_early(x_BD),
+            **early(x_BD),
         )  # fmt: skip
     else:
         _launch_products(x_BD, weight_2FD, None, out_BF, is_gated=True)
@@ -58,7 +56,7 @@ def add_norm(
     out_BD = torch.empty_like(x_BD)
     _add_norm[(batch,)](
         x_BD, more_BD, weight_D, sum_BD, out_BD, width, eps,
-        BLOCK=triton.next_power_of_2(width), num_warps=8, **_early(x_BD),
+        BLOCK=triton.next_power_of_2(width), num_warps=8, **early(x_BD),
     )  # fmt: skip
     return sum_BD, out_BD
 
@@ -71,76 +69,6 @@ def silu_times(both_B2F: Tensor) -> Tensor:
         both_B2F, out_BF, width, BLOCK=block, num_warps=4
     )
     return out_BF
-
-
-def begin(
-    qkv_BSE: Tensor,
-    keys_BKTd: Tensor,
-    values_BKTd: Tensor,
-    cos_Td: Tensor,
-    sin_Td: Tensor,
-    q_norm_d: Tensor | None,
-    k_norm_d: Tensor | None,
-    eps: float,
-) -> Tensor:
-    batch, seq_len, width = qkv_BSE.shape
-    num_kv_heads, room, head_dim = keys_BKTd.shape[1:]
-    num_heads = width // head_dim - 2 * num_kv_heads
-    q_BSHd = qkv_BSE.new_empty((batch, seq_len, num_heads, head_dim))
-    _begin[(batch * seq_len, num_kv_heads)](
-        qkv_BSE, keys_BKTd, values_BKTd, q_BSHd,
-        cos_Td, sin_Td, q_norm_d, k_norm_d,
-        seq_len, room, eps, keys_BKTd.stride(0),
-        KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        ROWS=triton.next_power_of_2(num_heads // num_kv_heads),
-        WIDTH=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
-        num_warps=1,
-    )  # fmt: skip
-    return q_BSHd
-
-
-def attend(
-    qkv_BE: Tensor,
-    keys_BKTd: Tensor,
-    values_BKTd: Tensor,
-    lengths_B: Tensor,
-    window: int | None,
-    cos_Td: Tensor,
-    sin_Td: Tensor,
-    q_norm_d: Tensor | None,
-    k_norm_d: Tensor | None,
-    eps: float,
-) -> Tensor:
-    batch, num_kv_heads, room, head_dim = keys_BKTd.shape
-    num_heads = qkv_BE.shape[1] // head_dim - 2 * num_kv_heads
-    parts = 1
-    while parts < 16 and batch * num_kv_heads * parts < PROGRAMS and parts * 256 < room:
-        parts *= 2
-    rows = max(FEWEST, triton.next_power_of_2(num_heads // num_kv_heads))
-    out_BE = qkv_BE.new_empty((batch, num_heads * head_dim))
-    sums, ended = _scratch(qkv_BE.device)
-    assert parts == 1 or batch * num_kv_heads * parts * rows * (head_dim + 2) <= sums.numel()
-    _attend[(batch, num_kv_heads, parts)](
-        qkv_BE, keys_BKTd, values_BKTd, lengths_B, out_BE, sums, ended,
-        cos_Td, sin_Td, q_norm_d, k_norm_d,
-        room,
-        head_dim**-0.5,
-        eps,
-        WINDOW=window or 0,
-        KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        ROWS=rows,
-        WIDTH=head_dim,
-        PADDED=max(FEWEST, triton.next_power_of_2(head_dim)),
-        KEYS=64 if parts == 1 else 128,
-        PARTS=parts,
-        num_warps=4,
-        num_stages=2,
-        **_early(qkv_BE),
-    )  # fmt: skip
-    return out_BE
 
 
 class Tile(NamedTuple):
@@ -173,24 +101,24 @@ def _launch_products(
     tile = _tile(num_outputs, width, is_gated)
     padded = max(FEWEST, triton.next_power_of_2(rows))
     blocks = triton.cdiv(num_outputs, tile.block)
-    sums, ended = _scratch(x_BD.device)
+    sums, ended = scratch(x_BD.device)
     needed = blocks * tile.parts * padded * tile.block
     assert tile.parts == 1 or (needed <= sums.numel() and blocks <= len(ended))
     _products[(blocks, tile.parts)](
         x_BD, weight_ND, bias_N, out_BN, sums, ended, rows, num_outputs, width,
         ROWS=padded, BLOCK=tile.block, DEPTH=tile.depth, STAGES=tile.stages, PARTS=tile.parts,
-        GATED=is_gated, num_warps=tile.warps, **_early(x_BD),
+        GATED=is_gated, num_warps=tile.warps, **early(x_BD),
     )  # fmt: skip
 
 
 @cache
-def _scratch(device: torch.device) -> tuple[Tensor, Tensor]:
+def scratch(device: torch.device) -> tuple[Tensor, Tensor]:
     """Sums of programs that share work, and how many have ended: zero between kernels."""
     sums = torch.empty(2**21, dtype=torch.float32, device=device)
     return sums, torch.zeros(2**14, dtype=torch.int32, device=device)
 
 
-def _early(tensor: Tensor) -> dict[str, Any]:
+def early(tensor: Tensor) -> dict[str, Any]:
     is_early = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if is_early else {"EARLY": False}
 
@@ -297,7 +225,7 @@ def _products(  # type: ignore[no-untyped-def]
     if PARTS > 1:
         cell = block * PARTS * ROWS * BLOCK + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         tl.store(sums_ptr + cell + part * ROWS * BLOCK, sums)
-        is_mine = _is_last(ended_ptr + block, PARTS)
+        is_mine = is_last(ended_ptr + block, PARTS)
     if is_mine:
         if PARTS > 1:  # always in the same order
             sums = tl.load(sums_ptr + cell, volatile=True)
@@ -315,15 +243,15 @@ def _products(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _is_last(ended_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def is_last(ended_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether all others that share this work have stored their sums; the count starts anew."""
     tl.debug_barrier()
     ended = tl.atomic_add(ended_ptr, 1, sem="acq_rel")
     tl.debug_barrier()
-    is_last = ended == PARTS - 1
-    if is_last:
+    is_all = ended == PARTS - 1
+    if is_all:
         tl.store(ended_ptr, 0)
-    return is_last
+    return is_all
 
 
 @triton.jit
@@ -348,169 +276,3 @@ def _add_norm(  # type: ignore[no-untyped-def]
     normed = x * tl.rsqrt(tl.sum(x * x) / width + eps)
     out = weight.to(tl.float32) * normed.to(narrow).to(tl.float32)
     tl.store(out_ptr + row + place, out.to(narrow), mask=inside)
-
-
-@triton.jit
-def _turned(ptr, other, norm_ptr, place, pair, sign, is_inside, cos, sin, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Queries or a key at `ptr`, normalised if asked for, and rotated. `pair` is the place of the
-    dimension that turns with each one."""
-    narrow = ptr.dtype.element_ty
-    x = tl.load(ptr + other + place, mask=is_inside, other=0.0).to(tl.float32)
-    y = tl.load(ptr + other + pair, mask=is_inside, other=0.0).to(tl.float32)
-    if norm_ptr is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
-        x_weight = tl.load(norm_ptr + place, mask=place < WIDTH, other=0.0).to(tl.float32)
-        y_weight = tl.load(norm_ptr + pair, mask=place < WIDTH, other=0.0).to(tl.float32)
-        x = (x_weight * (x * scale).to(narrow).to(tl.float32)).to(narrow).to(tl.float32)
-        y = (y_weight * (y * scale).to(narrow).to(tl.float32)).to(narrow).to(tl.float32)
-    return (x * cos + sign * y * sin).to(narrow)
-
-
-@triton.jit
-def _begin(  # type: ignore[no-untyped-def]
-    qkv_ptr, keys_ptr, values_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
-    seq_len, room, eps, row_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """One token, and the queries that share a head of keys."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = token % seq_len
-    query, place = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
-    is_place = place < WIDTH
-    is_query = (query < GROUP) & is_place
-    pair = (place + WIDTH // 2) % WIDTH
-    sign = tl.where(place < WIDTH // 2, -1.0, 1.0)
-    cos = tl.load(cos_ptr + position * WIDTH + place, mask=is_place, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + position * WIDTH + place, mask=is_place, other=0.0).to(tl.float32)
-    qkv_ptr += token * (KV_HEADS * (GROUP + 2)) * WIDTH
-    mine = (head * GROUP + query) * WIDTH
-    q = _turned(qkv_ptr, mine, q_norm_ptr, place, pair, sign, is_query, cos, sin, eps, WIDTH)
-    tl.store(out_ptr + token * KV_HEADS * GROUP * WIDTH + mine + place, q, mask=is_query)
-    mine = (KV_HEADS * GROUP + head) * WIDTH
-    k = _turned(qkv_ptr, mine, k_norm_ptr, place, pair, sign, is_place, cos, sin, eps, WIDTH)
-    v = tl.load(qkv_ptr + mine + KV_HEADS * WIDTH + place, mask=is_place, other=0.0)
-    cell = (token // seq_len) * row_stride + (head * room + position) * WIDTH + place
-    tl.store(keys_ptr + cell, k, mask=is_place)
-    tl.store(values_ptr + cell, v, mask=is_place)
-
-
-@triton.jit
-def _attend(  # type: ignore[no-untyped-def]
-    qkv_ptr, keys_ptr, values_ptr, lengths_ptr, out_ptr, sums_ptr, ended_ptr,
-    cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, room, scale, eps,
-    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """The queries that share a head of keys, of one row; or a part of their keys."""
-    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    narrow = out_ptr.dtype.element_ty
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    query, place = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
-    is_place = place < WIDTH
-    pair = (place + WIDTH // 2) % WIDTH
-    sign = tl.where(place < WIDTH // 2, -1.0, 1.0)
-    cos = tl.load(cos_ptr + length * WIDTH + place, mask=is_place, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + length * WIDTH + place, mask=is_place, other=0.0).to(tl.float32)
-    qkv_ptr += row * (KV_HEADS * (GROUP + 2)) * WIDTH
-    is_query = (query < GROUP) & is_place
-    q = _turned(
-        qkv_ptr,
-        (head * GROUP + query) * WIDTH,
-        q_norm_ptr,
-        place,
-        pair,
-        sign,
-        is_query,
-        cos,
-        sin,
-        eps,
-        WIDTH,
-    )
-    base = (row * KV_HEADS + head) * room * WIDTH
-
-    peak = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, PADDED), tl.float32)
-    if part == PARTS - 1:  # the token itself
-        k = _turned(
-            qkv_ptr,
-            (KV_HEADS * GROUP + head) * WIDTH,
-            k_norm_ptr,
-            place,
-            pair,
-            sign,
-            is_place,
-            cos,
-            sin,
-            eps,
-            WIDTH,
-        )
-        v = tl.load(
-            qkv_ptr + (KV_HEADS * (GROUP + 1) + head) * WIDTH + place, mask=is_place, other=0.0
-        )
-        tl.store(keys_ptr + base + length * WIDTH + place, k, mask=is_place)
-        tl.store(values_ptr + base + length * WIDTH + place, v, mask=is_place)
-        peak = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-        total += 1.0
-        sums += v.to(tl.float32)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length + 1 - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(length - first, PARTS), KEYS) * KEYS
-    start = first + part * share
-    end = tl.minimum(start + share, length)
-    for at in tl.range(start, end, KEYS):
-        key = at + tl.arange(0, KEYS)[:, None]
-        cell = base + key * WIDTH + place
-        is_key = (key < end) & is_place
-        keys = tl.load(keys_ptr + cell, mask=is_key, other=0.0)
-        values = tl.load(values_ptr + cell, mask=is_key, other=0.0)
-        scores = tl.dot(q, keys.T) * scale
-        scores = tl.where(at + tl.arange(0, KEYS)[None, :] < end, scores, -float("inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        chances = tl.exp(scores - higher[:, None])
-        shrink = tl.exp(peak - higher)
-        total = total * shrink + tl.sum(chances, 1)
-        sums = sums * shrink[:, None] + tl.dot(chances.to(narrow), values)
-        peak = higher
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-    is_mine = True
-    if PARTS > 1:
-        # A part's sums, then its peaks and totals.
-        queries = tl.arange(0, ROWS)
-        cell = (row * KV_HEADS + head) * PARTS * ROWS * (WIDTH + 2)
-        mine = cell + part * ROWS * (WIDTH + 2)
-        tl.store(sums_ptr + mine + query * WIDTH + place, sums, mask=is_place)
-        tl.store(sums_ptr + mine + ROWS * WIDTH + queries, peak)
-        tl.store(sums_ptr + mine + ROWS * (WIDTH + 1) + queries, total)
-        is_mine = _is_last(ended_ptr + row * KV_HEADS + head, PARTS)
-    if is_mine:
-        if PARTS > 1:
-            peak = tl.full((ROWS,), -float("inf"), tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            sums = tl.zeros((ROWS, PADDED), tl.float32)
-            for other in tl.static_range(PARTS - 1, -1, -1):  # the last one holds the token itself
-                theirs = cell + other * ROWS * (WIDTH + 2)
-                other_sums = tl.load(
-                    sums_ptr + theirs + query * WIDTH + place,
-                    mask=is_place,
-                    other=0.0,
-                    volatile=True,
-                )
-                other_peak = tl.load(sums_ptr + theirs + ROWS * WIDTH + queries, volatile=True)
-                other_total = tl.load(
-                    sums_ptr + theirs + ROWS * (WIDTH + 1) + queries, volatile=True
-                )
-                higher = tl.maximum(peak, other_peak)
-                shrink, grow = tl.exp(peak - higher), tl.exp(other_peak - higher)
-                total = total * shrink + other_total * grow
-                sums = sums * shrink[:, None] + other_sums * grow[:, None]
-                peak = higher
-        place_out = row * KV_HEADS * GROUP * WIDTH + (head * GROUP + query) * WIDTH + place
-        tl.store(out_ptr + place_out, (sums / total[:, None]).to(narrow), mask=is_query)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overland.kernels import triton_inference
+from overland.kernels import triton_cached_attention, triton_inference
 from overland.kernels.cached_attention import Heads, attend_plain, begin_plain
 from overland.kernels.inference import add_norm_plain, silu_times_plain
 
@@ -59,7 +59,7 @@ def test_begin(head_dim: int, has_norms: bool) -> None:
     angles = torch.randn(12, head_dim // 2).repeat(1, 2)
     heads = Heads(angles.cos(), angles.sin(), *norms, eps=1e-5)
     ours, plain = cache.clone(), cache.clone()
-    q = triton_inference.begin(qkv, *ours[:, 1:], *heads.turns)  # rows of a larger cache
+    q = triton_cached_attention.begin(qkv, *ours[:, 1:], *heads.turns)  # rows of a larger cache
     torch.testing.assert_close(q, begin_plain(qkv, *plain[:, 1:], heads))
     torch.testing.assert_close(ours, plain)
 
@@ -82,11 +82,11 @@ def test_attend(batch: int, room: int, head_dim: int, has_norms: bool, window: i
     angles = torch.randn(room, head_dim // 2).repeat(1, 2)
     heads = Heads(angles.cos(), angles.sin(), *norms, eps=1e-5, window=window)
     ours, plain = cache.clone(), cache.clone()
-    out = triton_inference.attend(qkv, *ours, lengths, window, *heads.turns)
+    out = triton_cached_attention.attend(qkv, *ours, lengths, window, *heads.turns)
     torch.testing.assert_close(out, attend_plain(qkv, *plain, lengths, heads))
     torch.testing.assert_close(ours, plain)
     if window is None:
-        again = triton_inference.attend(
+        again = triton_cached_attention.attend(
             qkv, *cache, lengths, window, *heads.turns
         )  # the counts are zero again
         torch.testing.assert_close(again, out)

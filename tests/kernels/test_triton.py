@@ -100,11 +100,12 @@ def test_compiles_for_generation(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From Hopper on a kernel may start early, and waits for the one before it."""
-    from overland.kernels import triton_inference
+    from overland.kernels import triton_cached_attention, triton_inference
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     function, types, constants = INFERENCE[name]
-    kernel = getattr(triton_inference, function)
+    home = triton_inference if hasattr(triton_inference, function) else triton_cached_attention
+    kernel = getattr(home, function)
     is_early = "EARLY" in kernel.arg_names and capability >= 90
     if "EARLY" in kernel.arg_names:
         constants = {**constants, "EARLY": is_early}
