@@ -23,6 +23,7 @@ from overland.data.registry import (
     open_wanted,
     refuse_choices,
     sources_of,
+    takes_images,
     training_table,
     validates_on_holdout,
     validation_table,
@@ -63,10 +64,14 @@ def check_held_out(config: JobConfig) -> None:
     for held in held_out_sources(config).items():
         for trained in sources_of(config).items():
             if file := _shared(config, held, trained):
+                holdout = (
+                    "set data.holdout = 0.01 in its place to keep some documents for validation, "
+                    if not takes_images(config)  # of those, none can be kept
+                    else ""
+                )
                 raise DataError(
-                    f"validation would read {file}, which is trained on: set data.holdout = 0.01 "
-                    "in its place to keep some documents for validation, choose other data in "
-                    "[validation], or set validation.allow_training_data = true"
+                    f"validation would read {file}, which is trained on: {holdout}choose other "
+                    "data in [validation], or set validation.allow_training_data = true"
                 )
 
 

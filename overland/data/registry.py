@@ -16,10 +16,11 @@ from overland.data.images import RandomImages
 from overland.data.sft import conversations_of
 from overland.data.shapes import ShapeImages
 from overland.data.sources import Docstrings, FileSource, Source, StandardLibrary, open_source
-from overland.data.sources.array_list import ArrayList, is_array_list
+from overland.data.sources.array_files import WANTED
+from overland.data.sources.array_list import ArrayList, is_array_list, listed_files
 from overland.data.sources.columns import WHOLE
 from overland.data.sources.csv_rows import CSV_SUFFIXES
-from overland.errors import DataError, Unsettled
+from overland.errors import DataError, OverlandError, Unsettled
 from overland.models.flops import SampleFields, sample_fields
 from overland.models.registry import model_config
 from overland.words import command
@@ -201,6 +202,8 @@ def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) ->
     if path is None or path.suffix not in CSV_SUFFIXES or not path.is_file():
         return None
     if not is_array_list(path):
+        if takes_images(config):
+            listed_files(path, wanted.column)  # says what is wrong with it
         return None
     refuse_choices(wanted.model_copy(update={"column": None}), table, f"{path} is a list, which")
     if config.data.holdout:
@@ -209,7 +212,7 @@ def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) ->
             "those to validate on in a file of their own, validation.dataset_path"
         )
     taken = taken_by_model(config)
-    channels = taken["pixel_values"][1][0] if taken and "pixel_values" in taken else None
+    channels = taken[WANTED][1][0] if taken and WANTED in taken else None
     skips = config.data.bad_documents == "skip"
     return ArrayList(path, wanted.column, skips, channels, config.images.pad)
 
@@ -217,6 +220,14 @@ def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) ->
 def taken_by_model(config: JobConfig) -> SampleFields | None:
     """The arrays that the config's model takes; None: tokens."""
     return sample_fields(model_config(config.model))
+
+
+def takes_images(config: JobConfig) -> bool:
+    """Also before the model's own config is on this machine: then it is not known to."""
+    try:
+        return WANTED in (taken_by_model(config) or {})
+    except OverlandError:
+        return False
 
 
 def length_of_rows(config: JobConfig, table: str) -> int:

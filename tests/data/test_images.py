@@ -14,10 +14,19 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from overland.config.schema import Data, DataSource, Images, JobConfig, Model, Training
+from overland.config.schema import (
+    Data,
+    DataSource,
+    Images,
+    JobConfig,
+    Model,
+    Training,
+    Validation,
+)
 from overland.data.batch import digests
 from overland.data.buffers import empty_array
 from overland.data.corpora import Preparer
+from overland.data.leakage import check_held_out
 from overland.data.loader import load_batch
 from overland.data.pixels import instance_norm
 from overland.data.prepare import Dataset, training_data
@@ -322,6 +331,17 @@ def test_what_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
     held_out = job(tmp_path, data=Data(folder=str(tmp_path), holdout=0.1))
     with pytest.raises(DataError, match=r"data\.holdout keeps documents of text"):
         open_images(held_out, "training", "train.csv", sources_of(held_out)["train.csv"])
+
+
+def test_a_list_without_files_or_of_what_is_trained_on_says_so(tmp_path: Path) -> None:
+    images(tmp_path)
+    same = Validation(enable=True, dataset_path=str(tmp_path / "train.csv"))
+    with pytest.raises(DataError, match=r"which is trained on: choose other data"):  # no holdout
+        check_held_out(job(tmp_path, validation=same))
+    for text in ("path\n", "text,label\nhello,1\n"):
+        (tmp_path / "train.csv").write_text(text)
+        with pytest.raises(DataError, match=r"train\.csv names no \.npy, \.npz or \.safetensors"):
+            check_samples(job(tmp_path), TAKEN, "vit_mae debug", casts=True)
 
 
 def test_instance_norm_is_per_channel_and_image() -> None:
