@@ -346,7 +346,9 @@ def test_mpirun_starts_it(whole: Path, place: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("nodes", "tasks", "program"), [(1, 4, SCRIPT), (2, 2, SCRIPT), (1, 2, COMMAND)]
+    ("nodes", "tasks", "program"),
+    [(1, 4, SCRIPT), (2, 2, SCRIPT), (1, 2, COMMAND)],
+    ids=["1-4-script", "2-2-script", "1-2-overland"],
 )
 def test_srun_starts_it(
     slurm: Slurm, whole: Path, place: Path, nodes: int, tasks: int, program: list[str]
