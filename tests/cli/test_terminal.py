@@ -9,6 +9,8 @@ import re
 import select
 import signal
 import struct
+import subprocess
+import sys
 import termios
 import time
 from pathlib import Path
@@ -110,3 +112,15 @@ def test_the_bar_is_as_wide_as_the_terminal_and_what_is_said_stays(tmp_path: Pat
     kept = [line for line in lines(said) if "validation_loss/" in line]
     assert kept
     assert all(re.fullmatch(r"step \d+  validation_loss/\S+ [\d.]+ \(.*\)", line) for line in kept)
+
+
+def test_whoever_leaves_at_once_shows_the_cursor_again() -> None:
+    """As after Ctrl-C before the first step, and after a second one."""
+    terminal, theirs = pty.openpty()
+    program = "from overland.world.signals import leave; leave(75, 'stopped')"
+    done = subprocess.run([sys.executable, "-c", program], env=environment(TERM="xterm"),
+                          stdout=theirs, stderr=theirs, timeout=LIMIT_SECONDS)  # fmt: skip
+    assert done.returncode == 75
+    assert b"\x1b[?25hstopped" in os.read(terminal, 4096)
+    os.close(theirs)
+    os.close(terminal)

@@ -141,3 +141,20 @@ def test_mistakes_are_errors_in_a_sentence(tmp_path: Path) -> None:
     assert "to = 'gguf' is not known" in said[3]
     assert "nowhere.txt" in said[4]
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+TWO_RANKS = """
+import overland
+config = overland.load_config(
+    "quickstart", {tiny!r}, "training.dataset=random", "training.seq_len=32", "training.steps=2",
+    "training.local_batch_size=2", "validation.enable=false", "data.vocab_size=300",
+)
+result = overland.train(config, ranks=2, quiet=True)
+print(result.step, result.finished, result.checkpoint)
+"""
+
+
+def test_several_ranks_are_started_and_waited_for(tmp_path: Path) -> None:
+    said = run_python(TWO_RANKS.format(tiny=TINY), tmp_path)
+    assert said == "2 True runs/quickstart/checkpoint/step_2\n"
+    assert "sharded over 2 devices" in (tmp_path / "runs/quickstart/README.md").read_text()
