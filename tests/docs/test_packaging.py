@@ -34,7 +34,7 @@ def test_requirements_bring_every_format() -> None:
 def test_every_verb_that_the_readme_or_a_page_names_exists() -> None:
     verbs = {command.name or command.callback.__name__ for command in app.registered_commands}
     verbs |= {group.name for group in app.registered_groups}
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     sources = [*pages, *(ROOT / "overland").rglob("*.py"), *(ROOT / "overland").rglob("*.toml")]
     for page in sources:
         named = set(re.findall(r"`overland ([a-z]+)[ `]", page.read_text()))
