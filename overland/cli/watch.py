@@ -73,6 +73,8 @@ def watch(
     from overland.tools.watch.watch import Watch
 
     if serve is not None:
+        if once or as_json:
+            raise typer.BadParameter("--serve shows a live page: leave out --once and --json")
         return serve_page(runs, serve)
     if len(runs) > 1:
         raise NoRun(f"{len(runs)} runs: the terminal shows one; --serve shows several")

@@ -66,6 +66,14 @@ def test_json_for_scripts(tmp_path: Path) -> None:
     assert done.exit_code == 3
 
 
+@pytest.mark.parametrize("option", ["--json", "--once"])
+def test_a_live_page_is_neither_one_frame_nor_json(tmp_path: Path, option: str) -> None:
+    run = make_run(tmp_path, done=5)
+    done = CliRunner().invoke(app, ["watch", str(run), "--serve", "0", option])
+    assert done.exit_code == 2
+    assert "leave out --once and --json" in done.stderr
+
+
 def test_it_starts_without_torch(tmp_path: Path) -> None:
     make_run(tmp_path, done=5)
     code = (
