@@ -141,7 +141,7 @@ class Heartbeat:
         self.step, self.phase, self._since = 0, Phase.STARTING, time.monotonic()
         self.doing = self.phase.words
         self.words: dict[Phase, str] = {}
-        """What phases are called for now, where that says more than their usual words."""
+        """Overrides of how a phase is described, such as "compiling" for the first step."""
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._seconds[Phase.STARTING] = age_of_process()
         self.probe_seconds = self.data_wait = 0.0

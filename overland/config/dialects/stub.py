@@ -210,7 +210,7 @@ def _transforms(draft: Draft, entries: Entries) -> None:
         elif entry.value in (False, None):
             draft.without_meaning(path, entry, TRANSFORMS)
         elif not isinstance(entry.value, bool):
-            pass  # told by _switches
+            pass  # _switches refuses it
         elif name != "pad":
             draft.refuse(path, entry, "this transform is not built here; set it to false")
         else:
