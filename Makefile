@@ -4,6 +4,8 @@
 # make prove-all   the long proofs: all layouts, all resumes, all killed sessions, faults of a cluster; writes docs/evidence/, goes on where it stopped
 # make cluster-packages   Slurm, Open MPI and shellcheck, which some tests need; `make test` does it where it may
 # make browser   a headless Chromium, which the tests of reports need; `make test` does it where it may
+# make docs    build the documentation site, serve it and say where; PORT=8001 chooses another port
+# make site    only build it, into build/site
 # make times   all tests, and how long each of their files takes: tests/times.json
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
@@ -23,7 +25,7 @@ TORCH_FROM_cpu := --no-deps --retries 1 --extra-index-url $(WHEELS)/cpu
 TORCH_FROM_cuda :=
 TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
 
-.PHONY: setup train test quick times lint cluster-packages browser prove-all clean
+.PHONY: setup train test quick times lint cluster-packages browser docs site prove-all clean
 
 setup: .venv/ready-$(TORCH)
 
@@ -108,6 +110,16 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/python -m tests.prove_perplexity docs/evidence/perplexity.md
 	$(BIN)/python -m tests.cluster.supervise.prove_faults --into docs/evidence
 	$(BIN)/python -m tests.cluster.supervise.prove_restarts --into docs/evidence
+
+# The theme advertises its successor at each start.
+docs site: export NO_MKDOCS_2_WARNING := 1
+PORT ?= 8000
+docs: .venv/ready-dev
+	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:$(PORT)
+
+site: .venv/ready-dev
+	$(BIN)/python -m mkdocs build --strict
+	@echo "Open build/site/index.html."
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -12,13 +12,14 @@ from overland.config.fields import sections
 from overland.config.write import reference_rows, toml_value
 
 FOLDER = "reference/config"
+FOUND_FIRST = "---\nsearch:\n  boost: 2\n---\n\n"
 
 
 def pages() -> dict[str, str]:
     made = {f"{FOLDER}/index.md": _overview()}
     for section, about in sections().items():
         entries = [_entry(row) for row in _rows_of(section)]
-        heading = f"# \\[{section}\\]\n\n{as_markdown(about)}"
+        heading = f"{FOUND_FIRST}# \\[{section}\\]\n\n{as_markdown(about)}"
         made[f"{FOLDER}/{section}.md"] = "\n\n".join([heading, *entries]) + "\n"
     return made
 

@@ -27,10 +27,18 @@ REFERENCE = """\
 
 These pages are made from the code each time that the site is built.
 
-- [Config keys](config/index.md): every section and key with its type, default and meaning, as `overland config reference` prints them
-- [Command line](command/index.md): every command with its options, as `overland COMMAND --help` prints them
-- [Python API](python.md): every public name of `import overland`
+| | |
+|---|---|
+| [Config keys](config/index.md) | every section and key, with type, default and meaning |
+| [Command line](command/index.md) | every command, with its options and examples |
+| [Python API](python.md) | every public name of `import overland` |
 """
+
+EVIDENCE = """\
+# Evidence
+
+The measurements and proofs behind what these docs claim. `make prove-all` repeats most of those \
+that need no GPU."""
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -38,12 +46,15 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for uri, content in generated_pages().items():
+    made = {**generated_pages(), "evidence/index.md": evidence_index(config.nav or [])}
+    for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    if page.parent is None:  # there is no menu of its own to show
+        page.meta["hide"] = ["navigation"]
     return repository.with_links_of_the_site(markdown, page.file.src_uri)
 
 
@@ -59,25 +70,23 @@ def generated_pages() -> dict[str, str]:
         **config_pages.pages(),
         **command_pages.pages(),
         "reference/python.md": python_page.page(),
-        "evidence/index.md": evidence_index(),
         **repository.pages(),
     }
 
 
-def evidence_index() -> str:
-    folder = repository.DOCS / "evidence"
-    titles = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.md"))}
-    lines = [
-        f"- [{text.partition('# ')[2].partition(chr(10))[0]}]({name})"
-        for name, text in titles.items()
-    ]
-    return (
-        "# Evidence\n\nWhat these docs claim was measured. Each page names the script that wrote "
-        "it, the machine and the versions; `make prove-all` repeats what needs no GPU. Speed and "
-        "memory next to other trainers are under [performance](../performance.md).\n\n"
-        + "\n".join(lines)
-        + "\n"
-    )
+def evidence_index(nav: list[Any]) -> str:
+    """Lists the pages of evidence as the menu groups them."""
+    (menu,) = [item["Evidence"] for item in nav if "Evidence" in item]
+    parts = [EVIDENCE]
+    for title, uris in [group for item in menu if isinstance(item, dict) for group in item.items()]:
+        links = [f"- [{title_of(uri)}]({posixpath.relpath(uri, 'evidence')})" for uri in uris]
+        parts.append(f"## {title}\n\n" + "\n".join(links))
+    return "\n\n".join(parts) + "\n"
+
+
+def title_of(uri: str) -> str:
+    text = (repository.DOCS / uri).read_text(encoding="utf-8")
+    return text.partition("# ")[2].splitlines()[0]
 
 
 def pages_of(docs: str) -> list[str]:
@@ -132,6 +141,4 @@ def with_links_to_the_reference(html: str, page: str) -> str:
 def reference_to(code: str) -> str | None:
     """Returns where the reference explains a key, a command or a Python name."""
     key = code.partition("=")[0].strip()
-    return (
-        config_pages.place_of(key) or command_pages.place_of(code) or python_page.place_of(code)
-    )
+    return config_pages.place_of(key) or command_pages.place_of(code) or python_page.place_of(code)

@@ -111,10 +111,14 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
             fields.append((words, ast.get_docstring(member) or ""))
     yield "\n".join(_bullet(as_code(words), about) for words, about in fields)
     for member in node.body:
-        if isinstance(member, ast.FunctionDef) and not member.decorator_list:
-            if not member.name.startswith("_") or ast.get_docstring(member):
-                yield _block(_signature(member, member.name))
-                yield _docstring(member)
+        if isinstance(member, ast.FunctionDef) and not member.decorator_list and _is_shown(member):
+            yield _block(_signature(member, member.name))
+            yield _docstring(member)
+
+
+def _is_shown(method: ast.FunctionDef) -> bool:
+    special = method.name.startswith("__") and ast.get_docstring(method) is not None
+    return special or not method.name.startswith("_")
 
 
 def _string(node: ast.stmt | None) -> str:

@@ -34,18 +34,14 @@ LINK = re.compile(
 
 def pages() -> dict[str, str]:
     """Returns the pages made of files of the repository that are none in docs/."""
-    made = {
-        page: text_of(path) for path, page in PAGES.items() if (ROOT / path).is_file()
-    }
+    made = {page: text_of(path) for path, page in PAGES.items() if (ROOT / path).is_file()}
     own = {
         path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8")
         for path in DOCS.rglob("*.md")
     }
     todo = {**own, **made}
     while todo:  # a folder's page links to its files
-        linked = {
-            path for page, text in todo.items() for path in sources_linked(text, page)
-        }
+        linked = {path for page, text in todo.items() for path in sources_linked(text, page)}
         todo = {source_uri(path): text_of(path) for path in sorted(linked)}
         todo = {page: text for page, text in todo.items() if page not in made}
         made |= todo
@@ -58,14 +54,16 @@ def with_links_of_the_site(markdown: str, page: str) -> str:
 
     def rewrite(found: re.Match[str]) -> str:
         if not found["target"]:
-            return found[0]
+            in_table = markdown[markdown.rfind("\n", 0, found.start()) + 1 :].startswith("|")
+            return found[0].replace("\\|", "|") if in_table else found[0]  # as GitHub reads it
         target = address_on_the_site(found["target"], page)
         dark = target.replace("-light.", "-dark.")
         if found["alt"] is not None and dark != target and exists(dark, page):
             return f"![{found['alt']}]({target}#only-light)![{found['alt']}]({dark}#only-dark)"
         return f"{found['before']}{target})"
 
-    return LINK.sub(rewrite, PICTURE.sub(r"![\1](\2)", markdown))
+    markdown = PICTURE.sub(r"![\1](\2)", markdown)
+    return LINK.sub(rewrite, markdown)
 
 
 def exists(target: str, page: str) -> bool:
@@ -143,6 +141,9 @@ def folder_page(path: str) -> str:
 def notebook_page(text: str) -> str:
     cells = json.loads(text)["cells"]
     blocks = [(cell["cell_type"], "".join(cell["source"]).rstrip()) for cell in cells]
-    return "\n\n".join(
-        f"```python\n{source}\n```" if kind == "code" else source for kind, source in blocks
-    ) + "\n"
+    return (
+        "\n\n".join(
+            f"```python\n{source}\n```" if kind == "code" else source for kind, source in blocks
+        )
+        + "\n"
+    )
