@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from words import as_code, as_markdown
+from words import as_code, as_markdown, table
 
 import overland
 
@@ -100,20 +100,23 @@ def _argument(one: ast.arg, default: ast.expr | None) -> str:
 
 
 def _members(node: ast.ClassDef) -> Iterator[str]:
-    """Yields a list of the fields and properties of a class, and then its methods."""
-    fields = []
+    """Yields a table of the fields and properties of a class, and then its methods."""
+    rows = []
     for member, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(member, ast.AnnAssign) and not ast.unparse(member.target).startswith("_"):
-            words = f"{ast.unparse(member.target)}: {ast.unparse(member.annotation)}"
-            fields.append((words, _string(after)))
+            rows.append(_row(ast.unparse(member.target), member.annotation, _string(after)))
         elif isinstance(member, ast.FunctionDef) and member.decorator_list and member.returns:
-            words = f"{member.name}: {ast.unparse(member.returns)}"
-            fields.append((words, ast.get_docstring(member) or ""))
-    yield "\n".join(_bullet(as_code(words), about) for words, about in fields)
+            rows.append(_row(member.name, member.returns, ast.get_docstring(member) or ""))
+    if rows:
+        yield table(("field", "type", "meaning"), rows)
     for member in node.body:
         if isinstance(member, ast.FunctionDef) and not member.decorator_list and _is_shown(member):
             yield _block(_signature(member, member.name))
             yield _docstring(member)
+
+
+def _row(name: str, kind: ast.expr, about: str) -> tuple[str, str, str]:
+    return as_code(name), as_code(ast.unparse(kind)), as_markdown(" ".join(about.split()))
 
 
 def _is_shown(method: ast.FunctionDef) -> bool:

@@ -23,11 +23,12 @@ PAGES = {
 }
 FILES = {page: path for path, page in PAGES.items()}
 
-PICTURE = re.compile(r'<picture>.*?<img alt="([^"]*)" src="([^"]*)"[^>]*>.*?</picture>', re.DOTALL)
+PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
 # Blocks and spans of code hold no links; they match first.
 LINK = re.compile(
     r"^ *(?P<fence>```+|~~~+).*?^ *(?P=fence)|`[^`\n]+`"
-    r"|(?P<before>!\[(?P<alt>[^\]]*)\]\(|\]\()(?P<target>[^)\s]+)\)",
+    r"|(?P<before>!\[(?P<alt>[^\]]*)\]\(|\]\()(?P<target>[^)\s]+)\)"
+    r'|(?P<attribute>(?:src|href)=")(?P<address>[^"]+)"|(?P<container><(?:details|div)\b)',
     re.MULTILINE | re.DOTALL,
 )
 
@@ -49,21 +50,37 @@ def pages() -> dict[str, str]:
 
 
 def with_links_of_the_site(markdown: str, page: str) -> str:
-    """Makes links to files of the repository lead to their pages, and shows the dark variant of a
-    picture in dark mode."""
+    """Makes links to files of the repository lead to their pages, shows the dark variant of a
+    picture in dark mode, and writes in the site's dialect what GitHub reads in another way."""
+    markdown = PICTURE.sub(picture_as_image, markdown)
 
     def rewrite(found: re.Match[str]) -> str:
-        if not found["target"]:
-            in_table = markdown[markdown.rfind("\n", 0, found.start()) + 1 :].startswith("|")
-            return found[0].replace("\\|", "|") if in_table else found[0]  # as GitHub reads it
-        target = address_on_the_site(found["target"], page)
-        dark = target.replace("-light.", "-dark.")
-        if found["alt"] is not None and dark != target and exists(dark, page):
-            return f"![{found['alt']}]({target}#only-light)![{found['alt']}]({dark}#only-dark)"
-        return f"{found['before']}{target})"
+        if found["target"]:
+            return link(found, page)
+        if found["address"]:  # which is taken as it is
+            address = re.sub(r"\.md(?=#|$)", ".html", address_on_the_site(found["address"], page))
+            return f'{found["attribute"]}{address}"'
+        if found["container"]:
+            return f"{found['container']} markdown"  # so that Markdown is read inside it
+        in_table = markdown[markdown.rfind("\n", 0, found.start()) + 1 :].startswith("|")
+        return found[0].replace("\\|", "|") if in_table else found[0]
 
-    markdown = PICTURE.sub(r"![\1](\2)", markdown)
     return LINK.sub(rewrite, markdown)
+
+
+def link(found: re.Match[str], page: str) -> str:
+    target = address_on_the_site(found["target"], page)
+    dark = target.replace("-light.", "-dark.")
+    if found["alt"] is not None and dark != target and exists(dark, page):
+        return f"![{found['alt']}]({target}#only-light)![{found['alt']}]({dark}#only-dark)"
+    return f"{found['before']}{target})"
+
+
+def picture_as_image(found: re.Match[str]) -> str:
+    """Returns the image for light mode; the other is found by its name."""
+    image = found[0].partition("<img")[2]
+    values = dict(re.findall(r'(\w+)="([^"]*)"', image))
+    return f"![{values.get('alt', '')}]({values['src']})"
 
 
 def exists(target: str, page: str) -> bool:
@@ -90,7 +107,8 @@ def repository_path(name: str, page: str) -> str | None:
 
 def sources_linked(markdown: str, page: str) -> Iterator[str]:
     for found in LINK.finditer(markdown):
-        path = repository_path((found["target"] or "").partition("#")[0], page)
+        target = found["target"] or found["address"] or ""
+        path = repository_path(target.partition("#")[0], page)
         if path and path not in PAGES and not in_docs(path):
             yield path
 

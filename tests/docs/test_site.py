@@ -4,6 +4,7 @@ every link leads somewhere, and nothing in a page is loaded from elsewhere."""
 from __future__ import annotations
 
 import html
+import importlib
 import posixpath
 import re
 import subprocess
@@ -151,6 +152,42 @@ def test_a_page_has_the_parts_that_it_has_on_github(source: Path, site: Path) ->
     spans = [one.content for one in inline if one.type == "code_inline"]
     found = re.findall(r"<pre.*?</pre>|<code>(.*?)</code>", text, flags=re.DOTALL)
     assert [html.unescape(one) for one in found if one] == spans
+    prose = re.sub(r"<pre.*?</pre>|<code>.*?</code>", "", text, flags=re.DOTALL)
+    assert "](" not in prose
+    pictures = [one.attrs["src"] for one in inline if one.type == "image"]
+    assert [one for one in pictures if Path(str(one)).name not in prose] == []
+
+
+REWRITTEN = {
+    "[install](docs/install.md#extras)": "[install](install.md#extras)",
+    "[house rules](CONTRIBUTING.md)": "[house rules](contributing.md)",
+    "[code](overland/errors.py)": "[code](source/overland/errors.py.md)",
+    "[all](docs/evidence)": "[all](evidence/index.md)",
+    "[site](https://example.org/docs/install.md)": "[site](https://example.org/docs/install.md)",
+    "[gone](docs/no_such_page.md)": "[gone](docs/no_such_page.md)",  # the build refuses it
+    "`[a](docs/install.md)`": "`[a](docs/install.md)`",
+    "```\n[a](docs/install.md)\n```": "```\n[a](docs/install.md)\n```",
+    "| `a\\|b` |": "| `a|b` |",
+    "grep `a\\|b`": "grep `a\\|b`",
+    '<a href="docs/train.md#logs">': '<a href="train.html#logs">',
+    '<img width="9" src="docs/images/report-story.png">': (
+        '<img width="9" src="images/report-story.png">'
+    ),
+    "<details>": "<details markdown>",
+    '<picture>\n<source srcset="docs/images/report-dark.png">\n'
+    '<img src="docs/images/report-light.png" alt="A run">\n</picture>': (
+        "![A run](images/report-light.png#only-light)![A run](images/report-dark.png#only-dark)"
+    ),
+}
+
+
+@pytest.mark.parametrize("written", REWRITTEN)
+def test_what_github_reads_is_rewritten_for_the_site(
+    written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "site"))
+    repository = importlib.import_module("repository")
+    assert repository.with_links_of_the_site(written, "index.md") == REWRITTEN[written]
 
 
 def test_the_front_page_is_the_readme(site: Path) -> None:
