@@ -115,6 +115,8 @@ prove-all: .venv/ready-dev cluster-packages
 docs site: export NO_MKDOCS_2_WARNING := 1
 PORT ?= 8000
 docs: .venv/ready-dev
+	@$(BIN)/python -c 'import socket; socket.create_server(("127.0.0.1", $(PORT)))' 2>/dev/null || \
+		{ echo "Port $(PORT) is taken: choose another one, such as make docs PORT=8001."; exit 2; }
 	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:$(PORT)
 
 site: .venv/ready-dev
