@@ -86,7 +86,7 @@ def evidence_index(nav: list[Any]) -> str:
 
 def title_of(uri: str) -> str:
     text = (repository.DOCS / uri).read_text(encoding="utf-8")
-    return text.partition("# ")[2].splitlines()[0]
+    return next(line for line in text.splitlines() if line.startswith("# ")).removeprefix("# ")
 
 
 def pages_of(docs: str) -> list[str]:

@@ -80,6 +80,10 @@ def article(page: Path) -> str:
     return page.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
 
 
+def text_of(markup: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", markup))
+
+
 def loaded(page: Path) -> Iterator[str]:
     """Yields the address of whatever a browser loads to show a page."""
     for name, given in tags(page):
@@ -191,8 +195,9 @@ def test_what_github_reads_is_rewritten_for_the_site(
 
 
 def test_the_front_page_is_the_readme(site: Path) -> None:
-    title = (ROOT / "README.md").read_text(encoding="utf-8").partition("# ")[2].splitlines()[0]
-    assert re.search(rf"<h1[^>]*>{title}", article(site / "index.html"))
+    title = re.search(r"^# (.+)$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M)
+    assert title
+    assert re.search(rf"<h1[^>]*>{title[1]}", article(site / "index.html"))
 
 
 def test_pictures_follow_the_mode_of_the_page(site: Path) -> None:
@@ -209,11 +214,13 @@ def test_pictures_follow_the_mode_of_the_page(site: Path) -> None:
 def test_every_key_is_in_the_reference(site: Path) -> None:
     for row in reference_rows():
         page = site / "reference" / "config" / f"{row['section']}.html"
-        assert f"{row['section']}.{row['key']}" in anchors(page)
-    text = article(site / "reference" / "config" / "training.html")
-    entry = text.partition('id="training.local_batch_size"')[2].partition("<h2")[0]
-    assert "a positive whole number · default: <code>8</code>" in entry
-    assert "Sequences that one device takes" in entry
+        name = f"{row['section']}.{row['key']}"
+        assert name in anchors(page)
+        entry = text_of(article(page).partition(f'id="{name}"')[2].partition("<h2")[0])
+        assert f"{row['type']} · default: " in entry
+        assert " ".join(row["description"].replace("`", "").split()) in entry
+    batch = article(site / "reference" / "config" / "training.html")
+    assert "default: 8\n" in text_of(batch.partition('id="training.local_batch_size"')[2])
 
 
 def test_every_command_and_option_is_in_the_reference(site: Path) -> None:
@@ -224,7 +231,7 @@ def test_every_command_and_option_is_in_the_reference(site: Path) -> None:
         assert page.is_file() is not command.hidden
         if command.hidden:
             continue
-        text = html.unescape(article(page))
+        text = text_of(article(page))
         for one in getattr(command, "commands", {"": command}).values():
             for param in one.params:
                 if not getattr(param, "hidden", False):
@@ -240,9 +247,10 @@ def test_every_command_and_option_is_in_the_reference(site: Path) -> None:
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     page = site / "reference" / "python.html"
     assert {name for name in overland.__all__ if not name.startswith("_")} <= anchors(page)
-    text = re.sub(r"<[^>]+>", "", article(page))
+    text = text_of(article(page))
     assert "train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False)" in text
-    assert "Trains the run that a config describes" in text
+    for name in ("train", "load_config", "evaluate", "Trained"):
+        assert getattr(overland, name).__doc__.splitlines()[0].replace("`", "") in text
 
 
 def test_keys_and_commands_in_a_text_link_to_the_reference(site: Path) -> None:
