@@ -3,16 +3,16 @@
 
 log() { printf '%(%F %T)T %s\n' -1 "$*"; }
 
-# The training loop writes the steps it has done when it is through. A link that is not needed any
-# more ends here.
+# The training loop writes the number of completed steps when it finishes. Jobs of the chain that
+# are no longer needed end here.
 finished() { [ "$(cat /home/me/runs/llama/done 2>/dev/null)" -ge 100 ] 2>/dev/null; }
 if finished; then
-    log 'finished already: /home/me/runs/llama'
+    log 'already finished: /home/me/runs/llama'
     exit 0
 fi
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NGPU
 
-# Training never opens a connection: a library that tries fails at once, where it would wait.
+# Training never opens a connection: a library that tries to fails at once instead of waiting.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export WANDB_MODE="${WANDB_MODE:-offline}"
 
@@ -24,7 +24,7 @@ for ((session = 1; session <= 1; session++)); do
     /home/me/envs/overland/bin/python -m overland train /home/me/runs/llama/submit/1.toml
     code=$?
     finished && exit 0
-    # 75 says "stopped and saved, to be resumed".
+    # Exit code 75 means "stopped and saved, to be resumed".
     [ "$code" -eq 75 ] || exit "$code"
 done
-log "stopped, to go on where it was when it is submitted again"
+log "stopped and saved; submit again to resume"

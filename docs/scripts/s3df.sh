@@ -10,67 +10,67 @@
 #SBATCH --output=/sdf/scratch/me/runs/llama/logs/job-%j.log
 #SBATCH --exclusive
 #SBATCH --mem=0
-# Jobs of one name run one at a time: the links of a chain, and never two jobs in one run folder.
+# Jobs with the same name run one at a time, so a chain never has two jobs in the run folder.
 #SBATCH --dependency=singleton
-# Slurm would end the job with its first lost node.
+# Otherwise Slurm would end the job as soon as it loses a node.
 #SBATCH --no-kill
-# After preemption or the loss of its first node the job goes back into the queue; its log goes on.
+# After preemption or the loss of its first node the job is requeued, and its log is continued.
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Before the end, ranks save and stop. Without `B:`, which would signal this shell alone.
+# Ranks save and stop shortly before the time limit. No `B:`, which would signal only this shell.
 #SBATCH --signal=USR1@180
-# Nothing of the shell that submitted comes along: no token, no proxy, no stale rank.
+# The job does not inherit the submitting shell's environment: no tokens, proxies or stale ranks.
 #SBATCH --export=NONE
 
 log() { printf '%(%F %T)T %s\n' -1 "$*"; }
 
-# The training loop writes the steps it has done when it is through. A link that is not needed any
-# more ends here.
+# The training loop writes the number of completed steps when it finishes. Jobs of the chain that
+# are no longer needed end here.
 finished() { [ "$(cat /sdf/scratch/me/runs/llama/done 2>/dev/null)" -ge 100 ] 2>/dev/null; }
 if finished; then
-    log 'finished already: /sdf/scratch/me/runs/llama'
+    log 'already finished: /sdf/scratch/me/runs/llama'
     exit 0
 fi
-# What would fail again is not tried again, until the run is submitted anew.
+# A run that failed for good is not tried again until it is resubmitted.
 if [ -e /sdf/scratch/me/runs/llama/stopped ]; then
-    log "not started, since this run was stopped: $(cat /sdf/scratch/me/runs/llama/stopped)"
+    log "not started, because this run was stopped: $(cat /sdf/scratch/me/runs/llama/stopped)"
     exit 1
 fi
 log "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 
-# What is set below must reach the ranks; what an earlier launcher left behind must not.
+# Variables set below must reach the ranks; those left behind by an earlier launcher must not.
 export SLURM_EXPORT_ENV=ALL
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NGPU
 
-# Training never opens a connection: a library that tries fails at once, where it would wait.
+# Training never opens a connection: a library that tries to fails at once instead of waiting.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export WANDB_MODE="${WANDB_MODE:-offline}"
 
-# A collective that hangs leaves a record of what each rank waited for.
+# When a collective hangs, each rank records what it was waiting for.
 export TORCH_FR_BUFFER_SIZE="2000"
 export TORCH_NCCL_DUMP_ON_TIMEOUT="1"
 
 cd /sdf/scratch/me || exit 1
 
-# The node's cores, shared out. Without it, srun would give every rank one.
+# Divide the node's cores among its ranks. Without this, srun would give each rank one core.
 cpus=$((SLURM_CPUS_ON_NODE / 10))
 [ "$cpus" -ge 1 ] || cpus=1
 
-# Ranks also watch the clock themselves. Older Slurms do not tell them when the job ends.
+# Ranks also watch the clock themselves. Older versions of Slurm do not set the job's end time.
 if [ -z "$SLURM_JOB_END_TIME" ]; then
     SLURM_JOB_END_TIME=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s)
 fi
 export SLURM_JOB_END_TIME
 
-# Around each rank. 75 says "stopped and saved, to be resumed": no failure, and srun must not kill
-# for it those who are still on their way out. Slurm signals every process of a rank, this shell
-# too, which waits for the rank. Of a rank that ends with 0 srun tells nothing.
+# Wrapper around each rank. Exit code 75 means "stopped and saved, to be resumed": not a failure, so
+# srun must not kill the ranks that are still exiting. Slurm signals every process of a rank,
+# including this shell, which waits for the rank. srun does not report ranks that exit with 0.
 # shellcheck disable=SC2016
 rank='trap : USR1 USR2 TERM; "$@"; code=$?; [ "$code" -ne 0 ] || echo "overland ended: $SLURMD_NODENAME"; exit $((code == 75 ? 0 : code))'
 
-# How ranks are started, on nodes that the supervisor adds. --kill-on-bad-exit: a rank that failed
-# leaves the others waiting for it. --wait=0: the first rank may write weights long after the others
-# have ended.
+# How ranks are launched; the supervisor adds the nodes. --kill-on-bad-exit: a rank that fails would
+# leave the others waiting for it. --wait=0: the first rank may still be writing weights long after
+# the others have exited.
 launch=(
     srun --ntasks-per-node=10 --cpus-per-task="$cpus" --gpus-per-node=10
     --mpi=none --no-kill --kill-on-bad-exit=1 --wait=0 --label
@@ -78,7 +78,7 @@ launch=(
     /sdf/scratch/me/envs/overland/bin/python -m overland
 )
 
-# Tests the nodes, starts the ranks on 1 good ones, watches them, and starts them again where a
-# rank or a node is lost; docs/clusters.md tells how. `exec`: signals reach it.
+# Tests the nodes, starts the ranks on 1 good ones, monitors them, and restarts them if a
+# rank or a node is lost (see docs/clusters.md). `exec`, so that signals reach the supervisor.
 exec /sdf/scratch/me/envs/overland/bin/python -m overland supervise /sdf/scratch/me/runs/llama/submit/1.toml \
     --nodes 1 --tasks-per-node 10 --steps 100 --requeue -- "${launch[@]}"

@@ -134,7 +134,7 @@ def test_a_conversation_keeps_what_was_said(chat: Path, tmp_path: Path) -> None:
 def test_a_conversation_that_no_longer_fits_loses_its_beginning(chat: Path) -> None:
     lines = "".join(f"Say {i} {'word ' * 12}\n" for i in range(9))
     result = generate(chat, "--chat", "--num-tokens", 4, given=lines)
-    assert "it no longer sees the first 2 turns" in result.stderr
+    assert "the first 2 turns have been dropped" in result.stderr
     assert generate(chat, "--chat", code=2, given="long " * 400).stderr.count("shorten it") == 1
 
 
@@ -147,9 +147,9 @@ ODD = [
     (["--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
     (["--top-p", "0"], "--top-p 0.0: expected more than 0"),
     (["--stop", ""], "--stop '' would end every text"),
-    (["--chat", "Hi"], "comes without a chat template"),
+    (["--chat", "Hi"], "has no chat template"),
     (["--file", "nowhere.txt"], "--file nowhere.txt cannot be read: No such file"),
-    (["--step", "3"], "--step 3 selects a checkpoint of a run folder"),
+    (["--step", "3"], "--step 3 selects a checkpoint of a run"),
     (["--device", "warp"], "--device warp cannot be used here"),
     (["x" * 3000], "prompt 1 has"),
     (["--system", "Be short."], "--system is for --chat"),
@@ -166,12 +166,12 @@ def test_odd_options_are_one_sentence(words: list[str], message: str, model: Pat
 @pytest.mark.parametrize(
     ("name", "contents", "message"),
     [
-        ("empty.txt", b"\n  \n", "there is no prompt in it"),
+        ("empty.txt", b"\n  \n", "contains no prompts"),
         ("bytes.txt", b"a\xff\xfe", "is not UTF-8 text"),
-        ("cut.jsonl", b'{"prompt": "a"}\n{"prompt": ', "cut.jsonl, line 2: no JSON"),
-        ("other.jsonl", b'{"id": 3}', "other.jsonl, line 1: expected a text"),
-        ("turns.jsonl", b'{"messages": [{"role": 1}]}', "turns.jsonl, line 1: expected a text"),
-        ("half.jsonl", b'"a"\n"b\\ud800"', "prompt 2 is not UTF-8 text: '\\ud800', character 2"),
+        ("cut.jsonl", b'{"prompt": "a"}\n{"prompt": ', "cut.jsonl, line 2: invalid JSON"),
+        ("other.jsonl", b'{"id": 3}', "other.jsonl, line 1: expected a string"),
+        ("turns.jsonl", b'{"messages": [{"role": 1}]}', "turns.jsonl, line 1: expected a string"),
+        ("half.jsonl", b'"a"\n"b\\ud800"', "prompt 2 is not valid UTF-8: character 2 is '\\ud800'"),
     ],
 )
 def test_odd_files_are_one_sentence(
@@ -186,7 +186,7 @@ def test_a_vocabulary_of_more_or_fewer_rows_than_the_tokenizer_has(tmp_path: Pat
     assert len(records(padded, "def a", "--num-tokens", 30, "--temperature", 3)) == 1
     short = write_text_model(tmp_path / "short", vocab_size=64)
     said = generate(short, "zzz", code=2).stderr
-    assert "and the model has a vocabulary of 64" in said
+    assert "but the model's vocabulary has 64" in said
 
 
 def test_a_tokenizer_without_an_end_still_ends(tmp_path: Path, model: Path) -> None:

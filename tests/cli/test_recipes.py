@@ -71,7 +71,7 @@ def test_the_quickstart_is_fine_tuned_and_asked_before_and_after(tmp_path: Path)
     run = tmp_path / "runs/sft_quickstart"
     first, last = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
     assert (first["step"], last["step"]) == (0, 2)
-    assert f"Before, the model answers {QUESTION!r}:" in told.stdout
+    assert f"Before training, the model answers {QUESTION!r}:" in told.stdout
     assert first["text"] != last["text"]
     assert {"<|im_start|>", "<|im_end|>"} <= set(Tokenizer(run / "tokenizer").specials)
 

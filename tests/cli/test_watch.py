@@ -45,8 +45,9 @@ def test_one_frame_and_its_exit_code(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["watch", str(run)]).exit_code == 0  # no terminal: once
     done = CliRunner().invoke(app, ["watch", str(tmp_path / "none"), "--once"])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"{tmp_path}/none is not there (yet): expected the folder of a run, as " \
-        "job.dump_folder names it\n"  # fmt: skip
+    assert done.stderr == (
+        f"{tmp_path}/none does not exist (yet): expected a run folder, as set by job.dump_folder\n"
+    )
 
 
 def test_json_for_scripts(tmp_path: Path) -> None:

@@ -187,5 +187,5 @@ def test_a_run_folder_with_a_line_break_is_refused_by_submit(
     words += ["--time", "01:00:00", "--dry-run", "job.dump_folder=runs\ntouch pwned"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2, done.output
-    assert "cannot stand in a script" in done.stderr
+    assert "cannot be used in a script" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

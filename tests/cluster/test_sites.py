@@ -46,7 +46,7 @@ def test_frontiers_walltime_follows_the_number_of_nodes(nodes: int, time: str) -
 def test_a_partition_has_limits_of_its_own() -> None:
     site = load_site("frontier")
     assert choose_walltime(site, 64, None, "extended") == "24:00:00"
-    with pytest.raises(ClusterError, match=r"partition extended, takes 64 nodes at most.* 65"):
+    with pytest.raises(ClusterError, match=r"partition extended, allows at most 64 nodes, not 65"):
         choose_walltime(site, 65, None, "extended")
 
 
@@ -56,14 +56,16 @@ def test_too_long_a_time_is_refused_with_the_limit_and_a_way_out() -> None:
         choose_walltime(site, 64, "06:00:00", None)
     assert str(refused.value) == (
         "--time 06:00:00: frontier allows 02:00:00 for 64 nodes, and --partition extended "
-        "24:00:00 up to 64 nodes; --sessions chains jobs"
+        "allows 24:00:00 up to 64 nodes; use --sessions for a chain of jobs"
     )
     assert choose_walltime(site, 64, "01:59:00", None) == "01:59:00"
 
 
 def test_where_no_limit_is_known_the_time_is_asked_for() -> None:
     site = load_site("perlmutter")
-    with pytest.raises(ClusterError, match=r"perlmutter: how long .* give --time HH:MM:SS"):
+    with pytest.raises(
+        ClusterError, match=r"perlmutter: the walltime limit .* give --time HH:MM:SS"
+    ):
         choose_walltime(site, 1, None, None)
     assert choose_walltime(site, 1, "48:00:00", None) == "48:00:00"
 
@@ -139,10 +141,10 @@ def test_an_unknown_site_is_answered_with_the_nearest() -> None:
         ("module = [\"rocm\"]",
          'ours.toml:3: module = ["rocm"]: unknown key; did you mean modules?'),
         ("[environment]\nHF_TOKEN = \"hf_x\"",
-         "ours.toml:4: environment.HF_TOKEN: looks like a secret, which must not lie in a file; "
-         "`--env` passes it on by name"),
+         "ours.toml:4: environment.HF_TOKEN: looks like a secret, which must not be in a file; "
+         "pass it by name with `--env`"),
         ("[environment]\nA = \"$(rm -rf x)\"",
-         "ours.toml:4: environment.A: expected plain text and $NAMES: a value must not end its "
+         "ours.toml:4: environment.A: expected plain text and $NAMES; a value must not break its "
          "quotes or run commands"),
     ],
 )  # fmt: skip

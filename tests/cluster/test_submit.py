@@ -117,7 +117,7 @@ def test_frontiers_script_has_what_frontier_needs() -> None:
         assert f'export {name}="{value}"' in text
     assert "rccl-net-plugin" in text
     assert "unset http_proxy" in text
-    assert "# Without both of these, nothing above about 300 nodes works" in text
+    assert "# Without both of these, nothing beyond about 300 nodes works" in text
 
 
 def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
@@ -126,7 +126,7 @@ def test_a_packed_environment_is_copied_to_every_nodes_disk() -> None:
     assert 'sbcast --force /scratch/env.tar.gz "$packed" || packed=' in text
     assert '    "$node_env/bin/python" -m overland\n' in text
     assert 'exec "$node_env/bin/python" -m overland supervise' in text
-    with pytest.raises(ClusterError, match="generic-amd has no disk"):
+    with pytest.raises(ClusterError, match="generic-amd names no node-local disk"):
         make_job("generic-amd", place(RUN), packed_env="/scratch/env.tar.gz")
 
 
@@ -169,7 +169,9 @@ def test_an_old_packed_environment_is_unpacked_and_those_of_old_jobs_are_gone(
     )
     wanted = JobRequest(nodes=2, time="00:10:00", packed_env=str(packed))
     text = render_job(plan_job(load_site(str(site)), wanted, place(RUN)))
-    script = "log() { :; }\n" + text[text.index("node_env=") : text.index("# Around each rank")]
+    script = (
+        "log() { :; }\n" + text[text.index("node_env=") : text.index("# Wrapper around each rank")]
+    )
     env = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
@@ -302,38 +304,39 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
     ("words", "message"),
     [
         (["--site", "frontier"],
-         "frontier takes no job without its account; give --account or set SBATCH_ACCOUNT"),
+         "frontier requires --account for every job: give it, or set SBATCH_ACCOUNT"),
         ([], "which cluster? give --site (frontier, generic-amd, generic-nvidia, laptop, "
          "perlmutter, s3df)"),
         (["--site", "s3df", "--account", "fac:repo"],
-         "s3df: how many devices a node has depends on the partition; give --partition (ada, "
-         "ampere, hopper), or --devices-per-node"),
+         "s3df: the number of devices per node depends on the partition; give --partition (ada, "
+         "ampere, hopper) or --devices-per-node"),
         (["--site", "generic-nvidia"],
-         "generic-nvidia: how many devices a node has is not known here; give --devices-per-node"),
+         "generic-nvidia: the number of devices per node is not known; give --devices-per-node"),
         (["--site", "laptop", "--nodes", "2", "--devices-per-node", "1"],
-         "--nodes: laptop is one machine, without a scheduler"),
-        (["--site", "frontier", "--account", "a b"], "--account 'a b': expected one word"),
+         "--nodes: laptop is a single machine without a scheduler"),
+        (["--site", "frontier", "--account", "a b"], "--account 'a b': expected a single word"),
         (["--site", "frontier", "--account", "abc123", "--qos", "debug", "--sessions", "2"],
-         "--sessions: frontier allows no chains in debug"),
+         "--sessions: frontier does not allow job chains in debug"),
         (["--site", "frontier", "--account", "abc123", "--time", "00:02:00"],
          "--time 00:02:00: ranks stop 3 minutes before the end "
-         "(checkpoint.walltime_margin_minutes), so nothing is left to train in"),
+         "(checkpoint.walltime_margin_minutes), which leaves no time to train"),
         (["--site", "frontier", "--account", "abc123", "--container", "no.sif"],
          "--container no.sif: no such file; containers/ has its definition"),
         (["--site", "frontier", "--account", "abc123", "--sbatch", "--export=HF_TOKEN=hf_abc"],
-         "--sbatch: a value in --export would lie in the script for all to read; `--env NAME` "
-         "passes a variable on by its name"),
+         "--sbatch: a value in --export would be readable in the script; use `--env NAME` to "
+         "pass a variable by name"),
         (["--site", "frontier", "--account", "abc123", "--sbatch", "--mem=1G --nodes=5"],
-         "--sbatch --nodes=5: the rest of the script must know; give --nodes, and --spares"),
+         "--sbatch --nodes=5: the rest of the script depends on this value; use --nodes and "
+         "--spares"),
         (["--site", "frontier", "--account", "abc123", "--sbatch", "-N5"],
-         "--sbatch -N5: the rest of the script must know; give --nodes, and --spares"),
+         "--sbatch -N5: the rest of the script depends on this value; use --nodes and --spares"),
         (["--site", "frontier", "--account", "abc123", "--nodez", "--dry-run"],
          'command line: "--nodez": no such option (`--help` lists them); expected '
          "section.key=value, such as training.steps=20"),
         (["--site", "my.toml"], 'command line: site = "my.toml": no such site, and no such file'),
         (["--site", "frontier", "--account", "abc123", "--env", "HF_TOKEN=hf_abc"],
-         "--env HF_TOKEN=…: expected the name of a variable; its value is taken from the "
-         "environment, and never written down"),
+         "--env HF_TOKEN=…: expected only the name of a variable; its value is taken from the "
+         "environment and never written to disk"),
         (["--site", "frontier", "--account", "abc123", "--env", "HF_TOKEN"],
          "--env HF_TOKEN: is not set here, so there is nothing to pass on"),
         (["--site", "frontier", "--account", "abc123", "--sessions", "2",
@@ -453,7 +456,7 @@ def test_a_secret_that_slipped_in_is_found(
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     words = ["--site", "frontier", "--account", "abc123", "--dry-run"]
     said = refusal("quickstart", *words, *place)
-    assert said.startswith("the script would hold the value of HF_TOKEN")
+    assert said.startswith("the script would contain the value of HF_TOKEN")
     assert "hf_very_secret" not in said
 
 
@@ -477,7 +480,7 @@ def test_without_sbatch_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "/nowhere")
     words = ["--site", "frontier", "--account", "abc123"]
     said = refusal("quickstart", *words, "job.dump_folder=mine")
-    assert said.startswith("there is no sbatch here: submit from a login node of frontier")
+    assert said.startswith("sbatch was not found: submit from a login node of frontier")
     assert not (tmp_path / "mine").exists()
 
 
@@ -501,7 +504,7 @@ def test_a_surplus_link_ends_at_once(site: str, folder: str, tmp_path: Path) -> 
     (run / "done").write_text("100\n")
     done = run_script(render_job(make_job(site, place(run), sessions=2)))
     assert done.returncode == 0
-    assert "finished already" in done.stdout
+    assert "already finished" in done.stdout
     assert done.stderr == ""
 
 
@@ -512,7 +515,7 @@ def test_a_job_without_a_scheduler_runs_in_the_background(tmp_path: Path) -> Non
     (tmp_path / "done").write_text("100\n")
     (pid,) = submit(job, script)
     os.waitpid(int(pid), 0)
-    assert "finished already" in (tmp_path / "logs" / "job.log").read_text()
+    assert "already finished" in (tmp_path / "logs" / "job.log").read_text()
 
 
 RANK = re.compile(r"^rank='(.*)'$", flags=re.MULTILINE)
@@ -586,7 +589,7 @@ def test_a_run_that_was_stopped_is_not_started_until_it_is_submitted_anew(tmp_pa
     job = make_job("generic-nvidia", place(tmp_path), nodes=2)
     done = run_script(render_job(job))
     assert done.returncode == 1
-    assert "not started, since this run was stopped: code error: rank 1: KeyError" in done.stdout
+    assert "not started, because this run was stopped: code error: rank 1: KeyError" in done.stdout
 
 
 SHOWN: dict[str, tuple[str, str, dict[str, object]]] = {

@@ -152,7 +152,7 @@ def test_a_bad_document_names_the_option_of_whoever_reads(
     layout = read_layout(lay_out("a", source, tokenizer, tmp_path / "out"))
     with pytest.raises(DataError, match=r'nothing; data\.bad_documents = "skip" skips it'):
         ShardMaker(layout, source, tokenizer).make(0)
-    with pytest.raises(DataError, match="nothing; --skip-bad skips it"):
+    with pytest.raises(DataError, match="nothing; use --skip-bad to skip it"):
         build(layout.folder, source, tokenizer, processes=1)
 
 

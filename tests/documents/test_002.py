@@ -314,7 +314,7 @@ def test_a_job_that_is_none_is_refused(tmp_path: Path) -> None:
     words = ["submit", config, *SMALL[:-1], *RANDOM, "--site", "frontier"]
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
     for more, env, said in (
-        ([], {}, "--here trains in the Slurm job that calls it, and this is none"),
+        ([], {}, "--here trains inside the current Slurm job, but this is not a Slurm job"),
         (["--nodes", "2"], job, "this job has 1 nodes, and 2 are asked"),
     ):
         done = overland(*words, *more, "--here", cwd=tmp_path, code=2, **env)

@@ -66,7 +66,7 @@ def test_a_run_that_validates_on_nothing_asks_for_data(run: Path, tmp_path: Path
     text = text.replace("holdout = 0.1", "holdout = 0").partition("[validation")[0]
     (copy / "config.toml").write_text(text)
     said = overland("eval", "copy", cwd=tmp_path, code=2).stderr
-    assert "does not validate on anything: name documents with --data" in said
+    assert "has no validation data: give documents with --data" in said
 
 
 def test_adapters_on_a_base_of_4_bits(run: Path, tmp_path: Path) -> None:

@@ -196,9 +196,9 @@ def test_a_text_ends_where_the_context_is_full() -> None:
     ("prompt", "options", "error", "message"),
     [
         ([], {}, DataError, "prompt 1 has no tokens"),
-        ([5] * 257, {}, DataError, "prompt 1 has 257 tokens, and the model takes 256 at most"),
-        ([5, 96], {}, ModelError, "gives token 96, and the model has a vocabulary of 96"),
-        ([5], {"stop": [""]}, DataError, "would end every text before it begins"),
+        ([5] * 257, {}, DataError, "prompt 1 has 257 tokens, but the limit is 256"),
+        ([5, 96], {}, ModelError, "produced token 96, but the model's vocabulary has 96"),
+        ([5], {"stop": [""]}, DataError, "would end every text before it starts"),
     ],
 )
 def test_what_cannot_be_continued_is_said(

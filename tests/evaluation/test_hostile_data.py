@@ -48,7 +48,7 @@ def test_empty_and_short_documents_have_nothing_to_score(model: Path, tmp_path: 
     assert with_them["summed_loss"] == without["summed_loss"]
     assert with_them["documents"] == 5
     assert with_them["unscored"] == 3  # of "a", " " and the text
-    with pytest.raises(DataError, match=r"3 documents and no token to score.*--prefix eos"):
+    with pytest.raises(DataError, match=r"3 documents and no tokens to score.*--prefix eos"):
         alone(model, lines(tmp_path, "", "a", "b"))
     scored = alone(model, lines(tmp_path, "", "a", "b"), prefix="eos")
     assert (scored["tokens"], scored["bytes"], scored["words"]) == (2, 2, 2)
@@ -56,7 +56,7 @@ def test_empty_and_short_documents_have_nothing_to_score(model: Path, tmp_path: 
 
 def test_no_documents_is_an_error(model: Path, tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("")
-    with pytest.raises(DataError, match="no documents and no token"):
+    with pytest.raises(DataError, match="no documents and no tokens"):
         alone(model, tmp_path / "none.jsonl")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
     with pytest.raises(DataError, match="is empty"):
@@ -112,7 +112,7 @@ def test_a_built_corpus_gives_the_numbers_of_its_text(model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"context": 1}, "--context 1 leaves nothing"),
+        ({"context": 1}, "--context must be at least 2"),
         ({"context": 16, "stride": 17}, "--stride 17 is longer than the context, 16"),
         ({"prefix": "bos"}, "--prefix bos: .* has no BOS token"),
     ],
@@ -146,7 +146,7 @@ def test_tensor_parallelism_that_does_not_divide_is_refused(
     odd = write_text_model(tmp_path / "odd", vocab_size=301, num_key_value_heads=1)
     for said in ranks.run(2, refuse_on_rank, odd, lines(tmp_path, TEXT), tmp_path / "out"):
         assert said == (
-            "--tensor-parallel 2 does not divide 1 key-value heads and a vocabulary of 301: choose "
+            "--tensor-parallel 2 does not divide 1 key-value heads and a vocabulary of 301: use "
             "another degree, or --shard"
         )
 
@@ -162,14 +162,14 @@ def test_names_that_are_not_known_or_come_twice_are_refused(model: Path, tmp_pat
     def refused(*words: str) -> str:
         return overland("eval", str(model), *words, cwd=tmp_path, code=2).stderr
 
-    assert "no such file or folder, and no data of that name" in refused("--data", "c5")
+    assert "no such file or folder, and no dataset of that name" in refused("--data", "c5")
     twice = ("--data", "stdlib_heldout", "--data", "stdlib_heldout=stdlib")
-    assert "stdlib_heldout is named twice" in refused(*twice)
+    assert "stdlib_heldout is given twice" in refused(*twice)
     assert "overland fetch dataset allenai/c4 --include 'en/c4-validation.*'" in refused(
         "--data", "c4_validation"
     )
-    assert "belongs to no run" in refused()
-    assert "random tokens are no text" in refused("--data", "random")
+    assert "does not belong to a run" in refused()
+    assert "random tokens are not text" in refused("--data", "random")
     assert "does not divide" in refused("--data", "stdlib", "--tensor-parallel", "2")
 
 
@@ -207,11 +207,11 @@ def test_data_that_changes_starts_again_and_is_refused_while_it_is_read(
     said: list[str] = []
     lines(tmp_path, *[TEXT] * 11, TEXT.upper())
     changed = evaluate(World(), model, path, said, context=8)
-    assert any("of other weights, data or settings" in one for one in said)
+    assert any("with other weights, data or settings" in one for one in said)
     lines(tmp_path, *[TEXT] * 12)
     said.clear()
     whole = evaluate(World(), model, path, said, context=8)
-    assert "continuing: 2 parts are done" in said
+    assert "resuming: 2 parts are already done" in said
     assert whole["summed_loss"] != changed["summed_loss"]
 
     def changing(*args: Any, **others: Any) -> list[Done]:
@@ -220,7 +220,7 @@ def test_data_that_changes_starts_again_and_is_refused_while_it_is_read(
         return found
 
     monkeypatch.setattr(evaluate_module, "score", changing)
-    with pytest.raises(DataError, match="was changed while it was evaluated on"):
+    with pytest.raises(DataError, match="changed during the evaluation"):
         alone(model, path, context=8, again=True)
 
 
@@ -229,13 +229,13 @@ def test_a_result_is_found_again_until_something_changes(model: Path, tmp_path: 
     first = evaluate(World(), model, path, said, context=16, output=tmp_path / "out")
     again = evaluate(World(), model, path, said, context=16, output=tmp_path / "out")
     assert first == again
-    assert [one for one in said if "found in" in one]
+    assert [one for one in said if "using the saved result" in one]
     said.clear()
     for change in ({"context": 17}, {"stride": 3}, {"prefix": "eos"}, {"joined": True},
                    {"limit": 1}, {"dtype": torch.bfloat16}, {"again": True}):  # fmt: skip
         asked = {"context": 16, "output": tmp_path / "out", **change}
         evaluate(World(), model, path, said, **asked)
-    assert not [one for one in said if "found in" in one]
+    assert not [one for one in said if "using the saved result" in one]
 
 
 def test_weights_of_the_base_that_an_adapter_names_count(tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_a_folder_that_cannot_be_written_to_is_reported_and_the_result_given(
     found = evaluate(World(), model, path, said, output=tmp_path / "file" / "results")
     assert found["kept"] is None
     assert found["perplexity"] > 1
-    assert any("the result is not kept" in one and "--output" in one for one in said)
-    assert any("if this is stopped it starts again" in one for one in said)
+    assert any("the result was not saved" in one and "--output" in one for one in said)
+    assert any("progress cannot be saved" in one for one in said)
 
 
 def test_two_evaluations_at_once_do_not_disturb_each_other(model: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
     step = tmp_path / "checkpoint" / "step_1"
     step.mkdir(parents=True)
     (step / "COMMITTED").write_bytes(marker(b"", {"step": 1}))
-    with pytest.raises(CheckpointError, match="holds a model of arrays, not of text"):
+    with pytest.raises(CheckpointError, match="is a model of arrays, not of text"):
         open_model(tmp_path)
 
 
@@ -129,13 +129,13 @@ def test_a_link_from_elsewhere_opens_with_what_its_run_knows(run: Path, tmp_path
 def test_a_step_that_is_not_there_is_named_with_those_that_are(run: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of step 7; it holds 1 and 2"):
         open_model(run, step=7)
-    with pytest.raises(CheckpointError, match="is one checkpoint: leave out --step"):
+    with pytest.raises(CheckpointError, match="is a single checkpoint: omit --step"):
         open_model(run / "checkpoint" / "step_1", step=1)
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     write_config(tiny_job(tmp_path), tmp_path / "config.toml")
-    with pytest.raises(CheckpointError, match=f"{tmp_path} holds no checkpoint yet"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path} has no checkpoint yet"):
         open_model(tmp_path)
 
 

@@ -56,11 +56,11 @@ def test_every_format_gives_the_same_model(
     before = sorted(tmp_path.rglob("*"))
     more: dict[str, Any] = {}
     if to == "safetensors":  # a file alone says nothing about its model
-        with pytest.raises(CheckpointError, match="does not say what model it holds: name its"):
+        with pytest.raises(CheckpointError, match="does not specify its model: give its"):
             open_model(target)
         more["config"] = model
     if to == "overland":  # has no tokenizer
-        with pytest.raises(DataError, match="name a tokenizer, its file or the folder"):
+        with pytest.raises(DataError, match="give a tokenizer file, or the folder"):
             open_model(target)
         more["tokenizer"] = model
     opened = open_model(target, **more)
@@ -107,7 +107,7 @@ def test_an_adapter_whose_base_is_elsewhere_asks_for_it(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps(contents))
     with pytest.raises(CheckpointError, match=r"names 'meta-llama/Llama-3\.1-8B', which is no"):
         open_model(adapter)
-    with pytest.raises(CheckpointError, match="is a whole model: leave out --base"):
+    with pytest.raises(CheckpointError, match="is a complete model: omit --base"):
         open_model(PEFT / "base", base=PEFT / "base")
 
 
@@ -165,10 +165,10 @@ def test_what_does_not_fit_is_named(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float31"}, "--dtype float31 is not known; did you mean 'float32'"),
+        ({"dtype": "float31"}, "--dtype float31 is unknown; did you mean 'float32'"),
         ({"device": "warp"}, "--device warp cannot be used here"),
-        ({"device": "meta"}, "--device meta holds no values"),
-        ({"step": 3}, "--step 3 selects a checkpoint of a run folder"),
+        ({"device": "meta"}, "--device meta stores no values"),
+        ({"step": 3}, "--step 3 selects a checkpoint of a run"),
         ({"tokenizer": Path("nowhere")}, "--tokenizer: nowhere holds no"),
         ({"config": Path("nowhere")}, "--config nowhere: there is no nowhere"),
     ],
@@ -186,5 +186,5 @@ def test_a_model_of_images_is_said_to_have_no_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     tensors = {name: one.detach().contiguous() for name, one in model.state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="holds a model of arrays, not of text"):
+    with pytest.raises(CheckpointError, match="is a model of arrays, not of text"):
         open_model(tmp_path)

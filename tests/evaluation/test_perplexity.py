@@ -223,7 +223,7 @@ def test_a_killed_evaluation_continues_and_gives_the_same_bits(
     with with_torn.open("ab") as file:
         file.write(b'{"part": 1, "docum')
     last = overland(*words, "--output", "killed", cwd=tmp_path)
-    assert f"continuing: {done} parts are done" in last.stderr
+    assert f"resuming: {done} parts are already done" in last.stderr
     again = json.loads(last.stdout)[0]
     for key in ("summed_loss", "perplexity", "tokens", "documents", "bytes", "words"):
         assert again[key] == whole[key]

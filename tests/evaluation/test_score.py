@@ -182,8 +182,8 @@ def test_a_batch_that_does_not_fit_is_halved() -> None:
 def test_what_has_no_score_is_refused() -> None:
     scorer = ContinuationScorer(tiny(), max_length=4)
     for request, words in (
-        (([], [1]), "context without a token"),
-        (([1], []), "continuation without a token"),
+        (([], [1]), "empty context cannot be scored"),
+        (([1], []), "empty continuation cannot be scored"),
         (([1], [1, 2, 3, 4, 5]), "--context"),
     ):
         with pytest.raises(DataError, match=words):

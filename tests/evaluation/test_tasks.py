@@ -347,7 +347,7 @@ class Counting(ContinuationScorer):
 
 def test_a_model_that_is_split_generates_nothing() -> None:
     scorer = ContinuationScorer(torch.nn.Linear(1, 1), max_length=4)
-    with pytest.raises(ClusterError, match="generates none: leave out --shard"):
+    with pytest.raises(ClusterError, match="cannot generate text: omit --shard"):
         Crew(scorer, None, World()).generate([[1]], {})
 
 
@@ -366,7 +366,7 @@ def test_a_task_that_generates_is_refused_before_others_are_scored(
     settings = TaskSettings(
         tasks=("own_group",), context=256, dtype="float32", include_path=str(definitions)
     )
-    with pytest.raises(ClusterError, match="generates none"):
+    with pytest.raises(ClusterError, match="cannot generate text"):
         run_harness(ours, settings, tmp_path)
     assert not engine.pairs
 
@@ -472,7 +472,7 @@ def test_a_killed_evaluation_continues(
         file.write('{"done": {"torn')
     said: list[str] = []
     record = run(said=said)
-    assert any(line.startswith("continuing: ") for line in said)
+    assert any(line.startswith("resuming: ") for line in said)
     assert not list(tmp_path.glob(".*.parts"))
     whole = evaluated(model, definitions, tmp_path / "other", World(), "own_choice")
     assert record["results"] == whole["results"]
@@ -488,13 +488,13 @@ def test_mistakes_are_sentences(model: Path, definitions: Path, tmp_path: Path) 
     (own / "own_answer.yaml").write_text(answer.replace("max_gen_toks: 24", "num_beams: 2"))
     open_manager.cache_clear()
     for name, words in (
-        ("own_choice", "task own_choice has a mistake in its definition"),
-        ("own_text", "not here, and an evaluation opens no connection"),
-        ("own_answer", "is not known here; known: until"),
+        ("own_choice", "task own_choice has an error in its definition"),
+        ("own_text", "not on this machine, and an evaluation opens no connection"),
+        ("own_answer", "is not supported; supported: until"),
     ):
         with pytest.raises(OverlandError, match=words):
             evaluated(model, own, tmp_path / "out", World(), name)
-    with pytest.raises(DataError, match="no folder of task definitions"):
+    with pytest.raises(DataError, match="not a folder of task definitions"):
         open_manager(("a",), tmp_path / "nothing")
 
 
@@ -509,7 +509,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_the_result_is_there(
     record = evaluate_tasks(session, wanted)
     assert record["kept"] is None
     assert record["scores"][0]["documents"] == 2
-    assert any("is not kept" in line for line in said)
+    assert any("was not saved" in line for line in said)
 
 
 def test_names_are_lists_too() -> None:

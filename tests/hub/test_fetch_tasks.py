@@ -171,7 +171,7 @@ def test_what_is_missing_is_told_with_the_line_that_fetches_it(tasks: Path, hub:
 def test_a_dataset_with_a_script_is_refused_by_name(tasks: Path, hub: Hub) -> None:
     write_task(tasks, "scripted", dataset_path="team/script")
     done = fetch(tasks, "scripted", "plain", code=2)
-    assert "team/script is read by a script of its own, script.py" in done.stderr
+    assert "team/script is loaded by its own script, script.py" in done.stderr
     assert "1 of 2 datasets are not here" in done.stderr
     assert questions(tasks, "plain") == ["plain?"]  # the others came
 
@@ -194,11 +194,11 @@ def test_names_and_options_that_do_not_fit(tasks: Path) -> None:
 
 def test_definitions_that_name_no_dataset_say_so() -> None:
     assert data_of({"custom_dataset": "/x/utils.load"}) == (
-        "a function of its own reads its data (utils.load)"
+        "its data is read by a custom function (utils.load)"
     )
     assert "names no dataset" in str(data_of({}))
     far = {"dataset_path": "csv", "dataset_kwargs": {"data_files": "https://example.org/a.csv"}}
-    assert "which is no Hub" in str(data_of(far))
+    assert "which is not on the Hub" in str(data_of(far))
     address = "https://huggingface.co/datasets/team/files/resolve/main/some/b.jsonl"
     near = {"dataset_path": "json", "dataset_kwargs": {"data_files": [address]}}
     assert data_of(near) == [TaskData("team/files", None, None, ("some/b.jsonl",))]
@@ -212,7 +212,7 @@ def test_lists_of_tasks(tmp_path: Path) -> None:
     assert "hellaswag" in task_names(["@frontier"])
     with pytest.raises(DataError, match="did you mean 'frontier'"):
         task_names(["@fronteer"])
-    with pytest.raises(DataError, match="names no task"):
+    with pytest.raises(DataError, match="is empty: give tasks"):
         task_names([" , "])
 
 

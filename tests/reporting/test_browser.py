@@ -93,7 +93,7 @@ def test_what_is_shown_under_the_mouse_is_what_was_logged(page: Browser, run: Pa
     shown = hover(page, "held_out.validation_loss", 0.97)
     last = held_out[60]
     assert shown["values"] == {
-        "mean that best goes by": float(f"{last['validation_loss']:.6g}"),
+        "mean (selects the best checkpoint)": float(f"{last['validation_loss']:.6g}"),
         "code": float(f"{last['validation_loss/code']:.6g}"),
         "prose": float(f"{last['validation_loss/prose']:.6g}"),
     }

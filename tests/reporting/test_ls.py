@@ -102,7 +102,7 @@ def test_nothing_to_list(tmp_path: Path) -> None:
     assert "no runs in" in done.stderr
     done = CliRunner().invoke(app, ["ls", str(tmp_path / "none")])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
-    assert "is not there: expected a folder that holds runs" in done.stderr
+    assert "does not exist: expected a folder that contains runs" in done.stderr
 
 
 def test_lines_fit_a_terminal(tmp_path: Path) -> None:

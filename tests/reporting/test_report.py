@@ -63,7 +63,7 @@ def write_sessions(run: Path, *lines: dict[str, Any]) -> None:
 def test_a_run_without_any_step_has_a_page(tmp_path: Path) -> None:
     (report,) = reports(make_run(tmp_path))
     page = build_page([report])
-    assert "No step was logged yet" in page
+    assert "No steps have been logged yet" in page
     assert "A tiny run" in page
     assert charts_of([report]) == []
 
@@ -157,7 +157,7 @@ def test_nothing_but_garbage_in_every_file_still_is_a_page(tmp_path: Path) -> No
     (report,) = reports(run)
     page = build_page([report])
     assert "Curves" in page
-    assert "Not known: no config.toml can be read" in page
+    assert "Unknown: config.toml cannot be read" in page
     assert report.facts == report.settings == [], "no default is made up"
 
 
@@ -373,7 +373,7 @@ def test_faults_of_a_supervisor_are_told(tmp_path: Path) -> None:
     assert [one.what for one in report.sessions] == ["node lost: n2 does not answer", ""]
     page = build_page([report])
     assert "node lost: n2 does not answer → restart without n2" in page
-    assert "did not write its sessions down" in page
+    assert "did not record its sessions" in page
 
 
 # Several runs
@@ -459,11 +459,11 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", done=3)
     (tmp_path / "empty").mkdir()
     for words, sentence in (
-        ((tmp_path / "nowhere",), "is not there"),
-        ((tmp_path / "empty",), "is no folder of a run"),
-        ((run, run), "is named twice"),
+        ((tmp_path / "nowhere",), "does not exist"),
+        ((tmp_path / "empty",), "is not a run folder"),
+        ((run, run), "is given twice"),
         ((run, "--output", tmp_path), "is a folder: name a file"),
-        ((run, "--output", run / "config.toml" / "x.html"), "--output names another file"),
+        ((run, "--output", run / "config.toml" / "x.html"), "use --output to write another file"),
     ):
         done = invoke("report", *words)
         assert done.exit_code == 2, done.output

@@ -97,7 +97,7 @@ def test_a_run_folder_that_is_removed_is_said_and_nothing_is_made_up(
     status, body = ask(server)
     page = body.decode().split("<main")[1]
     assert status == 200
-    assert "no sign of life: its folder is not there any more" in page
+    assert "no sign of life: its folder no longer exists" in page
     assert "AdamW" not in page
 
 
@@ -136,7 +136,7 @@ def test_a_port_that_is_taken_is_said_with_one_that_is_free(run: Path) -> None:
         port = other.getsockname()[1]
         done = CliRunner().invoke(app, ["watch", str(run), "--serve", str(port)])
     assert done.exit_code == 2
-    assert done.stderr.startswith(f"port {port} is taken: `--serve ")
+    assert done.stderr.startswith(f"port {port} is in use: use a free port, such as `--serve ")
 
 
 def test_the_command_says_where_and_ends_with_ctrl_c(run: Path) -> None:

@@ -89,11 +89,11 @@ def test_a_supervised_run_in_training(tmp_path: Path) -> None:
     found = seen.checkpoints
     assert (found.count, found.newest, found.saving) == (2, "step_45.preempt", "step_50")
     text = shown(seen)
-    for words in ("training", "52 of 1,000", "5.2%", "31 min to go, until", "0.1961",
+    for words in ("training", "52 of 1,000", "5.2%", "31 min left, until", "0.1961",
                   "5,000 tokens/s", "MFU 41.0%", "memory 12.5 GiB", "2 s per step",
                   "session 1, attempt 1, job 7, 16 ranks, 2 nodes (n1, n2)",
                   "rank 3 on n1, 1.51 × the median", "rank 9 on n2 is late: 31 s in save",
-                  "step_45.preempt", "2 in all", "saving step_50", "⠀"):  # fmt: skip
+                  "step_45.preempt", "2 in total", "saving step_50", "⠀"):  # fmt: skip
         assert words in text, words
 
 
@@ -104,16 +104,16 @@ def test_a_run_that_waits_for_a_save_says_so_and_gives_no_time_of_its_end(tmp_pa
     set_live(run, time=NOW + 1, phase="ending", stepped=NOW - 50, transfer=disk)
     (run / "metrics.jsonl").write_text(line(49, NOW - 51) + line(50, NOW - 50))
     seen = look(run)
-    waits = "waiting for a save, 12.0 of 40.0 GB, no byte for 45 s"
+    waits = "waiting for a save, 12.0 of 40.0 GB, no progress for 45 s"
     assert (seen.state, seen.because) == ("training", waits)
     text = shown(seen, 160)
-    for words in ("1 s of training to go", "last step 50 s ago", "saving step_50: 12.0 of 40.0 GB"):
+    for words in ("1 s of training left", "last step 50 s ago", "saving step_50: 12.0 of 40.0 GB"):
         assert words in text
     assert "until" not in text
     set_live(run, time=NOW + 1, phase="saving", stepped=NOW - 2, transfer=disk)
     seen = look(run)
     assert (seen.state, seen.because) == ("training", ""), "a save in the background"
-    assert "saving step_50: 12.0 of 40.0 GB, no byte for 45 s" in shown(seen, 160)
+    assert "saving step_50: 12.0 of 40.0 GB, no progress for 45 s" in shown(seen, 160)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_between_two_sessions_it_waits_in_the_queue(
     text = shown(seen)
     assert "waiting in the queue: Priority" in text
     assert "8 PENDING (Priority), expected 2030-01-01 10:00:00" in text
-    assert "and 2 more that wait" in text
-    assert "of training to go" in text
+    assert "and 2 more waiting" in text
+    assert "of training left" in text
 
 
 def test_a_job_that_was_requeued_and_runs_again_does_not_wait(
@@ -209,7 +209,7 @@ def test_a_job_that_was_requeued_and_runs_again_does_not_wait(
     assert in_state("RUNNING", "None", age=600) == ("stopped", end["what"]), "it is on its way out"
     assert in_state("PENDING", "BeginTime", age=-60) == ("waiting", "BeginTime")
     assert in_state("RUNNING", "None", age=30)[0] == "starting"
-    assert "n2 does not answer → back into the queue without n2" in shown(look(run), 160)
+    assert "n2 does not answer → requeued without n2" in shown(look(run), 160)
 
 
 def test_what_ended_a_job_from_outside_is_told(
@@ -314,9 +314,9 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     for name, said in {
-        "later": "later is not there (yet): expected the folder of a run",
-        "file": "file is a file: expected the folder of a run",
-        "empty": "empty is no folder of a run: none of config.toml, metrics.jsonl, ",
+        "later": "later does not exist (yet): expected a run folder",
+        "file": "file is a file: expected a run folder",
+        "empty": "empty is not a run folder: it contains none of config.toml, metrics.jsonl, ",
     }.items():
         with pytest.raises(NoRun) as refused:
             Watch(tmp_path / name)

@@ -1,4 +1,4 @@
-"""What a model says to prompts: texts that it continues, and questions that it answers."""
+"""Generates completions of prompts: continued texts, or answers to questions."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def generate(
     system: str | None = None,
     batch_size: int = 16,
 ) -> list[Completion]:
-    """Returns what follows each prompt, as `overland generate` prints it.
+    """Returns a completion for each prompt, as `overland generate` prints it.
 
     Args:
         model: What `overland.load_model` returned, or the path of a run or checkpoint.
-        prompts: A text, or several.
-        num_tokens: Tokens to add at most.
-        temperature: 0 always takes the likeliest token.
-        top_k: Draw from so many likeliest tokens; 0: from all.
-        top_p: Draw from the likeliest tokens with this probability together.
-        min_p: Draw from tokens that are at least so many times as likely as the likeliest.
-        repetition_penalty: Above 1, what was said before becomes less likely.
-        stop: Texts that end a completion, and are no part of it.
+        prompts: One text, or several.
+        num_tokens: Maximum number of tokens to generate.
+        temperature: 0 always takes the most likely token.
+        top_k: Sample from this many of the most likely tokens; 0: from all.
+        top_p: Sample from the most likely tokens whose probabilities add up to this.
+        min_p: Sample from tokens whose probability is at least this fraction of the highest.
+        repetition_penalty: Above 1, tokens that occurred before become less likely.
+        stop: Texts that end a completion; they are not part of it.
         seed: The same seed gives the same texts.
-        chat: Whether prompts are questions, put by the model's chat template.
-        system: With `chat`: the system turn.
-        batch_size: Prompts that go through the model together.
+        chat: Whether prompts are questions, formatted with the model's chat template.
+        system: The system prompt, with `chat`.
+        batch_size: Number of prompts processed together.
     """
     opened = model if isinstance(model, OpenModel) else open_model(Path(model))
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -58,7 +58,7 @@ def generate(
 
 
 class Asking:
-    """How a model is asked."""
+    """A model with the settings used to prompt it."""
 
     def __init__(
         self, opened: OpenModel, sampling: Sampling, num_tokens: int, stop: Sequence[str],
@@ -71,8 +71,8 @@ class Asking:
         self, prompts: Sequence[Prompt], batch_size: int, done: Done = lambda count: None,
         made: Callable[[Generator], None] = lambda generator: None,
     ) -> Iterator[Completion]:  # fmt: skip
-        """Yields what follows each prompt, in their order. `done` is told how many more are
-        complete; `made`, what generates them."""
+        """Yields a completion for each prompt, in order. `done` is called with the number of newly
+        completed prompts, `made` with the generator."""
         if not prompts:
             return
         ids = [self.encoded(prompt) for prompt in prompts]

@@ -1,16 +1,16 @@
-"""Keys and values of the tokens that a decoder has seen, so that a new token costs one token.
+"""The key-value cache of a decoder, so that each new token costs only one token of compute.
 
-The decoder is unchanged: `CachedAttention` stands in the place of each layer's attention core, and
-`CachedMasks` in that of what makes masks. Rows are padded on the right, and each has a length of
-its own. A pass is one of two kinds:
+The decoder itself is unchanged: `CachedAttention` replaces each layer's attention core, and
+`CachedMasks` replaces the module that builds masks. Rows are padded on the right, and each has its
+own length. There are two kinds of forward pass:
 
-- it begins rows: plain causal attention over the padded prompts. What stands behind the end of a
-  row is seen by none of its tokens, and is written over later.
-- it adds tokens to rows, each at its row's own length. One token per row is what a step of
-  generation does; several are a text that is already known.
+- prefill starts rows with plain causal attention over the padded prompts. Padding after the end of
+  a row is not visible to its tokens, and is overwritten later.
+- decoding adds tokens to rows, each at its row's own length: one token per row in a step of
+  generation, or several for a text that is already known.
 
-On GPUs shapes stay, and lengths are values on the device: a step is recorded as a CUDA graph. Where
-it can be, the decoder is written out in few kernels there (written_out.py).
+On GPUs shapes are static and lengths are values on the device, so a step is recorded as a CUDA
+graph. If possible, the decoder is run with a few fused kernels there (written_out.py).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from overland.tools.evaluation.written_out import Recorded, WrittenOut, can_writ
 from overland.words import size
 
 CHUNK = 256  # tokens that the cache grows by
-PREFILL_TOKENS = 16_384  # that prompts are read by at once: more would hold large activations
+PREFILL_TOKENS = 16_384  # prompt tokens processed at once: more would need large activations
 
 
 @dataclass
 class Pass:
-    """What the layers of one forward pass share."""
+    """State shared by the layers during one forward pass."""
 
     is_start: bool
     rows: slice
-    """Rows of the cache that the pass is about."""
+    """Rows of the cache that take part in the pass."""
     lengths_B: Tensor
-    """Tokens that each row had before."""
+    """Length of each row before the pass."""
     seen: int
-    """A bound of what any row has afterwards."""
+    """Upper bound on the length of any row after the pass."""
     plain: Mask | None = None
 
 
 class CachedAttention(nn.Module):
-    """An attention core that keeps keys and values: [rows, key-value heads, tokens, head_dim]."""
+    """An attention core with a cache of keys and values: [rows, KV heads, tokens, head_dim]."""
 
     k_BKTd: Tensor
     v_BKTd: Tensor
@@ -87,7 +87,7 @@ class CachedAttention(nn.Module):
 
 
 class CachedMasks(nn.Module):
-    """Gives layers the pass that is under way, in the place of masks."""
+    """Passes the current `Pass` to the layers instead of masks."""
 
     current: Pass
 
@@ -109,14 +109,14 @@ class CachedMasks(nn.Module):
 
 
 class CachedDecoder:
-    """A decoder with a cache: rows are begun with `start`, and continued with `add`.
+    """A decoder with a cache: rows are started with `start` and continued with `add`.
 
-    With `is_static` (GPUs) every step has the same shapes: all rows take part, over all the
-    memory that is there.
+    With `is_static` (GPUs) every step has the same shapes: all rows take part, over the whole
+    cache.
     """
 
     def __init__(self, model: nn.Module, rows: int, is_static: bool = False) -> None:
-        assert can_cache(model), "the model has parts whose tokens might not be independent"
+        assert can_cache(model), "the model has modules that may mix tokens outside attention"
         self.model = cast(Decoder, model)
         self.rows, self.is_static = rows, is_static
         self.capacity = self.longest = 0
@@ -132,7 +132,7 @@ class CachedDecoder:
         return cast(list[CachedAttention], [layer.self_attn.core for layer in _layers(self.model)])
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for rows of so many tokens; what rows held before is lost if it must grow."""
+        """Reserves memory for rows of this many tokens; growing discards the cache's contents."""
         if tokens <= self.capacity:
             return
         tokens = -(-tokens // CHUNK) * CHUNK
@@ -148,15 +148,15 @@ class CachedDecoder:
                 raise
             needed = 2 * len(cores) * torch.Size(shape).numel() * self.dtype.itemsize
             raise OutOfMemoryError(
-                f"there is no room for the keys and values of {self.rows} rows of {tokens:,} "
-                f"tokens, which take {size(needed)}: lower --batch-size or --num-tokens"
+                f"not enough memory for the key-value cache of {self.rows} rows of {tokens:,} "
+                f"tokens, which takes {size(needed)}: lower --batch-size or --num-tokens"
             ) from None
         self.capacity, self.recorded = tokens, None
         if self.is_static and can_write_out(self.model):
             self.written_out = WrittenOut(self.model, tokens, self.lengths_B)
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Begins rows with these tokens; returns the logits after the last token of each."""
+        """Starts rows with these tokens; returns the logits after the last token of each."""
         self.reserve(max(map(len, rows)))
         lengths = torch.tensor([len(row) for row in rows])
         self.lengths_B[: len(rows)] = lengths.to(self.device)
@@ -182,8 +182,8 @@ class CachedDecoder:
         return self.head(hidden_BSD[here_B, lengths_B - 1])
 
     def add(self, tokens_BS: Tensor, longest: int) -> Tensor:
-        """Adds tokens to the first rows; returns hidden states. `longest` bounds what a row has
-        afterwards. Lengths stay what they were: the caller says what counts (`lengths_B`)."""
+        """Adds tokens to the first rows; returns hidden states. `longest` is an upper bound on the
+        new length of a row. Does not change `lengths_B`: the caller decides what counts."""
         rows = slice(0, tokens_BS.shape[0])
         lengths_B = self.lengths_B[rows]
         new_S = torch.arange(tokens_BS.shape[1], device=self.device)
@@ -192,15 +192,15 @@ class CachedDecoder:
         return self._hidden(tokens_BS, lengths_B[:, None] + new_S, one)
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Adds a token to each of the rows; returns the logits of what follows it. Where steps are
-        recorded, the next one overwrites them."""
+        """Adds a token to each row; returns the logits of the next token. If steps are recorded,
+        the next step overwrites them."""
         self.longest += 1
         if not self.is_static:
             return self._step(tokens_B)
         if self.recorded is None:
             before_B = self.lengths_B.clone()
             self.recorded = Recorded(self._step, tokens_B)
-            self.lengths_B.copy_(before_B)  # what a trial has written is written over
+            self.lengths_B.copy_(before_B)  # what the trial wrote is overwritten
         return self.recorded(tokens_B)
 
     def _step(self, tokens_B: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class CachedDecoder:
         else:
             hidden_BSD = self.add(tokens_B[:, None], min(self.longest, self.capacity))
             logits_BV = self.head(hidden_BSD[:, 0])
-        # Rows that have ended go on, and nobody looks: they stay within their room.
+        # Rows that have ended are still computed but ignored: they must stay within the cache.
         self.lengths_B[: len(tokens_B)].add_(1).clamp_(max=self.capacity - 1)
         return logits_BV
 
@@ -225,23 +225,23 @@ class CachedDecoder:
 
 
 def prepare_for_decoding(model: Decoder) -> None:
-    """Changes a model in place, so that it keeps keys and values; `release` undoes it."""
+    """Modifies a model in place so that it caches keys and values; `release` undoes it."""
     model.model.masks = CachedMasks(model.model.masks)  # type: ignore[assignment]
     for layer in _layers(model):
         layer.self_attn.core = CachedAttention(layer.window)  # type: ignore[assignment]
 
 
 def release(model: Decoder) -> None:
-    """Makes a model what it was, and frees the cache."""
+    """Restores the original model and frees the cache."""
     model.model.masks = cast(CachedMasks, model.model.masks).plain
     for layer in _layers(model):
         layer.self_attn.core = Attention()
 
 
 def can_cache(model: nn.Module) -> bool:
-    """Whether tokens meet nowhere but in attention cores that can be replaced: in a decoder of
-    ours, all of whose parts are of this package or of torch, and as they were built: not split, not
-    compiled, and with nothing hooked in."""
+    """Whether tokens interact only in attention cores that can be replaced. That holds for our own
+    decoder if all its modules come from this package or torch, unmodified: not sharded, not
+    compiled, and without hooks."""
     if type(model) is not Decoder or model.lm_head is None or model.model.embed_tokens is None:
         return False
     kinds = {"self_attn": SelfAttention, "mlp": MLP, "core": Attention, "masks": Masks}
@@ -261,7 +261,7 @@ def _layers(model: Decoder) -> list[Layer]:
 
 
 def _is_own_forward(module: nn.Module) -> bool:
-    """Whether a call of a module is its forward() and nothing else."""
+    """Whether calling a module runs its forward() and nothing else."""
     if module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl:
         return False
     given = module.__dict__.get("forward")

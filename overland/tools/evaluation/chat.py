@@ -1,4 +1,4 @@
-"""A conversation with a model, by the chat template of its tokenizer."""
+"""A conversation with a model, using the chat template of its tokenizer."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from overland.tools.evaluation.sampling import Sampling
 
 
 def turns_of(question: str, system: str | None = None) -> list[Message]:
-    """A conversation that begins with this question."""
+    """Returns a conversation that starts with this question."""
     first = [{"role": "system", "content": system}] if system is not None else []
     return [*first, {"role": "user", "content": question}]
 
 
 def prompt_of(opened: OpenModel, turns: list[Message]) -> list[int]:
-    """The ids of a conversation, up to where the model answers."""
+    """Returns the ids of a conversation, up to where the model answers."""
     if not opened.tokenizer.chat_templates:
         raise DataError(
-            f"{opened.tokenizer.path} comes without a chat template, so nothing says how a "
-            "question is written: leave out --chat, or put a chat_template.jinja beside it"
+            f"{opened.tokenizer.path} has no chat template, so questions cannot be formatted: "
+            "omit --chat, or put a chat_template.jinja next to it"
         )
     return to_answer(opened.config or JobConfig(), opened.tokenizer, turns)
 
 
 def ends_of(opened: OpenModel) -> tuple[int, ...]:
-    """The tokens that end an answer."""
+    """Returns the tokens that end an answer."""
     end = end_of_turn(opened.config or JobConfig(), opened.tokenizer)
     return opened.end_ids if end is None else tuple(dict.fromkeys([*opened.end_ids, end]))
 
 
 @dataclass
 class Conversation:
-    """What was said so far, and how answers are made."""
+    """A conversation so far, with the settings for generating answers."""
 
     opened: OpenModel
     generator: Generator
@@ -49,11 +49,11 @@ class Conversation:
     note: Callable[[str], None] = lambda text: None
     turns: list[Message] = field(default_factory=list)
     answer: Completion | None = None
-    """The last answer; None if it was broken off."""
+    """The last answer; None if it was interrupted."""
 
     def ask(self, question: str) -> Iterator[str]:
-        """Yields the answer, piece by piece, and remembers both. One that is broken off is
-        remembered as far as it came."""
+        """Yields the answer piece by piece, and adds question and answer to the conversation. An
+        interrupted answer is kept as far as it got."""
         begun = len(self.turns) // 2
         self.turns += turns_of(question, self.system if not self.turns else None)
         said: list[str] = []
@@ -79,11 +79,11 @@ class Conversation:
                 self.turns.append({"role": ASSISTANT, "content": "".join(said).strip()})
 
     def reset(self) -> None:
-        """Forgets everything that was said."""
+        """Clears the conversation."""
         self.turns.clear()
 
     def _prompt(self) -> list[int]:
-        """The ids of what was said; of a conversation that is too long, of its later part."""
+        """Returns the ids of the conversation, without its first turns if it is too long."""
         ids = prompt_of(self.opened, self.turns)
         first = 1 if self.turns[0]["role"] == "system" else 0
         left_out = 0
@@ -93,7 +93,7 @@ class Conversation:
             ids = prompt_of(self.opened, self.turns)
         if left_out:
             self.note(
-                f"the model reads {self.generator.length:,} tokens at most: it no longer sees the "
-                f"first {left_out} turns that it saw before"
+                f"the model's context is {self.generator.length:,} tokens: the first {left_out} "
+                "turns have been dropped"
             )
         return ids

@@ -1,8 +1,8 @@
-"""The ranks of an evaluation of tasks.
+"""The ranks that evaluate tasks.
 
-The first one runs the harness, and says what is to be computed; the others do their part of it
-until they are dismissed. So datasets are read once, and the numbers do not depend on how many there
-are. What is computed is kept by each rank as it goes, and nothing is computed twice.
+The first rank runs the harness and distributes the requests; the others compute their share until
+they are dismissed. So datasets are read once, and the scores do not depend on the number of ranks.
+Each rank saves its results as it goes, and nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from overland.progress import progress_bar
 from overland.tools.evaluation.score import ContinuationScorer, Pair, Score
 from overland.world import World
 
-AT_ONCE = 16_384  # requests: what travels between ranks is held in memory
+AT_ONCE = 16_384  # requests, which are held in memory when sent between ranks
 Texts = Callable[
     [Sequence[Sequence[int]], Sequence[str], dict[str, Any]], Iterator[list[tuple[int, str]]]
 ]
-"""Of prompts, with their keys, yields batches of (number of the prompt, text that follows it)."""
+"""Takes prompts and their keys; yields batches of (number of the prompt, its completion)."""
 Work = tuple[Literal["score", "generate"], list[Any], list[str], dict[str, Any]]
 
 
@@ -38,12 +38,12 @@ class Crew:
         keep: Callable[[Mapping[str, Any]], None] = lambda record: None,
         done: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """`texts` generates, if this layout can; `leads` says whether this rank reports for those
-        that compute the same; `done` is what `keep` kept of an evaluation that was stopped."""
+        """`texts` generates text, if this layout can; `leads` is whether this rank reports for
+        those that compute the same; `done` is what `keep` saved of an interrupted evaluation."""
         self.scorer, self.texts, self.world = scorer, texts, world
         self.leads, self.keep = leads, keep
         self._is_waited_for = False
-        """Whether the other ranks compute what this one gave them, and wait for its part."""
+        """Whether the other ranks are computing, and waiting for this rank's share."""
         self.known: dict[str, Any] = {}
         for record in done:
             if isinstance(found := record.get("done"), dict):
@@ -55,7 +55,8 @@ class Crew:
         return [Score(*self.known[key]) for key in keys]
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]:
-        """The same prompt twice is two draws, if there is anything to draw."""
+        """Generates a completion for each prompt. With sampling, a repeated prompt is sampled
+        separately each time."""
         counts: Counter[str] = Counter()
         keys = []
         for prompt in prompts:
@@ -66,22 +67,22 @@ class Crew:
         return [self.known[key] for key in keys]
 
     def require_texts(self) -> None:
-        """Refuses to generate in a layout that cannot."""
+        """Raises an error if this layout cannot generate text."""
         if self.texts is None:
             raise ClusterError(
-                "a model that is split over ranks scores texts and generates none: leave out "
-                "--shard and --tensor-parallel, so that each rank has the whole model, or tasks "
-                "that generate"
+                "a model that is split over ranks cannot generate text: omit --shard and "
+                "--tensor-parallel, so that each rank has the whole model, or omit tasks that "
+                "generate"
             )
 
     def serve(self) -> None:
-        """What all ranks but the first do."""
+        """Computes requests from the first rank; run by all other ranks."""
         while (work := from_first_rank(None)) is not None:
             all_of(self._own_part(work))
 
     def dismiss(self) -> None:
-        """Ends `serve` on the other ranks. Those that are waited for in vain, as this one failed,
-        cannot hear it: whoever started them ends them."""
+        """Ends `serve` on the other ranks. If this rank failed while they wait for its share, they
+        cannot be reached; whatever launched them ends them."""
         if self.world.size > 1 and not self._is_waited_for:
             from_first_rank(None)
 
@@ -133,6 +134,6 @@ class Crew:
 
 
 def key_of(context: Sequence[int], continuation: Sequence[int], settings: Any = None) -> str:
-    """What an answer of the model is kept by."""
+    """Returns the key under which a result is saved."""
     words = json.dumps([list(context), list(continuation), settings], sort_keys=True, default=str)
     return hashlib.blake2b(words.encode(), digest_size=12).hexdigest()

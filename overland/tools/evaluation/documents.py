@@ -1,7 +1,7 @@
-"""What a model is evaluated on: documents of anything that the data room reads, one by one.
+"""The data a model is evaluated on: documents from any source that overland.data reads.
 
-A set is named by a path, by a name that `training.dataset` knows, or as NAME=PATH. A run has sets
-of its own: what it validates on.
+A dataset is given as a path, as a name that `training.dataset` accepts, or as NAME=PATH. A run also
+has its own validation sets.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from overland.errors import DataError, Unsettled
 from overland.tools.evaluation.windows import Ids
 from overland.words import any_of
 
-CHARACTERS_PER_TOKEN = 4  # about, to tell long documents before they are tokenised
+CHARACTERS_PER_TOKEN = 4  # approximate, to detect long documents before they are tokenized
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Document:
     text: str | None = None
     ids: Ids | None = None
     is_bare: bool = True
-    """Whether nothing stands around it yet: BOS may be put before it."""
+    """Whether it has no special tokens yet, so that BOS may be added."""
     counts: npt.NDArray[np.bool_] | None = None
-    """Which tokens are scored at all; None: all."""
+    """Which tokens are scored; None: all of them."""
 
     @property
     def size(self) -> int:
-        """About how many tokens it has."""
+        """Approximate number of tokens."""
         return len(self.text or "") // CHARACTERS_PER_TOKEN if self.ids is None else len(self.ids)
 
 
@@ -76,7 +76,7 @@ class EvaluationSet:
         source = self.open()
         kind = getattr(source, "kind", "text")
         if kind not in ("text", "tokens"):
-            raise DataError(f"{self.name} holds {kind}, and perplexity is of text or token ids")
+            raise DataError(f"{self.name} contains {kind}, but perplexity needs text or token ids")
         return source
 
     @property
@@ -84,17 +84,17 @@ class EvaluationSet:
         return str(getattr(self.source, "place", self.name))
 
     def documents(self, limit: int | None = None) -> Iterator[Document]:
-        """Yields the documents in order, or the first of them."""
+        """Yields the documents in order, at most `limit` of them."""
         chunks = list_chunks(self.source)
         found = (self._document(one, chunk) for chunk in chunks for one in self.source.read(chunk))
         try:
             yield from islice(found, limit)
         except BadDocument as error:
-            raise DataError(f"{error}; --skip-bad skips it") from None
+            raise DataError(f"{error}; use --skip-bad to skip it") from None
 
     @property
     def num_documents(self) -> int | None:
-        """About how many documents there are, where that can be told without reading them."""
+        """Approximate number of documents, if known without reading them."""
         return self.source.about_documents() if isinstance(self.source, FileSource) else None
 
     @property
@@ -105,7 +105,8 @@ class EvaluationSet:
         return self.source.marks() if isinstance(self.source, FileSource) else {}
 
     def fingerprint(self, marks: Mapping[str, FileMark]) -> str:
-        """Changes with what is read; of a source of somebody's own, with its chunks alone."""
+        """Returns a fingerprint that changes with the data; for a custom source that has none, only
+        with the list of its chunks."""
         if isinstance(self.source, FileSource):
             return self.source.fingerprint(marks)
         own = getattr(self.source, "fingerprint", None)
@@ -114,12 +115,12 @@ class EvaluationSet:
     def require_unchanged(self, marks: Mapping[str, FileMark]) -> None:
         if isinstance(self.source, FileSource) and (changes := self.source.changes_since(marks)):
             raise DataError(
-                f"{self.name} was changed while it was evaluated on: {changes[0]}. Nothing is "
-                "kept; evaluate again"
+                f"{self.name} changed during the evaluation: {changes[0]}. No result was saved; "
+                "evaluate again"
             )
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Refuses a corpus whose ids another tokenizer has made."""
+        """Raises an error for a corpus that was tokenized with another tokenizer."""
         layout = _layout_of(self.source)
         if layout is None or layout.tokenizer is None or layout.made_by is not None:
             return
@@ -128,8 +129,8 @@ class EvaluationSet:
         same = Tokenizer(tokenizer.path, add_bos=add_bos, add_eos=add_eos)
         if same.fingerprint != layout.tokenizer:
             raise DataError(
-                f"{layout.folder} was made by another tokenizer than the model's ({tokenizer.path})"
-                ": evaluate on the text that it was built from"
+                f"{layout.folder} was not tokenized with the model's tokenizer ({tokenizer.path}): "
+                "evaluate on the original text"
             )
 
     def _document(self, raw: Raw, chunk: str) -> Document:
@@ -140,8 +141,8 @@ class EvaluationSet:
         ids = np.asarray(ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise DataError(
-                f"{self.name}, {chunk}: a document is {type(raw).__name__}, where text or token "
-                "ids were expected"
+                f"{self.name}, {chunk}: expected documents of text or token ids, got "
+                f"{type(raw).__name__}"
             )
         ids = ids.astype(np.int64)
         if weights is not None:
@@ -152,7 +153,7 @@ class EvaluationSet:
 
 
 class HeldOut:
-    """What `data.holdout` keeps out of the training of a run. A chunk is a shard."""
+    """The documents that `data.holdout` excludes from training. A chunk is a shard."""
 
     kind = "tokens"
 
@@ -183,8 +184,8 @@ class HeldOut:
 def sets_of(
     named: Sequence[str], config: JobConfig | None, choices: DataSource, skip_bad: bool = False
 ) -> list[EvaluationSet]:
-    """The sets that were named, by path, name or NAME=PATH. Names are those of a run's config, if
-    it is one. `choices`: column, subset and split."""
+    """Returns the datasets given as path, name or NAME=PATH. For a run, names from its config work
+    too. `choices`: column, subset and split."""
     data = config.data if config is not None else Data()
     data = data.model_copy(update={"bad_documents": "skip"} if skip_bad else {})
     found: dict[str, EvaluationSet] = {}
@@ -192,17 +193,17 @@ def sets_of(
         name, wanted = _wanted(word, choices)
         if not name or name in found:
             raise DataError(
-                f"--data {word}: {'there is no name' if not name else f'{name} is named twice'}; "
-                "name sets as NAME=PATH"
+                f"--data {word}: {'the name is empty' if not name else f'{name} is given twice'}; "
+                "name datasets as NAME=PATH"
             )
         if is_made(name, wanted):
-            raise DataError("--data random: random tokens are no text, and no model expects them")
+            raise DataError("--data random: random tokens are not text; give a real dataset")
         if find_folder(name, wanted, data) is None and not is_built_in(wanted.dataset or name):
             known = f"known names: {any_of(_known(data))}"
             if wanted.dataset in C4:
                 known = fetch_line(wanted.dataset, f"{data.folder}/{wanted.dataset}")
             raise DataError(
-                f"--data {word}: there is no such file or folder, and no data of that name; {known}"
+                f"--data {word}: no such file or folder, and no dataset of that name; {known}"
             )
         found[name] = EvaluationSet(name, partial(_open, name, wanted, data))
     return list(found.values())
@@ -211,10 +212,10 @@ def sets_of(
 def sets_of_run(
     config: JobConfig, vocab_size: int | None, preparer: Preparer
 ) -> list[EvaluationSet]:
-    """The sets that a run validates on, or would if it were only asked to."""
+    """Returns the sets that a run validates on, or would if validation were enabled."""
     if config.preference.loss != "off":
         raise DataError(
-            "this run learns from pairs of answers, which have no perplexity: name documents with "
+            "this run trains on preference pairs, which have no perplexity: give documents with "
             "--data"
         )
     is_asked = config.validation.enable
@@ -222,7 +223,7 @@ def sets_of_run(
     config = config.model_copy(update={"validation": validation})
     is_foreign = foreign_validation(config) is not None or config.sft.shape != "off"
     if not is_asked and is_foreign and "stdlib_heldout" in held_out_sources(config):
-        raise DataError("this run does not validate on anything: name documents with --data")
+        raise DataError("this run has no validation data: give documents with --data")
     named = [
         EvaluationSet(
             name, partial(open_wanted, config, validation_table(config, name), name, wanted)

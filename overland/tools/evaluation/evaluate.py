@@ -1,5 +1,5 @@
-"""One evaluation as the command line asks for it, on every rank: opens the model, goes through the
-sets one after another, and keeps what it finds."""
+"""Runs one evaluation as requested on the command line, on every rank: opens the model, evaluates
+one dataset after another, and saves the results."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from overland.world import World
 
 T = TypeVar("T")
 
-MOST_CONTEXT = 4096  # unless more is asked for: models that allow 131,072 tokens are many
+MOST_CONTEXT = 4096  # the default is no longer, although many models allow 131,072 tokens
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 LINE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What changes the numbers, beside weights and data."""
+    """Settings that affect the numbers, in addition to weights and data."""
 
     context: int
     stride: int
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says."""
+    """Options from the command line."""
 
     path: Path
     choices: DataSource
@@ -94,13 +94,13 @@ class Asked:
     again: bool = False
 
     def place(self, found: Found) -> Path:
-        """Where results are kept."""
+        """Returns the folder where results are saved."""
         return place_of(found.path, find_run(found.path)[0], self.output)
 
 
 @dataclass(frozen=True)
 class Session:
-    """A model that is ready, on this rank."""
+    """A loaded model, on this rank."""
 
     asked: Asked
     found: Found
@@ -111,11 +111,11 @@ class Session:
     report: Report
 
     def once(self, make: Callable[[], T]) -> T:
-        """Runs something on the first rank only; its result, or its error, is everybody's."""
+        """Runs a function on the first rank only; all ranks get its result, or its error."""
         return make() if self.world.size == 1 else once_for_all(make)
 
     def gathered(self, mine: list[T]) -> list[T]:
-        """What all ranks have."""
+        """Returns the results of all ranks."""
         if self.world.size == 1:
             return mine
         return [one for some in all_of(mine if self.ranks.leads else []) for one in some]
@@ -136,13 +136,13 @@ def open_session(asked: Asked, world: World, device: torch.device, report: Repor
 
 
 def sets_for(session: Session) -> list[EvaluationSet]:
-    """The sets that were named, or those that a run validates on."""
+    """Returns the datasets that were requested, or those that a run validates on."""
     asked, config = session.asked, session.found.config
     if asked.data:
         return sets_of(asked.data, config, asked.choices, asked.skip_bad)
     if config is None:
         raise DataError(
-            f"--data names what to evaluate on: {asked.path} belongs to no run that would know"
+            f"--data is required: {asked.path} does not belong to a run with validation data"
         )
     run = find_run(session.found.path)[0]
     assert run is not None
@@ -161,17 +161,17 @@ def settings_of(session: Session) -> Settings:
     trained = found.config.training.seq_len if found.config is not None else found.context
     context = asked.context or min(trained, MOST_CONTEXT)
     if context < 2:
-        raise ModelError("--context 1 leaves nothing to predict from; 2 is the least")
+        raise ModelError("--context must be at least 2: with 1 there is nothing to predict from")
     if context > found.context:
         session.report(
-            f"note: --context {context:,} is longer than the {found.context:,} tokens that the "
-            "model was made for"
+            f"note: --context {context:,} is longer than the model's context of "
+            f"{found.context:,} tokens"
         )
     stride = asked.stride or max(1, context // 2)
     if stride > context:
         raise ModelError(
             f"--stride {stride:,} is longer than the context, {context:,}: tokens between windows "
-            "would be left out"
+            "would be skipped"
         )
     prefix = prefix_id(found.tokenizer, asked.prefix)
     name = str(session.dtype).removeprefix("torch.")
@@ -179,7 +179,7 @@ def settings_of(session: Session) -> Settings:
 
 
 def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Record:
-    """Perplexity on a set: found again, continued, or computed."""
+    """Returns the perplexity on a dataset: from a saved result, resumed, or computed."""
     asked, found = session.asked, session.found
     base = asked.base or base_of(found.path)
     marks, weights = session.once(lambda: (one.marks(), mark_of_weights(found.path, base)))
@@ -234,18 +234,18 @@ def evaluate_set(session: Session, one: EvaluationSet, settings: Settings) -> Re
 
 
 def _kept_before(kept: Kept, again: bool, report: Report) -> tuple[Record | None, list[Done]]:
-    """The result that is there already, or what is done of it."""
+    """Returns the saved result, or the parts that are already done."""
     if not again and (before := kept.result()) is not None:
-        report(f"found in {kept.path} (--again computes it again)")
+        report(f"using the saved result in {kept.path} (--again recomputes it)")
         return {**before, "kept": str(kept.path)}, []
     records = [] if again else kept.done()
     done = [one for one in map(Done.from_json, records) if one is not None]
     if done:
-        report(f"continuing: {len({one.part for one in done}):,} parts are done")
+        report(f"resuming: {len({one.part for one in done}):,} parts are already done")
     elif left := kept.left_over():
         report(
-            f"note: {left[0]} is of an evaluation that was not finished, of other weights, data or "
-            "settings; it may be deleted"
+            f"note: {left[0]} belongs to an unfinished evaluation with other weights, data or "
+            "settings; you may delete it"
         )
     return None, done
 
@@ -258,8 +258,8 @@ def _batch_tokens(session: Session) -> int:
 def _progress(
     name: str, expected: int | None, session: Session
 ) -> Iterator[Callable[[Sums], None]]:
-    """A bar if someone is looking, a line from time to time if not; documents that rank 0 has
-    passed."""
+    """Shows how many documents rank 0 has processed: as a bar in a terminal, otherwise as a line
+    from time to time."""
     last = time.monotonic()
 
     def line(passed: Sums) -> None:
@@ -287,14 +287,14 @@ def _memory_in_words(batch_size: int, settings: Settings) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
-            f"the device has no memory for {batch_size:,} windows of {settings.context:,} tokens: "
-            "set a smaller --batch-size or --context, or split the model over several devices "
-            "(--shard, --tensor-parallel); what is done is kept"
+            f"out of device memory with {batch_size:,} windows of {settings.context:,} tokens: "
+            "lower --batch-size or --context, or split the model over several devices "
+            "(--shard, --tensor-parallel); finished parts are saved"
         ) from None
 
 
 def wait_long(seconds: int = 7 * 86_400) -> None:
-    """Lets ranks wait for those that have longer documents."""
+    """Raises the timeout, since ranks may have to wait for others with longer documents."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         from torch.distributed.distributed_c10d import _set_pg_timeout
 

@@ -1,12 +1,12 @@
-"""Lets a model continue texts, many at a time.
+"""Batched text generation.
 
-A row of the batch is a prompt and what follows it. Rows are begun together, and then every step
-chooses one token for each of them, on the device; the host only reads which. On GPUs it reads one
-step behind, so that the device never waits for it. A row ends at a token that ends texts, at a stop
-string, at its number of new tokens, or where the model's context is full: to slide on would mean
-something else with a cache than without.
+A row of the batch is a prompt and its completion. Rows are started together, and then each step
+chooses one token per row, on the device; the host only reads the result. On GPUs it reads one step
+behind, so that the device never waits for it. A row ends at an end-of-text token, at a stop string,
+at its maximum number of new tokens, or when the context is full: a sliding window would give
+different results with a cache than without.
 
-Models of ours keep keys and values (cache.py). Any other is given its rows again for each token.
+Our own models use a key-value cache (cache.py). Other models recompute all rows for each token.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """What follows a prompt. `ids` do not have the token that ended the text; `text` ends before
-    the stop string."""
+    """The completion of a prompt. `ids` do not include the token that ended the text; `text` ends
+    before the stop string."""
 
     ids: tuple[int, ...]
     text: str
@@ -52,24 +52,24 @@ class Completion:
 
 
 class Rows(Protocol):
-    """What continues the rows of a batch."""
+    """Computes the logits of the rows of a batch."""
 
     lengths_B: Tensor
     is_static: bool
-    """Whether all rows of the batch take part in every step, so that shapes stay."""
+    """Whether all rows of the batch take part in every step, so that shapes stay the same."""
 
     def reserve(self, tokens: int) -> None: ...
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Begins rows; returns the logits of what follows each."""
+        """Starts rows; returns the logits of the next token of each."""
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Adds a token to each row; returns the logits of what follows it."""
+        """Adds a token to each row; returns the logits of the next token."""
 
 
 class Generator:
-    """Continues prompts. `length` bounds a row, prompt and new tokens together. The model serves
-    one Generator at a time, until it is closed."""
+    """Generates completions. `length` is the maximum length of a row, prompt included. A model can
+    serve only one Generator at a time, until that is closed."""
 
     def __init__(self, opened: OpenModel, *, batch_size: int, length: int) -> None:
         self.tokenizer, self.device = opened.tokenizer, opened.device
@@ -84,7 +84,7 @@ class Generator:
         self.batch = Batch(self.rows, batch_size, opened.device)
 
     def close(self) -> None:
-        """Makes the model what it was, and frees the memory of the cache."""
+        """Restores the original model and frees the cache."""
         if self.is_cached:
             release(cast(CachedDecoder, self.rows).model)
 
@@ -99,8 +99,9 @@ class Generator:
         first: int = 0,
         done: Done = lambda count: None,
     ) -> list[Completion]:
-        """Continues all prompts, those of like length together. `first` is the number of the first
-        prompt, which draws depend on; `done` is told how many more are complete."""
+        """Completes all prompts, batching those of similar length. `first` is the number of the
+        first prompt, which sampling depends on; `done` is called with the number of newly completed
+        prompts."""
         asked = self._asked(max_new_tokens, sampling, end_ids, stop)
         rows = [self._row(prompt, first + i, asked) for i, prompt in enumerate(prompts)]
         order = sorted(rows, key=lambda row: -len(row.prompt))
@@ -122,7 +123,7 @@ class Generator:
         number: int = 0,
         ended: Callable[[Completion], None] = lambda completion: None,
     ) -> Iterator[str]:
-        """Yields the text that follows one prompt, piece by piece, and tells how it ended."""
+        """Yields the completion of one prompt piece by piece, then calls `ended` with all of it."""
         asked = self._asked(max_new_tokens, sampling, end_ids, stop)
         row = self._row(prompt, number, asked)
         for _, piece in self._run([row], asked, is_watched=True):
@@ -131,7 +132,7 @@ class Generator:
         ended(row.completion())
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuses prompts that the model cannot take."""
+        """Raises an error for prompts that the model cannot process."""
         for number, prompt in enumerate(prompts):
             self._check(prompt, number)
 
@@ -141,8 +142,8 @@ class Generator:
         if max_new_tokens < 1:
             raise DataError(f"--num-tokens {max_new_tokens}: expected 1 or more")
         if "" in stop:
-            raise DataError("--stop '' would end every text before it begins: leave it out")
-        specials = self.tokenizer.specials  # which are no part of the text
+            raise DataError("--stop '' would end every text before it starts: omit it")
+        specials = self.tokenizer.specials  # they are not part of the text
         ends = {*end_ids, *(specials[one] for one in stop if one in specials)}
         texts = tuple(one for one in stop if one not in specials)
         return Asked(max_new_tokens, sampling, frozenset(ends), texts)
@@ -153,23 +154,24 @@ class Generator:
 
     def _check(self, prompt: Sequence[int], number: int) -> None:
         if not prompt:
-            raise DataError(f"prompt {number + 1} has no tokens: nothing can follow it")
+            raise DataError(f"prompt {number + 1} is empty: give it at least one token")
         if len(prompt) > self.length:
             raise DataError(
-                f"prompt {number + 1} has {len(prompt):,} tokens, and the model takes "
-                f"{self.length:,} at most: shorten it"
+                f"prompt {number + 1} has {len(prompt):,} tokens, but the limit is "
+                f"{self.length:,}: shorten it"
             )
         if self.vocab_size is not None and max(prompt) >= self.vocab_size:
             raise ModelError(
-                f"the tokenizer gives token {max(prompt)}, and the model has a vocabulary of "
-                f"{self.vocab_size}: {self.tokenizer.path} is another model's; name its own with "
-                "--tokenizer"
+                f"the tokenizer produced token {max(prompt)}, but the model's vocabulary has "
+                f"{self.vocab_size}: {self.tokenizer.path} belongs to another model; give the "
+                "right one with --tokenizer"
             )
 
     def _run(
         self, rows: Sequence[Row], asked: Asked, is_watched: bool = False
     ) -> Iterator[tuple[Row, str]]:
-        """Continues the rows of a batch to their ends; yields text as it comes, if `is_watched`."""
+        """Generates the rows of a batch until all have ended; yields text as it is generated, if
+        `is_watched`."""
         is_watched = is_watched or bool(asked.stop)
         batch = self.batch
         steps_left = max(row.most for row in rows) - 1
@@ -201,7 +203,7 @@ class Asked:
 
 @dataclass
 class Row:
-    """A prompt and what follows it so far."""
+    """A prompt and its completion so far."""
 
     tokenizer: Tokenizer
     prompt: Sequence[int]
@@ -215,19 +217,17 @@ class Row:
     def __post_init__(self) -> None:
         self.text = TextStream(self.tokenizer, self.prompt, self.asked.stop)
         self.unread = 0
-        """Ids whose text has not been looked at."""
+        """Number of ids that have not been decoded yet."""
 
     @property
     def most(self) -> int:
-        """New tokens, at most: a full row still says what follows it."""
+        """Maximum number of new tokens; a full row still predicts one more."""
         return min(self.asked.max_new_tokens, self.length - len(self.prompt) + 1)
 
     def take(self, token: int, is_watched: bool) -> str:
-        """Adds a token; returns what it adds to the text, if that is looked at."""
+        """Adds a token; returns what it adds to the text, if `is_watched`."""
         if token == BROKEN:
-            raise ModelError(
-                "the model predicts values that are not finite: its weights are broken"
-            )
+            raise ModelError("the model's predictions are not finite: its weights are broken")
         if token in self.asked.end_ids:
             return self._end(Reason.END)
         self.ids.append(token)
@@ -260,8 +260,8 @@ class Row:
 
 
 class Batch:
-    """What a step needs on the device. It is made once and stays in its place, so that a step
-    (`_choose` of what `rows.step` computes) can be recorded and run again."""
+    """The state of a step on the device. It is allocated once and stays in place, so that a step
+    can be recorded and replayed."""
 
     def __init__(self, rows: Rows, batch_size: int, device: torch.device) -> None:
         self.rows, self.batch_size, self.device = rows, batch_size, device
@@ -272,10 +272,10 @@ class Batch:
 
     @torch.no_grad()
     def start(self, given: Sequence[Row], sampling: Sampling) -> Reading:
-        """Begins rows, and chooses the first token of each."""
+        """Starts rows and chooses the first token of each."""
         self.rows.reserve(max(len(row.prompt) + row.most for row in given))
         prompts, numbers = [row.prompt for row in given], [row.number for row in given]
-        if self.rows.is_static:  # rows that nobody reads
+        if self.rows.is_static:  # unused rows
             prompts += [[0]] * (self.batch_size - len(given))
             numbers += [0] * (self.batch_size - len(given))
         self.sampling, self.count = sampling, len(prompts)
@@ -309,7 +309,7 @@ class Batch:
 
 
 class Reading:
-    """Tokens on their way from the device."""
+    """Tokens being copied from the device."""
 
     def __init__(self, tokens_B: Tensor) -> None:
         self.tokens_B = tokens_B
@@ -328,21 +328,21 @@ class Reading:
 
 
 class PlainRows:
-    """Rows of a model that keeps nothing: all their tokens are given again in each step. They are
-    padded to one length behind the last token, which causal attention cannot see, so that a
-    compiled model compiles once."""
+    """Rows of a model without a cache: all tokens are processed again in each step. Rows are padded
+    at the end, which causal attention cannot see, to a fixed length, so that a compiled model
+    compiles only once."""
 
     def __init__(self, logits_of: Logits, rows: int, length: int, device: torch.device) -> None:
         self.logits_of, self.length, self.is_static = logits_of, length, False
         self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens_BS = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        # A decoder whose ranks split the rows between layers cannot count them by itself.
+        # A decoder whose ranks split the rows between layers cannot infer positions by itself.
         is_ours = isinstance(logits_of, Decoder)
         positions_1S = torch.arange(length, device=device)[None]
         self.positions = {"positions_BS": positions_1S} if is_ours else {}
 
     def reserve(self, tokens: int) -> None:
-        """Rows have one length, always."""
+        """Does nothing: rows have a fixed length."""
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
         self.count = len(rows)

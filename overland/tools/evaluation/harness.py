@@ -1,11 +1,11 @@
-"""Our models as lm-evaluation-harness knows a model.
+"""Adapts our models to the model interface of lm-evaluation-harness.
 
-Texts become the ids that its own `hf` model gives them with the exported folder, so that both give
-the same scores: names of special tokens in a text are the tokens, BOS comes by the tokenizer's
-convention unless the text begins with it, spaces at the end of a context belong to the
-continuation, and what is too long is cut off at the left.
+Texts are tokenized as the harness's own `hf` model does with the exported folder, so that both give
+the same scores: names of special tokens in a text become those tokens, BOS follows the tokenizer's
+convention unless the text starts with it, spaces at the end of a context belong to the
+continuation, and text that is too long is truncated on the left.
 
-This imports the harness, which takes seconds; `tasks.py` does so when tasks are run.
+Importing this imports the harness, which takes seconds; `tasks.py` does so only when tasks are run.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from overland.errors import DataError
 from overland.tools.evaluation.score import Pair, Score
 from overland.words import did_you_mean
 
-NEW_TOKENS = 256  # if a task does not say how many, as the harness has it
-# Behind a last message that is to be continued, to find where it ends; as transformers has it, so
-# that a template which trims messages treats it alike.
+NEW_TOKENS = 256  # the harness's default for tasks that do not specify it
+# Appended to a final message that is to be continued, to find where it ends. The same string as in
+# transformers, so that a template that trims messages treats it the same way.
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Engine(Protocol):
-    """What computes: one process, or all ranks."""
+    """Computes scores and texts, in one process or on all ranks."""
 
     def score(self, pairs: Sequence[Pair]) -> list[Score]: ...
 
     def require_texts(self) -> None:
-        """Raises where it cannot generate."""
+        """Raises an error if it cannot generate text."""
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]: ...
 
 
 class HarnessModel(TemplateLM):
-    """A model of ours. It is one process to the harness, whatever the number of ranks."""
+    """One of our models. The harness sees one process, whatever the number of ranks."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class HarnessModel(TemplateLM):
         self.max_length = max_length
         self.facts = facts or {}
         self.num_cut = 0
-        """Contexts that were too long."""
+        """Number of prompts that were truncated."""
         self._own = tokenizer
         self._add_bos = tokenizer.begins_with_bos if add_bos is None else add_bos
         if self._add_bos and tokenizer.bos_id is None:
@@ -76,20 +76,20 @@ class HarnessModel(TemplateLM):
         self._template_name = template
         self._encode = lru_cache(maxsize=1 << 14)(self._encode_now)
 
-    # what the harness asks about
+    # properties that the harness reads
 
     @property
     def eot_token_id(self) -> int:
         if self._own.eos_id is None:
             raise DataError(
-                f"{self._own.path} has no EOS token, which ends what is generated: name one as "
-                "eos_token in tokenizer_config.json beside it"
+                f"{self._own.path} has no EOS token, which is needed to end generated text: set "
+                "eos_token in the tokenizer_config.json next to it"
             )
         return self._own.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text is predicted from that nothing comes before."""
+        """The token that the first token of a text is predicted from."""
         return self.eot_token_id if self._own.bos_id is None else self._own.bos_id
 
     @property
@@ -163,8 +163,8 @@ class HarnessModel(TemplateLM):
         room = self.max_length - num_new
         if room <= 0:
             raise DataError(
-                f"{requests[0].task_name} asks for {num_new:,} new tokens, and the model takes "
-                f"{self.max_length:,} with the prompt: give more with --context, or fewer with "
+                f"{requests[0].task_name} generates up to {num_new:,} tokens, but the context is "
+                f"{self.max_length:,} including the prompt: raise --context, or lower "
                 "--gen-kwargs max_gen_toks=N"
             )
         prompts = [
@@ -201,13 +201,13 @@ class HarnessModel(TemplateLM):
         where = f"{request.task_name}, document {request.doc_id}"
         if not pair[1]:
             raise DataError(
-                f"{where}: the continuation {continuation!r:.60} has no token of its own, so it "
-                "has no score: correct the task's doc_to_choice or doc_to_target"
+                f"{where}: the continuation {continuation!r:.60} has no tokens of its own and "
+                "cannot be scored: fix the task's doc_to_choice or doc_to_target"
             )
         if len(pair[1]) > self.max_length:
             raise DataError(
-                f"{where}: the continuation has {len(pair[1]):,} tokens, and the model takes "
-                f"{self.max_length:,} at once: give more with --context, or leave the task out"
+                f"{where}: the continuation has {len(pair[1]):,} tokens, but the context is "
+                f"{self.max_length:,}: raise --context, or omit the task"
             )
         return pair
 
@@ -227,14 +227,14 @@ class HarnessModel(TemplateLM):
         if self._template_name not in templates:
             if not templates:
                 raise DataError(
-                    f"{self._own.path} comes without a chat template: leave out "
-                    "--apply-chat-template, or put a chat_template.jinja beside it"
+                    f"{self._own.path} has no chat template: omit --apply-chat-template, or put a "
+                    "chat_template.jinja next to it"
                 )
             raise DataError(
                 f"there is no chat template '{self._template_name}'"
                 f"{did_you_mean(self._template_name, templates)}"
             )
-        # Without special tokens: the harness wants text, in which their names stand for them.
+        # Without special tokens: the harness expects text, which contains their names.
         source = templates[self._template_name]
         return ChatTemplate(source, {}, self._own.named, date.today())
 
@@ -246,6 +246,6 @@ class HarnessModel(TemplateLM):
         text = "".join(map(str, self._template.write(marked).pieces))
         place = text.rfind(CONTINUED.strip())
         if place < 0:
-            raise ChatError("the chat template leaves out the end of the last message")
+            raise ChatError("the chat template drops the end of the last message")
         is_kept = text.startswith(CONTINUED, place)
         return text[:place] if is_kept else text[:place].rstrip()

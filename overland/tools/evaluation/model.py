@@ -1,9 +1,9 @@
-"""A model that can be asked something, from wherever its weights are: a run folder or one of its
-checkpoints, a Hugging Face folder, adapters on their base, or any other format that
-`overland convert` reads. Nothing is converted: weights go from their files into the model.
+"""Opens a model for inference, wherever its weights are: a run folder or one of its checkpoints, a
+Hugging Face folder, adapters with their base, or any other format that `overland convert` reads.
+Nothing is converted on disk: weights go straight from their files into the model.
 
-`find_model` says what a path holds without reading weights; `open_model` builds it on one device.
-Those who build it otherwise (on several ranks) take `Found` and call `fill` on what they built.
+`find_model` identifies the model at a path without reading weights; `open_model` builds it on one
+device. Callers that build it differently (on several ranks) use `Found` and call `fill` themselves.
 """
 
 from __future__ import annotations
@@ -69,32 +69,32 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A whole model in eval mode on one device, and what is known about it."""
+    """A whole model in eval mode on one device, with its tokenizer and metadata."""
 
     model: nn.Module
     tokenizer: Tokenizer
     config: JobConfig | None
-    """None where the path is no run."""
+    """None if the path does not belong to a run."""
     context: int
-    """The longest row that it was trained on, or that its config allows."""
+    """The longest sequence that it was trained on, or that its config allows."""
     path: Path
-    """What was opened: the checkpoint, where a run was named."""
+    """What was opened; for a run, its checkpoint."""
     step: int | None
     end_ids: tuple[int, ...]
-    """Tokens that end a text, as its generation config, its config or its tokenizer says."""
+    """Tokens that end a text, from its generation config, its config or its tokenizer."""
     dtype: torch.dtype
     device: torch.device
 
 
 class Weights(Protocol):
     def fill(self, model: nn.Module, local_part: LocalPart = whole, moved: Moved = ignore) -> None:
-        """Fills a model that has memory, or the parts of it that are here."""
+        """Fills an allocated model, or the parts of it that are on this rank."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a path holds: how the model is built (on the meta device, by a caller that says so),
-    and where its weights are."""
+    """The model found at a path: how to build it (on the meta device, if the caller wants) and
+    where its weights are."""
 
     path: Path
     step: int | None
@@ -117,16 +117,16 @@ def open_model(
     device: str | None = None,
     step: int | None = None,
 ) -> OpenModel:
-    """Opens the model that `path` holds, in eval mode, whole, on one device.
+    """Opens the model at `path`, in eval mode, whole, on one device.
 
     Args:
         path: A run folder or one of its checkpoints, a Hugging Face folder, adapters, or a
             checkpoint of any format that `overland convert` reads.
-        base: The model that adapters belong to, where they do not say.
-        tokenizer: Its file or folder, where `path` has none.
-        config: A config.json, or a folder with one, where the weights come without.
+        base: The base model of adapters, if they do not name it.
+        tokenizer: A tokenizer file or folder, if `path` has none.
+        config: A config.json, or a folder with one, if the weights come without it.
         dtype: float32, bfloat16 or float16; default: float32 on a CPU, bfloat16 on a GPU.
-        device: cpu, cuda, cuda:1, …; default: this machine's.
+        device: cpu, cuda, cuda:1, …; default: the GPU if there is one.
         step: The checkpoint of a run; default: the newest.
     """
     place = device_of(device)
@@ -143,8 +143,9 @@ def open_model(
         built.to_empty(device=place)
     except torch.OutOfMemoryError:
         raise OutOfMemoryError(
-            f"{found.path} takes {size(total)} in {str(kind).removeprefix('torch.')}, and {place} "
-            "has not that much left: free some, choose a narrower --dtype, or --device cpu"
+            f"{found.path} takes {size(total)} in {str(kind).removeprefix('torch.')}, but {place} "
+            "does not have that much free memory: free some, or use a narrower --dtype or "
+            "--device cpu"
         ) from None
     tie(built)
     init_buffers(built, place)
@@ -169,17 +170,17 @@ def find_model(
         return _in_run(run, checkpoint, base, tokenizer, step)
     if step is not None:
         raise CheckpointError(
-            f"--step {step} selects a checkpoint of a run folder, and {path} is none: leave it out"
+            f"--step {step} selects a checkpoint of a run, but {path} is not a run folder: omit it"
         )
     return _in_files(path, base, tokenizer, config)
 
 
 def find_run(path: Path) -> tuple[Path | None, Path | None]:
-    """(run folder, checkpoint if one was named); (None, None) for what belongs to no run."""
+    """Returns (run folder, checkpoint if one was given); (None, None) outside of a run."""
     if (path / CONFIG).is_file():
         return path, None
     path = path.resolve() if path.is_symlink() else path  # such as `latest`
-    if (step := step_of_export(path)) is not None:  # its adapters, as PEFT stores them
+    if (step := step_of_export(path)) is not None:  # exported adapters in PEFT's format
         return path.absolute().parent, step
     for folder in path.absolute().parents[:3]:
         if (folder / CONFIG).is_file() and (path / COMMITTED).is_file():
@@ -188,7 +189,7 @@ def find_run(path: Path) -> tuple[Path | None, Path | None]:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; this machine's, without."""
+    """Returns the device of that name, or this machine's default."""
     try:
         device = torch.device(name or device_type())
         torch.empty(1, device=device)
@@ -196,7 +197,7 @@ def device_of(name: str | None) -> torch.device:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"--device {name} cannot be used here: {why:.200}") from None
     if device.type == "meta":
-        raise ModelError("--device meta holds no values; use cpu or cuda")
+        raise ModelError("--device meta stores no values; use cpu or cuda")
     return device
 
 
@@ -204,13 +205,13 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
     if name is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
-        raise ModelError(f"--dtype {name} is not known{did_you_mean(name, DTYPES)}")
+        raise ModelError(f"--dtype {name} is unknown{did_you_mean(name, DTYPES)}")
     return DTYPES[name]
 
 
 @dataclass(frozen=True)
 class RunWeights:
-    """Weights of a run's checkpoint. `base` is where frozen ones may be that it leaves out."""
+    """Weights of a run's checkpoint. `base` is where to look for frozen weights that it omits."""
 
     checkpoint: Path
     base: Path | None = None
@@ -232,7 +233,7 @@ class RunWeights:
 
 @dataclass(frozen=True)
 class FileWeights:
-    """Weights in files of any format, with adapters put in."""
+    """Weights in files of any format, with adapters merged."""
 
     source: LazyCheckpoint
 
@@ -247,7 +248,7 @@ class FileWeights:
                 lazy = weights.get(owner) or weights.get(alike.get(owner, ""))
                 if lazy is None:
                     raise CheckpointError(
-                        f"{self.source.folder} lacks {name}, which its config.json asks for"
+                        f"{self.source.folder} lacks {name}, which its config.json requires"
                     )
                 _copy(lazy, name, tensor, local_part, self.source.folder)
 
@@ -256,7 +257,7 @@ def _copy(lazy: Lazy, name: str, tensor: Tensor, local_part: LocalPart, folder: 
     target, offsets, shape = local_part(tensor)
     if lazy.shape != tuple(shape):
         raise CheckpointError(
-            f"{folder} has {name} in shape {list(lazy.shape)}, but its config.json asks for "
+            f"{folder} has {name} with shape {list(lazy.shape)}, but its config.json requires "
             f"{list(shape)}"
         )
     if target.shape == tensor.shape:
@@ -274,23 +275,23 @@ def _in_run(
     step: int | None,
 ) -> Found:
     loaded = load_config(str(run / CONFIG), env={})
-    if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
+    if problems := list(check_custom_import(loaded)):  # the model may be custom
         raise ConfigError(problems)
     config = loaded.config
     checkpoint = _checkpoint_of(run, run / config.checkpoint.folder, checkpoint, step)
     architecture = model_config(config.model)
     _require_text(architecture, run)
     lora = config.lora
-    if lora.base != "nf4":  # then all have one type
+    if lora.base != "nf4":  # so that all weights have one dtype
         lora = lora.model_copy(update={"base": "float32"})
-    # Products in 8 bits, whose scales all rows of a batch share, are for training.
+    # float8 is only for training, since all rows of a batch share its scales.
     training = config.training.model_copy(
-        update={"float8": "off", "mixed_precision_param": "float32"}  # cast by who opens it
+        update={"float8": "off", "mixed_precision_param": "float32"}  # the caller casts
     )
     as_built = config.model_copy(update={"lora": lora, "training": training})
     opened = _named(tokenizer) if tokenizer is not None else tokenizer_of(run, config.data)
     context = config.training.seq_len
-    if config.checkpoint.initial_load_path is not None:  # trained on longer rows before, perhaps
+    if config.checkpoint.initial_load_path is not None:  # maybe trained on longer sequences before
         context = max(context, getattr(architecture, "max_position_embeddings", context))
     return Found(
         checkpoint,
@@ -306,18 +307,18 @@ def _in_run(
 
 
 def _checkpoint_of(run: Path, folder: Path, named: Path | None, step: int | None) -> Path:
-    """The checkpoint that was named, that of a step, or the newest."""
+    """Returns the given checkpoint, that of the given step, or the newest."""
     if step is None:
         found = named or latest_checkpoint(folder)
         if found is None:
-            raise CheckpointError(f"{run} holds no checkpoint yet")
+            raise CheckpointError(f"{run} has no checkpoint yet")
         return found
     if named is not None:
-        raise CheckpointError(f"{named} is one checkpoint: leave out --step, or name {run}")
+        raise CheckpointError(f"{named} is a single checkpoint: omit --step, or give {run}")
     there = {step_of(one): one for one in committed(folder)}
     if step not in there:
         steps = any_of([f"{one}" for one in sorted(there)], "and") or "none"
-        raise CheckpointError(f"{run} holds no checkpoint of step {step}; it holds {steps:.200}")
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has {steps:.200}")
     return there[step]
 
 
@@ -333,19 +334,19 @@ def _in_files(
     elif source.left_out is not None:
         source = complete(source, [base] if base is not None else [])
     elif base is not None:
-        raise CheckpointError(f"{path} is a whole model: leave out --base")
+        raise CheckpointError(f"{path} is a complete model: omit --base")
     if has_adapters(source.weights()):
         source = merge(source, torch.float32)  # so that they are rounded once
     source = densify(source)
     if source.own_model:
         raise CheckpointError(
-            f"{path} holds {source.own_model}, a model of your own: name its run folder, whose "
-            "config.toml says how it is built"
+            f"{path} contains {source.own_model}, a custom model: give its run folder, whose "
+            "config.toml defines how it is built"
         )
     if source.config is None:
         raise CheckpointError(
-            f"{path} does not say what model it holds: name its config.json, or a folder with "
-            "config and tokenizer, with --config"
+            f"{path} does not specify its model: give its config.json, or a folder with config and "
+            "tokenizer, with --config"
         )
     architecture = read_hf_config(source.config)
     _require_text(architecture, path)
@@ -370,55 +371,56 @@ def _in_files(
 
 
 def _described_by(path: Path | None) -> tuple[Config, list[Path]]:
-    """The contents of the config.json that was named, and what lies beside it."""
+    """Returns the contents of the given config.json, and the companion files next to it."""
     if path is None:
         return None, []
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise CheckpointError(f"--config {path}: there is no {file}")
+        raise CheckpointError(f"--config {path}: {file} does not exist")
     return read_json_object(file), companions_in(file.parent)
 
 
 def _on_base(
     adapters: LazyCheckpoint, path: Path, base: Path | None, config: Config
 ) -> LazyCheckpoint:
-    """Adapters with the model that they belong to."""
+    """Returns adapters joined with their base model."""
     if base is None:
         said = (adapters.adapter or {}).get("base_model_name_or_path")
         places = [Path(said).expanduser(), path / said] if said else []
         base = next((place for place in places if place.is_dir()), None)
         if base is None:
-            names = f"names {said!r:.100}, which is no folder here" if said else "names none"
+            names = f"names {said!r:.100}, which is not a folder here" if said else "names none"
             raise CheckpointError(
-                f"{path} holds adapters, and the model that they belong to is needed, too: its "
-                f"adapter_config.json {names}; name the folder with --base"
+                f"{path} contains adapters, which need their base model: its adapter_config.json "
+                f"{names}; give the folder with --base"
             )
     model = open_any(base, config)
     if has_adapters(model.weights()):
-        raise CheckpointError(f"--base {base} has adapters itself: name the model without them")
+        raise CheckpointError(f"--base {base} has adapters itself: give the model without them")
     return join(model, adapters)
 
 
 def _require_text(architecture: Any, path: Path) -> None:
     if sample_fields(architecture) is not None:
-        raise CheckpointError(f"{path} holds a model of arrays, not of text: it has no tokenizer")
+        raise CheckpointError(f"{path} is a model of arrays, not of text: it has no tokenizer")
 
 
 def _require_known(weights: dict[str, Lazy], architecture: DecoderConfig, path: Path) -> None:
-    """Refuses weights that the model has no place for: it would compute something else."""
+    """Raises an error for weights that do not belong to the model: it would compute something
+    else."""
     known = {*architecture.parameter_shapes(), *architecture.structure().ties}
     unexpected = [name for name in weights if name not in known]
     if unexpected:
         more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
         raise CheckpointError(
-            f"{path} has {unexpected[0]}{more}, which its config.json does not ask for: name the "
+            f"{path} has {unexpected[0]}{more}, which its config.json does not include: give the "
             "right one with --config"
         )
 
 
 def _named(tokenizer: Path) -> Tokenizer:
     try:
-        return Tokenizer(tokenizer, add_eos=False)  # which one may do without
+        return Tokenizer(tokenizer, add_eos=False)  # EOS is optional
     except DataError as error:
         raise DataError(f"--tokenizer: {error}") from None
 
@@ -428,14 +430,14 @@ def _tokenizer_beside(source: LazyCheckpoint, path: Path) -> Tokenizer:
         if file.name in FILES:
             return Tokenizer(file, add_eos=False)
     raise DataError(
-        f"{path} has no {any_of(FILES)}: name a tokenizer, its file or the folder that holds it, "
+        f"{path} has no {any_of(FILES)}: give a tokenizer file, or the folder that contains it, "
         "with --tokenizer"
     )
 
 
 def _end_ids(source: LazyCheckpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Where a text ends: by generation_config.json, or else by config.json, as transformers has
-    it, or else by the tokenizer."""
+    """Returns the tokens that end a text: from generation_config.json or else config.json, as in
+    transformers, or else from the tokenizer."""
     files = [file for file in source.companions if file.name == GENERATION]
     for contents in (*map(read_json_object, files), source.config or {}):
         value = contents.get("eos_token_id")

@@ -1,8 +1,8 @@
-"""Parts of an evaluation: what one rank does at a time, and what is kept when it is done.
+"""Parts of an evaluation: the unit that one rank computes at a time and saves when it is done.
 
-A part is some consecutive documents, or some consecutive windows of a long one. Where parts begin
-and end, and which rows of a part share a batch, depends on the documents and on nothing else. So
-any number of ranks, restarted any number of times, computes the same numbers.
+A part is a sequence of documents, or a sequence of windows of a long document. Where parts begin
+and end, and which rows of a part share a batch, depends only on the documents. So any number of
+ranks, restarted any number of times, computes the same numbers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from overland.errors import DataError
 from overland.tools.evaluation.documents import Document
 from overland.tools.evaluation.windows import Ids, Row, row_of, spans
 
-LEAST_TOKENS = 2048  # of a part: what is done is written to the disk after each
-WINDOWS = 16  # of a part, at least
+LEAST_TOKENS = 2048  # in a part, since each finished part is written to disk
+WINDOWS = 16  # in a part, at least
 MOST_DOCUMENTS = 1024
-TOGETHER = 64  # documents that are tokenised at once where all are one text
+TOGETHER = 64  # documents that are tokenized at once if all are joined into one text
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A part's documents, as windows."""
+    """The windows of a part's documents."""
 
     rows: list[Row]
     unscored: int = 0
-    """Tokens that begin a document, with nothing before them to predict them from."""
+    """First tokens of documents, which have nothing to be predicted from."""
     num_bytes: int | None = 0
     num_words: int | None = 0
 
@@ -39,19 +39,19 @@ class Rows:
 class Part:
     number: int
     num_documents: int
-    """That begin in it."""
+    """The number of documents that begin in this part."""
     make: Callable[[], Rows]
 
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts documents into parts, each document by itself or all of them one after another."""
+    """Splits documents into parts, each document separately or all joined together."""
 
     tokenizer: Tokenizer
     context: int
     stride: int
     prefix: int | None = None
-    """The token that a document's first one is predicted from; None: it is not scored."""
+    """The token that a document's first token is predicted from; None: it is not scored."""
     joined: bool = False
     vocab_size: int | None = None
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 62)))
@@ -93,7 +93,7 @@ class Cutter:
         return Part(next(self._numbers), len(documents), make)
 
     def _long(self, document: Document) -> Iterator[Part]:
-        """A document that is a part by itself, or several: all ranks tokenise it."""
+        """Yields a document as one or more parts of its own; all ranks tokenize it."""
         (ids,) = self._encode([document])
         windows = list(spans(len(ids), self.context, self.stride))
         per_part = max(1, self.part_tokens // self.stride)
@@ -110,7 +110,7 @@ class Cutter:
             yield Part(next(self._numbers), int(start == 0), make)
 
     def _joined(self, documents: Iterable[Document]) -> Iterator[Part]:
-        """One long text: all ranks tokenise all of it, some documents at a time."""
+        """Yields parts of one long text; all ranks tokenize all of it, some documents at a time."""
         text = Joined(self.context, self.stride)
         those: list[Document] = []
         encoded: list[Ids] = []
@@ -132,7 +132,7 @@ class Cutter:
 
     def _part_of_joined(self, rows: list[Row], those: list[Document], encoded: list[Ids]) -> Part:
         number = next(self._numbers)
-        # The first token of all has nothing before it. BOS is no part of a text.
+        # The very first token has nothing before it. BOS is not part of the text.
         unscored = int(number == 0 and bool(rows) and rows[0].tokens[0] != self._bos)
 
         def make() -> Rows:
@@ -145,7 +145,7 @@ class Cutter:
         return self.tokenizer.bos_id if self.tokenizer.add_bos else None
 
     def _encode(self, documents: Sequence[Document]) -> list[Ids]:
-        """The ids of each document, with what is put before it."""
+        """Returns the ids of each document, with any prefix."""
         texts = [one.text for one in documents if one.text is not None]
         encoded = iter(self.tokenizer.encode_documents(texts)) if texts else iter(())
         first, last = int(self.tokenizer.add_bos), int(self.tokenizer.add_eos)
@@ -171,8 +171,9 @@ class Cutter:
         largest = int(ids.max()) if len(ids) else 0
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise DataError(
-                f"the data has a token {largest:,}, and the model only {self.vocab_size:,}: its "
-                "tokens were made by another tokenizer, or --tokenizer is not the model's"
+                f"the data contains token {largest:,}, but the model's vocabulary has "
+                f"{self.vocab_size:,}: the data was tokenized with another tokenizer, or "
+                "--tokenizer is not the model's"
             )
 
     def _rows(
@@ -189,8 +190,8 @@ class Cutter:
     def _measure(
         self, documents: Sequence[Document], found: Sequence[Ids]
     ) -> tuple[int | None, int | None]:
-        """Bytes and words of the texts; of token ids, of what they decode to. Of conversations,
-        only some tokens are scored, and nothing is counted."""
+        """Returns the bytes and words of the texts, or of decoded token ids; None for
+        conversations, of which only some tokens are scored."""
         num_bytes = num_words = 0
         for document, ids in zip(documents, found, strict=True):
             if document.counts is not None:
@@ -204,19 +205,19 @@ class Cutter:
 
 
 class Joined:
-    """The windows of a text that grows."""
+    """The windows of a growing text."""
 
     def __init__(self, context: int, stride: int) -> None:
         self.context, self.stride = context, stride
         self.ids: Ids = np.empty(0, np.int64)
         self.start = self.counted = 0
-        """In `ids`: where the next window begins, and how much was predicted."""
+        """Positions in `ids`: where the next window begins, and how far tokens were predicted."""
 
     def add(self, some: Sequence[Ids]) -> None:
         self.ids = np.concatenate([self.ids, *some])
 
     def take(self, most: int, is_all: bool = False) -> list[Row]:
-        """Returns so many windows, or none while there are fewer; what is left, if that is all."""
+        """Returns `most` windows, or none while there are fewer; with `is_all`, the rest."""
         last = len(self.ids) - 1
         if not is_all and last < self.start + (most - 1) * self.stride + self.context:
             return []

@@ -1,12 +1,12 @@
-"""Perplexity of a model on documents: per token, and per byte and per word, which can be compared
+"""Perplexity of a model on documents: per token, and per byte and per word, which are comparable
 between models with different tokenizers.
 
-    documents    each by itself, or all of them one after another (`joined`)
+    documents    each separately, or all joined together (`joined`)
     windows      of `context` tokens, every `stride` tokens: every token exactly once (windows.py)
-    parts        what one rank does at a time; what is done is kept, so that an evaluation which
-                 was killed continues (parts.py, results.py)
-    sums         of a row in float64 on the device, of all else exactly rounded, so that the order
-                 in which ranks and sessions finish cannot change a bit
+    parts        the unit of work of a rank; finished parts are saved, so that an interrupted
+                 evaluation resumes (parts.py, results.py)
+    sums         over a row in float64 on the device, everything else exactly rounded, so that the
+                 order in which ranks and sessions finish cannot change a bit
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ KIND = "perplexity"
 PROGRESS_SECONDS = 0.2
 
 Watch = Callable[["Sums"], None]
-"""Called from time to time with what this rank has passed so far."""
+"""Called from time to time with what this rank has processed so far."""
 
 
 @dataclass
 class Sums:
-    """What is added up over the parts."""
+    """Totals over parts."""
 
     documents: int = 0
     tokens: int = 0
-    """That are scored."""
+    """Scored tokens."""
     unscored: int = 0
-    """First tokens of documents that are not."""
+    """First tokens of documents, which are not scored."""
     bytes: int | None = 0
     words: int | None = 0
-    """None where the text is not known, or only parts of it are scored."""
+    """None if the text is unknown, or only parts of it are scored."""
     loss: float = 0.0
     """Summed over tokens, in nats."""
 
@@ -59,7 +59,7 @@ class Done:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Done | None:
-        """None for what is no such record."""
+        """Returns None for a record that is not a finished part."""
         try:
             values = {name: record[name] for name in Sums.__dataclass_fields__}
             part = record["part"]
@@ -72,7 +72,7 @@ class Done:
 
 
 def total(done: Iterable[Done]) -> Sums:
-    """Adds parts up, whatever order they come in; one that came twice counts once."""
+    """Sums parts independently of their order; a part that occurs twice counts once."""
     parts = {one.part: one.sums for one in done}
     some = [parts[number] for number in sorted(parts)]
 
@@ -85,14 +85,14 @@ def total(done: Iterable[Done]) -> Sums:
 
 
 def figures(sums: Sums) -> dict[str, float | None]:
-    """The loss of a token in nats, and perplexities: how many equally likely tokens, bytes or words
-    the model wavers between."""
+    """Returns the loss per token in nats, and perplexities: the number of equally likely tokens,
+    bytes or words that the model's uncertainty corresponds to."""
 
     def per(count: int | None) -> float | None:
         return sums.loss / count if count else None
 
     def perplexity(loss: float | None) -> float | None:
-        return None if loss is None or loss > 700 else math.exp(loss)  # above, float64 is infinite
+        return None if loss is None or loss > 700 else math.exp(loss)  # float64 overflows above
 
     by_byte = per(sums.bytes)
     return {
@@ -114,7 +114,7 @@ def score(
     keep: Callable[[Done], None] = lambda done: None,
     watch: Watch = lambda sums: None,
 ) -> list[Done]:
-    """Scores this rank's share of the parts that are not done yet, and returns it."""
+    """Scores this rank's share of the unfinished parts, and returns it."""
     before = {one.part: one.sums for one in done}
     found: list[Done] = []
     work = _batches(_share(parts, ranks, before, watch), scorer, batch_tokens, found, keep)
@@ -122,7 +122,7 @@ def score(
         batch = next(work, None)
         if not ranks.goes_on(batch is not None):
             return found
-        if batch is None:  # the others need this rank's part of the parameters
+        if batch is None:  # the others need this rank's shard of the parameters
             nothing = np.zeros((1, scorer.multiple), np.int64)
             scorer(nothing, np.full_like(nothing, IGNORED))
             continue
@@ -134,8 +134,8 @@ def score(
 def _share(
     parts: Iterable[Part], ranks: Ranks, done: Mapping[int, Sums], watch: Watch
 ) -> Iterator[Part]:
-    """Deals the parts that are left to the ranks in turn. All ranks go through all documents, and
-    tokenise their own."""
+    """Assigns the remaining parts to the ranks in turn. All ranks read all documents, but tokenize
+    only their own."""
     passed, turn, last = Sums(), 0, 0.0
     for part in parts:
         passed.documents += part.num_documents
@@ -155,8 +155,8 @@ def _batches(
     found: list[Done],
     keep: Callable[[Done], None],
 ) -> Iterator[tuple[Sequence[Any], list[float], list[int]]]:
-    """Yields rows, where their losses go, and their numbers there. When all losses of a part are
-    there, it is done."""
+    """Yields rows, the list that receives their losses, and their indices in it. A part is done
+    when all its losses are known."""
     for part in parts:
         made = part.make()
         losses = [0.0] * len(made.rows)
@@ -178,20 +178,21 @@ def require_some(sums: Sums, name: str) -> None:
     if not sums.tokens:
         what = f"{sums.documents:,} documents" if sums.documents else "no documents"
         raise DataError(
-            f"{name} has {what} and no token to score"
-            + ("; a document's first token is not scored (--prefix eos)" if sums.unscored else "")
+            f"{name} has {what} and no tokens to score"
+            + ("; use --prefix eos to score the first token of each" if sums.unscored else "")
         )
 
 
 def cutter_for(
     tokenizer: Any, context: int, stride: int, prefix: str, joined: bool, vocab_size: int | None
 ) -> Cutter:
-    """`prefix`: what a document's first token is predicted from: bos, eos, none, or auto."""
+    """Returns a Cutter. `prefix` is what a document's first token is predicted from: bos, eos, none
+    or auto."""
     return Cutter(tokenizer, context, stride, prefix_id(tokenizer, prefix), joined, vocab_size)
 
 
 def prefix_id(tokenizer: Any, prefix: str) -> int | None:
-    """By default BOS, if documents begin with it."""
+    """Returns the id of the prefix token; `auto` means BOS, if documents begin with it."""
     if prefix == "auto":
         return tokenizer.bos_id if tokenizer.add_bos else None
     if prefix == "none":

@@ -1,4 +1,4 @@
-"""Prompts from a file: a text per line, or a JSON object per line."""
+"""Reads prompts from a file with one text, or one JSON object, per line."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, or to answer; or a conversation, whose next turn is wanted."""
+    """A text to continue, a question to answer, or a conversation that needs its next turn."""
 
     text: str
     messages: tuple[Message, ...] = ()
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads a file, or standard input if it is called `-`. Blank lines are skipped."""
+    """Reads a file, or standard input if the path is `-`. Blank lines are skipped."""
     prompts = list(_prompts(path))
     if not prompts:
-        raise DataError(f"--file {path}: there is no prompt in it")
+        raise DataError(f"--file {path} contains no prompts")
     return prompts
 
 
 def check_prompts(prompts: Iterable[Prompt]) -> None:
-    """Refuses what is no text: bytes of the command line, or escapes in JSON, that no character
-    has."""
+    """Raises an error for prompts that are not valid text: command line bytes or JSON escapes that
+    are not characters."""
     for number, prompt in enumerate(prompts, start=1):
         for text in (prompt.text, *(turn["content"] for turn in prompt.messages)):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise DataError(
-                    f"prompt {number:,} is not UTF-8 text: {text[error.start]!a}, character "
-                    f"{error.start + 1:,}, is half of one"
+                    f"prompt {number:,} is not valid UTF-8: character {error.start + 1:,} is "
+                    f"{text[error.start]!a}, an unpaired surrogate"
                 ) from None
 
 
@@ -54,7 +54,8 @@ def _prompts(path: Path) -> Iterator[Prompt]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines end at a newline only: other characters that break lines may be part of a text."""
+    """Returns the lines of a file. Only newlines end a line, since a text may contain other line
+    separators."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.expanduser().read_bytes()
         text = data.decode("utf-8-sig")
@@ -69,7 +70,7 @@ def _parsed(line: str, where: str) -> Prompt:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: no JSON ({error!s:.100})") from None
+        raise DataError(f"{where}: invalid JSON ({error!s:.100})") from None
     if isinstance(record, str):
         return Prompt(record)
     if isinstance(record, dict):
@@ -80,7 +81,7 @@ def _parsed(line: str, where: str) -> Prompt:
         if _is_conversation(turns):
             return Prompt(turns[-1]["content"], tuple(turns))
     raise DataError(
-        f"{where}: expected a text, or an object with a text under {KEYS[0]!r} or turns under "
+        f"{where}: expected a string, or an object with a string under {KEYS[0]!r} or turns under "
         "'messages'"
     )
 

@@ -1,9 +1,9 @@
-"""A model on one rank or several, and the losses that it gives rows of tokens.
+"""Opens a model on one or more ranks, and computes the loss of rows of tokens.
 
-copies      each rank has the whole model and evaluates documents of its own; ranks meet only
+copies      each rank has the whole model and evaluates its own documents; ranks communicate only
             at the end
-sharded     parameters are sharded over the ranks (FSDP), which evaluate documents of their own
-            and take every forward pass together
+sharded     parameters are sharded over the ranks (FSDP), which evaluate their own documents but
+            run every forward pass together
 tensor      neighbouring ranks split each matrix and evaluate the same documents
 """
 
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's share of the documents, and who works with it."""
+    """This rank's share of the documents, and how it works with other ranks."""
 
     rank: int = 0
     size: int = 1
     leads: bool = True
-    """Whether this rank reports for those that evaluate the same documents."""
+    """Whether this rank reports for the ranks that evaluate the same documents."""
     in_step: bool = False
-    """Whether all ranks take every forward pass together."""
+    """Whether all ranks run every forward pass together."""
 
     def goes_on(self, has_batch: bool) -> bool:
-        """Whether there is a forward pass to take: this rank's own, or one of the others'."""
+        """Whether there is a forward pass to run, for this rank or for another."""
         if not self.in_step:
             return has_batch
         some = torch.tensor([int(has_batch)])
@@ -60,17 +60,18 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RowScorer:
-    """Gives the summed loss of each row of a batch, in float64."""
+    """Computes the summed loss of each row of a batch, in float64."""
 
     model: nn.Module
     device: torch.device
     vocab_size: int | None = None
     multiple: int = 1
-    """Tensor parallelism splits rows between blocks, so that lengths are a multiple of this."""
+    """Row lengths must be a multiple of this, since tensor parallelism splits rows between
+    blocks."""
 
     @property
     def stretches_from(self) -> int | None:
-        """The length beyond which angles depend on how long a row is, padding included."""
+        """The length beyond which rotary angles depend on the row's length, padding included."""
         return stretches_from(self.model)
 
     @torch.no_grad()
@@ -80,7 +81,7 @@ class RowScorer:
         positions = torch.arange(tokens.shape[1], device=self.device)[None]
         if hasattr(self.model, "objective"):
             sums_B = self.model(tokens, positions, labels_BS=labels)
-        else:  # a model of somebody's own, whose head knows only its own loss
+        else:  # a custom model, whose head only computes its own loss
             logits_NV = self.model(tokens, positions).flatten(0, 1)
             wide = torch.promote_types(logits_NV.dtype, torch.float32)
             losses_N = F.cross_entropy(
@@ -88,22 +89,20 @@ class RowScorer:
             )
             sums_B = losses_N.view(labels.shape).double().sum(1)
         if not bool(sums_B.isfinite().all()):
-            raise ModelError(
-                "the model predicts values that are not finite: its weights are broken"
-            )
+            raise ModelError("the model's predictions are not finite: its weights are broken")
         found: list[float] = sums_B.tolist()
         return found
 
 
 class RowLosses:
-    """What the head makes of a batch: the summed loss of each row."""
+    """An objective for the head: the summed loss of each row."""
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         return head.token_losses(hidden_BSD, fields["labels_BS"]).double().sum(1)
 
 
 def scorer_for(model: nn.Module, device: torch.device, architecture: Any = None) -> RowScorer:
-    """Scores with a model that is whole and on this device."""
+    """Returns a scorer for a model that is entirely on this device."""
     if hasattr(model, "objective"):
         model.objective = RowLosses()  # type: ignore[assignment]
     return RowScorer(model, device, getattr(architecture, "vocab_size", None))
@@ -117,7 +116,7 @@ def open_on_ranks(
     shard: bool = False,
     tensor_parallel: int = 1,
 ) -> tuple[RowScorer, Ranks]:
-    """Builds the model over all ranks, and fills each rank's part of it from the files."""
+    """Builds the model across all ranks, and fills each rank's part from the files."""
     is_split = world.size > 1 and (shard or tensor_parallel > 1)
     mesh = _mesh(world, device, shard, tensor_parallel) if is_split else None
     with torch.device("meta"):
@@ -152,13 +151,13 @@ def _require_even(architecture: Any, tensor_parallel: int) -> None:
     plan = plan_for(architecture) if tensor_parallel > 1 else None
     if plan is not None and (uneven := plan.uneven(architecture, tensor_parallel)):
         raise ModelError(
-            f"--tensor-parallel {tensor_parallel} does not divide {any_of(uneven, 'and')}: choose "
+            f"--tensor-parallel {tensor_parallel} does not divide {any_of(uneven, 'and')}: use "
             "another degree, or --shard"
         )
 
 
 def _config(dtype: torch.dtype) -> JobConfig:
-    """How a model is made parallel that is not trained."""
+    """Returns the config for parallelizing a model without training it."""
     name = str(dtype).removeprefix("torch.")
     config = JobConfig.model_validate({"compile": {"enable": False}})
     training = config.training.model_copy(update={"dtype": name, "mixed_precision_param": name})

@@ -1,12 +1,12 @@
-"""Results of evaluations, kept where their checkpoint is and never inside it.
+"""Evaluation results, saved near their checkpoint but never inside it.
 
-    run/evaluations/step_80/perplexity-c4-3f9a….json      of a checkpoint of a run
-    my-model.evaluations/perplexity-c4-3f9a….json         of anything else: beside it
+    run/evaluations/step_80/perplexity-c4-3f9a….json      for a checkpoint of a run
+    my-model.evaluations/perplexity-c4-3f9a….json         for anything else: next to it
 
-The name ends with a fingerprint of the weights, the data and all that changes the numbers: the same
-evaluation finds its result again. What is done of one that is under way lies next to it in a hidden
-folder, a file per process and a line per part, so that whoever continues it, on however many
-ranks, takes what is there. A line that was cut short is none.
+The name ends with a fingerprint of the weights, the data and everything else that affects the
+numbers, so the same evaluation finds its result again. Finished parts of an unfinished evaluation
+are in a hidden folder next to it, with one file per process and one line per part, so that it can
+be resumed on any number of ranks. Truncated lines are ignored.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from overland.files import read_json, replace_file, sync
 from overland.run_folder import CHECKPOINT, COMMITTED, EVALUATIONS
 
 FORMAT = 1
-LARGEST = 2**24  # of a result
+LARGEST = 2**24  # bytes of a result
 Record = dict[str, Any]
 Report = Callable[[str], None]
 
 
 def place_of(path: Path, run: Path | None, output: Path | None = None) -> Path:
-    """The folder for results of `path`, a checkpoint of `run` or anything else with weights."""
+    """Returns the folder for results of `path`: a checkpoint of `run`, or anything with weights."""
     if output is not None:
         return output
     path = path.absolute()
@@ -40,15 +40,15 @@ def place_of(path: Path, run: Path | None, output: Path | None = None) -> Path:
 
 
 def mark_of_weights(*paths: Path | None) -> str:
-    """Changes with the weights at these paths: a committed checkpoint says itself what it holds;
-    of other files, size and samples of their bytes."""
+    """Returns a fingerprint of the weights at these paths: for a committed checkpoint from its
+    marker, for other files from their sizes and samples of their bytes."""
     from overland.data.sources.marks import digest_of
 
     return digest_of([_mark(path) for path in paths if path is not None])
 
 
 def base_of(path: Path) -> Path | None:
-    """The folder that adapters of PEFT name as their base, if it is one."""
+    """Returns the folder that PEFT adapters name as their base, if it exists."""
     with suppress(OSError, ValueError, AttributeError):
         said = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
         places = (Path(said).expanduser(), path / said) if isinstance(said, str) and said else ()
@@ -69,16 +69,16 @@ def _mark(path: Path) -> Any:
 
 
 def _is_ours(file: Path, root: Path) -> bool:
-    """Whether a file below a folder of weights is hidden or was put there by an evaluation."""
+    """Whether a file in a folder of weights is hidden or was created by an evaluation."""
     return any(one.startswith(".") or one == EVALUATIONS for one in file.relative_to(root).parts)
 
 
 class Kept:
-    """The result of one evaluation, and what is done of it. Where nothing can be written that is
-    reported once, and the evaluation goes on."""
+    """The result of one evaluation, and its finished parts. If nothing can be written, that is
+    reported once and the evaluation continues."""
 
     def __init__(self, place: Path, kind: str, name: str, key: Any, report: Report) -> None:
-        """`key`: everything that changes the result."""
+        """`key`: everything that affects the result."""
         from overland.data.sources.marks import digest_of
 
         self.key = digest_of([FORMAT, kind, key])[:16]
@@ -92,7 +92,7 @@ class Kept:
     _file: BinaryIO | None
 
     def result(self) -> Record | None:
-        """What an evaluation with the same key has found."""
+        """Returns the saved result of an evaluation with the same key."""
         with suppress(OSError, ValueError):
             found = read_json(self.path, LARGEST)
             if isinstance(found, dict) and found.get("key") == self.key:
@@ -100,7 +100,7 @@ class Kept:
         return None
 
     def done(self) -> list[Record]:
-        """The parts that are done, by whichever process."""
+        """Returns the finished parts of all processes."""
         found = []
         for file in sorted(self.parts.glob("*.jsonl")):
             with suppress(OSError):
@@ -108,11 +108,11 @@ class Kept:
         return found
 
     def left_over(self) -> list[Path]:
-        """What is done of evaluations of the same name with another key."""
+        """Returns unfinished evaluations of the same name with another key."""
         return [one for one in sorted(self.path.parent.glob(self.others)) if one != self.parts]
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Keeps a part that is done; it is on the disk when this returns."""
+        """Saves a finished part; it is on disk when this returns."""
         if self._is_off:
             return
         try:
@@ -125,10 +125,13 @@ class Kept:
             sync(Path(self._file.name))
         except OSError as error:
             self._is_off = True
-            self._report(f"note: if this is stopped it starts again: {sentence(error)}")
+            self._report(
+                f"note: progress cannot be saved, so an interrupted evaluation would start over: "
+                f"{sentence(error)}"
+            )
 
     def finish(self, record: Record) -> Path | None:
-        """Keeps the result, and nothing else. None where it cannot be written."""
+        """Saves the result and removes the parts. Returns None if it cannot be written."""
         self.close()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +139,7 @@ class Kept:
             replace_file(self.path, text + "\n", shared=True)
         except OSError as error:
             self._report(
-                f"note: the result is not kept: {sentence(error)}; --output names another folder"
+                f"note: the result was not saved: {sentence(error)}; use another folder (--output)"
             )
             return None
         shutil.rmtree(self.parts, ignore_errors=True)
@@ -158,7 +161,7 @@ def _lines(file: Path) -> Iterator[Record]:
 
 
 def read_results(run: Path) -> list[Record]:
-    """All results of a run's checkpoints, by step and name. What cannot be read is left out."""
+    """Returns all results of a run's checkpoints, by step and name, skipping unreadable ones."""
     found = []
     for path in sorted((run / EVALUATIONS).glob("*/*.json")):
         with suppress(OSError, ValueError):

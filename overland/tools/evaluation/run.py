@@ -1,4 +1,4 @@
-"""Evaluations as they are asked for: on this process, or as one rank of a world."""
+"""Runs evaluations, in this process or as one rank of several."""
 
 from __future__ import annotations
 
@@ -49,27 +49,28 @@ def evaluate(
     quiet: bool = True,
     **task_settings: Any,
 ) -> list[Record]:
-    """Measures perplexity and scores of tasks, as `overland eval` does, in this process.
+    """Measures perplexity and task scores, as `overland eval` does, in this process.
 
     Args:
         path: A run, a checkpoint of any format, or a Hugging Face folder.
         data: PATH, NAME or NAME=PATH to measure perplexity on. Without data and tasks, a run is
-            measured on what it validates on.
-        tasks: Tasks of lm-evaluation-harness, whose datasets `overland fetch tasks` has brought.
+            evaluated on its validation data.
+        tasks: Tasks of lm-evaluation-harness; `overland fetch tasks` fetches their datasets.
         step: The checkpoint of a run; default: the newest.
-        context: Tokens of a window; default: as trained, 4096 at most.
+        context: Tokens per window; default: as in training, at most 4096.
         stride: Tokens between windows; default: half of the context.
-        limit: Only so many documents.
-        batch_size: Windows that go through the model together.
-        dtype: float32, bfloat16 or float16; default: by the device.
-        tokenizer: A tokenizer, where the path brings none.
-        output: Folder for results; default: beside the checkpoint.
-        again: Whether to compute again what was computed before.
-        quiet: Whether to say nothing about what is found and kept.
-        **task_settings: Of `overland.tools.evaluation.tasks.AskedTasks`, such as `num_fewshot`.
+        limit: Evaluate only this many documents.
+        batch_size: Number of windows processed together.
+        dtype: float32, bfloat16 or float16; default: float32 on a CPU, bfloat16 on a GPU.
+        tokenizer: A tokenizer, if the path has none.
+        output: Folder for results; default: next to the checkpoint.
+        again: Whether to recompute saved results.
+        quiet: Whether to suppress messages about saved results and progress.
+        **task_settings: Fields of `overland.tools.evaluation.tasks.AskedTasks`, such as
+            `num_fewshot`.
 
     Returns:
-        A record per set or group of tasks, as `overland eval --json` prints them.
+        A record per dataset or group of tasks, as `overland eval --json` prints them.
     """
     asked = Asked(
         path=Path(path).expanduser(),
@@ -90,8 +91,8 @@ def evaluate(
 
 
 def asked_tasks(tasks: Sequence[str], datasets: Path | None, **settings: Any) -> AskedTasks | None:
-    """What is asked of tasks; None without any. Libraries that could open connections are told not
-    to before they are imported."""
+    """Returns the requested tasks, or None if there are none. Network access is disabled before
+    libraries that could open connections are imported."""
     if not tasks:
         return None
     from overland.packages import need
@@ -109,7 +110,7 @@ def asked_tasks(tasks: Sequence[str], datasets: Path | None, **settings: Any) ->
 def evaluate_here(
     asked: Asked, tasks: AskedTasks | None, steps: str | None, world: World, quiet: bool = False
 ) -> list[Record]:
-    """What every rank does; the first one's results are all."""
+    """Evaluates on this rank; the first rank's results are complete."""
 
     def report(message: str) -> None:
         if world.is_first and not quiet:
@@ -136,7 +137,7 @@ def evaluate_one(
     device: torch.device,
     report: Report,
 ) -> list[Record]:
-    """Everything about one checkpoint."""
+    """Evaluates one checkpoint."""
     session = open_session(asked, world, device, report)
     results = []
     if asked.data or tasks is None:

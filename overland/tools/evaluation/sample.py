@@ -1,7 +1,8 @@
-"""What the model of a run says to `metrics.sample_prompt`: after the last step and, where training
-began with given weights, before the first one; if asked for, at every validation.
+"""Samples from the model of a run, prompted with `metrics.sample_prompt`: after the last step,
+before the first one if training starts from given weights, and optionally at every validation.
 
-A model that learns conversations is asked, by its chat template; any other continues the text.
+A model trained on conversations answers the prompt, using its chat template; any other continues
+it.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ HOW = Sampling(temperature=0.8)
 
 
 def sample_start(run: Run) -> None:
-    """Asks a model that is about to be fine-tuned."""
+    """Samples from a model that is about to be fine-tuned."""
     if run.progress.step == 0 and run.config.checkpoint.initial_load_path is not None:
         take_sample(run)
 
 
 class SamplesOverTime(Callback):
-    """Takes a sample at every validation but the last, after which one is taken anyway."""
+    """Takes a sample at every validation but the last, after which there is one anyway."""
 
     def on_start(self, run: Run) -> None:
         self.is_on = run.config.compile.enable is not True
         if not self.is_on:
-            run.call("on_message", "metrics.sample_at_validation: left out, since the model is "
-                     "compiled; compile.enable = false allows it")  # fmt: skip
+            run.call("on_message", "metrics.sample_at_validation is ignored, because the model is "
+                     "compiled; set compile.enable = false to use it")  # fmt: skip
 
     def on_validation(self, run: Run, record: Record) -> None:
         if self.is_on and run.progress.step < run.config.training.steps:
@@ -51,8 +52,8 @@ class SamplesOverTime(Callback):
 
 
 def take_sample(run: Run) -> None:
-    """Keeps what the model says now; all ranks take part. A model that is cut into stages or works
-    on parts of rows is left for `overland generate`."""
+    """Samples and saves the text; all ranks take part. Skips models with pipeline or context
+    parallelism, for which there is `overland generate`."""
     degrees, tokenizer = run.mesh.degrees, run.dataset.tokenizer
     if not run.config.metrics.sample_prompt or tokenizer is None or degrees.pp * degrees.cp > 1:
         return
@@ -60,13 +61,13 @@ def take_sample(run: Run) -> None:
     if run.world.is_first:
         try:
             _keep(run, text)
-        except OSError as error:  # no run ends because of a sample
+        except OSError as error:  # a sample must not end a run
             words = f"{run.folder.samples} cannot be written: {error.strerror}; the run continues"
             run.call("on_message", words)
 
 
 def _keep(run: Run, text: str) -> None:
-    """Adds what was said now; what was said after later steps was undone."""
+    """Adds the sample to the file, and removes those of later steps, which were undone."""
     earlier = {at: one for at, one in read_samples(run.folder).items() if at < run.progress.step}
     kept = earlier | {run.progress.step: text}
     lines = [json.dumps({"step": step, "text": text}) for step, text in sorted(kept.items())]
@@ -74,7 +75,7 @@ def _keep(run: Run, text: str) -> None:
 
 
 def read_samples(folder: RunFolder) -> dict[int, str]:
-    """What was said, by step, as far as it can be read."""
+    """Returns the samples by step, as far as they can be read."""
     found: dict[int, str] = {}
     with suppress(OSError, UnicodeDecodeError):
         for line in folder.samples.read_text(encoding="utf-8").splitlines():
@@ -110,7 +111,7 @@ def sample(run: Run, tokenizer: Tokenizer) -> str:
 
 
 def samples_in_words(run: Run, tokenizer: Tokenizer) -> str:
-    """What the model says now, and what it said before the first step if it was asked then."""
+    """Describes the newest sample, and the one before the first step if there is one."""
     samples, prompt = read_samples(run.folder), run.config.metrics.sample_prompt
     step = run.progress.step
     if step not in samples:
@@ -119,13 +120,13 @@ def samples_in_words(run: Run, tokenizer: Tokenizer) -> str:
     if step == 0 or 0 not in samples:
         return f"The model {verb} {prompt!r}:\n\n{_quoted(samples[step])}\n"
     return (
-        f"Before, the model {verb} {prompt!r}:\n\n{_quoted(samples[0])}\n\n"
-        f"And now:\n\n{_quoted(samples[step])}\n"
+        f"Before training, the model {verb} {prompt!r}:\n\n{_quoted(samples[0])}\n\n"
+        f"After training:\n\n{_quoted(samples[step])}\n"
     )
 
 
 def is_chat(config: JobConfig, tokenizer: Tokenizer) -> bool:
-    """Whether the model is asked questions, and not given texts to continue."""
+    """Whether the model answers questions, rather than continuing texts."""
     return config.sft.shape != "off" and bool(tokenizer.chat_templates)
 
 

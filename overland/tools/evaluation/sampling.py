@@ -1,12 +1,12 @@
-"""How the next token is chosen from logits, on the device that they are on.
+"""Chooses the next token from logits, on their device.
 
-The order and the meaning of the settings are those of transformers: the repetition penalty first;
-then, unless the likeliest token is taken, temperature, top-k, top-p and min-p.
+The order and meaning of the settings are those of transformers: the repetition penalty first; then,
+unless decoding is greedy, temperature, top-k, top-p and min-p.
 
-A draw is a pure function of the seed, the number of the prompt, the position and the token: which
-rows share a batch, and which device they are on, does not enter. Each token gets a number from a
-Gumbel distribution, and the largest sum with its logit wins (Gumbel-max), which draws a token with
-the probability that it has.
+A sample is a pure function of the seed, the number of the prompt, the position and the token; it
+does not depend on the batch or the device. Each token gets noise from a Gumbel distribution, and
+the largest sum of logit and noise wins (the Gumbel-max trick), which samples tokens with their
+probabilities.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch import Tensor
 from overland.errors import ModelError
 from overland.models.init import hash_bits, signed
 
-# Below this it is 0: logits of float32 are not exact to so much, and divided by less they may be
-# more than float32 holds.
+# Below this, temperature counts as 0: float32 logits are not that precise, and dividing by less may
+# overflow float32.
 LEAST_TEMPERATURE = 1e-6
-BROKEN = -1  # in the place of a token where logits are not finite
+BROKEN = -1  # returned instead of a token if logits are not finite
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; by default always the likeliest one."""
+    """How tokens are sampled; greedy by default."""
 
     temperature: float = 0.0
-    """0: the likeliest token."""
+    """0: the most likely token."""
     top_k: int = 0
-    """So many of the likeliest tokens; 0: all."""
+    """Sample from this many of the most likely tokens; 0: all."""
     top_p: float = 1.0
-    """The likeliest tokens that have this probability together; 1: all."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1: all."""
     min_p: float = 0.0
-    """Tokens that are at least this many times as likely as the likeliest; 0: all."""
+    """Sample from tokens whose probability is at least this fraction of the highest; 0: all."""
     repetition_penalty: float = 1.0
-    """What logits of tokens are divided by (multiplied, if negative) that were there before."""
+    """Divides positive logits (and multiplies negative ones) of tokens that occurred before."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Sampling:
 
 
 def row_keys(seed: int, numbers: Iterable[int], device: torch.device) -> Tensor:
-    """What the draws of each row depend on, beside the position: [2, rows]."""
+    """Returns the random keys of each row: [2, rows]."""
     keys = []
     for number in numbers:
         digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=16).digest()
@@ -77,9 +77,8 @@ def choose(
     positions_B: Tensor,
     seen_BV: Tensor | None = None,
 ) -> Tensor:
-    """Returns the next token of each row; BROKEN for rows where the largest logit is no number,
-    or infinite: -inf rules a token out. `seen_BV`: which tokens were there before, if that
-    matters."""
+    """Returns the next token of each row, or BROKEN if its largest logit is NaN or infinite; -inf
+    rules out a token. `seen_BV`: which tokens occurred before, if that matters."""
     scores_BV = scored(logits_BV, sampling, seen_BV)
     if not sampling.is_greedy:
         scores_BV = scores_BV + gumbel(keys_2B, positions_B, scores_BV.shape[1])
@@ -112,7 +111,7 @@ def scored(logits_BV: Tensor, sampling: Sampling, seen_BV: Tensor | None = None)
 
 
 def _likeliest(logits_BV: Tensor, top_p: float) -> Tensor:
-    """Keeps the likeliest tokens that have the probability `top_p` together, and at least one."""
+    """Keeps the most likely tokens whose probabilities add up to `top_p`, at least one."""
     sorted_BV, order_BV = logits_BV.sort(dim=-1)
     unlikely_BV = sorted_BV.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     unlikely_BV[:, -1] = False
@@ -124,6 +123,6 @@ def gumbel(keys_2B: Tensor, positions_B: Tensor, vocab_size: int) -> Tensor:
     here_B = hash_bits(positions_B, keys_2B)
     tokens_V = torch.arange(vocab_size, device=positions_B.device)
     bits_BV = hash_bits(tokens_V, torch.stack((here_B, keys_2B[1]))[:, :, None])
-    # Small numbers keep their digits in float32, and they are what decides: log1p, not log.
+    # log1p, not log: small numbers keep their precision in float32, and they decide the result.
     small_BV = ((bits_BV >> 11) & ((1 << 53) - 1)).to(torch.float32).add_(0.5).mul_(2.0**-53)
     return -torch.log(-torch.log1p(-small_BV.clamp_(max=1 - 2.0**-24)))

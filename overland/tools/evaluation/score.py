@@ -1,19 +1,18 @@
-"""Log-likelihoods of continuations, where tokens that several sequences begin with are computed
-once.
+"""Log-likelihoods of continuations, with shared prefixes computed only once.
 
-A sequence is a context and its continuation. Sorted, those that begin alike are neighbours: the
-answers of a question, and all questions after the same examples. They are written into one row as a
-tree, depth first:
+A sequence is a context and its continuation. When sorted, sequences with a common prefix are
+neighbours: the answers to a question, and all questions after the same examples. They are packed
+into one row as a tree, depth first:
 
     question | answer A | answer B | another question | its answer A | …
 
 A token sees its ancestors and itself, and its position is its depth, so each sequence is computed
-as if it were alone. Where `ends[k]` is the place behind the last descendant of token k:
+as if it were alone. If `ends[k]` is the place after the last descendant of token k:
 
     q sees k   if   k <= q < ends[k]   (and depth[q] - depth[k] < window)
 
-Only a Decoder of ours can be told so. In any other model a row is one sequence, and holds others
-only where they are a beginning of it.
+Only our own Decoder supports this. For any other model a row is one sequence, and contains others
+only if they are a prefix of it.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ Ids = npt.NDArray[np.int64]
 Pair = tuple[Sequence[int], Sequence[int]]
 """Ids of a context and of its continuation."""
 
-# A row takes in more sequences up to twice the length of its first one, or to this length, since
-# attention over it costs its square. Beyond LONGEST_TREE the mask alone would be 256 MiB.
+# A row grows up to twice the length of its first sequence, or to this length, since the cost of
+# attention is quadratic. Beyond LONGEST_TREE the mask alone would take 256 MiB.
 ROW_TOKENS = 1024
 LONGEST_TREE = 16_384
-TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32_768}  # of a batch, if nobody says how many rows
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32_768}  # per batch, if no number of rows is given
 PREDICTIONS_AT_ONCE = 1024  # each one is a row of logits, of 128k numbers or more
 
 
 class Score(NamedTuple):
     log_likelihood: float
     is_greedy: bool
-    """Whether the likeliest token each time is the continuation's."""
+    """Whether greedy decoding would produce the continuation."""
 
 
 @dataclass
 class Row:
-    """Sequences as a tree."""
+    """Sequences packed as a tree."""
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     asked: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
-    """(number of the request, places whose next token is wanted, these next tokens)."""
+    """(number of the request, places whose next token is predicted, those next tokens)."""
     is_chain: bool = True
 
     def __len__(self) -> int:
@@ -70,7 +69,7 @@ class Row:
 
 
 class ContinuationScorer:
-    """Scores continuations with one model: whole on this device, or this rank's part of it."""
+    """Scores continuations with a model that is whole on this device, or with this rank's part."""
 
     def __init__(
         self,
@@ -84,10 +83,10 @@ class ContinuationScorer:
         num_parts: int = 1,
         goes_on: Callable[[bool], bool] = bool,
     ) -> None:
-        """`batch_size` is a number of rows; without one, it is chosen by their length, and halved
-        when memory runs out. Of `num_parts` parts of about equal work, this is one; `goes_on` says
-        whether there is a forward pass to take, for one's own rows or together with others. Rows
-        are padded to a multiple of `multiple`."""
+        """`batch_size` is a number of rows; without it, it is chosen by their length. It is halved
+        when memory runs out. This scorer does one of `num_parts` parts of about equal work;
+        `goes_on` returns whether there is a forward pass to run, for its own rows or together with
+        other ranks. Rows are padded to a multiple of `multiple`."""
         self.model = model
         self.max_length = max_length
         self.batch_size = batch_size
@@ -106,7 +105,7 @@ class ContinuationScorer:
         rows = sorted(planted, key=len, reverse=True)
         mine, start = rows[self.part :: self.num_parts], 0
         while self.goes_on(start < len(mine)):
-            if start >= len(mine):  # others are not through, and need this rank in their pass
+            if start >= len(mine):  # other ranks still need this one in their pass
                 self._score_rows(rows[-1:])
                 continue
             stop = self._stop(mine, start)
@@ -119,7 +118,7 @@ class ContinuationScorer:
             start = stop
 
     def _stop(self, rows: list[Row], start: int) -> int:
-        """Where the batch ends that begins here."""
+        """Returns where the batch that starts here ends."""
         longest = len(rows[start])
         num_rows = self.batch_size or max(1, self.tokens_at_once // longest)
         stop = min(start + num_rows, len(rows))
@@ -130,8 +129,8 @@ class ContinuationScorer:
     def _take_less(self, num_rows: int, length: int) -> None:
         if num_rows == 1:
             raise ModelError(
-                f"the device has no memory for a single row of {length:,} tokens: set a smaller "
-                "--context, or use a device with more memory"
+                f"out of device memory with a single row of {length:,} tokens: lower --context, or "
+                "use a device with more memory"
             )
         if self.batch_size is not None:
             self.batch_size = num_rows // 2
@@ -139,7 +138,7 @@ class ContinuationScorer:
 
     @torch.no_grad()
     def _score_rows(self, rows: list[Row]) -> list[tuple[int, Score]]:
-        """One forward pass, and logits only where a token is predicted."""
+        """Runs one forward pass, and computes logits only where a token is predicted."""
         places = [(b, p) for b, row in enumerate(rows) for _, some, _ in row.asked for p in some]
         wanted = [token for row in rows for _, _, some in row.asked for token in some]
         rows_N, places_N = torch.tensor(places, device=self.device).unbind(1)
@@ -152,7 +151,7 @@ class ContinuationScorer:
             if not all(row.is_chain for row in rows):
                 ends_BS = self._padded([row.ends for row in rows])
             with predicting(self.model, ends_BS, depths_BS):
-                # The labels say that the objective is wanted, which has its own.
+                # Labels select the objective, which uses its own fields instead.
                 predicted_2N = self.model(tokens_BS, depths_BS, labels_BS=tokens_BS, **fields)
         else:
             logits_NV = self.model(tokens_BS)[rows_N, places_N]
@@ -164,9 +163,7 @@ class ContinuationScorer:
     ) -> list[tuple[int, Score]]:
         values, hits = log_likelihoods_N.double().cpu().numpy(), greedy_N.cpu().numpy()
         if not np.isfinite(values).all():
-            raise ModelError(
-                "the model predicts values that are not finite: its weights are broken"
-            )
+            raise ModelError("the model's predictions are not finite: its weights are broken")
         scores, start = [], 0
         for row in rows:
             for number, places, _ in row.asked:
@@ -176,7 +173,7 @@ class ContinuationScorer:
         return scores
 
     def _padded(self, lists: list[list[int]]) -> Tensor:
-        """Behind the end, where nothing that counts can see it."""
+        """Pads rows at the end, where no token that counts can see it."""
         longest = -(-max(map(len, lists)) // self.multiple) * self.multiple
         table = np.zeros((len(lists), longest), np.int64)
         for row, values in zip(table, lists, strict=True):
@@ -185,14 +182,14 @@ class ContinuationScorer:
 
 
 def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Iterator[Row]:
-    """Yields rows that together hold every request, of `longest_tree` tokens at most where they
-    branch. What does not fit into `max_length` is cut off at the left, as the harness does."""
+    """Yields rows that together contain every request; rows that branch have at most `longest_tree`
+    tokens. Requests longer than `max_length` are truncated on the left, as in the harness."""
     sequences: list[tuple[bytes, int, Ids, list[int]]] = []
     for number, (context, continuation) in enumerate(requests):
         check_request(context, continuation, max_length)
         ids = np.asarray([*context, *continuation][-(max_length + 1) :][:-1], np.int64)
         sequences.append((ids.astype(">i8").tobytes(), number, ids, list(continuation)))
-    sequences.sort(key=lambda one: one[:2])  # bytes compare as the ids do, and faster
+    sequences.sort(key=lambda one: one[:2])  # bytes sort like the ids, but faster
 
     row, last, room = Row(), np.empty(0, np.int64), 0
     path: list[int] = []  # places of the last sequence
@@ -219,24 +216,24 @@ def plant(requests: Sequence[Pair], max_length: int, longest_tree: int) -> Itera
 def check_request(context: Sequence[int], continuation: Sequence[int], max_length: int) -> None:
     if not context or not continuation:
         raise DataError(
-            f"a {'continuation' if context else 'context'} without a token has no score"
+            f"a request with an empty {'continuation' if context else 'context'} cannot be scored"
         )
     if len(continuation) > max_length:
         raise DataError(
-            f"a continuation has {len(continuation):,} tokens, and the model takes {max_length:,} "
-            "at once: give more with --context, or leave the task out"
+            f"a continuation has {len(continuation):,} tokens, but the context is {max_length:,}: "
+            "raise --context, or omit the task"
         )
 
 
 def joins(row: Row, shared: int, last: int, new: int, room: int) -> bool:
-    """Whether a sequence is written into the row: where it shares at least half of itself."""
-    if shared == last and len(row) == last:  # it only goes on
+    """Whether a sequence is added to the row: if it shares at least half of itself."""
+    if shared == last and len(row) == last:  # it only extends the last one
         return True
     return 2 * shared >= new and len(row) + new - shared <= room
 
 
 def close(row: Row, path: list[int], depth: int) -> Row:
-    """Leaves the branch: nothing that comes later sees its tokens beyond this depth."""
+    """Closes a branch: later tokens do not see its tokens beyond this depth."""
     for place in path[depth:]:
         row.ends[place] = len(row.tokens)
     del path[depth:]
@@ -244,26 +241,26 @@ def close(row: Row, path: list[int], depth: int) -> Row:
 
 
 def num_shared(one: Ids, other: Ids) -> int:
-    """How many ids both begin with."""
+    """Returns the length of the common prefix."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
 
 
 def stretches_from(model: nn.Module) -> int | None:
-    """Returns the length beyond which the rotary angles of this model depend on a row's length, so
-    that no row may be longer than its sequence."""
+    """Returns the length beyond which this model's rotary angles depend on the row's length, so
+    that a row must not be longer than its sequence."""
     if not isinstance(model, Decoder) or model.config.rope.rope_type != "dynamic":
         return None
     return model.config.max_position_embeddings
 
 
 class Predictions:
-    """What the head makes of a batch: for each wanted token its log-likelihood, and whether it is
-    the likeliest."""
+    """An objective for the head: the log-likelihood of each wanted token, and whether it is the
+    most likely one."""
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        group = getattr(head, "group", None)  # of tensor parallelism: each has a part of the rows
+        group = getattr(head, "group", None)  # tensor parallelism: each rank has part of the rows
         if group is not None:
             hidden_BSD = gather(hidden_BSD.contiguous(), 1, group)
         hidden_ND = hidden_BSD[fields["rows_N"], fields["places_N"]]
@@ -276,8 +273,8 @@ class Predictions:
 
 
 def compare(logits_NV: Tensor, wanted_N: Tensor, group: Any = None) -> Tensor:
-    """Returns log p(wanted), and 1 where it is the likeliest; of a `group`, each rank has a part of
-    the vocabulary."""
+    """Returns log p(wanted), and 1 where it is the most likely token; with a `group`, each rank has
+    a part of the vocabulary."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     size = wide_NV.shape[1]
     first = 0 if group is None else dist.get_rank(group) * size
@@ -288,7 +285,7 @@ def compare(logits_NV: Tensor, wanted_N: Tensor, group: Any = None) -> Tensor:
         log_probs_N = own_N1[:, 0] - wide_NV.logsumexp(1)
         return torch.stack((log_probs_N, (best_N1 == place_N1)[:, 0].to(log_probs_N.dtype)))
     mine_N1, largest_N1 = largest_N1, all_reduce(largest_N1, "max", group)
-    # The lowest id wins where two are as likely, as in one process.
+    # The lowest id wins a tie, as in one process.
     best_N1 = torch.where(mine_N1 == largest_N1, best_N1 + first, first + (1 << 40))
     best_N1 = all_reduce(best_N1, "min", group)
     sums_N1 = all_reduce((wide_NV - largest_N1).exp().sum(1, keepdim=True), "sum", group)
@@ -298,7 +295,7 @@ def compare(logits_NV: Tensor, wanted_N: Tensor, group: Any = None) -> Tensor:
 
 
 class TreeMasks(nn.Module):
-    """In the place of a Decoder's masks."""
+    """Replaces a Decoder's masks."""
 
     def __init__(self, ends_BS: Tensor, depths_BS: Tensor, windows: list[int | None]) -> None:
         super().__init__()
@@ -306,7 +303,7 @@ class TreeMasks(nn.Module):
         places_S = torch.arange(ends_BS.shape[1], device=ends_BS.device)
         q_BQK, k_BQK = places_S[None, :, None], places_S[None, None, :]
         self.ancestors_BQK = (k_BQK <= q_BQK) & (q_BQK < ends_BS[:, None, :])
-        # Padding sees itself, since softmax over nothing is no number.
+        # Padding sees itself, since softmax over nothing is NaN.
         self.ancestors_BQK |= k_BQK == q_BQK
         self.depths_BS = depths_BS
 
@@ -324,7 +321,8 @@ class TreeMasks(nn.Module):
 
 @contextmanager
 def predicting(model: Decoder, ends_BS: Tensor | None, depths_BS: Tensor) -> Iterator[None]:
-    """Inside, the model makes predictions, and of rows that are trees if `ends_BS` is given."""
+    """Makes the model compute predictions within this context; `ends_BS` is given for rows that are
+    trees."""
     masks, objective = model.model.masks, model.objective
     model.objective = Predictions()
     if ends_BS is not None:

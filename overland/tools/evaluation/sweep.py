@@ -1,4 +1,4 @@
-"""Several checkpoints of a run, one after another."""
+"""Selects several checkpoints of a run to evaluate."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from overland.words import any_of
 
 
 def steps_of(path: Path, wanted: str) -> list[int]:
-    """The steps that `all`, or `1000,2000`, means of the run at `path`."""
+    """Returns the steps that `all` or `1000,2000` selects from the run at `path`."""
     run, checkpoint = find_run(path)
     if run is None or checkpoint is not None:
-        raise CheckpointError(f"--steps goes through the checkpoints of a run, and {path} is none")
+        raise CheckpointError(f"--steps needs a run folder, and {path} is not one")
     config = load_config(str(run / CONFIG), env={}).config
     there = sorted({step_of(one) for one in committed(run / config.checkpoint.folder)})
     if not there:
-        raise CheckpointError(f"{run} holds no checkpoint yet")
+        raise CheckpointError(f"{run} has no checkpoint yet")
     if wanted == "all":
         return there
     try:
@@ -32,6 +32,6 @@ def steps_of(path: Path, wanted: str) -> list[int]:
     if missing := [str(step) for step in steps if step not in there]:
         names = any_of(list(map(str, there)), "and")
         raise CheckpointError(
-            f"{run} holds no checkpoint of step {any_of(missing)}; it holds {names:.200}"
+            f"{run} has no checkpoint of step {any_of(missing)}; it has {names:.200}"
         )
     return sorted(set(steps))

@@ -1,10 +1,10 @@
-"""The datasets that tasks of the harness read: which the installed definitions name, where they lie
-after `overland fetch tasks`, and how the harness finds them there without a network.
+"""The datasets of the harness's tasks: which ones the installed definitions name, where
+`overland fetch tasks` puts them, and how the harness finds them there without a network.
 
-    ROOT/OWNER___NAME[@REVISION]/   files as they lie on the Hub, checked byte by byte
-    ROOT/.prepared/                 what the `datasets` library makes of them
+    ROOT/OWNER___NAME[@REVISION]/   files as on the Hub, verified byte by byte
+    ROOT/.prepared/                 what the `datasets` library converts them to
 
-ROOT is $SCRATCH_ROOT/tasks_cache, or data/tasks where there is no SCRATCH_ROOT.
+ROOT is $SCRATCH_ROOT/tasks_cache, or data/tasks if SCRATCH_ROOT is not set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from overland.tools.hub.fetch import Report, Wanted, fetch
 from overland.tools.hub.snapshot import read_snapshot
 from overland.words import command, did_you_mean
 
-LISTS = "tasks"  # folder of the recipes
+LISTS = "tasks"  # folder in the recipes
 ON_SCRATCH, HERE = "tasks_cache", "data/tasks"
 PREPARED = ".prepared"
 # hf://datasets/OWNER/NAME@REVISION/FILE, and the address of the same file.
@@ -42,13 +42,13 @@ NO_NETWORK = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 @dataclass(frozen=True)
 class TaskData:
-    """A dataset on the Hub, as far as a task needs it."""
+    """The part of a Hub dataset that a task needs."""
 
     name: str
     revision: str | None = None
     subset: str | None = None
     files: tuple[str, ...] = ()
-    """Only these, where the task says so."""
+    """Only these files, if the task names them."""
 
     def folder(self, root: Path) -> Path:
         at = f"@{self.revision}" if self.revision else ""
@@ -68,7 +68,7 @@ class TaskData:
         return all((folder / name).is_file() for name in had.files)
 
     def _is_in(self, request: Mapping[str, Any]) -> bool:
-        """Whether a fetch for these words has brought it."""
+        """Whether a fetch with these options includes it."""
         subset, included = request.get("subset"), request.get("include") or []
         if self.files and included:
             return set(self.files) <= set(included)
@@ -80,14 +80,14 @@ class TaskData:
 
 @dataclass(frozen=True)
 class Needs:
-    """What tasks read."""
+    """The data that tasks read."""
 
     datasets: dict[TaskData, list[str]]
-    """The tasks that each one is for."""
+    """Each dataset with the tasks that use it."""
     others: dict[str, str]
-    """Tasks whose data cannot be fetched from a definition, and why."""
+    """Tasks whose data cannot be fetched, and why."""
     definitions: dict[str, str]
-    """What each task's definition, and files that it names, are known by."""
+    """Fingerprints of each task's definition and the files that it names."""
 
     def to_json(self, root: Path) -> dict[str, Any]:
         datasets = [
@@ -111,7 +111,8 @@ def tasks_root(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def task_names(words: Sequence[str]) -> tuple[str, ...]:
-    """`a,b` and `@LIST`, where a list is a file, or the name of one of ours."""
+    """Returns the tasks in words such as `a,b` and `@LIST`, where LIST is a file or the name of a
+    built-in list."""
     names: list[str] = []
     for word in (one.strip() for some in words for one in some.split(",")):
         if word.startswith("@"):
@@ -119,7 +120,7 @@ def task_names(words: Sequence[str]) -> tuple[str, ...]:
         elif word:
             names.append(word)
     if not names:
-        raise DataError("--tasks names no task: give some, such as hellaswag,arc_easy or @frontier")
+        raise DataError("--tasks is empty: give tasks, such as hellaswag,arc_easy or @frontier")
     return tuple(dict.fromkeys(names))
 
 
@@ -130,8 +131,7 @@ def read_list(name: str) -> list[str]:
         known = sorted(one.stem for one in folder.glob("*.txt"))
         if name not in known:
             raise DataError(
-                f"@{name} is neither a file nor a list of tasks that comes with this"
-                f"{did_you_mean(name, known)}"
+                f"@{name} is neither a file nor a built-in list of tasks{did_you_mean(name, known)}"
             )
         path = folder / f"{name}.txt"
     lines = (line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines())
@@ -140,14 +140,14 @@ def read_list(name: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def open_manager(names: tuple[str, ...], include_path: Path | None = None) -> Any:
-    """The harness's index of tasks. That of its own is large, and is left out where all names are
-    in `include_path`."""
+    """Returns the harness's index of tasks. Its built-in index is large, and is skipped if all
+    names are in `include_path`."""
     need("lm_eval", "a task", "eval")
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
         if not include_path.is_dir():
-            raise DataError(f"--include-path {include_path} is no folder of task definitions")
+            raise DataError(f"--include-path {include_path} is not a folder of task definitions")
         own = TaskManager(include_path=str(include_path), include_defaults=False)
         if all(own.match_tasks([name]) or is_file(name) for name in names):
             return own
@@ -160,7 +160,7 @@ def is_file(name: str) -> bool:
 
 
 def matching(manager: Any, names: Iterable[str]) -> list[str]:
-    """The tasks, groups and tags that are meant; `*` stands for anything."""
+    """Returns the matching tasks, groups and tags; `*` matches anything."""
     found: list[str] = []
     for name in names:
         some = [name] if is_file(name) else manager.match_tasks([name])
@@ -186,7 +186,7 @@ def needs_of(manager: Any, names: Iterable[str]) -> Needs:
 
 
 def leaves(manager: Any, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, definition) of every single task that is meant."""
+    """Yields (name, definition) of every single task in these names."""
     seen: set[str] = set()
 
     def walk(item: Any, over: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -217,9 +217,9 @@ def leaves(manager: Any, names: Iterable[str]) -> Iterator[tuple[str, dict[str, 
 
 
 def data_of(config: Mapping[str, Any]) -> list[TaskData] | str:
-    """The datasets that a definition names, or why it cannot be told."""
+    """Returns the datasets that a definition names, or why they are unknown."""
     if config.get("custom_dataset"):
-        return f"a function of its own reads its data ({function_name(config['custom_dataset'])})"
+        return f"its data is read by a custom function ({function_name(config['custom_dataset'])})"
     path, subset = config.get("dataset_path"), config.get("dataset_name")
     options = config.get("dataset_kwargs") or {}
     if path is None and config.get("class"):
@@ -237,14 +237,14 @@ def data_of(config: Mapping[str, Any]) -> list[TaskData] | str:
     for file in files:
         place = on_hub(file)
         if place is None and "://" in file:
-            return f"its data is at {file}, which is no Hub"
+            return f"its data is at {file}, which is not on the Hub"
         if place is not None:
             found.setdefault(place[:2], []).append(place[2])
     return [TaskData(*place, None, tuple(some)) for place, some in found.items()]
 
 
 def local_files(config: Mapping[str, Any]) -> list[Any]:
-    """Sizes and times of files here that a definition names: its data, and Python functions."""
+    """Returns the sizes and times of local files that a definition names: data and Python code."""
     options, path = config.get("dataset_kwargs") or {}, config.get("dataset_path")
     named = [one for some in listed(options.get("data_files")) for one in some]
     named += [one for one in (path, options.get("data_dir")) if isinstance(one, str)]
@@ -255,7 +255,7 @@ def local_files(config: Mapping[str, Any]) -> list[Any]:
 
 
 def files_at(path: str) -> list[str]:
-    """A file, those below a folder, or those that a pattern means."""
+    """Returns a file, the files below a folder, or those that match a pattern."""
     inside = f"{path}/**" if os.path.isdir(path) else path
     return [one for one in sorted(glob(inside, recursive=True)) if os.path.isfile(one)]
 
@@ -269,7 +269,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def attributes_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What the class of a task that is written in Python says."""
+    """Returns the dataset path and name of a task written in Python."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     resolved = load_yaml(config["_yaml"])["class"] if config.get("_yaml") else config["class"]
@@ -281,13 +281,13 @@ def function_name(function: Any) -> str:
 
 
 def listed(data_files: Any) -> list[list[str]]:
-    """Files by split, in any form that the library takes."""
+    """Returns files by split, from any form that the library accepts."""
     some = data_files.values() if isinstance(data_files, Mapping) else [data_files or []]
     return [[one] if isinstance(one, str) else list(one) for one in some]
 
 
 def on_hub(file: str) -> tuple[str, str | None, str] | None:
-    """(dataset, revision, file in it)."""
+    """Returns (dataset, revision, file) if the file is on the Hub."""
     if match := ON_HUB.fullmatch(file):
         return match[1], match[2], match[3]
     if match := ADDRESS.fullmatch(file):
@@ -296,7 +296,7 @@ def on_hub(file: str) -> tuple[str, str | None, str] | None:
 
 
 def is_packaged(path: str) -> bool:
-    """Whether it names a file format, and no dataset."""
+    """Whether the path is the name of a file format, not of a dataset."""
     return path in ("json", "csv", "text", "parquet", "arrow", "xml", "pandas")
 
 
@@ -307,7 +307,7 @@ def is_local(path: str) -> bool:
 def fetch_tasks(
     needs: Needs, root: Path, report: Report, tell: Callable[[str], None]
 ) -> dict[str, str]:
-    """Brings every dataset, and has it prepared; returns those that cannot be used, and why."""
+    """Fetches and prepares every dataset; returns those that cannot be used, and why."""
     failed: dict[str, str] = {}
     for (name, revision), some in by_repository(needs).items():
         folder = TaskData(name, revision).folder(root)
@@ -333,7 +333,8 @@ def by_repository(needs: Needs) -> dict[tuple[str, str | None], list[TaskData]]:
 
 
 def requests_of(name: str, revision: str | None, some: list[TaskData]) -> list[Wanted]:
-    """As few questions to the Hub as possible: one for all subsets, and one for all files."""
+    """Returns as few requests to the Hub as possible: one for all subsets, and one for all
+    files."""
     subsets = tuple(sorted({one.subset for one in some if not one.files}, key=str))
     files = [one.wanted for one in some if one.files]
     whole = [Wanted("dataset", name, revision, subsets=subsets)] if subsets else []
@@ -346,14 +347,14 @@ def require_no_script(name: str, files: Iterable[str]) -> None:
         import datasets
 
         raise DataError(
-            f"{name} is read by a script of its own, {script}, and the `datasets` library runs "
-            f"none since version 4 (here {datasets.__version__}): no task can read it"
+            f"{name} is loaded by its own script, {script}, which the `datasets` library no longer "
+            f"supports since version 4 (installed: {datasets.__version__}): no task can read it"
         )
 
 
 def prepare(one: TaskData, root: Path) -> None:
-    """Has the library read it once, so that it is known to work."""
-    if one.files:  # the task says how they are read
+    """Lets the library read a dataset once, to check that it works."""
+    if one.files:  # the task defines how they are read
         return
     import datasets
 
@@ -364,8 +365,8 @@ def prepare(one: TaskData, root: Path) -> None:
 
 @contextmanager
 def fetched(root: Path, tasks: Iterable[str] = ()) -> Iterator[None]:
-    """Inside, the `datasets` library reads what lies below `root`, and opens no connection for what
-    does not. `tasks` is who asks, for errors."""
+    """Makes the `datasets` library read from `root` within this context, without opening any
+    connection. `tasks` are named in errors."""
     import datasets
     import huggingface_hub
 
@@ -397,14 +398,14 @@ def fetched(root: Path, tasks: Iterable[str] = ()) -> Iterator[None]:
 
 
 def prepared_place(root: Path) -> str | None:
-    """Where the library may write; None is its own."""
+    """Returns where the library may write; None means its default."""
     return None if os.environ.get("HF_DATASETS_CACHE") else str((root / PREPARED).absolute())
 
 
 def local_place(
     path: str, subset: str | None, options: dict[str, Any], root: Path
 ) -> tuple[str, dict[str, Any]]:
-    """The same, of files that are here, if they are."""
+    """Returns the arguments of a load, with local files in place of remote ones if they exist."""
     if is_packaged(path):
         files = options.get("data_files")
         if isinstance(files, Mapping):
@@ -438,15 +439,15 @@ def moved_files(files: Any, root: Path) -> Any:
 def explained(
     error: Exception, path: str, subset: str | None, root: Path, tasks: list[str]
 ) -> str | None:
-    """What is wrong with a dataset, if it is something that the user can change."""
+    """Explains an error with a dataset, if the user can fix it."""
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     what = path if subset is None else f"{path}, subset {subset}"
     if isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error):
         return (
-            f"{what} is read by a script of its own, and the `datasets` library runs none since "
-            "version 4: no task can read it"
+            f"{what} is loaded by its own script, which the `datasets` library no longer supports "
+            "since version 4: no task can read it"
         )
     missing = (
         DatasetNotFoundError, ConnectionError, FileNotFoundError, OfflineModeIsEnabled,
@@ -458,13 +459,13 @@ def explained(
     ways = command("overland", "fetch", "tasks", *(tasks or ["NAME"]))
     alone = command("overland", "fetch", "dataset", path, "--to", TaskData(path).folder(root))
     return (
-        f"the dataset {what} is not here, and an evaluation opens no connection: where there is a "
-        f"network, run `{ways}`" + (f" (or `{alone}`)" if not is_packaged(path) else "")
+        f"the dataset {what} is not on this machine, and an evaluation opens no connections: where "
+        f"there is a network, run `{ways}`" + (f" (or `{alone}`)" if not is_packaged(path) else "")
     )
 
 
 def in_words(needs: Needs, root: Path) -> list[str]:
-    """A line per repository, and per task that none is known of."""
+    """Returns a line per repository, and per task whose data cannot be fetched."""
     lines = []
     for (name, revision), some in by_repository(needs).items():
         tasks = list(dict.fromkeys(task for one in some for task in needs.datasets[one]))

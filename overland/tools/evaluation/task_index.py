@@ -1,8 +1,8 @@
-"""The harness's index of its 14,000 task definitions, kept from one command to the next: to read
-them all takes a quarter of a minute.
+"""Caches the harness's index of its 14,000 task definitions, since reading them all takes 15
+seconds.
 
-It is kept below XDG_CACHE_HOME, by the version of the harness and the names, sizes and times of the
-files, and made again when any of these changes. Without a place to write to it is read each time.
+The cache is in XDG_CACHE_HOME and is keyed by the version of the harness and the names, sizes and
+times of the files. If it cannot be written, the definitions are read each time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = 1
 
 @contextmanager
 def kept_index() -> Iterator[None]:
-    """Inside, a TaskManager reads the index that was kept, if it may."""
+    """Makes TaskManager use the cached index within this context."""
     from lm_eval.tasks._index import TaskIndex
 
     original = TaskIndex.build
@@ -54,7 +54,7 @@ def place_for(paths: list[Path]) -> Path:
 def marks(root: Path) -> Iterator[tuple[str, int, int]]:
     for folder, _, names in os.walk(root):
         for name in sorted(names):
-            if name.endswith((".yaml", ".yml")) or "." not in name:  # those that others include
+            if name.endswith((".yaml", ".yml")) or "." not in name:  # files that others include
                 stat = os.stat(os.path.join(folder, name))
                 yield os.path.join(folder, name), stat.st_size, stat.st_mtime_ns
 

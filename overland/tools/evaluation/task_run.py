@@ -1,7 +1,7 @@
-"""Tasks as lm-evaluation-harness runs them: loaded with their data, set to what was asked for, and
-their results as a list of numbers.
+"""Runs tasks with lm-evaluation-harness: loads them with their data, applies the options, and
+returns their results as a list of scores.
 
-It is imported when tasks are run, which takes seconds.
+The harness is imported only when tasks are run, which takes seconds.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from overland.tools.evaluation.task_data import NO_NETWORK, fetched, matching, o
 from overland.world.signals import SIGNALS
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
-BOOTSTRAP = 100_000  # as the harness does
-SEEDS = (0, 1234, 1234, 1234)  # of Python, NumPy, torch and the choice of examples: the harness's
+BOOTSTRAP = 100_000  # the harness's default
+SEEDS = (0, 1234, 1234, 1234)  # for Python, NumPy, torch and few-shot examples, as in the harness
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What the command line says about how tasks are run."""
+    """Options from the command line for running tasks."""
 
     num_fewshot: int | None = None
     chat_template: str | None = None
-    """By name; without, prompts are plain text."""
+    """Name of the chat template; without it, prompts are plain text."""
     multiturn: bool = True
-    """Whether examples are turns of their own, in a conversation."""
+    """Whether few-shot examples are separate turns of a conversation."""
     system: str | None = None
     gen_kwargs: str | None = None
     add_bos: bool | None = None
@@ -49,28 +49,28 @@ class TaskOptions:
     unsafe_code: bool = False
     include_path: str | None = None
     bootstrap: int = BOOTSTRAP
-    """Draws for standard errors of what has no formula; 0: none."""
+    """Bootstrap samples for standard errors that have no formula; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings(TaskOptions):
-    """What changes the scores, beside weights and data."""
+    """Settings that affect the scores, in addition to weights and data."""
 
     tasks: tuple[str, ...]
     context: int
-    """Tokens of a prompt and its answer at most."""
+    """Maximum number of tokens in a prompt and its answer."""
     dtype: str
     limit: float | None = None
-    """Documents of each task; below 1, a share of them."""
+    """Number of documents per task; below 1, a fraction of them."""
 
 
 def no_network() -> None:
-    """Has the libraries open no connection; to be called before they are imported."""
+    """Disables network access in the libraries; must be called before they are imported."""
     os.environ.update(NO_NETWORK)
 
 
 def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any]:
-    """What the harness's own `simple_evaluate` does, without its questions to the machine."""
+    """Does what the harness's own `simple_evaluate` does, without probing the machine."""
     from lm_eval.evaluator import evaluate
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -86,7 +86,7 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
     for task in loaded["tasks"].values():
         adjust(task, settings, examples)
     if any(task.OUTPUT_TYPE == "generate_until" for task in loaded["tasks"].values()):
-        model.engine.require_texts()  # now, and not after all that is scored
+        model.engine.require_texts()  # fail now, not after everything else was scored
     with task_errors("these tasks"), quiet(), unbounded():
         results = evaluate(
             lm=model,
@@ -118,8 +118,8 @@ def run_harness(model: Any, settings: TaskSettings, root: Path) -> dict[str, Any
 
 @cache
 def end_children_silently() -> None:
-    """The harness forks processes for its bootstrap, and ends them by a signal, of which they would
-    say that the evaluation was stopped."""
+    """Restores default signal handlers in forked processes. The harness forks for its bootstrap and
+    ends the children with a signal, which they would report as an interrupted evaluation."""
 
     def as_usual() -> None:
         for number in SIGNALS:
@@ -130,7 +130,7 @@ def end_children_silently() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leaves out the harness's bars, as there is one of ours, and keeps what it prints away from
+    """Hides the harness's progress bars in favour of ours, and keeps its output away from the
     results on stdout."""
     from tqdm import tqdm
 
@@ -149,8 +149,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def unbounded() -> Iterator[None]:
-    """Has a perplexity that no number can hold be infinite, where the harness would break off: per
-    word, of a language that is written without spaces, it soon is."""
+    """Makes a perplexity that overflows infinite, where the harness would fail. This happens easily
+    for perplexity per word in languages written without spaces."""
     from lm_eval.api import metrics
 
     def exp(x: float) -> float:
@@ -165,7 +165,7 @@ def unbounded() -> Iterator[None]:
 
 
 def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]:
-    """Tasks with their data, as the harness takes them."""
+    """Loads tasks with their data, in the form that the harness expects."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -178,7 +178,7 @@ def load_tasks(manager: Any, names: Iterable[str], root: Path) -> dict[str, Any]
 
 
 def adjust(task: Any, settings: TaskSettings, seed: int) -> None:
-    """Has a task do what was asked for, by the harness's rules: one that says itself that it has no
+    """Applies options to a task by the harness's rules: a task that is defined without few-shot
     examples gets none."""
     if settings.gen_kwargs and task.get_config("output_type") == "generate_until":
         from lm_eval.utils import simple_parse_args_string
@@ -195,7 +195,7 @@ def adjust(task: Any, settings: TaskSettings, seed: int) -> None:
 
 @contextmanager
 def task_errors(what: str) -> Iterator[None]:
-    """Explains mistakes in definitions, and what they lack; errors of ours pass."""
+    """Explains errors in task definitions and missing packages; our own errors pass through."""
     import jinja2
     import yaml
 
@@ -219,15 +219,15 @@ def task_errors(what: str) -> Iterator[None]:
     ) as error:
         if "confirm_run_unsafe_code" in str(error):
             raise DataError(
-                f"{what}: what the model writes would be run as a program: --unsafe-code allows it"
+                f"{what}: runs code that the model generates: use --unsafe-code to allow it"
             ) from None
         raise DataError(f"{what} cannot be used: {type(error).__name__}: {error}") from error
     except (jinja2.TemplateError, yaml.YAMLError) as error:
-        raise DataError(f"{what} has a mistake in its definition: {error}") from None
+        raise DataError(f"{what} has an error in its definition: {error}") from None
 
 
 def scores_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A flat list: one number each, of groups as well as of tasks."""
+    """Returns a flat list of scores, for groups as well as tasks."""
     found = []
     for kind in ("results", "groups"):
         for task, values in (results.get(kind) or {}).items():
@@ -256,12 +256,12 @@ def scores_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def finite(value: object) -> float | None:
-    """None for what is no number, or infinite: JSON has neither."""
+    """Returns None for anything that is not a finite number, since JSON cannot represent it."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def by_task(scores: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Task -> metric -> value; the filter is named where answers were filtered."""
+    """Returns {task: {metric: value}}; the metric includes the filter, if there is one."""
     found: dict[str, dict[str, float | None]] = {}
     for one in scores:
         filtered = "" if one["filter"] == "none" else f", {one['filter']}"

@@ -1,4 +1,4 @@
-"""Texts that tasks of the harness ask for, by our own generation."""
+"""Generates the texts that the harness's tasks request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KNOWN = ("until", "max_gen_toks", "do_sample", *DRAWN_BY)
 
 
 class TaskTexts:
-    """Continues the prompts that are this rank's."""
+    """Generates completions for this rank's share of the prompts."""
 
     def __init__(self, session: Session, context: int) -> None:
         found, device = session.found, session.scorer.device
@@ -38,7 +38,7 @@ class TaskTexts:
         sampling = sampling_of(settings)
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         mine = order[self.ranks.rank :: self.ranks.size]
-        # What is drawn depends on the prompt's number, which must not depend on what is left to do.
+        # Sampling depends on the prompt's number, which must not depend on what remains to be done.
         size = self.batch_size if sampling.is_greedy else 1
         generator = Generator(self.opened, batch_size=size, length=self.opened.context)
         try:
@@ -52,7 +52,7 @@ class TaskTexts:
                     stop=[stop for stop in settings["until"] if stop],
                     first=int(keys[some[0]][:7], 16),
                 )
-                # Of the new tokens alone, as the harness decodes them.
+                # Only the new tokens are decoded, as in the harness.
                 texts = [self.opened.tokenizer.decode(one.ids) for one in found]
                 yield list(zip(some, texts, strict=True))
         finally:
@@ -60,11 +60,11 @@ class TaskTexts:
 
 
 def sampling_of(settings: Mapping[str, Any]) -> Sampling:
-    """How the harness says that tokens are drawn."""
+    """Returns the sampling for the harness's settings."""
     if unknown := [name for name in settings if name not in KNOWN]:
         raise DataError(
-            f"a task asks to generate with {any_of(unknown, 'and')}, which is not known here; "
-            f"known: {', '.join(KNOWN)}"
+            f"a task requests generation with {any_of(unknown, 'and')}, which is not supported; "
+            f"supported: {', '.join(KNOWN)}"
         )
     if not settings.get("do_sample"):
         return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))

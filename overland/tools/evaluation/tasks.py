@@ -1,8 +1,8 @@
-"""Tasks of lm-evaluation-harness on our models: its definitions, prompts and metrics, and our
-scoring and generation.
+"""Evaluates our models on tasks of lm-evaluation-harness: its definitions, prompts and metrics,
+with our scoring and generation.
 
 The first rank runs the harness and the others compute with it (see crew.py). No connection is
-opened: datasets are those that `overland fetch tasks` brought (see task_data.py).
+opened: datasets come from `overland fetch tasks` (see task_data.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KIND = "tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class AskedTasks(TaskOptions):
-    """Tasks that the command line names."""
+    """Tasks requested on the command line."""
 
     names: tuple[str, ...]
     root: Path
@@ -52,7 +52,7 @@ class AskedTasks(TaskOptions):
 
 
 def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:
-    """Scores on tasks: found again, continued, or computed."""
+    """Returns the scores on tasks: from a saved result, resumed, or computed."""
     settings, root = settings_for(session, wanted), wanted.root
     asked, place = session.asked, session.asked.place(session.found)
     key, before = session.once(partial(_key_and_result, session, settings, root))
@@ -65,7 +65,7 @@ def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:
         crew.serve()
         return {}
     if crew.known:
-        session.report(f"continuing: {len(crew.known):,} answers of the model are kept")
+        session.report(f"resuming: {len(crew.known):,} answers are already saved")
     started = time.monotonic()
     try:
         model = harness_model(session, settings, crew)
@@ -75,7 +75,7 @@ def evaluate_tasks(session: Session, wanted: AskedTasks) -> Record:
     if model.num_cut:
         session.report(
             f"note: {model.num_cut:,} prompts were longer than {settings.context:,} tokens and "
-            "were cut off at the left (--context)"
+            "were truncated on the left (--context)"
         )
     samples, scores = results.pop("samples", None), scores_of(results)
     record = {
@@ -121,7 +121,7 @@ def label_of(settings: TaskSettings) -> str:
 def _key_and_result(
     session: Session, settings: TaskSettings, root: Path
 ) -> tuple[list[Any], Record | None]:
-    """Everything that changes the scores, and the result that is there already."""
+    """Returns everything that affects the scores, and the saved result if there is one."""
     include = None if settings.include_path is None else Path(settings.include_path)
     manager = open_manager(settings.tasks, include)
     needs = needs_of(manager, matching(manager, settings.tasks))
@@ -131,12 +131,12 @@ def _key_and_result(
     kept = Kept(asked.place(found), KIND, label_of(settings), key, session.report)
     if asked.again or (before := kept.result()) is None:
         return key, None
-    session.report(f"found in {kept.path} (--again computes it again)")
+    session.report(f"using the saved result in {kept.path} (--again recomputes it)")
     return key, {**before, "kept": str(kept.path)}
 
 
 def marks(needs: Needs, root: Path) -> list[Any]:
-    """What the data and the definitions of tasks are known by."""
+    """Returns fingerprints of the data and the definitions of tasks."""
     commits = []
     for one in needs.datasets:
         had = read_snapshot(one.folder(root))
@@ -181,14 +181,14 @@ def harness_model(session: Session, settings: TaskSettings, crew: Crew) -> Any:
     if config is not None and is_plain and tokenizer.add_bos != tokenizer.begins_with_bos:
         begin, other = ("with", "no-") if tokenizer.begins_with_bos else ("without", "")
         session.report(
-            f"note: prompts begin {begin} BOS, as the tokenizer says, and the documents that the "
-            f"model was trained on do not; --{other}add-bos has them alike"
+            f"note: prompts begin {begin} BOS, following the tokenizer, unlike the documents that "
+            f"the model was trained on; use --{other}add-bos to match them"
         )
     is_long = config is not None and config.training.seq_len < settings.context
     if config is not None and is_long and session.asked.context is None:
         session.report(
-            f"note: prompts may have {settings.context:,} tokens, as the model's config says, and "
-            f"it was trained on {config.training.seq_len:,}; --context cuts them"
+            f"note: prompts may have up to {settings.context:,} tokens, the limit in the model's "
+            f"config, but it was trained on {config.training.seq_len:,}; --context limits them"
         )
     return HarnessModel(
         crew,
@@ -211,7 +211,7 @@ def write_harness_files(
     samples: Mapping[str, Sequence[Any]] | None,
     report: Any,
 ) -> Path | None:
-    """The harness's own files, beside the result: results.json, and a line per document."""
+    """Writes the harness's own files next to the result: results.json, and samples per task."""
     from lm_eval.utils import handle_non_serializable
 
     as_json = partial(json.dumps, default=handle_non_serializable, ensure_ascii=False)
@@ -223,6 +223,6 @@ def write_harness_files(
             lines = "".join(as_json(one) + "\n" for one in some)
             replace_file(folder / f"samples_{task}.jsonl", lines, shared=True)
     except OSError as error:
-        report(f"note: the harness's files are not kept: {sentence(error)}")
+        report(f"note: the harness's files were not saved: {sentence(error)}")
         return None
     return folder

@@ -1,8 +1,8 @@
-"""Windows over token ids: what a model is given, and which of its predictions count.
+"""Windows over token ids: what the model reads, and which of its predictions count.
 
 A text of n tokens has n - 1 predictions: of each token after the first, from those before it. A
-model sees `context` tokens at a time, so a longer text is cut into windows that begin every
-`stride` tokens. A window counts only what no window before it has predicted:
+model sees `context` tokens at a time, so a longer text is split into windows that start every
+`stride` tokens. A window only counts tokens that no earlier window has predicted:
 
     context 4, stride 2     0 1 2 3 | 4 5 6 7 8       tokens
                             1 2 3 4                   the first window predicts four
@@ -22,12 +22,12 @@ from overland.data.rows import IGNORED
 
 Ids = npt.NDArray[np.int64]
 Span = tuple[int, int, int]
-"""Where a window begins and ends, and the first prediction in it that counts."""
+"""Start and end of a window, and the first prediction in it that counts."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A window: what the model is given, and what should follow each token (-100: not counted)."""
+    """A window: the input tokens, and the label of each (-100: not counted)."""
 
     tokens: Ids
     labels: Ids
@@ -38,7 +38,7 @@ class Row:
 
 
 def spans(num_tokens: int, context: int, stride: int) -> Iterator[Span]:
-    """Yields the windows of a text with so many tokens."""
+    """Yields the windows of a text with this many tokens."""
     start = counted = 0
     while counted < num_tokens - 1:
         stop = min(start + context, num_tokens - 1)
@@ -47,7 +47,7 @@ def spans(num_tokens: int, context: int, stride: int) -> Iterator[Span]:
 
 
 def row_of(ids: Ids, span: Span, counts: npt.NDArray[np.bool_] | None = None) -> Row:
-    """The window of a text. `counts`: which of its tokens are scored at all."""
+    """Returns a window of a text. `counts`: which of its tokens are scored at all."""
     start, stop, first = span
     labels = ids[start + 1 : stop + 1].copy()
     labels[: first - start] = IGNORED
@@ -59,9 +59,9 @@ def row_of(ids: Ids, span: Span, counts: npt.NDArray[np.bool_] | None = None) ->
 def batches(
     rows: Sequence[Row], most_tokens: int, alike_from: int | None = None
 ) -> Iterator[list[int]]:
-    """Yields the numbers of rows that go through the model together: those of similar length,
-    longest first, and with their padding at most so many tokens (or one row). Rows that are longer
-    than `alike_from` are of one length, since padding would change what the model computes."""
+    """Yields the numbers of rows that form a batch: rows of similar length, longest first, with at
+    most `most_tokens` including padding (or a single row). Rows longer than `alike_from` are only
+    batched with rows of the same length, since padding would change what the model computes."""
     batch: list[int] = []
     for number in sorted(range(len(rows)), key=lambda number: (-len(rows[number].tokens), number)):
         longest = len(rows[batch[0]].tokens) if batch else 0
@@ -75,8 +75,8 @@ def batches(
 
 
 def padded(rows: Sequence[Row], multiple: int = 1) -> tuple[Ids, Ids]:
-    """Tokens and labels of a batch. What is filled up lies behind a row's end, where causal
-    attention does not look, and has no labels. `multiple`: of what the length must be."""
+    """Returns the tokens and labels of a batch. Padding is at the end of rows, where causal
+    attention cannot see it, and has no labels. The length is a multiple of `multiple`."""
     length = -(-max(len(row.tokens) for row in rows) // multiple) * multiple
     tokens_BS = np.zeros((len(rows), length), np.int64)
     labels_BS = np.full((len(rows), length), IGNORED, np.int64)

@@ -1,10 +1,10 @@
-"""The decoder on a GPU where nothing has a gradient: its layers written out in few kernels, and the
-step that adds a token to each row recorded as a CUDA graph.
+"""A decoder for inference on a GPU: its layers run as a few fused kernels, and the step that adds a
+token to each row is recorded as a CUDA graph.
 
-A step reads all weights, and little else should take time. So a layer is seven kernels
-(kernels/inference.py, kernels/cached_attention.py) and not some fifty, its matrices that take the
-same input are one, and the host starts all of them at once. The decoder's own parameters become
-views of the merged matrices: nothing is held twice.
+A step has to read all weights, and little else should take time. So a layer is seven kernels
+(kernels/inference.py, kernels/cached_attention.py) instead of about fifty, matrices with the same
+input are merged, and the host launches everything at once. The decoder's own parameters become
+views of the merged matrices, so nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 def can_write_out(model: Decoder) -> bool:
-    """Whether the step can be written out: for plain matrices in 16 bits and RMS norms."""
+    """Whether the fused kernels support this model: plain 16-bit matrices and RMS norms."""
     weight = model.lm_head.weight if model.lm_head is not None else torch.empty(0)
     return (
         triton_takes(weight)
@@ -53,7 +53,8 @@ def _is_plain(layer: nn.Module) -> bool:
 
 @dataclass
 class Block:
-    """A layer: rows of hidden states, and what is still to be added to them, in and out."""
+    """A layer. Its inputs and outputs are hidden states and a residual still to be added to
+    them."""
 
     norm: RMSNorm
     qkv_ED: Tensor
@@ -80,8 +81,8 @@ class Block:
 
 
 class WrittenOut:
-    """A decoder with a cache. Rows are begun with `start` and continued with `step`; keys and
-    values are written where a row's length says, which is also the token's position."""
+    """A decoder with a cache. Rows are started with `start` and continued with `step`; keys and
+    values are written at the row's length, which is also the token's position."""
 
     def __init__(self, model: Decoder, room: int, lengths_B: Tensor) -> None:
         assert model.lm_head is not None
@@ -96,7 +97,7 @@ class WrittenOut:
         self.blocks = [block_of(layer, cos_Td, sin_Td) for layer in layers]
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Returns the logits of what follows a token of each row."""
+        """Adds a token to each row; returns the logits of the next token."""
         lengths_B = self.lengths_B[: len(tokens_B)]
         x_BD, more_BD = self.embed(tokens_B), None
         for block in self.blocks:
@@ -107,8 +108,8 @@ class WrittenOut:
         return self._logits(x_BD, more_BD)
 
     def start(self, tokens_BS: Tensor, rows: slice, last_B: Tensor) -> Tensor:
-        """Begins rows; returns the logits of what follows the token `last_B` of each. Behind it
-        there is only padding, which is computed along and seen by nobody."""
+        """Starts rows; returns the logits after the token `last_B` of each. After it there is only
+        padding, which is computed but never seen."""
         batch, seq_len = tokens_BS.shape
         masks = self._masks(batch, seq_len)
         x_RD, more_RD = self.embed(tokens_BS.flatten()), None
@@ -124,7 +125,7 @@ class WrittenOut:
                 masks[block.heads.window],
             )
             seen_RE = seen_BHSd.transpose(1, 2).flatten(2).flatten(0, 1)
-            if block is self.blocks[-1]:  # of which no other token needs the rest
+            if block is self.blocks[-1]:  # only the last token's output is needed
                 last_R = torch.arange(batch, device=last_B.device) * seq_len + last_B
                 x_RD, seen_RE = x_RD[last_R], seen_RE[last_R]
             x_RD, more_RD = block.finish(x_RD, seen_RE)
@@ -168,7 +169,7 @@ def block_of(layer: Layer, cos_Td: Tensor, sin_Td: Tensor) -> Block:
 
 
 def merged(matrices: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Returns one matrix above the other, and their biases; theirs become views of these."""
+    """Returns the matrices stacked into one, and their biases; the originals become views."""
     weight = _merged([one.weight for one in matrices])
     if matrices[0].bias is None:
         return weight, None
@@ -195,13 +196,13 @@ def _is_merged(parameters: Sequence[Tensor]) -> bool:
 
 
 class Recorded:
-    """A step as a CUDA graph: the device runs it as one, whatever the host does meanwhile."""
+    """A step as a CUDA graph, which the device runs as a whole, independently of the host."""
 
     def __init__(self, step: Step, tokens_B: Tensor) -> None:
         self.tokens_B = tokens_B.clone()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # kernels are compiled, and libraries make their workspaces
+        with torch.cuda.stream(aside):  # kernels are compiled and workspaces allocated
             step(self.tokens_B)
         torch.cuda.current_stream().wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
@@ -209,7 +210,7 @@ class Recorded:
             self.logits_BV = step(self.tokens_B)
 
     def __call__(self, tokens_B: Tensor) -> Tensor:
-        """The logits are overwritten by the next step."""
+        """Runs the step; the next one overwrites the logits."""
         self.tokens_B.copy_(tokens_B)
         self.graph.replay()
         return self.logits_BV

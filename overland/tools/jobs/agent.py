@@ -1,8 +1,8 @@
-"""One small process per node: tells the first node how the ranks here are, once a second.
+"""The node agent: one small process per node that reports its ranks to the first node every second.
 
-The node's first rank starts it, and starts another one if it is killed or stopped. It needs no
-torch and takes part in no collective, so that it goes on when ranks hang, and sees what they cannot
-tell: that a process was stopped, or is gone. If its connection breaks, it calls again.
+The node's first rank starts it, and starts another one if it is killed or stopped. It does not need
+torch and takes part in no collective, so it keeps running when ranks hang, and can report what they
+cannot: that a process was stopped or is gone. If its connection breaks, it reconnects.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ from overland.world.signals import SIGNALS
 BEAT_SECONDS = 1.0
 DUMP_SECONDS = 1.0
 CALL_AGAIN_SECONDS = (1, 2, 4, 8)
-LOOK_SECONDS = 1.0  # from one look at an agent to the next
-STOPPED_LOOKS = 3  # an agent that is stopped at so many in a row is replaced
-RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s
+LOOK_SECONDS = 1.0  # between checks of the agent
+STOPPED_LOOKS = 3  # an agent found stopped this many times in a row is replaced
+RECORD_SECONDS = 10.0  # torch 2.11 on an H200 took 4 s to write one
 PIPES, RECORDS = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 
 
 @contextlib.contextmanager
 def under_watch(world: World, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
-    """Where a supervisor started this rank: its signs of life are read, and it has last words."""
+    """Sends heartbeats and reports the final error, if a supervisor started this rank."""
     if HEARTBEATS not in env:
         yield Heartbeat()
         return
-    os.environ[PIPES] = f"{heartbeat_folder(env)}/nccl_"  # read when the ranks meet
+    os.environ[PIPES] = f"{heartbeat_folder(env)}/nccl_"  # read when process groups are created
     kept = kept_agent(env) if world.local_rank == 0 else contextlib.nullcontext()
     with kept, start_heartbeat(world.rank, env) as beat:
         try:
             yield beat
         except Exception as error:
-            if not hasattr(error, "exit_code"):  # a command that ends, as typer has it
+            if not hasattr(error, "exit_code"):  # typer's way of ending a command
                 what = f"{type(error).__name__}: {error}"
                 say(world.rank, error_kind(error), what, beat.step, error_place(error))
             raise
-        except SystemExit as error:  # of the user's own code: we end otherwise
-            cause = error.__context__  # it may have left for what another rank had done
+        except SystemExit as error:  # raised by the user's code; ours never does
+            cause = error.__context__  # another rank's failure may have caused it
             kind = error_kind(cause) if isinstance(cause, Exception) else Kind.CODE
-            why = f", for {type(cause).__name__}: {cause}" if cause else ""
-            what = f"it left, by SystemExit({error.code}){why}"
+            why = f", caused by {type(cause).__name__}: {cause}" if cause else ""
+            what = f"exited with SystemExit({error.code}){why}"
             say(world.rank, kind, what, beat.step, error_place(cause or error))
             raise
 
 
 @contextlib.contextmanager
 def kept_agent(env: Mapping[str, str]) -> Iterator[None]:
-    """The node's agent, started before anything heavy is imported, and kept alive until the end. It
-    outlives this process: it is told when to go."""
+    """Starts the node's agent before anything heavy is imported, and keeps it alive. The agent
+    outlives this process and ends when the supervisor tells it to."""
     over = threading.Event()
     arguments = (start_agent(env), env, over)
     threading.Thread(target=_keep, args=arguments, name="agent-keeper", daemon=True).start()
@@ -83,8 +83,8 @@ def kept_agent(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def start_agent(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Through a shell that ignores the signals that are meant for ranks. `preexec_fn` could do it
-    too, but not from a thread of a process that has many."""
+    """Starts the agent through a shell that ignores the signals meant for ranks. `preexec_fn` could
+    do the same, but is not safe in a process with several threads."""
     names = " ".join(signal.Signals(number).name.removeprefix("SIG") for number in SIGNALS)
     ignore = f'trap "" {names}; exec "$@"'
     return subprocess.Popen(
@@ -97,32 +97,32 @@ def start_agent(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
 
 
 def _keep(agent: subprocess.Popen[bytes], env: Mapping[str, str], over: threading.Event) -> None:
-    """Starts another agent where one is gone: nobody else knows how the ranks here are."""
+    """Restarts the agent if it is gone: nothing else reports on the ranks of this node."""
     waits, looks_stopped = calling_again(), 0
     while not over.wait(LOOK_SECONDS):
         looks_stopped = looks_stopped + 1 if state_of(agent.pid) in ("T", "t") else 0
         if looks_stopped >= STOPPED_LOOKS:
             agent.kill()
             agent.wait()
-        if (code := agent.poll()) == 0:  # it was told to go
+        if (code := agent.poll()) == 0:  # the supervisor told it to end
             return
         if code is not None:
             try:
                 agent, looks_stopped = start_agent(env), 0
-            except OSError:  # no memory for it, say
+            except OSError:  # out of memory, for example
                 over.wait(next(waits))
 
 
 def calling_again() -> Iterator[int]:
-    """Seconds to wait, longer and longer."""
+    """Yields increasing numbers of seconds to wait before reconnecting."""
     yield from CALL_AGAIN_SECONDS
     while True:
         yield CALL_AGAIN_SECONDS[-1]
 
 
 def main() -> None:
-    """Calls the first node, as often as the connection breaks, until it is told to go or all that
-    it watches are gone."""
+    """Connects to the first node, and reconnects whenever the connection breaks, until the agent is
+    told to end or all ranks it watches are gone."""
     folder, parent = heartbeat_folder(), os.getppid()
     assert folder is not None
     _remove_abandoned(folder)
@@ -136,7 +136,7 @@ def main() -> None:
             if report_signs(wire, folder, parent):
                 break
             wire.close()
-        except OSError:  # thousands of nodes may call at once
+        except OSError:  # thousands of nodes may connect at once
             pass
         if _are_gone(read_signs(folder), parent):
             break
@@ -145,11 +145,11 @@ def main() -> None:
 
 
 def report_signs(wire: Wire, folder: Path, parent: int) -> bool:
-    """Returns True when the first node says goodbye, or when the ranks and who started them are
-    gone; False when the connection is."""
+    """Returns True when the first node says goodbye, or when the ranks and their parent are gone;
+    False when the connection is lost."""
     while True:
         signs = read_signs(folder)
-        are_gone = _are_gone(signs, parent)  # before it is told, so that it is told
+        are_gone = _are_gone(signs, parent)  # before sending, so that the end is reported too
         wire.send({"beats": [_heard(sign) for sign in signs]})
         if are_gone:
             return True
@@ -179,8 +179,8 @@ def _heard(sign: Sign) -> list[object]:
 
 
 def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:
-    """The stacks of each rank, or why there are none. NCCL's flight recorder is asked too; it
-    writes a file of its own, after some seconds."""
+    """Returns the stacks of each rank, or why there are none. Also triggers NCCL's flight recorder,
+    which writes a file of its own after a few seconds."""
     awaited = []
     for sign in signs:
         with contextlib.suppress(ProcessLookupError):
@@ -190,21 +190,21 @@ def dump(folder: Path, signs: list[Sign]) -> dict[str, str]:
     deadline = time.monotonic() + RECORD_SECONDS
     time.sleep(DUMP_SECONDS)
     while not all(path.exists() for path in awaited) and time.monotonic() < deadline:
-        time.sleep(1.0)  # they are on the shared file system, which all nodes ask
+        time.sleep(1.0)  # the files are on a shared file system that all nodes poll
     stacks = {}
     for sign in signs:
         state = state_of(sign.pid)
         text = (folder / f"{sign.rank}.stacks").read_text(errors="replace")
         stacks[str(sign.rank)] = {
             "": f"process {sign.pid} is gone",
-            "T": f"process {sign.pid} is stopped, as by SIGSTOP",
+            "T": f"process {sign.pid} is stopped (SIGSTOP)",
             "t": f"process {sign.pid} is held by a debugger",
         }.get(state, text or f"process {sign.pid} did not answer (state {state})")
     return stacks
 
 
 def _poke(pipe: Path) -> bool:
-    """Whether a recorder listens there."""
+    """Triggers the flight recorder behind this pipe; returns whether one is listening."""
     try:
         handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -215,7 +215,7 @@ def _poke(pipe: Path) -> bool:
 
 
 def _remove_abandoned(own: Path) -> None:
-    """What was left here by ranks that were killed before anyone could tidy up."""
+    """Removes files left on this node by ranks that were killed before they could clean up."""
     for other in own.parent.glob(f"overland-{os.getuid()}-*-{node_name()}"):
         signs = read_signs(other) if other != own else []
         if signs and not any(state_of(sign.pid) for sign in signs):

@@ -1,4 +1,4 @@
-"""A job, worked out: what a user asked for and what the site says, fitted to each other."""
+"""Plans a job: combines what the user requested with what the site allows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from overland.world.devices import num_local_ranks
 
 LEAST_SIGNAL_SECONDS = 60  # Slurm's clock for signals ticks once a minute
 MOST_SIGNAL_SECONDS = 65535
-# Flags of sbatch that a script cannot be given behind its back.
+# sbatch flags that the rest of the script depends on, so they must be given as our own options.
 OURS = {
-    **dict.fromkeys(("--nodes", "-N"), "give --nodes, and --spares"),
-    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "give --devices-per-node"),
-    **dict.fromkeys(("--job-name", "-J"), "give --name"),
-    **dict.fromkeys(("--time", "-t"), "give --time"),
+    **dict.fromkeys(("--nodes", "-N"), "use --nodes and --spares"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "use --devices-per-node"),
+    **dict.fromkeys(("--job-name", "-J"), "use --name"),
+    **dict.fromkeys(("--time", "-t"), "use --time"),
 }
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a user asks for; None: as the site has it."""
+    """What the user requested; None means the site's default."""
 
     nodes: int = 1
     spares: int = 0
@@ -44,12 +44,12 @@ class JobRequest:
     sbatch: str = ""
     preflight: bool = True
     here: bool = False
-    """In the job that asks, whose account, partition and time are settled."""
+    """Run inside the current job, which already has its account, partition and time."""
 
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where a run lives, and how far it goes."""
+    """The paths of a run, and how many steps it trains for."""
 
     run: Path
     workdir: Path
@@ -61,16 +61,16 @@ class RunPlace:
     steps: int
     margin_minutes: float
     repeatable: bool = True
-    """Whether the same job, run again, goes on from the newest checkpoint."""
+    """Whether the same job, if it runs again, resumes from the newest checkpoint."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the config's paths name, as they are where it was submitted."""
+    """Environment variables used in the config's paths, with their values at submission."""
     setup: Path | None = None
-    """What `overland env` wrote for its sessions, if Python comes from there."""
+    """The file that `overland env` wrote for sessions to source, if Python comes from there."""
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """Everything that the script says."""
+    """Everything that goes into the job script."""
 
     site: NamedSite
     wanted: JobRequest
@@ -107,34 +107,35 @@ class BatchJob:
 
 
 def num_devices_per_node(site: NamedSite, wanted: JobRequest) -> int:
-    """Known before the config is read: it must fit them."""
+    """Returns the devices per node. Needed before the config is read, because the config must fit
+    them."""
     slurm = site.facts.slurm
     partition = slurm.partitions.get(wanted.partition or "")
     known = (partition and partition.devices_per_node) or slurm.devices_per_node
     devices = wanted.devices_per_node or known
-    if devices is None and site.facts.scheduler == "none":  # this machine is the one
+    if devices is None and site.facts.scheduler == "none":  # the job runs on this machine
         return num_local_ranks()
     if devices is None and slurm.partitions:
         names = ", ".join(sorted(slurm.partitions))
         raise ClusterError(
-            f"{site.name}: how many devices a node has depends on the partition; give --partition "
-            f"({names}), or --devices-per-node"
+            f"{site.name}: the number of devices per node depends on the partition; give "
+            f"--partition ({names}) or --devices-per-node"
         )
     if devices is None:
         raise ClusterError(
-            f"{site.name}: how many devices a node has is not known here; give --devices-per-node"
+            f"{site.name}: the number of devices per node is not known; give --devices-per-node"
         )
     return devices
 
 
 def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
-    """The job, or a sentence on what does not fit."""
+    """Returns the planned job, or raises an error that says what does not fit."""
     slurm = site.facts.slurm
     _check_words(wanted)
     devices = num_devices_per_node(site, wanted)
     if site.facts.scheduler == "none":
         if wanted.nodes + wanted.spares > 1:
-            raise ClusterError(f"--nodes: {site.name} is one machine, without a scheduler")
+            raise ClusterError(f"--nodes: {site.name} is a single machine without a scheduler")
         chain, time, cpus = False, None, None
     else:
         time = None if wanted.here else _walltime(site, wanted)
@@ -144,29 +145,32 @@ def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
         if time is not None and parse_walltime(time) <= place.margin_minutes * 60:
             raise ClusterError(
                 f"--time {time}: ranks stop {place.margin_minutes:g} minutes before the end "
-                "(checkpoint.walltime_margin_minutes), so nothing is left to train in"
+                "(checkpoint.walltime_margin_minutes), which leaves no time to train"
             )
     if wanted.packed_env and not site.facts.disk.node_local:
-        raise ClusterError(f"--packed-env: {site.name} has no disk of each node's own in its file")
+        raise ClusterError(
+            f"--packed-env: the site file of {site.name} names no node-local disk (disk.node_local)"
+        )
     if wanted.packed_env and wanted.container:
-        raise ClusterError("--packed-env and --container both bring Python; give one of them")
+        raise ClusterError("--packed-env and --container both provide Python; give only one")
     name = wanted.name or job_name(place.run)
     return BatchJob(site, wanted, place, name, devices, cpus, time, chain)
 
 
 def job_name(run: Path) -> str:
-    """Returns a name made of the folder's path: only jobs of one run wait for each other."""
+    """Returns a name derived from the run folder's path, so that only jobs of the same run wait for
+    each other."""
     mark = hashlib.sha256(str(run).encode()).hexdigest()[:6]
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)}-{mark}"
 
 
 def sbatch_words(text: str) -> list[str]:
-    """`--mail-user=me -x node1` as one flag each, its value with it."""
+    """Splits text such as `--mail-user=me -x node1` into flags, each with its value."""
     flags: list[str] = []
     try:
         words = shlex.split(text)
     except ValueError:
-        raise ClusterError(f"--sbatch {text}: a quotation mark is not closed") from None
+        raise ClusterError(f"--sbatch {text}: a quote is not closed") from None
     for word in words:
         if word.startswith("-"):
             flag, equals, value = word.partition("=")
@@ -187,7 +191,7 @@ def _check_needs(site: NamedSite, wanted: JobRequest) -> None:
     for need in site.facts.slurm.needs:
         if getattr(wanted, need) is None:
             raise ClusterError(
-                f"{site.name} takes no job without its {need}; give --{need} or set "
+                f"{site.name} requires --{need} for every job: give it, or set "
                 f"SBATCH_{need.upper()}"
             )
 
@@ -196,7 +200,7 @@ def _may_chain(site: NamedSite, wanted: JobRequest) -> bool:
     for place in (wanted.partition, wanted.qos):
         if place in site.facts.slurm.no_chain_in:
             if wanted.sessions > 1:
-                raise ClusterError(f"--sessions: {site.name} allows no chains in {place}")
+                raise ClusterError(f"--sessions: {site.name} does not allow job chains in {place}")
             return False
     return True
 
@@ -206,29 +210,31 @@ def _check_words(wanted: JobRequest) -> None:
         value = getattr(wanted, flag)
         letters = r"[\w.:@+-]+" if flag == "name" else r"[\w.:@+,-]+"
         if value is not None and not re.fullmatch(letters, value):
-            raise ClusterError(f"--{flag} {value!r}: expected one word")
+            raise ClusterError(f"--{flag} {value!r}: expected a single word")
     for name in wanted.env_names:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            shown = f"{name.partition('=')[0]}=…"  # what follows may be the secret itself
+            shown = f"{name.partition('=')[0]}=…"  # the rest may be the secret itself
             raise ClusterError(
-                f"--env {shown}: expected the name of a variable; its value is taken from the "
-                "environment, and never written down"
+                f"--env {shown}: expected only the name of a variable; its value is taken from the "
+                "environment and never written to disk"
             )
     if re.search(r"--export[= ]\S*=", wanted.sbatch):
         raise ClusterError(
-            "--sbatch: a value in --export would lie in the script for all to read; `--env NAME` "
-            "passes a variable on by its name"
+            "--sbatch: a value in --export would be readable in the script; use `--env NAME` to "
+            "pass a variable by name"
         )
     for word in sbatch_words(wanted.sbatch):
         flag = re.split(r"[= ]", word)[0] if word.startswith("--") else word[:2]
         if flag in OURS:
-            raise ClusterError(f"--sbatch {word}: the rest of the script must know; {OURS[flag]}")
+            raise ClusterError(
+                f"--sbatch {word}: the rest of the script depends on this value; {OURS[flag]}"
+            )
 
 
 def choose_walltime(
     site: NamedSite, num_nodes: int, wanted: str | None, partition: str | None
 ) -> str:
-    """`wanted` if the site allows it; without one, all that it allows."""
+    """Returns `wanted` if the site allows it; without one, the most that the site allows."""
     slurm = site.facts.slurm
     special = slurm.partitions.get(partition or "")
     limits = special.limits if special and special.limits else slurm.limits
@@ -238,19 +244,19 @@ def choose_walltime(
     if not limits:
         if wanted is None:
             raise ClusterError(
-                f"{site.name}: how long a job may last is not known here; give --time HH:MM:SS"
+                f"{site.name}: the walltime limit is not known; give --time HH:MM:SS"
             )
         return wanted
     limit = limit_for(limits, num_nodes)
     if limit is None:
         most = max(limit.nodes or 0 for limit in limits)
-        raise ClusterError(f"--nodes: {place} takes {most} nodes at most, and this is {num_nodes}")
+        raise ClusterError(f"--nodes: {place} allows at most {most} nodes, not {num_nodes}")
     if wanted is None:
         return limit.time
     if parse_walltime(wanted) > parse_walltime(limit.time):
         raise ClusterError(
             f"--time {wanted}: {place} allows {limit.time} for {num_nodes} nodes"
-            f"{_other_ways(site, num_nodes, wanted, partition)}; --sessions chains jobs"
+            f"{_other_ways(site, num_nodes, wanted, partition)}; use --sessions for a chain of jobs"
         )
     return wanted
 
@@ -261,7 +267,7 @@ def limit_for(limits: list[Limit], num_nodes: int) -> Limit | None:
 
 
 def parse_walltime(text: str) -> int:
-    """Seconds."""
+    """Returns a walltime in seconds."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)", text)
     if found is None:
         raise ClusterError(f"--time {text}: expected HH:MM:SS or D-HH:MM:SS")
@@ -274,5 +280,5 @@ def _other_ways(site: NamedSite, num_nodes: int, wanted: str, partition: str | N
         limit = limit_for(other.limits, num_nodes)
         if name != partition and limit and parse_walltime(limit.time) >= parse_walltime(wanted):
             up_to = f" up to {limit.nodes} nodes" if limit.nodes else ""
-            return f", and --partition {name} {limit.time}{up_to}"
+            return f", and --partition {name} allows {limit.time}{up_to}"
     return ""

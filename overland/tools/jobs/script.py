@@ -1,4 +1,4 @@
-"""The scripts of a cluster, as text: a job's batch script, and the one-time set-up."""
+"""Renders cluster scripts: a job's batch script, and the one-time setup script."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from overland.tools.jobs.job import BatchJob, sbatch_words
 from overland.tools.jobs.site import NamedSite
 from overland.words import control_character
 
-GUARDS = 3  # at most: of a job that loses its first node and all of these, Slurm keeps the shell
+GUARDS = 3  # at most; a job that loses its first node and all guards stays as an empty shell
 DEFAULT_ROCM = "7.2"
-SHORTEST_SECRET = 6  # a shorter value is in any text by chance
+SHORTEST_SECRET = 6  # a shorter value could occur in any text by coincidence
 
 
 def render_job(job: BatchJob) -> str:
-    """A script that bash and sbatch both read."""
+    """Returns the job script, which works with both bash and sbatch."""
     facts = job.site.facts
     return template("job.sh.j2").render(
         job=job,
@@ -43,7 +43,7 @@ def render_job(job: BatchJob) -> str:
 
 
 def render_evaluation(job: BatchJob, words: Sequence[str]) -> str:
-    """The script of a job that evaluates; `words` come after `overland eval`."""
+    """Returns the script of an evaluation job; `words` are the arguments of `overland eval`."""
     return template("eval.sh.j2").render(
         job=job,
         site=job.site,
@@ -59,7 +59,7 @@ def render_evaluation(job: BatchJob, words: Sequence[str]) -> str:
 
 
 def render_setup(site: NamedSite) -> str:
-    """The one-time set-up of a cluster, as a script with reasons."""
+    """Returns the commented script for the one-time setup on a cluster."""
     facts = site.facts
     return template("setup.sh.j2").render(
         site=site,
@@ -79,7 +79,7 @@ def template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # bash is no HTML; `sh` and `words` quote
+        autoescape=False,  # this is bash, not HTML; `sh` and `words` do the quoting
         finalize=_one_line,
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
@@ -88,26 +88,26 @@ def template(name: str) -> Any:
 
 
 def _one_line(value: Any) -> Any:
-    """Everything that a template puts into a script comes through here. Quotes do not help where a
-    text stands in a comment or in an #SBATCH line: what follows a line break is a command."""
+    """Checks every value that a template inserts into a script. Quoting does not help in a comment
+    or an #SBATCH line: whatever follows a line break there is a command."""
     if isinstance(value, str) and (letter := control_character(value)) is not None:
         raise ClusterError(
-            f"{value!r:.200} cannot stand in a script, because it holds {letter}: take that out of "
-            "the config, the flags or the site's file"
+            f"{value!r:.200} cannot be used in a script because it contains {letter}: remove it "
+            "from the config, the flags or the site file"
         )
     return value
 
 
 def quoted_words(text: str) -> str:
-    """One or more words of a site's file, which the shell takes as words and nothing else."""
+    """Quotes one or more words from a site file, so that the shell takes them literally."""
     try:
         return shlex.join(shlex.split(text))
     except ValueError:
-        raise ClusterError(f"{text!r}: a quotation mark is not closed") from None
+        raise ClusterError(f"{text!r}: a quote is not closed") from None
 
 
 def headers(job: BatchJob) -> list[str]:
-    """What is asked of Slurm, that needs no word of explanation in the script."""
+    """Returns the sbatch options that need no explanation in the script."""
     wanted, slurm = job.wanted, job.site.facts.slurm
     flags = {
         "account": wanted.account,
@@ -141,7 +141,7 @@ def srun_flags(job: BatchJob) -> list[str]:
 
 
 def rank_command(job: BatchJob) -> str:
-    """What each rank runs; the verb comes after it."""
+    """Returns the command that each rank runs; the subcommand follows it."""
     if job.site.facts.scheduler == "none":
         return f"{_inside(job)} -m overland train {shlex.quote(str(job.place.config))}"
     return f"{_inside(job)} -m overland"
@@ -152,7 +152,7 @@ def _inside(job: BatchJob) -> str:
 
 
 def python(job: BatchJob) -> str:
-    """Returns the Python on the node itself; a container has its own."""
+    """Returns the Python on the node itself; a container brings its own."""
     packed = job.wanted.packed_env
     return '"$node_env/bin/python"' if packed else shlex.quote(job.place.python)
 
@@ -174,22 +174,23 @@ def container_command(job: BatchJob) -> str:
 
 
 def refuse_secret_values(text: str, env: Mapping[str, str] = os.environ) -> None:
-    """A token that found its way into a text that is about to be written or shown."""
+    """Raises an error if text about to be written or shown contains the value of a secret."""
     for name, value in env.items():
         if SECRET.search(name) and len(value) >= SHORTEST_SECRET and value in text:
             raise ClusterError(
-                f"the script would hold the value of {name}; take it out of the config, the flags "
-                "or the site, and pass it on with --env"
+                f"the script would contain the value of {name}; remove it from the config, the "
+                "flags or the site file, and pass it with --env"
             )
 
 
 def _source() -> str:
-    """What pip installs Overland from: this checkout, or the package by name."""
+    """Returns what pip installs Overland from: this checkout, or the package name."""
     checkout = Path(__file__).resolve().parents[3]
     return str(checkout) if (checkout / "pyproject.toml").is_file() else "overland"
 
 
 def session_file() -> Path | None:
-    """The file that the set-up wrote beside its environments, if this Python is one of them."""
+    """Returns the file that the setup script wrote next to its environments, if this Python belongs
+    to one of them."""
     file = Path(sys.prefix).parent.parent / "overland.sh"
     return file if Path(sys.prefix).parent.name == "envs" and file.is_file() else None

@@ -1,9 +1,9 @@
-"""What Overland knows about a cluster: one TOML file each, with the reasons as comments.
+"""What Overland knows about a cluster: one TOML file per site, with the reasons as comments.
 
-The comment above a variable in `[environment]` is carried into every script that sets it, so that
-whoever reads the script knows why. What a file does not say is left to the user; nothing is
-guessed. Looked for, the first that is found counts: `./sites`, `~/.config/overland/sites`, the
-package. A path of a file works as a name does.
+The comment above a variable in `[environment]` is copied into every script that sets it, so that
+whoever reads the script knows why. Nothing is guessed: what a file does not specify is up to the
+user. Site files are looked up in `./sites`, then `~/.config/overland/sites`, then the package; the
+first one found is used. The path of a file works in place of a name.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from overland.words import control_character, nearest_name
 
 
 class Limit(Section):
-    """The longest walltime of a job of so many nodes."""
+    """The longest walltime for a job of a given size."""
 
     nodes: PositiveInt | None = None
-    """Up to this many nodes; left out: any number."""
+    """Applies up to this many nodes; if omitted, to any number."""
     time: str
     """HH:MM:SS."""
 
 
 class Partition(Section):
-    """What is different in one partition."""
+    """Settings that differ in one partition."""
 
     devices_per_node: PositiveInt | None = None
     cpus_per_task: PositiveInt | None = None
@@ -43,60 +43,60 @@ class Partition(Section):
 
 
 class Slurm(Section):
-    """How jobs are asked for."""
+    """How jobs are requested from Slurm."""
 
     needs: list[Literal["account", "partition", "qos"]] = []
-    """What the site refuses a job without."""
+    """Options that the site requires for every job."""
     devices_per_node: PositiveInt | None = None
     cpus_per_task: PositiveInt | None = None
-    """Cores of one rank; left out: those of the node, shared out evenly by the job itself."""
+    """Cores per rank; if omitted, the job divides the node's cores evenly among its ranks."""
     gpus: Literal["per-node", "per-task", "none"] = "per-node"
-    """per-node: every rank sees all of its node's devices; per-task: its own alone."""
+    """per-node: every rank sees all devices of its node; per-task: each rank sees only its own."""
     gpu_bind: str | None = None
     constraint: str | None = None
     exclusive: bool = False
-    """Ask for whole nodes, where the site would share them."""
+    """Request whole nodes at a site that shares them between jobs."""
     no_chain_in: list[str] = []
-    """Partitions and qualities of service where jobs must not wait for one another."""
+    """Partitions and QOS levels in which jobs must not wait for one another."""
     sbatch: list[str] = []
     srun: list[str] = []
     limits: list[Limit] = []
-    """By the number of nodes, smallest first; none: --time must be given."""
+    """Ordered by number of nodes, smallest first; if there are none, --time is required."""
     partitions: dict[str, Partition] = {}
 
 
 class SiteDisk(Section):
-    """Where things lie."""
+    """File systems of the site."""
 
     scratch: str | None = None
-    """Root for environments, caches and runs, as the shell writes it."""
+    """Root folder for environments, caches and runs, in shell syntax."""
     node_local: str | None = None
-    """A disk of each node's own."""
+    """A node-local disk."""
     node_folders: list[str] = []
-    """Made on every node before its ranks start."""
+    """Folders created on every node before its ranks start."""
 
 
 class Container(Section):
-    """How a command runs inside an image."""
+    """How a command runs inside a container image."""
 
     command: str | None = None
-    """What stands before the command; {image} is the image. Left out: apptainer."""
+    """Prefix of the command, with {image} for the image; if omitted, apptainer is used."""
     binds: list[str] = []
-    """Folders of the host that are seen inside."""
+    """Host folders that are visible inside the container."""
 
 
 class Setup(Section):
-    """The one-time set-up."""
+    """The one-time setup."""
 
     python: Literal["venv", "conda"] = "venv"
     modules: list[str] = []
-    """Beside the job's: what only the set-up needs."""
+    """Modules that only the setup needs, in addition to the job's."""
     rocm: str | None = None
     """Version of the ROCm wheels."""
     gpu_arch: str | None = None
-    """What kernels are built for."""
+    """GPU architecture that kernels are built for."""
     network_plugin: Literal["module", "build"] | None = None
-    """RCCL's way to the network: among the modules, or built from source."""
+    """Where RCCL's network plugin comes from: a module, or a build from source."""
 
 
 class Site(Section):
@@ -124,14 +124,14 @@ class NamedSite:
 
 
 def site_files(env: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Every site by name; the user's own stand before the package's."""
+    """Returns every site file by name; the user's own take precedence over the package's."""
     home = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "~")).expanduser() / ".config")
     folders = [Path(__file__).parent / "sites", home / "overland" / "sites", Path("sites")]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
 def load_site(name: str, env: Mapping[str, str] = os.environ) -> NamedSite:
-    """The site of that name, or in that file."""
+    """Loads a site by its name or by the path of its file."""
     files = site_files(env)
     path = Path(name).expanduser() if name.endswith(".toml") else files.get(name)
     if path is None or not path.is_file():
@@ -172,37 +172,40 @@ def _strings(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _not_for_scripts(path: KeyPath, value: str) -> str:
-    """Why a text cannot stand where the scripts of jobs and of the set-up have it; "" if it can."""
+    """Returns why a value cannot be inserted into the job and setup scripts, or "" if it can."""
     if letter := control_character("".join((*path, value))):
-        return f"holds {letter}, a control character, which would end a line of a script"
+        return f"contains {letter}, a control character, which would break a line of the script"
     if path[0] == "environment":
         return _bad_variable(path[-1], value)
     if path[0] == "disk" and (not _is_plain(value) or "'" in value):
-        return f"expected a path, with $NAMES; {value!r} would end its quotes or run commands"
+        return (
+            f"expected a path, which may contain $NAMES; {value!r} would break out of its quotes "
+            "or run commands"
+        )
     if path in (("setup", "rocm"), ("setup", "gpu_arch")) and not re.fullmatch(
         r"[\w.;:+-]+", value
     ):
-        return f"expected one word, got {value!r}"
+        return f"expected a single word, got {value!r}"
     return ""
 
 
 def _bad_variable(name: str, value: str) -> str:
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        return "is no name of a variable"
+        return "is not a valid variable name"
     if SECRET.search(name):
-        return "looks like a secret, which must not lie in a file; `--env` passes it on by name"
+        return "looks like a secret, which must not be in a file; pass it by name with `--env`"
     if not _is_plain(value):
-        return "expected plain text and $NAMES: a value must not end its quotes or run commands"
+        return "expected plain text and $NAMES; a value must not break its quotes or run commands"
     return ""
 
 
 def _is_plain(value: str) -> bool:
-    """What stays text between double quotes, except for the values of variables."""
+    """Whether the shell leaves a value as it is between double quotes, apart from variables."""
     return re.search(r'["`\\]|\$\(', value) is None
 
 
 def _reasons(text: str, lines: Mapping[KeyPath, int]) -> dict[str, list[str]]:
-    """The comment lines right above each variable, without the comment sign."""
+    """Returns the comment lines directly above each variable, without the comment sign."""
     rows = text.splitlines()
     found: dict[str, list[str]] = {}
     for path, line in lines.items():
@@ -237,7 +240,7 @@ def _problem(detail: Any, lines: Mapping[KeyPath, int], shown: str) -> Problem:
 
 
 def _table(path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """The class of the table that a path leads to."""
+    """Returns the class of the table at a path."""
     table: Any = Site
     for part in path:
         if isinstance(table, type) and issubclass(table, BaseModel):

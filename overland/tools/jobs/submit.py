@@ -1,4 +1,4 @@
-"""A job's files, written and handed to the scheduler."""
+"""Writes a job's files and submits them to the scheduler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from overland.words import command
 
 
 def next_files(run: Path) -> tuple[Path, Path]:
-    """(script, config) of a submission that is the run's next: those of links that still wait are
-    never changed under them."""
+    """Returns the (script, config) paths of the run's next submission. Files of jobs that are still
+    queued are never overwritten."""
     folder = run / SUBMITTED
     used = [int(path.stem) for path in folder.glob("*.sh") if path.stem.isdecimal()]
     number = max(used, default=0) + 1
@@ -28,16 +28,16 @@ def next_files(run: Path) -> tuple[Path, Path]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that only this user can read, from the first byte on."""
+    """Writes a file that only this user can ever read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(handle, "w", encoding="utf-8") as file:
-        os.fchmod(handle, 0o600)  # it may have been there, with another mode
+        os.fchmod(handle, 0o600)  # the file may already exist with another mode
         file.write(text)
 
 
 def check_scheduler(job: BatchJob) -> None:
-    """Refuses, before anything is written, where nothing can be submitted."""
+    """Raises an error if the job cannot be submitted from here, before anything is written."""
     require_sbatch(job)
     if job.site.facts.scheduler == "slurm" and not job.wanted.here:
         check_folder_is_free(job)
@@ -49,31 +49,36 @@ def require_sbatch(job: BatchJob) -> None:
         return
     if job.site.facts.scheduler == "slurm" and shutil.which("sbatch") is None:
         raise ClusterError(
-            f"there is no sbatch here: submit from a login node of {job.site.name}, or look at the "
+            f"sbatch was not found: submit from a login node of {job.site.name}, or print the "
             "script with --dry-run"
         )
 
 
 def require_job(job: BatchJob, env: Mapping[str, str] = os.environ) -> None:
-    """`--here` is for a batch script of the user's own."""
+    """Checks that `--here` is used inside a Slurm job that is large enough."""
     if job.site.facts.scheduler != "slurm" or "SLURM_JOB_ID" not in env:
-        raise ClusterError("--here trains in the Slurm job that calls it, and this is none")
+        raise ClusterError(
+            "--here trains inside the current Slurm job, but this is not a Slurm job"
+        )
     wanted, there = job.wanted.nodes + job.wanted.spares, int(env.get("SLURM_JOB_NUM_NODES", 1))
     if wanted > there:
-        raise ClusterError(f"--nodes, --spares: this job has {there} nodes, and {wanted} are asked")
+        raise ClusterError(
+            f"--nodes, --spares: {wanted} nodes are requested, but this job has {there}"
+        )
     if job.wanted.sessions > 1:
-        raise ClusterError("--here is one session; leave it out to submit a chain")
+        raise ClusterError("--here runs a single session; omit it to submit a chain of jobs")
 
 
 def check_folder_is_free(job: BatchJob) -> None:
-    """Jobs of one name wait for each other, where a site lets them. Others would meet in the run
-    folder: the second would wait for nodes only to be turned away there."""
+    """Raises an error if another job is queued or running in the run folder. Jobs with the same
+    name wait for each other where the site allows it; a job with another name would wait for nodes
+    only to find the folder in use."""
     for name in names_before(job.place.run) - ({job.name} if job.chained else set()):
         if ids := ask("squeue", "--me", "--noheader", f"--name={name}", "--format=%i").split():
-            after = f"with --name {name} this one goes on after it; " if job.chained else ""
+            after = f"use --name {name} to continue after it, or " if job.chained else ""
             raise ClusterError(
-                f"{job.place.run} is the folder of job {ids[0]}, {name}, which is not over: {after}"
-                f"`scancel --me --name={name}` ends it"
+                f"{job.place.run} is in use by job {ids[0]} ({name}), which has not ended: {after}"
+                f"cancel it with `scancel --me --name={name}`"
             )
 
 
@@ -81,17 +86,17 @@ def names_before(run: Path) -> set[str]:
     """Returns the names of the jobs that were submitted for a run."""
     names = set()
     for script in (run / SUBMITTED).glob("*.sh"):
-        with contextlib.suppress(OSError):  # another user's
+        with contextlib.suppress(OSError):  # another user's script
             found = re.search(r"^#SBATCH --job-name=(\S+)", script.read_text(), re.MULTILINE)
             names |= {found[1]} if found else set()
     return names
 
 
 def submit(job: BatchJob, script: Path) -> list[str]:
-    """Job ids, one per session; on a machine without a scheduler, that of the process. `--here`
-    becomes the script, and does not return."""
+    """Returns the job ids, one per session, or the process id on a machine without a scheduler.
+    With `--here` this process becomes the script and does not return."""
     job.place.logs.mkdir(parents=True, exist_ok=True)
-    job.place.stopped.unlink(missing_ok=True)  # whoever submits it anew has seen why
+    job.place.stopped.unlink(missing_ok=True)  # whoever resubmits has seen why it stopped
     if job.wanted.here:
         os.execvp("bash", ["bash", "-l", str(script)])
     if job.site.facts.scheduler == "none":
@@ -100,11 +105,11 @@ def submit(job: BatchJob, script: Path) -> list[str]:
     for _ in range(job.wanted.sessions):
         try:
             ids.append(_sbatch(script))
-        except ClusterError as error:  # a limit on jobs per user, say: what is queued stays so
+        except ClusterError as error:  # such as a limit on jobs per user; queued jobs stay queued
             if not ids:
                 script.unlink(missing_ok=True)
                 job.place.config.unlink(missing_ok=True)
-            queued = f"; queued before it: {', '.join(ids)}" if ids else ""
+            queued = f"; already queued: {', '.join(ids)}" if ids else ""
             raise ClusterError(f"{error}{queued}") from None
     return ids
 
@@ -121,8 +126,9 @@ def _sbatch(script: Path) -> str:
 
 
 def without_slurms_own(env: Mapping[str, str]) -> dict[str, str]:
-    """SBATCH_TIMELIMIT and its like would overrule the script, and SLURM_* of a job that we may be
-    in would come along; only where Slurm is and who asks must stay."""
+    """Returns the environment for sbatch. Variables like SBATCH_TIMELIMIT would override the
+    script, and the SLURM_* variables of a surrounding job would leak into the new one, so only
+    those that locate the cluster and authenticate the user are kept."""
     stays = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_CLUSTERS", "SBATCH_RESERVATION")
     return {
         name: value
@@ -144,18 +150,18 @@ def _start_here(job: BatchJob, script: Path) -> str:
 
 
 def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
-    """Commands, with what they do."""
+    """Returns commands for following the job, each with a comment that says what it does."""
     run, logs = shlex.quote(str(job.place.run)), shlex.quote(str(job.place.logs))
     if job.site.facts.scheduler == "none":
         return [
-            f"{command('overland', 'watch', job.place.run)}    # all of it, live",
-            f"tail -f {logs}/job.log    # what it says",
+            f"{command('overland', 'watch', job.place.run)}    # live status",
+            f"tail -f {logs}/job.log    # the log",
             f"touch {run}/STOP    # save and stop",
         ]
     return [
-        f"{command('overland', 'watch', job.place.run)}    # all of it, live",
-        f"squeue --me --name={job.name}    # where the jobs stand",
-        f"tail -f {logs}/job-{ids[0]}.log    # what the first one says",
-        f"touch {run}/STOP    # save and stop; the next link goes on",
-        f"scancel --me --name={job.name}    # give up the whole chain",
+        f"{command('overland', 'watch', job.place.run)}    # live status",
+        f"squeue --me --name={job.name}    # the state of each job",
+        f"tail -f {logs}/job-{ids[0]}.log    # the log of the first job",
+        f"touch {run}/STOP    # save and stop; the next job in the chain resumes",
+        f"scancel --me --name={job.name}    # cancel the whole chain",
     ]

@@ -1,4 +1,4 @@
-"""The charts of a page: which there are, and the points of their lines."""
+"""The charts of a report, and the points of their lines."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from overland.tools.reporting.thin import bin_sizes, binned, rounded, thinned
 if TYPE_CHECKING:
     from overland.tools.reporting.run import RunReport
 
-MOST_POINTS = 90_000  # of a page: about 1.5 MB
+MOST_POINTS = 90_000  # per page: about 1.5 MB
 MOST_OF_A_LINE, LEAST_OF_A_LINE = 12_000, 200
-MOST_ODD = 200  # marks of values that are not finite, by line
+MOST_ODD = 200  # marks of non-finite values, per line
 MOST_LOST = 200  # sessions that lost steps
 MANY = 2000  # points of a line
 SMOOTH = ("lr", "memory_gib", "skipped_documents")
-LOST = -1  # a colour of its own
-MOST_OTHERS = 12  # charts of metrics that only some runs have
+LOST = -1  # has its own colour
+MOST_OTHERS = 12  # charts of metrics that not every run has
 
 
 @dataclass
 class Line:
-    """One line of a chart. `colour` is a number of the palette, `kind` how it is drawn."""
+    """One line of a chart. `colour` is an index into the palette; `kind` is how it is drawn."""
 
     name: str
     run: int
@@ -38,12 +38,12 @@ class Line:
     steps: Numbers
     values: Numbers
     odd: list[tuple[int, str]] = field(default_factory=list)
-    """Steps whose value is not finite."""
+    """Steps with a non-finite value."""
     is_shown: bool = True
     dash: int = 0
-    """Of several lines of one colour."""
+    """Dash pattern, to distinguish lines of the same colour."""
     session: int | None = None
-    """Whose steps were lost."""
+    """The session whose steps were lost."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Chart:
     note: str = ""
     lines: list[Line] = field(default_factory=list)
     form: str = "number"
-    """How its values are written: number, share or count."""
+    """How its values are formatted: number, share or count."""
 
     def to_json(self, most: int) -> dict[str, Any]:
         return {
@@ -81,7 +81,7 @@ class Chart:
 
 def _points(line: Line, most: int) -> dict[str, list[float]]:
     steps, values = thinned(line.steps, line.values, most)
-    # Differences of steps take half the room; six digits are more than a screen shows.
+    # Differences between steps take half the space; six digits are more than a screen can show.
     return {
         "steps": [_short(step) for step in np.diff(steps, prepend=0.0).tolist()],
         "values": [float(f"{value:.6g}") for value in values.tolist()],
@@ -93,14 +93,15 @@ def _short(number: float) -> float:
 
 
 def charts_to_json(charts: Sequence[Chart]) -> list[dict[str, Any]]:
-    """All charts, with no more points than a page may have."""
+    """Returns all charts, thinned to the number of points that a page may have."""
     num_lines = sum(len(chart.lines) for chart in charts) or 1
     most = min(MOST_OF_A_LINE, max(LEAST_OF_A_LINE, MOST_POINTS // num_lines))
     return [chart.to_json(most) for chart in charts]
 
 
 def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
-    """The charts of one run, or of several in the same axes; those without a point are left out."""
+    """Returns the charts of one run, or of several in the same axes; charts without points are
+    omitted."""
     charts = [_loss(runs), *_held_out(runs)]
     usual = (
         Chart("grad_norm", "Gradient norm", note="before clipping"),
@@ -110,9 +111,9 @@ def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
         Chart("mfu", "Model FLOPs utilization (MFU)", form="share"),
         Chart("memory_gib", "Memory", "GiB per device, peak"),
         Chart("data_wait", "Waiting for data", "of the time", form="share"),
-        Chart("skipped_steps", "Steps skipped", "since the last log: not finite", form="count"),
-        Chart("empty_steps", "Steps with nothing to learn", "since the last log", form="count"),
-        Chart("skipped_documents", "Documents skipped", "bad ones, so far", form="count"),
+        Chart("skipped_steps", "Steps skipped", "non-finite, since the last log", form="count"),
+        Chart("empty_steps", "Steps without target tokens", "since the last log", form="count"),
+        Chart("skipped_documents", "Documents skipped", "unreadable, so far", form="count"),
     )
     for chart in usual:
         for number, run in enumerate(runs):
@@ -160,11 +161,11 @@ def _bins_in_words(fine: int, coarse: int) -> str:
     words = (
         f"means of {fine:,} and of {coarse:,} steps" if fine > 1 else f"means of {coarse:,} steps"
     )
-    return words + ("" if (fine, coarse) == (100, 15_000) else ", which fit the run's length")
+    return words + ("" if (fine, coarse) == (100, 15_000) else ", chosen for the length of the run")
 
 
 def _lost(run: RunReport, number: int, name: str) -> list[Line]:
-    """A line for each session that lost steps, all of one name."""
+    """Returns a line for each session that lost steps, all with the same name."""
     lost, found = run.lines.lost, []
     times, all_steps, losses = lost["time"], lost.steps, lost["loss"]
     for session, border in with_borders(run.sessions):
@@ -177,7 +178,7 @@ def _lost(run: RunReport, number: int, name: str) -> list[Line]:
 
 
 def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
-    """Held-out losses in one chart; what else is measured on held-out sets, by its name."""
+    """Returns one chart for all held-out losses, and one for each other held-out metric."""
     charts: dict[str, Chart] = {}
     for number, run in enumerate(runs):
         names = list(run.lines.held_out)
@@ -185,16 +186,16 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
         for name in names:
             kind, which = _measured(name)
             if kind == VALIDATION_LOSS and not which and len(sets) == 1:
-                continue  # the mean of one
+                continue  # the mean of a single set
             if name not in sets and f"{kind}/{which}" in sets:
-                continue  # the same loss by its other name
+                continue  # the same loss under another name
             title = "Validation loss" if kind == VALIDATION_LOSS else kind.replace("_", " ")
             chart = charts.setdefault(
                 kind, Chart(f"held_out.{kind}", title[:1].upper() + title[1:])
             )
             columns = run.lines.held_out[name]
             steps, values = columns.points("value")
-            label = which or ("mean that best goes by" if sets else kind)
+            label = which or ("mean (selects the best checkpoint)" if sets else kind)
             label = f"{run.name}: {label}" if len(runs) > 1 else label
             odd = _odd(columns, "value")
             line = Line(label, number, len(chart.lines), "points", steps, values, odd)
@@ -206,8 +207,8 @@ def _held_out(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def _measured(name: str) -> tuple[str, str]:
-    """What a name says was measured, and on which set: `validation/wiki/perplexity`, or
-    `validation_loss/wiki`."""
+    """Splits a name such as `validation/wiki/perplexity` or `validation_loss/wiki` into what was
+    measured and on which set."""
     if name.startswith(VALIDATION):
         which, _, kind = name.removeprefix(VALIDATION).rpartition("/")
         return f"validation_{kind}", which
@@ -216,7 +217,8 @@ def _measured(name: str) -> tuple[str, str]:
 
 
 def _logged(run: RunReport, number: int, name: str, several: bool) -> list[Line]:
-    """What was logged by a name; if that is more than a screen shows apart, with means."""
+    """Returns the line of a logged metric; if it has too many points to distinguish, also a line of
+    means."""
     if name not in run.lines.logged.names:
         return []
     steps, values = run.lines.logged.points(name)
@@ -234,7 +236,7 @@ def _logged(run: RunReport, number: int, name: str, several: bool) -> list[Line]
 
 
 def _others(runs: Sequence[RunReport]) -> list[Chart]:
-    """What objectives and models log by their own names."""
+    """Returns charts of metrics that objectives and models log under their own names."""
     names = {
         name
         for run in runs
@@ -251,7 +253,7 @@ def _others(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def _scores(runs: Sequence[RunReport]) -> list[Chart]:
-    """Evaluations of several checkpoints, a chart for each metric."""
+    """Returns a chart per metric for evaluations of several checkpoints."""
     charts: dict[str, Chart] = {}
     for number, run in enumerate(runs):
         for metric, name in dict.fromkeys((one.metric, one.name) for one in run.scores):

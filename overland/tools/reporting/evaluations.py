@@ -1,4 +1,4 @@
-"""Results of evaluations that are kept with a run, as numbers by checkpoint."""
+"""Reads the evaluation results stored with a run, as scores per checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from overland.tools.evaluation.results import read_results
 
-MOST = 2000  # numbers of a run
+MOST = 2000  # scores per run
 PERPLEXITY = ("loss", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
 
@@ -19,15 +19,15 @@ PERPLEXITY = ("loss", "perplexity", "bits_per_byte", "byte_perplexity", "word_pe
 class Score:
     step: int
     name: str
-    """Of the task or the data."""
+    """The name of the task or the data."""
     metric: str
     value: float
     stderr: float | None = None
 
 
 def read_scores(run: Path) -> list[Score]:
-    """All numbers of all results, by name, metric and step. Evaluations of one name that were made
-    with other settings have a part of their key behind it."""
+    """Returns all scores, sorted by name, metric and step. If evaluations share a name but differ
+    in their settings, a part of their key is appended to it."""
     records = read_results(run)
     times = Counter((one["step"], one.get("kind"), one.get("name")) for one in records)
     found: list[Score] = []

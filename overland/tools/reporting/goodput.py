@@ -1,4 +1,4 @@
-"""Where the time of a run went, and how much of it was of use."""
+"""Where the time of a run went, and how much of it was productive."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PARTS = {
     "validation": "validation",
     "save": "saving",
     "start": "starting",
-    "lost": "steps that were lost",
-    "end": "ending, and what is not known",
+    "lost": "lost steps",
+    "end": "shutdown and unknown",
 }
 
 
 @dataclass
 class Goodput:
-    """Seconds by part of all sessions, and what lies between them."""
+    """Seconds by use over all sessions, and the time between sessions."""
 
     parts: dict[str, float] = field(default_factory=dict)
     between: float = 0.0
-    """No session ran: in the queue, or nobody started one."""
+    """Time with no session running: in the queue, or not started."""
     is_split: bool = True
-    """False where the run's version did not write down what its time was used for."""
+    """False if the version that trained the run did not record how its time was used."""
 
     @property
     def in_sessions(self) -> float:
@@ -35,7 +35,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Of the time in sessions, what became part of the model."""
+        """The share of session time spent on steps that became part of the model."""
         return self.parts["compute"] / self.in_sessions if self.in_sessions else None
 
 

@@ -1,7 +1,7 @@
-"""Reads metrics.jsonl whole, as columns of numbers: a million lines in seconds.
+"""Reads all of metrics.jsonl into columns of numbers: a million lines in seconds.
 
-What counts is apart from what was undone: lines of metrics.undone.jsonl, and in files of earlier
-versions those before the run went back to an earlier step.
+Lines that count are kept apart from lines that were undone: those in metrics.undone.jsonl, and in
+files of earlier versions those that precede a return to an earlier step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ Record = dict[str, Any]
 MISSING = float("nan")
 LARGEST_STEP = 2**53
 LARGEST_VALUE = 1e300
-MOST_DIGITS = 15  # of a step that needs no second look
+MOST_DIGITS = 15  # a step with more digits needs a closer look
 NUMBER = re.compile(rb": (?:-?[0-9][-+.0-9eE]*|null|NaN|-?Infinity)(?=[,}])")
-VALUE = rb": ([^,}]+)"  # a stricter one takes twice the time, and `table` looks at them anyway
+VALUE = rb": ([^,}]+)"  # a stricter one takes twice as long, and `table` checks them anyway
 
 
 class Columns:
-    """Numbers by name, a row for each record. Steps grow, unless rows are kept as they come."""
+    """Numbers by name, with one row per record. Steps increase, unless rows are kept in the order
+    in which they were logged."""
 
     def __init__(self) -> None:
         self._clear()
@@ -44,7 +45,7 @@ class Columns:
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self.odd: dict[str, list[tuple[int, float]]] = {}
-        """What was logged, and is not finite."""
+        """Logged values that are not finite."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -62,19 +63,19 @@ class Columns:
         return list(self._columns)
 
     def __getitem__(self, name: str) -> Numbers:
-        """NaN where a record has no such number."""
+        """Returns a column, with NaN where a record has no such number."""
         if name not in self._columns:
             return np.full(len(self), MISSING)
         return np.array(self._columns[name], np.float64)
 
     def points(self, name: str) -> tuple[Numbers, Numbers]:
-        """Steps and values, as far as they are finite and can be summed."""
+        """Returns steps and values, without those that are not finite or too large to sum."""
         values = self[name]
         known = np.abs(values) < LARGEST_VALUE
         return self.steps[known], values[known]
 
     def newest(self, most: int) -> list[Record]:
-        """Returns the last records, without what is missing."""
+        """Returns the last records, without missing values."""
         found = []
         for row in range(max(0, len(self) - most), len(self)):
             numbers = {name: column[row] for name, column in self._columns.items()}
@@ -98,7 +99,7 @@ class Columns:
                     odd.append((records[place]["step"], value))
 
     def add_table(self, names: Sequence[str], table: Numbers) -> None:
-        """Adds a row for each of the table's; the first column is the step, and all is finite or
+        """Adds the rows of a table whose first column is the step; all values are finite or
         missing."""
         before = len(self)
         self._steps.extend(table[:, 0].astype(np.int64).tolist())
@@ -127,14 +128,14 @@ class Columns:
 
 
 class Lines:
-    """What a run has logged, read on as it grows."""
+    """What a run has logged, read incrementally as it grows."""
 
     def __init__(self, run: Path) -> None:
         self._tail, self._undone_tail = Tail(run / METRICS), Tail(run / UNDONE)
         self._clear()
         self._undone = Columns()
         self.version = 0
-        """Grows with what is read."""
+        """Increases whenever something new was read."""
 
     def _clear(self) -> None:
         self.logged = Columns()
@@ -144,7 +145,7 @@ class Lines:
 
     @property
     def lost(self) -> Columns:
-        """Lines of steps that were undone, in the order they were logged."""
+        """Lines of undone steps, in the order in which they were logged."""
         if not len(self._overwritten):
             return self._undone
         both = Columns()
@@ -173,8 +174,8 @@ class Lines:
             self.version += 1
 
     def _take_alike(self, lines: Sequence[bytes]) -> bool:
-        """Takes lines that have the same names in the same order, as nearly all have, without
-        parsing each: half the time. Returns False, and takes nothing, where that will not do."""
+        """Takes lines with the same names in the same order, as nearly all have, without parsing
+        each one, which halves the time. Returns False and takes nothing if that is impossible."""
         form = next((form for line in lines[:8] if (form := Form.of(line)) is not None), None)
         if form is None:
             return False
@@ -209,7 +210,7 @@ class Lines:
             self._take_ordered([record])
 
     def _take_ordered(self, records: list[Record]) -> None:
-        """Takes records whose steps do not fall. Of two of one step, the later counts."""
+        """Takes records whose steps do not decrease. Of two for the same step, the later counts."""
         logged = [record for record in records if "loss" in record]
         steps = [self.logged.last_step, *(record["step"] for record in logged)]
         if all(a < b for a, b in pairwise(steps)):
@@ -238,7 +239,7 @@ class Lines:
 
 
 class Recent(History):
-    """The newest lines, for who wants no more: so that they are not read twice."""
+    """The newest lines, for callers that need no more, so that the file is not read twice."""
 
     def __init__(self, lines: Lines) -> None:
         self._all = lines
@@ -250,7 +251,7 @@ class Recent(History):
 
 
 class Form:
-    """The names of a line's numbers, and a pattern for lines that differ in the numbers alone."""
+    """The names of a line's numbers, and a pattern for lines that differ only in the numbers."""
 
     def __init__(self, names: list[str], pattern: bytes) -> None:
         self.names = names
@@ -258,7 +259,7 @@ class Form:
 
     @classmethod
     def of(cls, line: bytes) -> Form | None:
-        """None for a line that is none of a step, or has more than numbers."""
+        """Returns None for a line that is not about a step, or has more than numbers."""
         record = _record(_parse_line(line))
         if record is None or "loss" not in record or not line.startswith(b'{"step": '):
             return None
@@ -271,20 +272,20 @@ class Form:
         return found.groups() if found is not None else None
 
     def table(self, rows: list[tuple[bytes, ...]]) -> Numbers | None:
-        """None where a value is no number, or is not finite."""
+        """Returns None if a value is not a number or not finite."""
         text = b",".join([b",".join(row) for row in rows]).replace(b"null", b"nan")
         if not rows or b"N" in text or b"I" in text:
             return None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the size tells
+            warnings.simplefilter("ignore")  # the size shows any error
             flat = np.fromstring(text, sep=",")
         return flat.reshape(len(rows), -1) if flat.size == len(rows) * len(self.names) else None
 
 
 def parse(lines: Iterable[bytes]) -> list[Record]:
-    """Returns the records of whole lines; what is no record is left out."""
+    """Returns the records of complete lines; anything else is skipped."""
     lines = [line for line in lines if line]
-    try:  # all at once takes half the time
+    try:  # parsing all lines at once takes half the time
         values = json.loads(b"[" + b",".join(lines) + b"]")
         values = values if len(values) == len(lines) else list(map(_parse_line, lines))
     except (ValueError, RecursionError):
@@ -295,11 +296,11 @@ def parse(lines: Iterable[bytes]) -> list[Record]:
 def _parse_line(line: bytes) -> Any:
     with suppress(ValueError, RecursionError):
         return json.loads(line)
-    return None  # cut short by a kill or a full disk
+    return None  # truncated by a kill or a full disk
 
 
 def _record(value: Any) -> Record | None:
-    """A line's numbers by name; what is inside of a table has both names."""
+    """Returns a line's numbers by name; numbers inside a table get both names."""
     if not isinstance(value, dict):
         return None
     step = value.get("step")

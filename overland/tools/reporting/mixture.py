@@ -1,4 +1,4 @@
-"""What a run has drawn from each source: counted from the ledger of what the model was fed."""
+"""Counts what a run has drawn from each source, using the ledger of consumed batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from overland.run_folder import LEDGER, PLAN
 
 @dataclass(frozen=True)
 class Drawn:
-    """Rows by source, beside what the weights of the plan ask for."""
+    """Rows drawn from a source, and the share planned by its weight."""
 
     name: str
     rows: int
@@ -30,18 +30,19 @@ class Drawn:
 class DrawnMixture:
     sources: list[Drawn]
     note: str = ""
-    """Why nothing is counted."""
+    """Why there are no counts."""
 
 
 def drawn_mixture(run: Path) -> DrawnMixture:
-    """Counts rows where sources are mixed by tokens. By rows, blocks hold documents of several
-    sources, which only the corpora tell apart: `overland prove data` does that."""
+    """Counts rows if sources are mixed by tokens. If they are mixed by rows, blocks contain
+    documents of several sources, which only the corpora can tell apart: `overland prove data` does
+    that."""
     try:
         plan = Plan.from_json(read_json(run / PLAN)["plan"])
         names = list(plan.sources)
         if plan.mixture == "rows" and len(names) > 1:
             return DrawnMixture([], "Documents of all sources share blocks (data.mixture = rows): "
-                                "`overland prove data` counts them from the corpora.")  # fmt: skip
+                                "run `overland prove data` to count them.")  # fmt: skip
         rows = dict.fromkeys(names, 0)
         planned = dict.fromkeys(names, 0.0)
         for first, last in batches_fed(run / LEDGER):
@@ -49,17 +50,17 @@ def drawn_mixture(run: Path) -> DrawnMixture:
                 rows[name] += count
                 planned[name] += wanted
     except (OverlandError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return DrawnMixture([], "Not known: the plan or the ledger of its data is not there.")
+        return DrawnMixture([], "Unknown: the data plan or the ledger is missing.")
     total = sum(rows.values())
     found = [
         Drawn(name, rows[name], rows[name] / total if total else 0.0, planned[name] / (total or 1))
         for name in names
     ]
-    return DrawnMixture(found, "" if total else "Nothing was drawn yet.")
+    return DrawnMixture(found, "" if total else "Nothing has been drawn yet.")
 
 
 def batches_fed(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields runs of batches that became part of the model, as [first, last)."""
+    """Yields ranges of batches that became part of the model, as [first, last)."""
     pieces: list[tuple[int, int, int]] = []  # step, batch, count
     for step, batch, count in fed_batches(path):
         while pieces and pieces[-1][0] + pieces[-1][2] > step + (count == 0):
@@ -82,7 +83,8 @@ def batches_fed(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _rows_of(plan: Plan, first: int, last: int) -> Iterator[tuple[str, int, float]]:
-    """Yields how many rows of each source some batches hold, and how many its weight asks for."""
+    """Yields how many rows of each source these batches contain, and how many its weight
+    implies."""
     borders = [segment.first_batch for segment in plan.segments[1:]] + [last]
     names = list(plan.sources)
     for segment, border in zip(plan.segments, borders, strict=True):

@@ -1,5 +1,5 @@
 // Draws the charts of the page: hover shows values, the legend hides lines, dragging zooms all
-// charts to the same steps. A live page asks its server for what is new.
+// charts to the same steps. A live page polls its server for new content.
 "use strict";
 (() => {
   const NS = "http://www.w3.org/2000/svg";
@@ -7,7 +7,7 @@
   const WIDTHS = { raw: 1, mean: 1.6, trend: 2.6, curve: 1.4, points: 1.8, lost: 1.3 };
   const COLOURS = 7, DOTS = 60, PALE = 0.38;
   const DASHES = ["none", "7 4", "2 3", "9 3 2 3"];
-  const TAIL = 0.001, MUCH = 3; // peaks are cut off where this share of points takes so much room
+  const TAIL = 0.001, MUCH = 3; // peaks are cut off if this share of the points takes up this much of the range
 
   let data = prepared(JSON.parse(document.getElementById("data").textContent));
   let zoom = null; // [first step, last step]
@@ -74,7 +74,7 @@
     return found;
   }
 
-  function place(values, wanted) { // of the last one that is not above
+  function place(values, wanted) { // index of the last value that is not above
     let low = 0, high = values.length;
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -138,7 +138,7 @@
         });
         this.legend.append(button);
       }
-      if (done.size === 1) this.legend.replaceChildren(); // the title says it
+      if (done.size === 1) this.legend.replaceChildren(); // the title is enough
       this.legend.append(html("span", { class: "switches" }, this.switch("all peaks", whole), this.switch("log scale", logarithmic)));
     }
 
@@ -152,7 +152,7 @@
       return button;
     }
 
-    // What the values in view span; without the rarest peaks, if these would flatten all the rest.
+    // The range of the values in view; without the rarest peaks, if they would flatten the rest.
     range(log) {
       const values = [];
       for (const line of this.visible) {
@@ -199,7 +199,7 @@
       this.svg.append(this.over);
     }
 
-    // Peaks that are cut off, the highest of each column of some pixels.
+    // Peaks that are cut off: the highest of every few columns of pixels.
     drawCut(line) {
       const [from, to] = this.between(line), found = new Map();
       for (let i = from; i < to; i++) {
@@ -212,12 +212,12 @@
           svg("title", {}, `step ${grouped(line.steps[i])}: ${words(line.values[i], this.chart.form)}`)));
     }
 
-    // Where sessions went on from an earlier one.
+    // Where sessions resumed from an earlier one.
     drawBorders() {
       for (const [step, number] of data.runs[0].sessions) {
         if (step <= this.first || step >= this.last) continue;
         const mark = svg("path", { d: `M${this.x(step).toFixed(1)} ${M.top}V${this.height - M.bottom}`, stroke: "var(--line)", "stroke-width": 2 });
-        mark.append(svg("title", {}, `session ${number} went on from step ${grouped(step)}`));
+        mark.append(svg("title", {}, `session ${number} resumed from step ${grouped(step)}`));
         this.svg.append(mark);
       }
     }
@@ -237,7 +237,7 @@
           this.svg.append(svg("path", { d: `M${this.x(step).toFixed(1)} ${M.top + 8}l-4 -7h8z`, fill: "var(--lost)" }, svg("title", {}, `step ${grouped(step)}: ${what}`)));
     }
 
-    // The points in view, and one beyond on both sides, so that lines leave the picture.
+    // The points in view, plus one on either side, so that lines reach the edges.
     between(line) {
       return [Math.max(0, place(line.steps, this.first - 1e-9) + 1), place(line.steps, this.last) + 1];
     }
@@ -322,7 +322,7 @@
       this.over?.replaceChildren();
     }
 
-    // Shows the values at a step: of each line, the nearest point.
+    // Shows the values at a step: the nearest point of each line.
     point(wanted) {
       const lines = this.visible.filter((line) => line.steps.length && this.between(line)[1] > this.between(line)[0]);
       if (!lines.length) return this.leave();
@@ -418,7 +418,7 @@
       before = section;
       if (shown.get(id) === content) continue;
       shown.set(id, content);
-      section.innerHTML = content; // escaped by the server, and the page's policy runs no script of it
+      section.innerHTML = content; // escaped by the server; the page's policy blocks scripts
     }
     for (const one of document.querySelectorAll("details[data-key]")) one.open = open.has(one.dataset.key);
     data = prepared(fresh.data);

@@ -1,8 +1,8 @@
-"""The page of one run or of several: one HTML file that needs nothing else.
+"""Builds the report page of one or more runs: a single, self-contained HTML file.
 
-Everything that comes from a run is text of others and is escaped (`text`), or is JSON inside of a
-script element that no text can end. The policy in the page lets only its own script and styles
-run, known by their digests.
+Everything that comes from a run is untrusted: it is escaped (`text`), or is JSON inside a script
+element that no content can close. The page's content security policy allows only its own script and
+styles, identified by their digests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from overland.tools.reporting.svg import chart_svg, in_page, stacked_bar, timeli
 from overland.tools.watch.watch import STATES
 from overland.words import command, duration, visible
 
-TABLE_ROWS = 12  # of a chart's numbers
+TABLE_ROWS = 12  # in the table of a chart's numbers
 MOST_SESSIONS = 200
 MOST_HAPPENINGS = 200
 TOLD = ("fault", "killed", "failed", "rewind", "message", "preflight", "straggler", "stall",
@@ -48,7 +48,7 @@ Cells = Sequence[str]
 
 
 def build_page(runs: Sequence[RunReport], live: bool = False) -> str:
-    """The whole page. A live one asks for new content every few seconds."""
+    """Returns the whole page. A live page requests new content every few seconds."""
     style, script = asset("page.css"), asset("page.js")
     title = title_of(runs)
     body = "\n".join(
@@ -99,12 +99,12 @@ def _digest(content: str) -> str:
 
 
 def text(words: object) -> str:
-    """Text of others, as a page may show it."""
+    """Escapes untrusted text for the page."""
     return escape(visible(str(words)))
 
 
 def json_in_script(value: Any) -> str:
-    """JSON that no browser takes for anything else: `</script>` in it is only a text."""
+    """Returns JSON that is safe inside a script element, even if it contains `</script>`."""
     plain = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -116,7 +116,7 @@ def title_of(runs: Sequence[RunReport]) -> str:
 
 
 def data_of(runs: Sequence[RunReport]) -> dict[str, Any]:
-    """What the script draws."""
+    """Returns the data that the page's script draws."""
     return {
         "charts": charts_to_json(charts_of(runs)),
         "runs": [
@@ -130,7 +130,7 @@ def data_of(runs: Sequence[RunReport]) -> dict[str, Any]:
 
 
 def sections_of(runs: Sequence[RunReport]) -> dict[str, str]:
-    """The parts of the page by their ids, in order; those with nothing to say are left out."""
+    """Returns the sections of the page by id, in order; empty sections are omitted."""
     charts = charts_of(runs)
     found = {"top": header(runs)}
     if len(runs) == 1:
@@ -142,15 +142,15 @@ def sections_of(runs: Sequence[RunReport]) -> dict[str, str]:
         found |= {"figures": comparison(runs), "charts": chart_figures(charts)}
         found |= {f"run-{number}": of_one(run, number) for number, run in enumerate(runs)}
     found["foot"] = (
-        f'<p class="muted">Made {moment(time.time())} by overland '
-        f"{escape(overland.__version__)} from the files of the run "
+        f'<p class="muted">Created {moment(time.time())} by overland '
+        f"{escape(overland.__version__)} from the run "
         f"folder{'s' if len(runs) > 1 else ''} alone.</p>"
     )
     return {name: html for name, html in found.items() if html}
 
 
 def of_one(run: RunReport, number: int) -> str:
-    """What is said of one run among several, folded."""
+    """Returns the collapsed section of one run among several."""
     inner = "".join([facts(run, "h3"), *parts_of(run, "h3").values()])
     return (
         f'<details data-key="run-{number}"><summary><h2>{text(run.name)}</h2></summary>{inner}'
@@ -194,16 +194,16 @@ def figures(found: Sequence[Figure]) -> str:
         f'<dd class="note">{text(one.note)}</dd></div>'
         for one in found
     )
-    return f'<h2 class="quiet">In numbers</h2><dl class="tiles">{tiles}</dl>'
+    return f'<h2 class="quiet">Key figures</h2><dl class="tiles">{tiles}</dl>'
 
 
 def comparison(runs: Sequence[RunReport]) -> str:
-    """The headline numbers of several runs, a column each."""
+    """Returns a table of the key figures of several runs, with one column per run."""
     names = list(dict.fromkeys(one.name for run in runs for one in run.figures))
     known = [{one.name: one for one in run.figures} for run in runs]
     states = [["state", *(STATES[run.status.state] for run in runs)]]
     rows = [[name, *(by[name].words if name in by else "–" for by in known)] for name in names]
-    return "<h2>In numbers</h2>" + table(["", *(run.name for run in runs)], [*states, *rows], 1)
+    return "<h2>Key figures</h2>" + table(["", *(run.name for run in runs)], [*states, *rows], 1)
 
 
 def facts(run: RunReport, level: str = "h2") -> str:
@@ -218,7 +218,7 @@ def facts(run: RunReport, level: str = "h2") -> str:
 
 def chart_figures(charts: Sequence[Chart]) -> str:
     if not charts:
-        return '<h2>Curves</h2><p class="muted">No step was logged yet.</p>'
+        return '<h2>Curves</h2><p class="muted">No steps have been logged yet.</p>'
     return '<h2>Curves</h2><div class="charts">' + "".join(map(chart_figure, charts)) + "</div>"
 
 
@@ -238,10 +238,10 @@ def chart_figure(chart: Chart) -> str:
 
 
 def numbers(chart: Chart) -> str:
-    """A chart as a table: some steps, and each line's value at them or just before."""
+    """Returns a chart as a table: selected steps, and each line's value at or just before them."""
     lines = [line for line in chart.lines if len(line.steps) and line.kind != "lost"]
     if not lines:
-        return '<p class="muted">Nothing that is finite.</p>'
+        return '<p class="muted">There are no finite values.</p>'
     main = max(lines, key=lambda line: (line.kind != "raw", line.steps[-1]))
     places = np.unique(np.linspace(0, len(main.steps) - 1, TABLE_ROWS).astype(int))
     rows = []
@@ -258,24 +258,22 @@ def _value_at(line: Line, step: float, form: str) -> str:
     return value_words(float(line.values[place]), form)
 
 
-# The story
-
-
+# History
 def story(run: RunReport, level: str) -> str:
     if not run.sessions:
         return ""
     shown = run.sessions[-MOST_SESSIONS:]
     rows = [session_row(one) for one in shown]
-    head = ["session", "began", "lasted", "steps", "lost", "devices", "job", "how it ended"]
+    head = ["session", "started", "duration", "steps", "lost", "devices", "job", "how it ended"]
     more = len(run.sessions) - len(shown)
     note = "" if run.are_recorded else (
-        '<p class="muted">The version that trained this run did not write its sessions down: they '
-        "are told by its attempts, or by gaps in what was logged.</p>"
+        '<p class="muted">The version that trained this run did not record its sessions: they are '
+        "inferred from its attempts, or from gaps in the log.</p>"
     )  # fmt: skip
-    note += f'<p class="muted">{more:,} earlier sessions are left out here.</p>' if more else ""
+    note += f'<p class="muted">{more:,} earlier sessions are not shown.</p>' if more else ""
     drawn = f'<div class="scroll">{timeline_svg(run, in_page)}</div>'
     return (
-        f"<{level}>The story</{level}>{note}{drawn}{table(head, rows, words=(7,))}{happenings(run)}"
+        f"<{level}>History</{level}>{note}{drawn}{table(head, rows, words=(7,))}{happenings(run)}"
     )
 
 
@@ -301,7 +299,7 @@ def session_row(session: Session) -> list[str]:
 
 
 def happenings(run: RunReport) -> str:
-    """What went wrong or was said, newest last; saves are marks of the time line alone."""
+    """Returns the table of faults and messages, newest last; saves only appear in the timeline."""
     found = [one for one in run.happenings if one.kind in TOLD]
     shown = found[-MOST_HAPPENINGS:]
     if not shown:
@@ -325,13 +323,13 @@ def where_time_went(run: RunReport, level: str) -> str:
         share = seconds / goodput.in_sessions
         rows.append([f"\0{use}", words, exact_duration(seconds), f"{share:.1%}"])
     note = "" if goodput.is_split else (
-        "The version that trained this run did not record what its time was used for: computing "
-        "is all the time of its sessions. "
+        "The version that trained this run did not record how its time was used: all session time "
+        "is counted as computing. "
     )  # fmt: skip
     note += f"Goodput is {goodput.share:.1%}: " if goodput.share is not None else ""
-    note += "the share of the time in sessions in which steps were computed that count."
+    note += "the share of session time spent computing steps that count."
     if goodput.between >= 1:
-        note += f" Between sessions, nothing ran for {duration(goodput.between)}."
+        note += f" No session was running for {duration(goodput.between)}."
     return (
         f'<{level}>Where the time went</{level}><p class="muted">{text(note)}</p>{drawn}'
         f"{table(['', 'part', 'time', 'share'], rows, words=(1,))}"
@@ -344,20 +342,20 @@ def exact_duration(seconds: float) -> str:
 
 def mixture(run: RunReport, level: str) -> str:
     found = run.mixture
-    title = f"<{level}>What was drawn</{level}>"
+    title = f"<{level}>Data mixture</{level}>"
     if not found.sources:
         return f'{title}<p class="muted">{text(found.note)}</p>' if found.note else ""
     rows = [
         [one.name, f"{one.rows:,}", f"{one.share:.2%}", f"{one.planned:.2%}"]
         for one in found.sources
     ]
-    note = found.note or "Counted from the ledger of what the model was fed, not from the config."
+    note = found.note or "Counted from the ledger of consumed batches, not from the config."
     heads = ["source", "rows", "share", "planned"]
     return f'{title}<p class="muted">{text(note)}</p>{table(heads, rows, words=(0,))}'
 
 
 def scores(run: RunReport, level: str) -> str:
-    """A row for each number that was measured, a column for each checkpoint."""
+    """Returns a table of evaluation scores, with one column per checkpoint."""
     if not run.scores:
         return ""
     steps = sorted({one.step for one in run.scores})[-8:]
@@ -377,30 +375,30 @@ def score_words(score: Score) -> str:
 def samples(run: RunReport, level: str) -> str:
     if not run.samples:
         return ""
-    prompt = f'<p class="muted">What the model said to {text(repr(run.prompt))}</p>'
+    prompt = f'<p class="muted">Completions of {text(repr(run.prompt))}</p>'
     said = "".join(
         f'<div class="sample"><h4>step {step:,}</h4><pre>{text(words)}</pre></div>'
         for step, words in run.samples
     )
-    return f"<{level}>What it says</{level}>{prompt if run.prompt else ''}{said}"
+    return f"<{level}>Samples</{level}>{prompt if run.prompt else ''}{said}"
 
 
 def config(run: RunReport, level: str) -> str:
     if not run.settings:
-        return f'<{level}>Config</{level}><p class="muted">Not known: no {CONFIG} can be read.</p>'
+        return f'<{level}>Config</{level}><p class="muted">Unknown: {CONFIG} cannot be read.</p>'
     changed = [one for one in run.settings if one.differs]
     rest = [one for one in run.settings if not one.differs]
     return (
         f"<{level}>Config</{level}>"
         f'<p class="muted">{len(changed):,} keys differ from their defaults.</p>'
         f"{_settings(changed, with_default=True)}"
-        f'<details data-key="{text(run.name)}-config"><summary>The other {len(rest):,} keys, as '
-        f"their defaults are</summary>{_settings(rest, with_default=False)}</details>"
+        f'<details data-key="{text(run.name)}-config"><summary>The other {len(rest):,} keys, with '
+        f"their default values</summary>{_settings(rest, with_default=False)}</details>"
     )
 
 
 def _settings(found: Iterable[Setting], with_default: bool) -> str:
-    """What a key means stands behind its name."""
+    """Returns a table of settings; a key's description is shown on hover."""
     rows = "".join(
         f'<tr><td title="{text(one.description)}">{text(one.key)}</td><td>{text(one.value)}</td>'
         + (f'<td class="muted">{text(one.default)}</td>' if with_default else "")
@@ -426,13 +424,13 @@ def resume(run: RunReport, level: str) -> str:
     if run.status.state == "finished" and run.status.steps:
         longer = command("overland", "train", run.path / CONFIG,
                          f"training.steps={2 * run.status.steps}")  # fmt: skip
-    words = "Finished. It can go on for more steps:" if longer else (
-        "The same command goes on from the newest checkpoint, on as many devices or others:"
+    words = "The run has finished. To train for more steps:" if longer else (
+        "This command resumes from the newest checkpoint, on any number of devices:"
     )  # fmt: skip
     submitted = ""
     if run.was_submitted:
-        submitted = '<p class="muted">Its jobs were submitted; <code>overland submit</code> with '
-        submitted += "the same config continues the chain.</p>"
+        submitted = '<p class="muted">This run was submitted as jobs; <code>overland submit</code> '
+        submitted += "with the same config continues the chain.</p>"
     newest = run.status.checkpoints.newest
     saved = f'<p class="muted">The newest checkpoint is {text(newest)}.</p>' if newest else ""
     return (
@@ -444,8 +442,8 @@ def resume(run: RunReport, level: str) -> str:
 def table(
     heads: Cells, rows: Sequence[Cells], head_columns: int = 0, words: Sequence[int] = ()
 ) -> str:
-    """Columns of numbers are set to the right, those of `words` to the left. A cell of "\\0USE" is
-    a patch of the colour of a use of time."""
+    """Returns an HTML table. Columns of numbers are right-aligned, those in `words` left-aligned. A
+    cell "\\0USE" becomes a patch in the colour of that use of time."""
 
     def cell(number: int, content: str, tag: str = "td") -> str:
         is_left = number in words or (head_columns and number < head_columns)

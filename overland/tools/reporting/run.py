@@ -1,6 +1,6 @@
-"""Everything a page says about one run, gathered from its folder alone.
+"""Gathers everything a report shows about one run, from its folder alone.
 
-Any file may be missing, cut short or written by another version: what is not known is left out.
+Any file may be missing, truncated or written by another version: what is unknown is omitted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from overland.words import command, duration
 
 MOST_SAMPLES = 40
 LONGEST_SAMPLE = 4000
-LARGEST_TEXT = 2**22  # bytes of a config or of samples that are looked at
+LARGEST_TEXT = 2**22  # bytes read of a config or of samples
 ALIVE = ("training", "starting", "restarting", "stopping")
 AXES = {
     "dp_replicate": "replicated",
@@ -47,7 +47,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the headline, in words and for machines."""
+    """One key figure, as text and as a number."""
 
     name: str
     words: str
@@ -75,7 +75,7 @@ class RunReport:
     sessions: list[Session]
     happenings: list[Happening]
     are_recorded: bool
-    """Whether the sessions were written down, and not guessed."""
+    """Whether the sessions were recorded, not inferred."""
     goodput: Goodput
     mixture: DrawnMixture
     scores: list[Score]
@@ -120,7 +120,7 @@ class RunReport:
 
 
 class RunReader:
-    """Reads a run again and again, and of what grows only what is new."""
+    """Reads a run repeatedly, and only the new parts of files that grow."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or path.absolute().name
@@ -162,12 +162,12 @@ class RunReader:
 
 
 def open_runs(paths: list[Path]) -> list[RunReader]:
-    """Readers of these runs. Names that are the same get as much of their paths as tells them
-    apart."""
+    """Returns readers of these runs. Runs with the same name are named by as much of their paths as
+    distinguishes them."""
     given = [path.resolve() for path in paths]
     for path in given:
         if given.count(path) > 1:
-            raise NoRun(f"{path} is named twice: name each run once")
+            raise NoRun(f"{path} is given twice: name each run once")
     depth = 1
     names = [path.name for path in given]
     while len(set(names)) < len(names) and depth < 16:
@@ -225,7 +225,7 @@ def _data(config: Mapping[str, Any]) -> str | None:
 
 
 def _unit(report: RunReport) -> str:
-    """What the run counts: a model of images has no tokens."""
+    """Returns the unit that the run counts: image models have no tokens."""
     latest = report.sessions[-1].facts if report.sessions else {}
     is_samples = latest.get("unit") == "samples" or "samples" in report.lines.logged.names
     return "samples" if is_samples else "tokens"
@@ -258,7 +258,7 @@ def _layout(latest: Mapping[str, Any]) -> str | None:
         for axis, words in AXES.items()
         if isinstance(degrees.get(axis), int) and degrees[axis] > 1
     ]
-    return ", ".join(parts) or ("one device holds the whole model" if degrees else None)
+    return ", ".join(parts) or ("the whole model on one device" if degrees else None)
 
 
 def _precision(latest: Mapping[str, Any], training: Mapping[str, Any]) -> str | None:
@@ -273,8 +273,8 @@ def _precision(latest: Mapping[str, Any], training: Mapping[str, Any]) -> str | 
 
 
 def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """What only a config that is valid today says in words. Without one, its defaults are not known
-    to be the run's."""
+    """Returns facts that need a config that is valid in this version: otherwise today's defaults
+    may not be those of the run."""
     if not config:
         return []
     try:
@@ -288,7 +288,7 @@ def _in_config_words(config: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     ]
 
 
-# Headline numbers
+# Key figures
 
 
 def figures_of(report: RunReport) -> list[Figure]:
@@ -298,7 +298,7 @@ def figures_of(report: RunReport) -> list[Figure]:
     if len(steps):
         fine, _ = bin_sizes(float(steps[-1]))
         mean = float(binned(steps, losses, fine)[1][-1])
-        what = f"mean of the last bin of {fine:,} steps" if fine > 1 else "of the last step"
+        what = f"mean of the last {fine:,}-step bin" if fine > 1 else "at the last step"
         found.append(Figure("loss", f"{mean:.4f}", what, mean))
     found += [_best(report), _time(report), _share(report), _throughput(report)]
     mfu = logged.points("mfu")[1]
@@ -312,7 +312,7 @@ def figures_of(report: RunReport) -> list[Figure]:
     lost = sum(one.lost_steps for one in report.sessions)
     count = len(report.sessions)
     if count:
-        words = f"{lost:,} steps lost and taken again" if lost else "no step was lost"
+        words = f"{lost:,} steps lost and repeated" if lost else "no steps were lost"
         found.append(Figure("sessions", f"{count:,}", words, count))
     if status.faults:
         found.append(Figure("faults", f"{len(status.faults):,}", "", len(status.faults)))
@@ -323,7 +323,7 @@ def _steps(report: RunReport) -> Figure:
     status = report.status
     note = f"of {status.steps:,}" if status.steps else ""
     if status.steps and status.seconds_left and status.state in ALIVE:
-        note += f", {duration(status.seconds_left)} to go"
+        note += f", {duration(status.seconds_left)} left"
     return Figure("steps", f"{status.step:,}", note, status.step)
 
 
@@ -350,7 +350,7 @@ def _time(report: RunReport) -> Figure | None:
     if not seconds:
         return None
     between = report.goodput.between
-    note = f"and {duration(between)} between sessions" if between >= 1 else ""
+    note = f"plus {duration(between)} between sessions" if between >= 1 else ""
     return Figure("time in sessions", duration(seconds), note, seconds)
 
 
@@ -358,7 +358,7 @@ def _share(report: RunReport) -> Figure | None:
     share = report.goodput.share
     if share is None or not report.goodput.is_split:
         return None
-    return Figure("goodput", f"{share:.1%}", "of that time computed steps that count", share)
+    return Figure("goodput", f"{share:.1%}", "of session time spent on steps that count", share)
 
 
 def _throughput(report: RunReport) -> Figure | None:
@@ -370,13 +370,13 @@ def _throughput(report: RunReport) -> Figure | None:
             devices = facts.get("devices")
             note = f"{unit}/s per device, median"
             if isinstance(devices, int) and devices > 1:
-                note += f"; {in_short(rate * devices)} in all"
+                note += f"; {in_short(rate * devices)} in total"
             return Figure("throughput", f"{rate:,.0f}", note, rate)
     return None
 
 
 def environment_of(report: RunReport) -> list[tuple[str, str]]:
-    """The newest session's, and what was different in earlier ones."""
+    """Returns the environment of the newest session, and what differed in earlier ones."""
     rows = []
     for name in ("overland", "torch", "cuda", "rocm", "python", "system", "machine", "job"):
         values = []
@@ -395,8 +395,8 @@ def environment_of(report: RunReport) -> list[tuple[str, str]]:
 
 
 def settings_of(config: Mapping[str, Any]) -> list[Setting]:
-    """Every key, with its value in this run; those that no schema knows come last. Nothing for a
-    run whose config cannot be read."""
+    """Returns every key with its value in this run; unknown keys come last. Returns nothing if the
+    config cannot be read."""
     if not config:
         return []
     found, known = [], set()
@@ -440,7 +440,7 @@ def _written(value: Any) -> str:
 
 
 def read_samples(path: Path) -> list[tuple[int, str]]:
-    """What the model said, by step; if that was often, the first and the last times."""
+    """Returns the model's samples by step; if there are many, only the first and the last ones."""
     found: dict[int, str] = {}
     for line in _read_text(path).splitlines():
         with suppress(ValueError, RecursionError):
@@ -483,7 +483,7 @@ def _inside(config: Mapping[str, Any], section: str, name: str) -> Any:
 
 
 def in_short(number: float) -> str:
-    """`1.23 billion`, `45.6 million`, or the number itself."""
+    """Returns a number as `1.23 billion` or `45.6 million`, or in full if it is small."""
     if not math.isfinite(number):
         return str(number)
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
@@ -493,7 +493,7 @@ def in_short(number: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Day and time, where the report is made."""
+    """Returns the date and time, in the time zone where the report is created."""
     with suppress(ValueError, OverflowError, OSError):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     return ""

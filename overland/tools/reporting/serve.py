@@ -1,9 +1,9 @@
-"""The page of runs, live: a server on this machine's loopback alone.
+"""Serves the live report page, on this machine's loopback interface only.
 
-It has two addresses, the page and its newest content, below a path that nobody can guess: on a
-login node others could ask too. No file is ever read by a name that a request gives. A request
-whose Host is not this machine's own name for itself is refused, or a web page elsewhere could ask
-through a name that it lets resolve to 127.0.0.1.
+There are two addresses, the page and its newest content, under a path that cannot be guessed, since
+other users of a login node can connect too. No request can name a file to read. A request whose
+Host header is not a loopback name is refused; otherwise a web page elsewhere could reach the server
+through a name that resolves to 127.0.0.1 (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from overland.tools.reporting.write import finite
 LOOPBACK = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
 PORT = 8765
-LEAST_SECONDS = 1.5  # between two looks
-PATIENCE = 30.0  # for a request that does not come to its end
+LEAST_SECONDS = 1.5  # between two reads of the runs
+PATIENCE = 30.0  # timeout for an incomplete request
 
 
 class LiveReport:
-    """The newest content of the page, made again when the runs have changed and someone asks."""
+    """The newest content of the page, rebuilt on request if the runs have changed."""
 
     def __init__(self, readers: Sequence[RunReader]) -> None:
         self.readers = readers
@@ -45,7 +45,7 @@ class LiveReport:
         self._page = ""
 
     def content(self) -> dict[str, Any]:
-        """Sections and data, with a version that grows."""
+        """Returns sections and data, with an increasing version number."""
         with self._lock:
             self._look()
             return self._content
@@ -63,13 +63,13 @@ class LiveReport:
             reader.read_on()
         runs = [reader.report() for reader in self.readers]
         content = {"sections": sections_of(runs), "data": data_of(runs)}
-        content["sections"].pop("foot", None)  # the time of day is no news
+        content["sections"].pop("foot", None)  # the time of day alone is not a change
         seen = json.dumps(finite(content))
         if seen != self._seen:
             self._number += 1
             self._seen, self._page = seen, build_page(runs, live=True)
             self._content = {**finite(content), "version": self._number}
-        # Long runs take longer to look at: at most a fifth of the time.
+        # Long runs take longer to read: spend at most a fifth of the time on it.
         self._next = time.monotonic() + max(LEAST_SECONDS, 4 * (time.monotonic() - begun))
 
 
@@ -87,7 +87,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/{self.secret}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that has left is no error; anything else shows its trace."""
+        """Ignores closed connections; anything else prints its traceback."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self._is_ours():
-            self._answer(HTTPStatus.FORBIDDEN, b"this server answers 127.0.0.1 alone\n")
+            self._answer(HTTPStatus.FORBIDDEN, b"this server only answers on 127.0.0.1\n")
             return
         path, _, query = self.path.partition("?")
         if secrets.compare_digest(path.encode(), f"/{self.server.secret}/".encode()):
@@ -108,7 +108,9 @@ class Handler(BaseHTTPRequestHandler):
         elif path == f"/{self.server.secret}/data.json":
             self._answer_data(parse_qs(query).get("since", ["0"])[0])
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"the address has a part that was printed with it\n")
+            self._answer(
+                HTTPStatus.NOT_FOUND, b"not found: use the full address that was printed\n"
+            )
 
     def _answer_data(self, since: str) -> None:
         content = self.server.live.content()
@@ -138,21 +140,23 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None:
-        """Nobody reads it."""
+        """Logs nothing."""
 
 
 def open_server(readers: Sequence[RunReader], port: int) -> ReportServer:
-    """Listens on the port, or raises with another one that is free."""
+    """Listens on the port, or raises an error that suggests a free one."""
     try:
         return ReportServer(readers, port)
     except PermissionError:
         raise ReportError(
-            f"port {port} is not for users: `--serve {_free_port()}` is free"
+            f"port {port} requires root: use a free port, such as `--serve {_free_port()}`"
         ) from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ReportError(f"port {port} of {LOOPBACK}: {error.strerror}") from None
-        raise ReportError(f"port {port} is taken: `--serve {_free_port()}` is free") from None
+        raise ReportError(
+            f"port {port} is in use: use a free port, such as `--serve {_free_port()}`"
+        ) from None
 
 
 def _free_port() -> int:
@@ -162,6 +166,6 @@ def _free_port() -> int:
 
 
 def tunnel(server: ReportServer) -> str:
-    """What to type elsewhere to see it there."""
+    """Returns the ssh command that makes the page available on another machine."""
     port = server.server_port
     return f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}"

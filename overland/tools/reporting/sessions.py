@@ -1,8 +1,8 @@
-"""The sessions of a run and what happened in them: from sessions.jsonl, and under a supervisor from
-attempts.jsonl too.
+"""The sessions of a run and their events: from sessions.jsonl, and with a supervisor also from
+attempts.jsonl.
 
-Runs of earlier versions have no sessions.jsonl: theirs are told by attempts, or by the times of
-what was logged.
+Runs of earlier versions have no sessions.jsonl: their sessions are inferred from attempts, or from
+the times of logged lines.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ ENDED = ("finished", "stopped", "failed", "killed", "running")
 STOPPING = re.compile(r"^stopping after step \d+: ")
 LARGEST_TIME = 1e11
 Mask = npt.NDArray[np.bool_]
-LEAST_PAUSE = 30.0  # seconds: shorter gaps between lines are no restarts
+LEAST_PAUSE = 30.0  # seconds; a shorter gap between lines is not a restart
 
 
 @dataclass
 class Session:
-    """Ranks that were started once."""
+    """The ranks from one start to their end."""
 
     number: int
     begun: float
     started: float
     """When it was ready for its first step."""
     step: int
-    """The step that it went on from."""
+    """The step that it resumed from."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What it ran on."""
+    """The hardware and software it ran on."""
     last_step: int = 0
-    """The furthest that it got."""
+    """The furthest step that it reached."""
     ended: float = 0.0
     how: str = "killed"
-    """One of ENDED; "killed" where nothing tells of an end."""
+    """One of ENDED; "killed" if no end was recorded."""
     what: str = ""
     final_step: int = 0
-    """The one that it ended at. It is an earlier one if the session went back after a spike."""
+    """The step that it ended at, which is earlier than last_step if it rewound after a spike."""
     kept_step: int = 0
     """The last of its steps that became part of the model."""
     rewound: list[tuple[float, int]] = field(default_factory=list)
-    """When it went back after a spike of the loss, and to which step."""
+    """When it rewound after a loss spike, and to which step."""
     rewound_steps: int = 0
-    """Steps that were lost by that."""
+    """Steps lost by rewinding."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """What its time was used for, as far as is known."""
+    """How its time was used, as far as is known."""
     kept_seconds: dict[str, float] = field(default_factory=dict)
-    """The same, until `kept_step`."""
+    """How its time was used until `kept_step`."""
 
     @property
     def lost_steps(self) -> int:
@@ -67,7 +67,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that happened to a run, for its time line."""
+    """An event in a run's timeline."""
 
     time: float
     kind: str
@@ -77,7 +77,7 @@ class Happening:
 
 @dataclass(frozen=True)
 class Logged:
-    """When each line was logged, that counts or was lost, with its step and its seconds by use."""
+    """The time, step and seconds by use of each logged line, kept or lost."""
 
     uses: list[str]
     times: Numbers
@@ -100,9 +100,9 @@ class Logged:
         return cls(uses, times, np.concatenate(tables), len(lines.logged))
 
     def sessions_of(self, sessions: Sequence[Session]) -> npt.NDArray[np.int64]:
-        """Returns the number of the session that logged each line. A step that counts was taken by
-        the last session that went on from before it, whatever its clock said; steps that were lost
-        are known by their time."""
+        """Returns the number of the session that logged each line. A step that counts belongs to
+        the last session that resumed from before it, whatever its clock said; lost steps are
+        assigned by their time."""
         steps = self.table[:, 0]
         begun = np.array([one.begun for one in sessions])
         found = np.searchsorted(np.maximum.accumulate(begun), self.times, side="right")
@@ -113,13 +113,13 @@ class Logged:
 
 
 def with_borders(sessions: Sequence[Session]) -> Iterator[tuple[Session, float]]:
-    """Yields each session, and when the next one began."""
+    """Yields each session with the start time of the next one."""
     for number, session in enumerate(sessions, 1):
         yield session, sessions[number].begun if number < len(sessions) else np.inf
 
 
 class Story:
-    """Sessions and happenings, read on as they are appended."""
+    """Sessions and events, read incrementally as they are appended."""
 
     def __init__(self, run: Path) -> None:
         self._tail, self._events = Tail(run / SESSIONS), Events(run)
@@ -137,7 +137,7 @@ class Story:
             self.version += 1
 
     def sessions(self, lines: Lines, is_alive: bool) -> list[Session]:
-        """All sessions, in their order; the last one still runs if the run `is_alive`."""
+        """Returns all sessions in order; the last one is still running if the run `is_alive`."""
         told = self._by_session()
         found = [_session(number, own[0]) for number, own in enumerate(told, 1)]
         if not found:
@@ -159,8 +159,7 @@ class Story:
         return found
 
     def _by_session(self) -> list[list[Event]]:
-        """What each session has written, from its start on: the order of lines is no matter of
-        clocks."""
+        """Groups the lines by session, by their order in the file rather than by clock."""
         found: list[list[Event]] = []
         for one in self._lines:
             if one["event"] == "start":
@@ -170,7 +169,7 @@ class Story:
         return found
 
     def _blame(self, session: Session, border: float) -> None:
-        """A supervisor knows why a session that says nothing has ended."""
+        """Adds the supervisor's reason to a session that did not record its own end."""
         for fault in self._events.all:
             time = _time(fault)
             if fault["event"] in ("fault", "signal") and session.begun <= time < border:
@@ -179,7 +178,7 @@ class Story:
                 session.ended = max(session.ended, time)
 
     def happenings(self, sessions: Sequence[Session]) -> list[Happening]:
-        """What a time line shows beside the sessions, in order."""
+        """Returns the events that a timeline shows in addition to the sessions, in order."""
         found = []
         for one in self._lines:
             what, step = str(one.get("what") or ""), _step(one)
@@ -189,7 +188,7 @@ class Story:
                 what = f"step {step:,} saved in {seconds.get('seconds', 0):.1f} s, of which "
                 what += f"training waited {seconds.get('waited', 0):.1f} s"
             elif one["event"] == "rewind":
-                what = f"back to step {step:,} after a spike of the loss"
+                what = f"rewound to step {step:,} after a loss spike"
             elif one["event"] != "message":
                 continue
             found.append(Happening(one["time"], one["event"], step, what))
@@ -198,18 +197,18 @@ class Story:
                 found.append(Happening(_time(event), event["event"], _step(event), in_words(event)))
         for session in sessions:
             if session.how in ("killed", "failed"):
-                what = session.what or "it ended without a word"
+                what = session.what or "ended without a recorded reason"
                 found.append(Happening(session.ended, session.how, session.last_step, what))
         return sorted(found, key=lambda one: one.time)
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the run's own version wrote its sessions down."""
+        """Whether the version that trained the run recorded its sessions."""
         return any(one["event"] == "start" for one in self._lines)
 
 
 def parse_events(lines: Sequence[bytes]) -> list[Event]:
-    """Returns what is an event and has a time."""
+    """Returns the events that have a time."""
     return [one for line in lines if (one := parse_event(line)) is not None and _time(one)]
 
 
@@ -241,12 +240,12 @@ def _end(session: Session, own: Sequence[Event], logged: Logged, mine: Mask) -> 
 
 
 def in_words(event: Event) -> str:
-    """An event of a supervisor, in a few words."""
+    """Describes a supervisor's event in a few words."""
     if event["event"] == "preflight":
         bad = event.get("bad")
         bad = bad if isinstance(bad, dict) else {}
         left_out = ", ".join(f"{node}: {why}" for node, why in bad.items())
-        words = event.get("error") or (f"left out {left_out}" if left_out else "all nodes are good")
+        words = event.get("error") or (f"excluded {left_out}" if left_out else "all nodes are good")
         return f"nodes tested in {numbers(event).get('seconds', 0):.0f} s: {words}"
     if event["event"] == "recovered":
         return f"recovered, {numbers(event).get('lost_seconds', 0):.0f} s lost"
@@ -258,7 +257,7 @@ def in_words(event: Event) -> str:
 
 
 def numbers(value: object) -> dict[str, float]:
-    """Those of a table that are numbers."""
+    """Returns the entries of a table that are numbers."""
     items = value.items() if isinstance(value, dict) else ()
     return {
         str(name): float(one)
@@ -273,7 +272,7 @@ def _session(number: int, line: Event) -> Session:
 
 
 def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[Session]:
-    """Sessions by a supervisor's attempts, or else by gaps in what was logged."""
+    """Infers sessions from a supervisor's attempts, or else from gaps in the log."""
     if attempts:
         return [
             Session(number, _time(one), _time(one), int(numbers(one).get("from_step", 0)), one)
@@ -295,7 +294,7 @@ def guessed_sessions(lines: Lines, attempts: Sequence[Event]) -> list[Session]:
 
 
 def _count_seconds(session: Session, logged: Logged, mine: Mask) -> None:
-    """Sets what the session's time was used for, and how much of that for steps that count."""
+    """Sets how the session's time was used, and how much of it for steps that count."""
     start = {"start": session.started - session.begun}
     lines = np.flatnonzero(mine & np.isfinite(logged.table).all(axis=1))
     lines = lines[np.argsort(logged.table[lines, 1:].sum(axis=1), kind="stable")]
@@ -308,7 +307,7 @@ def _count_seconds(session: Session, logged: Logged, mine: Mask) -> None:
     counted = np.where(lines < logged.num_kept, 1.0, np.clip(counted, 0.0, 1.0))
     kept = (np.diff(spent, axis=0, prepend=0.0) * counted[:, None]).sum(axis=0)
     session.kept_seconds = {**dict(zip(logged.uses, kept.tolist(), strict=True)), **start}
-    if session.kept_step >= session.final_step:  # what came after the last line
+    if session.kept_step >= session.final_step:  # time after the last logged line
         for use, seconds in session.seconds.items():
             if use not in start:
                 more = seconds - known.get(use, 0.0)
@@ -316,7 +315,7 @@ def _count_seconds(session: Session, logged: Logged, mine: Mask) -> None:
 
 
 def _undone_to(session: Session, times: Numbers) -> Numbers:
-    """Returns the step that the run went back to, if it did, after each of these times."""
+    """Returns the step, for each of these times, that the run later rewound or fell back to."""
     found = np.full(len(times), float(session.kept_step))
     for time, step in reversed(session.rewound):
         found[times <= time] = min(step, session.kept_step)

@@ -1,5 +1,5 @@
-"""Charts and the time line as SVG. Standing alone they have colours of their own, for papers and
-programs that know no style sheets; in a page they take those of the page, light or dark."""
+"""Draws charts and the timeline as SVG. Standalone files have fixed colours, for papers and
+programs without style sheets; in a page they use the page's colours, light or dark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overland.tools.reporting.thin import thinned
 from overland.training.plot import ticks
 from overland.words import visible
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, without black and yellow.
+# The colour-blind-safe palette of Okabe and Ito, without black and yellow.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d46")
 NAMED = {
     "ink": "#1c1d1f",
@@ -40,7 +40,7 @@ Paint = Callable[[str | int], str]
 
 
 def in_page(name: str | int) -> str:
-    """Returns a colour by the variable that the page's style sheet gives it."""
+    """Returns a colour as a variable of the page's style sheet."""
     return f"var(--{name})" if isinstance(name, str) else f"var(--c{name % len(PALETTE)})"
 
 
@@ -53,7 +53,7 @@ def colour_of(line: Line, paint: Paint) -> str:
 
 
 def chart_svg(chart: Chart, paint: Paint = alone) -> str:
-    """A chart as one SVG, with its title, its legend and both axes."""
+    """Returns a chart as an SVG with title, legend and axes."""
     shown = [(line, *thinned(line.steps, line.values, MOST_POINTS)) for line in chart.lines
              if line.is_shown and len(line.steps)]  # fmt: skip
     all_steps = np.concatenate([steps for _, steps, _ in shown] or [np.zeros(1)])
@@ -107,12 +107,12 @@ def _path(line: Line, x: Numbers, y: Numbers, colour: str) -> str:
     return drawn
 
 
-# The time line
+# Timeline
 
 
 def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
-    """Steps over the hours: a band for each session, a line that falls back where steps were lost,
-    and marks for saves and for what went wrong. Empty without a session."""
+    """Draws steps over time: a band per session, a line that falls back where steps were lost, and
+    marks for saves and faults. Returns "" if there are no sessions."""
     sessions = report.sessions
     if not sessions:
         return ""
@@ -127,7 +127,7 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
     def y_of(step: float) -> float:
         return height - bottom - step / highest * (height - top - bottom)
 
-    parts = [_open(width, height, "The story of the run: steps over time", paint)]
+    parts = [_open(width, height, "History of the run: steps over time", paint)]
     for step in ticks(0.0, float(highest), 3):
         if step <= highest:
             parts.append(_rule(LEFT, y_of(step), width - RIGHT, y_of(step), paint("line")))
@@ -152,7 +152,7 @@ def timeline_svg(report: RunReport, paint: Paint = alone) -> str:
     first, last = moment(begin), moment(end)
     parts.append(_text(LEFT, height - 22, first, paint("muted")))
     parts.append(_text(width - RIGHT, height - 22, last, paint("muted"), "end"))
-    parts.append(_text(LEFT, height - 6, "│ saved   ▲ ended by a fault or a kill   - - lost steps",
+    parts.append(_text(LEFT, height - 6, "│ saved   ▲ fault, kill or rewind   - - lost steps",
                        paint("muted"), size=11))  # fmt: skip
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -179,7 +179,7 @@ def _band(
 
 
 def _steps_of(session: Session, times: Numbers, steps: Numbers) -> list[tuple[float, float]]:
-    """When which of a session's steps were taken."""
+    """Returns the times and steps of a session."""
     mine = (times >= session.begun) & (times <= session.ended + 1e-3)
     steps, times = thinned(steps[mine], times[mine], 300)
     return list(zip(times.tolist(), steps.tolist(), strict=True))
@@ -207,7 +207,7 @@ def _marks(
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str | int]], paint: Paint = in_page) -> str:
-    """Shares of a whole in one bar; each is a name, a number and a colour."""
+    """Draws a stacked bar of parts, each with a name, a number and a colour."""
     total = sum(value for _, value, _ in parts) or 1.0
     drawn, across = [], 0.0
     for name, value, colour in parts:

@@ -1,4 +1,4 @@
-"""Fewer points of a curve: without losing a spike, or as means of bins."""
+"""Reduces the points of a curve, either without losing spikes or to means of bins."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from overland.tools.reporting.lines import Numbers
 
 BINS = (100, 15_000)  # steps
-LEAST_BINS = (20, 4)  # with fewer of them, bins are made smaller
+LEAST_BINS = (20, 4)  # if there would be fewer, bins are smaller
 
 
 def thinned(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Numbers]:
-    """Returns at most so many points, but for two: of each of equal stretches of steps the lowest
-    and the highest, and the first and the last of all. All values are finite."""
+    """Returns about `most` points (at most two more): the lowest and the highest of equal ranges of
+    steps, and the first and last point. All values must be finite."""
     if len(steps) <= most:
         return steps, values
     num = max(1, most // 2)
@@ -28,8 +28,8 @@ def thinned(steps: Numbers, values: Numbers, most: int) -> tuple[Numbers, Number
 
 
 def bin_sizes(last_step: float) -> tuple[int, int]:
-    """Returns two numbers of steps, whose means are shown: 100 and 15,000, or smaller ones for a
-    run that is too short for them."""
+    """Returns the two bin sizes whose means are shown: 100 and 15,000 steps, or smaller ones if the
+    run is too short for them."""
     fine, coarse = (
         size if last_step >= size * least else rounded(last_step / least)
         for size, least in zip(BINS, LEAST_BINS, strict=True)
@@ -38,7 +38,7 @@ def bin_sizes(last_step: float) -> tuple[int, int]:
 
 
 def rounded(wanted: float) -> int:
-    """1, 2, 5, 10, 20, 50, …: the largest that is not above."""
+    """Rounds down to 1, 2, 5, 10, 20, 50, …"""
     if wanted < 1:
         return 1
     power = 10 ** math.floor(math.log10(wanted))
@@ -46,7 +46,7 @@ def rounded(wanted: float) -> int:
 
 
 def binned(steps: Numbers, values: Numbers, size: int) -> tuple[Numbers, Numbers]:
-    """Returns the mean of each bin of `size` steps, and the middle of the steps it holds."""
+    """Returns the mean step and the mean value of each bin of `size` steps."""
     if not len(steps):
         return steps, values
     number = ((steps - 1) // size).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A report as files: the page, its plots, its numbers."""
+"""Writes a report: the page, its plots and its numbers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from overland.tools.reporting.page import build_page
 from overland.tools.reporting.run import RunReport
 from overland.tools.reporting.svg import chart_svg, timeline_svg
 
-LONGEST_NAME = 60  # letters, of up to four bytes each
+LONGEST_NAME = 60  # characters, of up to four bytes each
 
 
 def write_page(runs: Sequence[RunReport], path: Path) -> Path:
     if path.is_dir():
         raise ReportError(f"--output {path} is a folder: name a file, such as {path}/report.html")
-    _write(path, build_page(runs), "--output names another file")
+    _write(path, build_page(runs), "use --output to write another file")
     return path
 
 
 def write_plots(runs: Sequence[RunReport], folder: Path) -> list[Path]:
-    """Writes each plot as an SVG that stands alone."""
+    """Writes each plot as a standalone SVG."""
     plots = {chart.id: chart_svg(chart) for chart in charts_of(runs)}
     for run in runs:
         name = "timeline" if len(runs) == 1 else f"timeline.{run.name}"
@@ -36,12 +36,12 @@ def write_plots(runs: Sequence[RunReport], folder: Path) -> list[Path]:
     written: list[Path] = []
     for name, drawn in plots.items():
         written.append(folder / f"{_file_name(name, {one.stem.lower() for one in written})}.svg")
-        _write(written[-1], drawn, "--svg names another folder")
+        _write(written[-1], drawn, "use --svg to write to another folder")
     return written
 
 
 def _file_name(name: str, taken: Collection[str]) -> str:
-    """`name` as any disk takes it. What is the same then gets a number."""
+    """Returns a file name that is valid on any file system, with a number if it is taken."""
     stem = found = re.sub(r"[^\w.-]+", "_", name)[:LONGEST_NAME]
     for number in itertools.count(2):
         if found.lower() not in taken:
@@ -59,7 +59,7 @@ def _write(path: Path, content: str, way_out: str) -> None:
 
 
 def numbers_of(runs: Sequence[RunReport]) -> dict[str, Any]:
-    """Everything a page shows, for programs. What is not finite is null."""
+    """Returns everything a page shows, for programs. Non-finite numbers become null."""
     found = {
         "runs": [run.to_json() for run in runs],
         "charts": [_whole_steps(chart) for chart in charts_to_json(charts_of(runs))],
@@ -69,7 +69,7 @@ def numbers_of(runs: Sequence[RunReport]) -> dict[str, Any]:
 
 
 def _whole_steps(chart: dict[str, Any]) -> dict[str, Any]:
-    """A page has differences of steps, which are shorter."""
+    """Restores absolute steps; a page stores differences, which are shorter."""
     for line in chart["lines"]:
         total = 0.0
         line["steps"] = [round(total := total + step, 2) for step in line["steps"]]
@@ -77,7 +77,7 @@ def _whole_steps(chart: dict[str, Any]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """JSON knows no NaN."""
+    """Replaces non-finite numbers with None, since JSON has no NaN."""
     if isinstance(value, dict):
         return {str(name): finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

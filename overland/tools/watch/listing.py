@@ -1,5 +1,5 @@
-"""The runs below a folder, newest first. What cannot be read is a line of its own and ends
-nothing: runs may be torn, half deleted, or of somebody else."""
+"""Lists the runs below a folder, newest first. A run that cannot be read gets a line of its own
+and does not stop the listing: runs may be damaged, half deleted, or owned by another user."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from overland.training.history import END_BYTES, History
 from overland.words import duration, visible
 
 UNREADABLE = "unreadable"
-DEPTH = 4  # folders below the one that is named
+DEPTH = 4  # levels of folders below the given one
 TRACES = {METRICS, SESSIONS, OWNER, ATTEMPTS, LIVE, SUBMITTED, PLAN.partition("/")[0]}
 SLURM_SECONDS = 5.0  # for all runs together
-LONGEST = 60  # of a reason
+LONGEST = 60  # characters of a reason
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run as a line. Times are in seconds since 1970."""
+    """One run in the list. Times are in seconds since 1970."""
 
     run: str
     state: str
@@ -47,8 +47,8 @@ class ListedRun:
 def list_runs(folder: Path) -> list[ListedRun]:
     """Returns the runs in a folder and below it."""
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "is not there"
-        raise NoRun(f"{folder} {what}: expected a folder that holds runs")
+        what = "is a file" if folder.exists() else "does not exist"
+        raise NoRun(f"{folder} {what}: expected a folder that contains runs")
     found: list[ListedRun] = []
     until = time.monotonic() + SLURM_SECONDS
     with progress_bar("looking for runs") as bar:
@@ -59,11 +59,11 @@ def list_runs(folder: Path) -> list[ListedRun]:
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Yields run folders, without looking for others inside of them, or behind links."""
+    """Yields run folders, without searching inside them or following links."""
     try:
         with os.scandir(folder) as entries:
             names = {one.name: one for one in entries}
-    except OSError:  # somebody else's, or just deleted
+    except OSError:  # another user's, or just deleted
         return
     if is_run(set(names)):
         yield folder
@@ -78,7 +78,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def is_run(names: set[str]) -> bool:
-    """A config.toml alone may be anybody's."""
+    """Whether a folder with these names is a run; a config.toml alone could be anything."""
     return len(names & {CONFIG, *TRACES}) > 1 and bool(names & {CONFIG, SESSIONS, ATTEMPTS})
 
 
@@ -86,7 +86,7 @@ def look(run: Path, patience: float) -> ListedRun:
     try:
         seen = Watch(run, History(run / METRICS, last_bytes=END_BYTES)).look(patience)
         return listed(seen)
-    except Exception as error:  # one run that nobody can read must not hide the others
+    except Exception as error:  # one unreadable run must not hide the others
         why = sentence(error) or type(error).__name__
         return ListedRun(str(run), UNREADABLE, why)
 
@@ -109,7 +109,7 @@ def listed(seen: RunStatus) -> ListedRun:
 
 
 def table(runs: list[ListedRun], width: int) -> list[str]:
-    """One line each: what does not fit the width is cut from the reason, then from the name."""
+    """Returns one line per run; if it is too wide, first the reason and then the name is cut."""
     rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "held out", "age", "")]
     rows += [row_of(one) for one in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(6)]

@@ -1,4 +1,4 @@
-"""What Slurm says about the jobs of a run, asked in the background: squeue may take its time."""
+"""Asks Slurm about the jobs of a run, in the background because squeue may be slow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class QueuedJob:
     id: str
     state: str
     left: str
-    """Of its walltime, as Slurm writes it."""
+    """Remaining walltime, in Slurm's format."""
     reason: str
-    """Why it waits."""
+    """Why it is waiting."""
     start: str
-    """When it began, or is expected to."""
+    """When it started, or is expected to."""
 
     @property
     def runs(self) -> bool:
@@ -31,13 +31,13 @@ class QueuedJob:
 class Queue:
     def __init__(self) -> None:
         self.jobs: list[QueuedJob] | None = None
-        """None as long as Slurm has not answered, and where there is none."""
+        """None until Slurm has answered, and if there is no Slurm."""
         self._thread: threading.Thread | None = None
         self._asked = -ASK_EVERY_SECONDS
 
     def ask(self, which: str, patience: float = 0.0) -> None:
-        """Asks for the jobs that squeue's option names, unless it was asked a moment ago; waits
-        for the answer no longer than `patience`."""
+        """Asks for the jobs selected by this squeue option, unless it was asked recently; waits for
+        the answer for at most `patience` seconds."""
         is_busy = self._thread is not None and self._thread.is_alive()
         if not is_busy and time.monotonic() - self._asked >= ASK_EVERY_SECONDS:
             self._asked = time.monotonic()

@@ -1,4 +1,4 @@
-"""A run's status, drawn for the terminal."""
+"""Draws a run's status in the terminal."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def time_left(seen: RunStatus) -> str:
     if seen.seconds_left is None:
         return ""
     left = duration(seen.seconds_left)
-    if seen.state != "training" or seen.because:  # when it goes on, nobody knows
-        return f"{left} of training to go"
-    return f"{left} to go, until {moment(seen.time + seen.seconds_left, seen.time)}"
+    if seen.state != "training" or seen.because:  # unknown when it will continue
+        return f"{left} of training left"
+    return f"{left} left, until {moment(seen.time + seen.seconds_left, seen.time)}"
 
 
 def session_line(seen: RunStatus) -> Text | None:
@@ -116,7 +116,7 @@ def loss_line(seen: RunStatus) -> Text | None:
     for name, label in (("grad_norm", "gradient norm"), ("lr", "learning rate")):
         if isinstance(seen.newest.get(name), int | float):
             words.append(f"{label} {seen.newest[name]:.3g}")
-    for name, label in (("skipped_steps", "skipped"), ("empty_steps", "with nothing to learn")):
+    for name, label in (("skipped_steps", "skipped"), ("empty_steps", "without target tokens")):
         if number := seen.newest.get(name):
             words.append(f"{number} {'step' if number == 1 else 'steps'} {label}")
     return Text("   ".join(words))
@@ -138,7 +138,7 @@ def speed_line(seen: RunStatus) -> Text | None:
     if memory is not None:
         words.append(f"memory {memory:.1f} GiB")
     if wait is not None and wait > 0.02:
-        words.append(f"{wait:.0%} waiting for data")
+        words.append(f"{wait:.0%} of the time waiting for data")
     return Text("   ".join(words)) if words else None
 
 
@@ -161,19 +161,19 @@ def checkpoints_line(seen: RunStatus) -> Text | None:
     words = []
     if found.newest and found.saved_at:
         words.append(f"{found.newest}, {duration(seen.time - found.saved_at)} ago")
-        words.append(f"{found.count} in all")
+        words.append(f"{found.count} in total")
     if found.saving:
         how_far = f": {transferred(seen.transfer)}" if seen.transfer else ""
         words.append(f"saving {found.saving}{how_far}")
     text = Text("   ".join(words))
     if found.not_finite:
         text.append("   " if words else "")
-        text.append(f"{found.not_finite} is NOT FINITE and will not be resumed", style="bold red")
+        text.append(f"{found.not_finite} is NOT FINITE; a resume skips it", style="bold red")
     return text if text else None
 
 
 def evaluation_line(seen: RunStatus) -> Text | None:
-    """The newest perplexity on each set."""
+    """Shows the newest perplexity on each dataset."""
     words = [
         f"{visible(str(one['name']))} perplexity {one['perplexity']:,.2f} at step {one['step']:,}"
         for one in seen.evaluations
@@ -194,7 +194,7 @@ def slurm_lines(seen: RunStatus) -> Text | None:
         start = "" if job.start in ("N/A", "") else f", expected {job.start.replace('T', ' ')}"
         lines.append(f"{job.id} {job.state} ({job.reason}){start}")
     if len(waiting) > 2:
-        lines.append(f"and {len(waiting) - 2} more that wait")
+        lines.append(f"and {len(waiting) - 2} more waiting")
     return Text("\n".join(lines))
 
 
@@ -203,7 +203,7 @@ def fault_lines(seen: RunStatus) -> Text | None:
     for fault in seen.faults[-SHOWN_FAULTS:]:
         excluded = ", ".join(fault.get("excluded") or [])
         action = str(fault.get("action", ""))
-        action = "back into the queue" if action == "requeue" else action
+        action = "requeued" if action == "requeue" else action
         action += f" without {excluded}" if excluded else ""
         if fault.get("lost_seconds") is not None:
             action += f", {duration(fault['lost_seconds'])} lost"
@@ -211,7 +211,7 @@ def fault_lines(seen: RunStatus) -> Text | None:
         what = str(fault.get("what", ""))
         lines.append(f"{when} {fault.get('kind')} at step {fault.get('step')}: {what} → {action}")
     if len(seen.faults) > SHOWN_FAULTS:
-        lines.insert(0, f"{len(seen.faults)} in all; the last {SHOWN_FAULTS}:")
+        lines.insert(0, f"{len(seen.faults)} in total; the last {SHOWN_FAULTS}:")
     return Text("\n".join(lines)) if lines else None
 
 
@@ -229,7 +229,7 @@ LINES: dict[str, Callable[[RunStatus], RenderableType | None]] = {
 
 
 def moment(then: float, now: float) -> str:
-    """The time of day, with the day if it is another."""
+    """Returns the time of day, with the date if it is not today."""
     shown, today = time.localtime(then), time.localtime(now)
     return time.strftime("%H:%M" if shown[:3] == today[:3] else "%a %d %b %H:%M", shown)
 
@@ -242,10 +242,10 @@ def finished_words(seen: RunStatus) -> str:
 
 
 def draw_curve(points: Points, marks: Points, width: int, height: int) -> list[str]:
-    """A curve of braille dots, two across and four up in each character.
+    """Draws a curve in braille dots, two across and four up in each character.
 
-    Rows from the top, with their values on the left and the first and last x below. `marks` are
-    single points of another series. Empty if there is nothing to draw."""
+    Returns rows from the top, with their values on the left and the first and last x below. `marks`
+    are single points of another series. Returns nothing if there are no points."""
     points = [(x, y) for x, y in points if math.isfinite(y)]
     marks = [(x, y) for x, y in marks if math.isfinite(y)]
     if not points:
@@ -263,7 +263,7 @@ def draw_curve(points: Points, marks: Points, width: int, height: int) -> list[s
     for dot_column, y in enumerate(heights):
         up = round((y - low) / span * (4 * height - 1))
         first, last = sorted((up, before if before is not None else up))
-        for dot in range(first, last + 1):  # so that a steep part does not fall apart
+        for dot in range(first, last + 1):  # so that steep parts stay connected
             row = rows[height - 1 - dot // 4]
             row[dot_column // 2] |= DOTS[dot_column % 2][dot % 4]
         before = up
@@ -285,7 +285,7 @@ def draw_curve(points: Points, marks: Points, width: int, height: int) -> list[s
 
 
 def _column_means(points: Points, left: float, right: float, num: int) -> list[float]:
-    """The mean in each column of dots; between columns without points, a straight line."""
+    """Returns the mean of each column of dots; columns without points are interpolated."""
     sums, counts = [0.0] * num, [0] * num
     for x, y in points:
         column = min(num - 1, int((x - left) / (right - left) * num))

@@ -1,8 +1,8 @@
-"""Where a run stands, gathered from its folder alone, as anyone who may read it can.
+"""Determines the status of a run from its folder alone, so anyone who can read it can watch it.
 
-Read are config.toml, metrics.jsonl, the checkpoints' names and the marker `done`; under a
-supervisor also attempts.jsonl, live.json and `stopped`; and Slurm, where squeue is. Any of these
-may be missing. Nothing here imports torch: a look takes a moment, also on a busy login node.
+Reads config.toml, metrics.jsonl, the names of checkpoints and the marker `done`; with a supervisor
+also attempts.jsonl, live.json and `stopped`; and asks Slurm if squeue is available. Any of these
+may be missing. Nothing here imports torch, so it is quick even on a busy login node.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ STATES = {
     "silent": "no sign of life",
 }
 SIGNS = (CONFIG, METRICS, ATTEMPTS, LIVE, OWNER, SUBMITTED)
-AT_DISK = ("saving", "loading a checkpoint", "ending")  # phases in which ranks may wait for it
+AT_DISK = ("saving", "loading a checkpoint", "ending")  # phases that may wait for the disk
 LATE_STEP_SECONDS, LATE_STEPS = 10.0, 5
-QUIET_SECONDS = 10.0  # without a byte, from which on it is shown
+QUIET_SECONDS = 10.0  # a pause without any bytes moved is shown from here on
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
-OWNER_SECONDS = 120.0  # renewed every 15 s, and NFS may show it a minute late
+OWNER_SECONDS = 120.0  # renewed every 15 s, but NFS may show it a minute late
 CURVE_POINTS = 2000
 NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
 SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
@@ -68,9 +68,9 @@ class Checkpoints:
     newest: str | None = None
     saved_at: float | None = None
     saving: str | None = None
-    """One that is being written."""
+    """The checkpoint being written."""
     not_finite: str | None = None
-    """A later state, put aside because it holds values that are not finite."""
+    """A later checkpoint that was set aside because it contains non-finite values."""
 
 
 @dataclass
@@ -85,13 +85,13 @@ class RunStatus:
     step: int = 0
     steps: int | None = None
     seconds_left: float | None = None
-    """Of training, at today's pace."""
+    """Remaining training time at the current pace."""
     step_seconds: float | None = None
     phase: str | None = None
     stepped: float | None = None
-    """When the last step was done, as far as is known."""
+    """When the last step was completed, as far as is known."""
     transfer: dict[str, Any] | None = None
-    """How far a save or a load is: bytes, total_bytes, and the seconds since the last byte."""
+    """Progress of a save or load: bytes, total_bytes, and seconds since the last byte."""
     newest: Record = field(default_factory=dict)
     """The newest line of metrics.jsonl: loss, tokens_per_second, mfu, memory_gib, …"""
     losses: Points = field(default_factory=list)
@@ -109,11 +109,11 @@ class RunStatus:
     late: list[dict[str, Any]] = field(default_factory=list)
     faults: list[Event] = field(default_factory=list)
     queue: list[QueuedJob] | None = None
-    """None where Slurm cannot be asked."""
+    """None if Slurm is not available."""
 
 
 class Evaluations:
-    """Follows the results of evaluations: they are read when one has come."""
+    """Follows the results of evaluations, and reads them again when there are new ones."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -121,7 +121,7 @@ class Evaluations:
         self._newest: list[Record] = []
 
     def look(self) -> list[Record]:
-        with suppress(OSError):  # a folder that goes meanwhile
+        with suppress(OSError):  # a folder may be deleted meanwhile
             folders = sorted((self.run / EVALUATIONS).glob("*/"))
             seen = [(one.name, one.stat().st_mtime_ns) for one in folders]
             if seen != self._seen:
@@ -135,15 +135,15 @@ class Evaluations:
 
 
 class Watch:
-    """Looks at a run again and again, and reads only what is new."""
+    """Polls a run, reading only what is new."""
 
     def __init__(self, run: Path, history: History | None = None) -> None:
-        """`history`: of who reads metrics.jsonl anyway."""
+        """`history`: given by a caller that reads metrics.jsonl anyway."""
         if not run.is_dir():
-            what = "is a file" if run.exists() else "is not there (yet)"
-            raise NoRun(f"{run} {what}: expected the folder of a run, as job.dump_folder names it")
+            what = "is a file" if run.exists() else "does not exist (yet)"
+            raise NoRun(f"{run} {what}: expected a run folder, as set by job.dump_folder")
         if not any((run / name).exists() for name in SIGNS):
-            raise NoRun(f"{run} is no folder of a run: none of {', '.join(SIGNS)} is in it")
+            raise NoRun(f"{run} is not a run folder: it contains none of {', '.join(SIGNS)}")
         self.run = run
         self.history = history or History(run / METRICS)
         self.events = Events(run)
@@ -151,7 +151,7 @@ class Watch:
         self.evaluations = Evaluations(run)
 
     def look(self, patience: float = 0.0) -> RunStatus:
-        """Waits for Slurm's answer no longer than `patience` seconds."""
+        """Returns the current status; waits for Slurm's answer for at most `patience` seconds."""
         self.history.read_on()
         self.events.read_on()
         live, owner = _read_json(self.run / LIVE), _read_owner(self.run / OWNER)
@@ -162,7 +162,7 @@ class Watch:
         config = _read_config(self.run)
         newest = self.history.newest
         is_live_newer = _number(live.get("time")) > _number(newest.get("time"))
-        # Epochs are counted in steps when training starts.
+        # If the config counts epochs, the number of steps is only known once training starts.
         steps = _table(config, "training").get("steps")
         steps = steps or _read_json(self.run / PLAN).get("steps")
         seen = RunStatus(
@@ -207,9 +207,10 @@ class Watch:
 def judge_state(
     run: Path, seen: RunStatus, live: Event, owner: Event, events: Events
 ) -> tuple[str, str]:
-    """The state, and a few words about it. What lives comes first, then what is known for sure."""
+    """Returns the state and a short explanation. Signs of a live run take precedence over records
+    of how it ended."""
     if not run.is_dir():
-        return "silent", "its folder is not there any more"
+        return "silent", "its folder no longer exists"
     limit = max(SILENT_SECONDS, SILENT_STEPS * (seen.step_seconds or 0))
     age = seen.time - (seen.last_sign or 0)
     supervised = supervisors_word(live)
@@ -231,7 +232,7 @@ def judge_state(
         return "failed" if end.get("how") == "failed" else "stopped", reason
     running = [job for job in seen.queue or [] if job.runs]
     waiting = [job for job in seen.queue or [] if not job.runs]
-    # A job that was requeued has the same number again, and its end has been told before.
+    # A requeued job keeps its id, so the recorded end may belong to its earlier start.
     has_ended = end and not any(started_after(job, _number(end.get("time"))) for job in running)
     if running and not (has_ended and end.get("job") == running[0].id):
         words = f"job {running[0].id} is running"
@@ -245,16 +246,16 @@ def judge_state(
         how = str(end.get("how", "stopped"))
         return how if how in STATES else "stopped", str(end.get("what", ""))
     if not owner and not live and not events.all and seen.newest:
-        # A run gives its owner.json back when it ends. Older ones had neither that nor times.
+        # A run removes its owner.json when it ends. Older versions had neither that nor times.
         if "time" in seen.newest:
-            return "stopped", f"`{command('overland', 'train', run / CONFIG)}` goes on"
+            return "stopped", f"`{command('overland', 'train', run / CONFIG)}` resumes it"
         if age < limit:
             return "training", ""
     return "silent", ""
 
 
 def supervisors_word(live: Event) -> tuple[str, str] | None:
-    """What a supervisor says it is at, unless it has ended."""
+    """Returns the state that the supervisor reports, unless it has ended."""
     state = str(live.get("state", "ended"))
     if state == "ended":
         return None
@@ -264,7 +265,7 @@ def supervisors_word(live: Event) -> tuple[str, str] | None:
 
 
 def waits_for_disk(seen: RunStatus, live: Event) -> str:
-    """Says, in words, that training has stopped for a save or a load; empty where it goes on."""
+    """Describes the save or load that training is waiting for, or returns "" if it is not."""
     late = max(LATE_STEP_SECONDS, LATE_STEPS * (seen.step_seconds or 0))
     if live.get("phase") not in AT_DISK or seen.time - (seen.stepped or 0) < late:
         return ""
@@ -274,11 +275,11 @@ def waits_for_disk(seen: RunStatus, live: Event) -> str:
 
 
 def transferred(transfer: Event) -> str:
-    """`12.0 of 40.0 GB, no byte for 45 s`."""
+    """Returns the progress of a transfer, such as `12.0 of 40.0 GB, no progress for 45 s`."""
     done, total = _number(transfer.get("bytes")), _number(transfer.get("total_bytes"))
     words = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB" if total else f"{done / 1e9:.1f} GB"
     quiet = _number(transfer.get("quiet_seconds"))
-    return words + (f", no byte for {duration(quiet)}" if quiet > QUIET_SECONDS else "")
+    return words + (f", no progress for {duration(quiet)}" if quiet > QUIET_SECONDS else "")
 
 
 def last_sign(run: Path, live: Event, owner: Event, newest: Record, events: Events) -> float | None:
@@ -296,7 +297,7 @@ def owner_lives(owner: Event, now: float) -> bool:
 
 
 def jobs_to_ask_for(run: Path, job: str | None) -> str | None:
-    """squeue's option for the jobs of this run. Links of a chain share their name."""
+    """Returns the squeue option that selects this run's jobs; jobs of a chain share a name."""
     scripts = [path for path in run.glob("submit/*.sh") if path.stem.isdecimal()]
     for script in sorted(scripts, key=lambda path: -int(path.stem))[:1]:
         named = re.search(r"^#SBATCH --job-name=(\S+)$", _read_text(script), flags=re.MULTILINE)
@@ -313,7 +314,7 @@ def started_after(job: QueuedJob, sign: float) -> bool:
 
 
 def read_checkpoints(folder: Path) -> Checkpoints:
-    """Looks at the checkpoints' names and markers alone."""
+    """Finds the checkpoints by their names and markers, without opening them."""
     found, saving, broken = [], [], []
     try:
         children = list(folder.iterdir())
@@ -332,7 +333,7 @@ def read_checkpoints(folder: Path) -> Checkpoints:
 
 
 def _read_config(run: Path) -> dict[str, Any]:
-    """The newest of what the last session ran with and what was submitted since."""
+    """Reads the newer of the last session's config and any config submitted since."""
     submitted = [path for path in run.glob(f"{SUBMITTED}/*.toml") if path.stem.isdecimal()]
     for path in sorted([run / CONFIG, *submitted], key=_modified, reverse=True):
         try:

@@ -28,7 +28,7 @@ def test_a_chain_crosses_walltime_limits_with_the_bits_of_one_run(
     assert ends == ["stopped"] * (len(ends) - 1) + ["finished"]
     assert len(ends) >= 2
     assert "stopping after step" in run.log(run.jobs[0])
-    assert "finished already" in run.log(run.jobs[len(ends)]), "a surplus link ends at once"
+    assert "already finished" in run.log(run.jobs[len(ends)]), "a surplus link ends at once"
     assert not run.events("fault")
     step = 0
     for event in run.events():
@@ -97,7 +97,7 @@ def test_a_mistake_in_the_code_is_tried_once_more_and_then_ends_the_chain(
         assert "KeyError: 'embedding'" in fault["what"]
         assert re.search(r"KeyError at .*/broken\.py:8$", fault["place"])
     assert "Traceback" in run.log(run.jobs[0])
-    assert "not started, since this run was stopped: code error" in run.log(run.jobs[1])
+    assert "not started, because this run was stopped: code error" in run.log(run.jobs[1])
     assert "the same error at the same place twice" in (run.root / "stopped").read_text()
     assert (run.root / "stopped").stat().st_mode & 0o777 == 0o600
 
@@ -115,7 +115,7 @@ def test_a_job_that_gets_to_no_new_step_leaves_the_rest_to_the_next(
     assert len(faults) == given_back + 2
     ends = run.events("end")
     assert [end["how"] for end in ends] == ["stopped", "stopped"]
-    assert "2 attempts without a new step: the nodes are given back" in ends[0]["what"]
+    assert "2 attempts without a new step; giving the nodes back" in ends[0]["what"]
     assert "1 attempt without a new step" in ends[1]["what"]
     assert not (run.root / "stopped").exists()
 
@@ -127,7 +127,7 @@ def test_a_folder_takes_the_jobs_of_one_name(slurm: Slurm, tmp_path: Path) -> No
     words = ["submit", "quickstart", *run.settings, "--site", "site.toml", *flags, "second"]
     env = slurm.environment(environment())
     refused = overland(*words, cwd=run.folder, code=2, **env)
-    assert f"is the folder of job {run.jobs[0]}, first, which is not over" in refused.stderr
+    assert f"is in use by job {run.jobs[0]} (first), which has not ended" in refused.stderr
     slurm.run("scancel", str(run.jobs[0]))
     assert "as second" in overland(*words, cwd=run.folder, **env).stdout
     slurm.run("scancel", "--me", "--name=second")

@@ -284,7 +284,7 @@ def test_the_trace_of_one_rank_is_not_lost_among_those_of_others() -> None:
     assert fault.what.endswith("ImportError: y")
 
 
-HANG = Fault(Kind.HANG, "no rank has gone on for 60 s, and none stands out")
+HANG = Fault(Kind.HANG, "no rank has made progress for 60 s, and none stands out")
 
 
 @pytest.mark.parametrize("kind", [Kind.DEVICE, Kind.MEMORY, Kind.CODE, Kind.UNKNOWN])
@@ -322,7 +322,7 @@ def test_an_exit_code_of_0_without_a_word_is_blamed_on_the_rank_and_not_on_its_n
     found.read(said(0, Kind.NETWORK, "Connection closed by peer", 1.0))
     fault = found.fault()
     assert (fault.kind, fault.ranks, fault.nodes) == (Kind.UNKNOWN, (5,), ("n2",))
-    assert "rank 5 on n2 ended with exit code 0, without a word" in fault.what
+    assert "rank 5 on n2 ended with exit code 0 without reporting an error" in fault.what
 
 
 def test_of_ranks_that_the_supervisor_ends_only_those_that_were_gone_before_are_believed() -> None:
@@ -330,7 +330,7 @@ def test_of_ranks_that_the_supervisor_ends_only_those_that_were_gone_before_are_
     found.gone, found.is_closed = {5: "n2"}, True
     found.read("srun: error: n1: tasks 2-3: Killed")
     assert found.ends == []
-    assert "is gone, without a word" in found.fault().what
+    assert "is gone without reporting an error" in found.fault().what
     found.read("srun: error: n2: tasks 4-5: Out Of Memory")
     assert (found.fault().kind, found.fault().ranks) == (Kind.MEMORY, (5,))
 

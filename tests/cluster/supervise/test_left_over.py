@@ -56,7 +56,7 @@ def test_a_fault_that_leaves_too_few_nodes_is_not_called_a_restart(
         ("TIMEOUT", "", "the job has reached its time limit"),
         ("COMPLETING", "99999999999", "the job was cancelled (scancel, or preemption)"),
         ("COMPLETING", "1000", "the job has reached its time limit"),
-        ("RUNNING", "", "SIGTERM came, and Slurm calls the job RUNNING"),
+        ("RUNNING", "", "received SIGTERM while Slurm reports the job as RUNNING"),
     ],
 )
 def test_who_ended_a_job_from_outside_is_written_at_once(

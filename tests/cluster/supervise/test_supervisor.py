@@ -102,7 +102,7 @@ def test_the_rank_that_stopped_is_named_with_its_node(story: SubmittedRun) -> No
     assert len(hang["nodes"]) == 1
     [stacks] = story.root.glob(f"faults/*-{hang['attempt']}/stacks.txt")
     text = stacks.read_text()
-    assert "is stopped, as by SIGSTOP" in text
+    assert "is stopped (SIGSTOP)" in text
     assert text.count("in run_rank") == story.num_ranks - 1, (
         "the stacks of all others show where they wait"
     )

@@ -163,7 +163,7 @@ def test_a_rank_whose_bytes_do_not_move_is_named_with_its_node(phase: Phase) -> 
     assert [rank.rank for rank in dog.late_ranks()] == [2], "though rank 3 still writes"
     fault = dog.hang(dog.late_ranks())
     assert (fault.ranks, fault.nodes) == ((2,), ("n1",))
-    assert "no byte moved for 11 s" in fault.what
+    assert "no bytes moved for 11 s" in fault.what
 
 
 def test_of_two_ranks_the_one_whose_bytes_do_not_move_is_named() -> None:
@@ -177,7 +177,7 @@ def test_a_file_system_that_answers_nobody_is_no_nodes_fault() -> None:
     hear_disk(dog, Phase.SAVING, *[(MOVING, 20.0)] * 4, age=300.0)
     fault = dog.hang(dog.late_ranks(), odd=[1])
     assert (fault.ranks, fault.nodes) == ((), ())
-    assert "4 of 4 ranks have moved no byte for 20 s" in fault.what
+    assert "4 of 4 ranks have moved no bytes for 20 s" in fault.what
 
 
 def test_ranks_that_wait_for_nobody_in_a_save_hang() -> None:
@@ -253,7 +253,7 @@ def test_a_rank_that_waits_for_data_is_named() -> None:
     dog.hear("n1", [[2, 5, Phase.DATA, 0.1, 1.0, 0.5, "S", *NO_DISK]], 1.0)
     [(rank, _, what)] = dog.stragglers()
     assert (rank.rank, rank.node) == (2, "n1")
-    assert "waits 50% of its time for data" in what
+    assert "spends 50% of its time waiting for data" in what
 
 
 IN_COLLECTIVE = """Current thread 0x1 (most recent call first):

@@ -1,1 +1,1 @@
-"""The supervisor of a job: starts the ranks, watches them, starts them again after a fault."""
+"""The supervisor of a job: starts the ranks, monitors them, and restarts them after a fault."""

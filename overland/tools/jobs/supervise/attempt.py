@@ -1,5 +1,5 @@
-"""One try at training: the ranks as srun started them, all that comes from them and their nodes,
-and how they are ended."""
+"""One attempt at training: the ranks that srun started, everything they and their nodes report, and
+how they are ended."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from overland.tools.wire import Message, Switchboard, Wire
 from overland.world.heartbeat import HEARTBEATS, Phase, heartbeat_prefix
 
 END_SECONDS = 20.0
-WORD_SECONDS = 10.0  # from the first rank's last words to the end of all
-HANG_UP_SECONDS = 5.0  # from the end of a node's agent to srun's word on its tasks
+WORD_SECONDS = 10.0  # from the first rank's error report until all ranks are ended
+HANG_UP_SECONDS = 5.0  # from the end of a node's agent until srun reports its tasks
 FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 INNERMOST = 4  # frames among which a rank that waits for others is inside torch.distributed
 
 
 def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) -> list[str]:
-    """The launch line of a job script, on these nodes. `--overlap`: a step on a node that is gone
-    holds its cores on all others, and srun would wait for them without end."""
+    """Returns the job script's launch command for these nodes. `--overlap`: a job step with a lost
+    node keeps its cores on all other nodes, and srun would wait for them forever."""
     program, *rest = launch
     return [
         program,
@@ -47,8 +47,8 @@ def srun_on(launch: Sequence[str], nodes: Sequence[str], tasks_per_node: int) ->
 def rank_environment(
     env: Mapping[str, str], board: Switchboard, attempt: int, fault_folder: Path
 ) -> dict[str, str]:
-    """The variables of the ranks: where their agents call, where their heartbeats are, and where
-    NCCL's flight recorder writes."""
+    """Returns the environment of the ranks: where their agents connect, where heartbeats are
+    written, and where NCCL's flight recorder writes."""
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -64,12 +64,12 @@ def job_id(env: Mapping[str, str]) -> str:
 
 
 class Attempt:
-    """The ranks of one srun, and what they say."""
+    """The ranks of one srun, and their output."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], num_nodes: int) -> None:
         self.findings = Findings(num_nodes)
         self.step_id = ""
-        """Slurm's name for it, once a node has told."""
+        """Slurm's id of the job step, once a node has reported it."""
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._srun = subprocess.Popen(
             command,
@@ -80,13 +80,13 @@ class Attempt:
             text=True,
             errors="replace",
             bufsize=1,
-            start_new_session=True,  # a signal to the job's shell is not for the ranks
+            start_new_session=True,  # signals to the job's shell must not reach the ranks
         )
         self._reader = threading.Thread(target=self._read, name="output", daemon=True)
         self._reader.start()
 
     def listen(self) -> None:
-        """Takes in what was said since; shows what is for the log."""
+        """Reads new output of the ranks, and prints what belongs in the log."""
         while True:
             try:
                 line = self._lines.get_nowait()
@@ -97,7 +97,7 @@ class Attempt:
                     print(line.rstrip("\n"), flush=True)
 
     def code(self) -> int | None:
-        """srun's exit code, once it has ended and everything it said has been heard."""
+        """Returns srun's exit code, once it has ended and all its output has been read."""
         code = self._srun.poll()
         if code is not None:
             self._reader.join(timeout=5)
@@ -105,14 +105,14 @@ class Attempt:
         return code
 
     def signal(self, number: int) -> bool:
-        """Signals all ranks; returns whether there are any, as far as is known."""
+        """Signals all ranks; returns whether any are known."""
         if self.step_id:
             signal_step(self.step_id, number)
         return bool(self.step_id)
 
     def end(self) -> None:
-        """No rank is left afterwards on any node that can be reached. srun may wait long for one
-        that cannot, and is not waited for."""
+        """Ends the ranks on all nodes that can be reached. Does not wait for srun, which may wait a
+        long time for a node that cannot."""
         if self.code() is not None:
             return
         if step := self.step_id or self._ask_for_step():
@@ -135,7 +135,8 @@ class Attempt:
                 self._lines.put(line)
 
     def _ask_for_step(self) -> str:
-        """The newest step of this job but for its guards: ours, if no node has called yet."""
+        """Returns the newest step of this job apart from its guards, which is ours if no node has
+        connected yet."""
         job = os.environ.get("SLURM_JOB_ID", "")
         shown = ask("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %j")
         steps = [int(number) for number in re.findall(rf"{job}\.(\d+) (?!guard\b)", shown)]
@@ -144,13 +145,13 @@ class Attempt:
 
 @dataclass
 class Watched:
-    """An attempt that is under way: its ranks, and what the agents of its nodes tell of them."""
+    """An attempt in progress: its ranks, and what the agents of its nodes report about them."""
 
     attempt: Attempt
     dog: Watchdog
     board: Switchboard
     here: str = ""
-    """The node of this process."""
+    """The node that this process runs on."""
     wires: dict[Wire, str] = field(default_factory=dict)
     hung_up: dict[str, float] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
@@ -166,7 +167,7 @@ class Watched:
                     self.hung_up[node] = now
             elif "node" in message:
                 node = message["node"]
-                # It may call again before the end of its last connection is noticed.
+                # It may reconnect before the end of its last connection is noticed.
                 self.wires = {w: other for w, other in self.wires.items() if other != node}
                 self.wires[wire] = node
                 self.hung_up.pop(node, None)
@@ -178,8 +179,8 @@ class Watched:
                 self.stacks.update({int(rank): text for rank, text in message["stacks"].items()})
 
     def silent_nodes(self) -> list[str]:
-        """Nodes whose agents say nothing, of which srun has nothing to say either and whose ranks
-        had not ended."""
+        """Returns nodes whose agents are silent, that srun has not reported on, and whose ranks had
+        not ended."""
         now = time.monotonic()
         hung_up = [n for n, since in self.hung_up.items() if now - since > HANG_UP_SECONDS]
         ended = self._nodes_that_ended()
@@ -187,19 +188,19 @@ class Watched:
         return [node for node in silent if node not in ended]
 
     def lost_nodes(self) -> list[str]:
-        """Silent nodes, once nothing else speaks for them: ranks wait for one another, so that a
-        step that is done was done on every node; and this process runs on one of them."""
+        """Returns silent nodes that show no other sign of life. Ranks wait for one another, so a
+        completed step means that every node is alive, and so is the node of this process."""
         if self.dog.is_advancing(time.monotonic()):
             return []
         return [node for node in self.silent_nodes() if node != self.here]
 
     def undecided_nodes(self, since: float) -> list[str]:
-        """Nodes that have not been heard of since then, and may be lost or not."""
+        """Returns nodes that have been silent since then and may or may not be lost."""
         decided = {*self.attempt.findings.lost, *self._nodes_that_ended(), self.here}
         return [node for node in self.dog.quiet_nodes(since) if node not in decided]
 
     def _nodes_that_ended(self) -> set[str]:
-        """Their ranks did, or srun tells of one."""
+        """Returns nodes whose ranks have ended, or where srun reports that one has."""
         findings, ranks = self.attempt.findings, self.dog.ranks.values()
         ended = {node for end in findings.ends for node in end.nodes}
         ended |= {said.node for said in findings.said}
@@ -207,9 +208,9 @@ class Watched:
         return ended | {node for node, _ in findings.ended.values()}
 
     def gone_ranks(self) -> dict[int, float]:
-        """Ranks that ended in the middle of training before anyone said a word, and since when
-        that is known. One that fails takes others with it, and srun does, too: those are gone
-        after it."""
+        """Returns ranks that ended during training before any error was reported, with the time
+        that this was noticed. A rank that fails brings down others, and so does srun; those end
+        after the first report."""
         findings = self.attempt.findings
         gone = dict(self.dog.gone_ranks(time.monotonic()))
         for rank, (_, since) in findings.ended.items():
@@ -225,9 +226,8 @@ class Watched:
         }
 
     def is_to_end(self) -> bool:
-        """Whether a rank has failed and the others are still there. srun should have ended them,
-        but has to ask Slurm's controller for it, which may be slow; else they look as if they
-        hung."""
+        """Whether a rank has failed and the others must be ended. srun should do that, but it
+        depends on Slurm's controller, which may be slow; until then they would seem to hang."""
         now, word = time.monotonic(), self.attempt.findings.first_word
         if word is not None and now - word > WORD_SECONDS:
             return True
@@ -236,7 +236,7 @@ class Watched:
         return is_known and self.dog.wait_in_vain(gone)
 
     def close(self) -> None:
-        """What becomes of the ranks from now on is no cause."""
+        """Marks the attempt as over: what happens to its ranks from now on is not a cause."""
         findings = self.attempt.findings
         for rank in self.gone_ranks():
             known = self.dog.ranks.get(rank)
@@ -244,7 +244,7 @@ class Watched:
         findings.is_closed = True
 
     def forgive(self) -> None:
-        """Nobody listened for a while."""
+        """Resets the clocks of silent nodes after this process itself was paused."""
         now = time.monotonic()
         self.dog.forgive(now)
         self.hung_up = dict.fromkeys(self.hung_up, now)
@@ -254,16 +254,16 @@ class Watched:
             try:
                 wire.send(order)
             except OSError:
-                continue  # its end is in the inbox
+                continue  # the inbox reports its end
 
 
 def keep_stacks(folder: Path, stacks: Mapping[int, str], ranks: Iterable[Heard]) -> Path:
-    """All of them in one file, the ranks that are behind first."""
+    """Writes all stacks into one file, starting with the ranks that are behind."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "stacks.txt"
     with path.open("w") as file:
         for heard in sorted(ranks, key=lambda heard: (heard.place, heard.rank)):
-            text = stacks.get(heard.rank, "its node did not answer")
+            text = stacks.get(heard.rank, "its node did not respond")
             file.write(
                 f"rank {heard.rank} on {heard.node}: step {heard.step}, {heard.phase.words} for "
                 f"{heard.age:.1f} s, process state {heard.state or 'gone'}\n{text}\n\n"
@@ -272,8 +272,8 @@ def keep_stacks(folder: Path, stacks: Mapping[int, str], ranks: Iterable[Heard])
 
 
 def odd_ranks(stacks: Mapping[int, str]) -> list[int]:
-    """Returns the ranks that do not wait for the others, where most do; else those that are
-    elsewhere in the code than most; none where none are clearly fewer."""
+    """Returns the ranks that do not wait for others while most do; otherwise those at a different
+    place in the code than most; none if there is no clear minority."""
     waiting = {rank: _is_waiting(text) for rank, text in stacks.items()}
     own_way = sorted(rank for rank, waits in waiting.items() if not waits)
     if own_way and 2 * len(own_way) < len(stacks):
@@ -286,7 +286,7 @@ def odd_ranks(stacks: Mapping[int, str]) -> list[int]:
 
 
 def _main_thread(text: str) -> list[re.Match[str]]:
-    """Its frames, innermost first: those of the thread that runs the training."""
+    """Returns the frames of the training thread, innermost first."""
     threads = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
     ours = [thread for thread in threads if "in run_rank" in thread] or threads[-1:]
     return list(FRAME.finditer(ours[-1])) if ours else []
@@ -300,7 +300,7 @@ def _is_waiting(text: str) -> bool:
 
 
 def _place(text: str) -> str:
-    """Where in our own code, or a user's, the rank is."""
+    """Returns where the rank is in our own code or the user's."""
     for frame in _main_thread(text):
         if "site-packages" not in frame["file"] and "/torch/" not in frame["file"]:
             return f"{frame['file']}:{frame['line']}"

@@ -1,4 +1,4 @@
-"""The story of a run as its supervisor wrote it, line by line: attempts.jsonl."""
+"""Reads attempts.jsonl, the history of a run that its supervisor writes, one event per line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LARGEST = 2**53  # integers below are exact in float64
 
 
 class Events:
-    """All events of a run, read on as they are appended. A line that is being written is left for
-    the next time."""
+    """All events of a run, read as they are appended. A line that is still being written is left
+    for the next read."""
 
     def __init__(self, run: Path) -> None:
         self._tail = Tail(run / ATTEMPTS)
@@ -37,7 +37,7 @@ class Events:
         return next((event for event in reversed(self.all) if event["event"] in kinds), {})
 
     def faults(self) -> list[Event]:
-        """Each with what was lost, once training went on after it."""
+        """Returns the faults, each with the seconds lost once training had recovered."""
         found: list[Event] = []
         for event in self.all:
             if event["event"] == "fault":
@@ -48,7 +48,8 @@ class Events:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """None for what is no event. Numbers that nothing could be counted with are None, too."""
+    """Returns the event in a line, or None if there is none. Numbers that are not finite or too
+    large to be exact become None too."""
     with suppress(ValueError, RecursionError):
         event = json.loads(line, parse_constant=_finite, parse_float=_finite, parse_int=_countable)
         if isinstance(event, dict) and isinstance(event.get("event"), str):
@@ -73,8 +74,9 @@ def read_events(run: Path) -> list[Event]:
 
 
 def of_submission(events: list[Event], config: str) -> list[Event]:
-    """Returns the events of the chain that trains this config; each submission has its own copy.
-    A run that was submitted again may go back to an earlier step, and has someone's attention."""
+    """Returns the events of the chain that trains this config file, of which each submission has
+    its own copy. A resubmitted run may start from an earlier step, and its old faults no longer
+    count, because someone has looked at them."""
     first = len(events)
     for number in reversed(range(len(events))):
         if events[number]["event"] == "session":
@@ -85,8 +87,8 @@ def of_submission(events: list[Event], config: str) -> list[Event]:
 
 
 def bad_nodes(events: list[Event], since: float) -> dict[str, str]:
-    """Nodes that were left out after that time, or were suspected when a job gave up; with the
-    reason, the last one first."""
+    """Returns nodes that were excluded after that time, or were suspected when a job gave up, with
+    the reason; the latest come first."""
     found: dict[str, str] = {}
     for event in reversed(events):
         if float(event.get("time") or 0) < since:

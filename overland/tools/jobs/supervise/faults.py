@@ -1,7 +1,7 @@
-"""What ended an attempt: told by the ranks that failed, by srun, and by who fell silent.
+"""Finds what ended an attempt, from reports of failed ranks, from srun, and from silent nodes.
 
-When a rank is lost all others fail too, a moment later, in whatever they shared with it: those are
-no causes.
+When a rank is lost, all others fail a moment later in whatever they shared with it; those failures
+are not causes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overland.world.last_words import ENDED, SAYS, Said
 KILLED = r"Killed|Segmentation fault|Aborted|Bus error|Illegal instruction|Floating point exception"
 HARDWARE = r"uncorrectable|\bECC\b|\bXid\b|hardware error"
 NCCL_TIMEOUT = "Watchdog caught collective operation timeout"
-NOTHING = "it said nothing"
+NOTHING = "no output"
 LINES_KEPT = 40  # of each rank
 
 
@@ -32,12 +32,12 @@ class Fault:
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     place: str = ""
-    """Where in the program, so that the same error can be told from another one of its kind."""
+    """Where in the program, to distinguish the same error from another of its kind."""
 
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """What srun says of tasks that did not end well."""
+    """What srun reports about tasks that did not exit cleanly."""
 
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -46,22 +46,22 @@ class TaskEnd:
 
 @dataclass
 class Findings:
-    """All that is known of an attempt that ended."""
+    """Everything known about an attempt that ended."""
 
     num_nodes: int = 0
     said: list[Said] = field(default_factory=list)
     ends: list[TaskEnd] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """Nodes that fell silent, or that Slurm calls failed."""
+    """Nodes that fell silent, or that Slurm reports as failed."""
     hang: Fault | None = None
     ended: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """Ranks whose exit code was 0, with their node and when that was heard."""
+    """Ranks that exited with code 0, with their node and the time that this was reported."""
     gone: dict[int, str] = field(default_factory=dict)
-    """Ranks that ended in the middle of training before anyone said a word, with their node."""
+    """Ranks that ended during training before any error was reported, with their node."""
     first_word: float | None = None
-    """When the first rank said that it failed, or srun did of one."""
+    """When a rank, or srun about a rank, first reported a failure."""
     is_closed: bool = False
-    """The supervisor ends the ranks: what becomes of them from now on is its own doing."""
+    """The supervisor is ending the ranks, so whatever happens to them now is its own doing."""
     last_line: str = ""
     _lines: dict[int, deque[str]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LINES_KEPT))
@@ -69,7 +69,7 @@ class Findings:
     _timed_out: bool = False
 
     def read(self, line: str) -> bool:
-        """Takes a line of srun's output in; returns whether it is for our eyes only."""
+        """Parses a line of srun's output; returns whether it is internal and not for the log."""
         told = line.find(SAYS)
         if told >= 0:
             try:
@@ -104,8 +104,8 @@ class Findings:
             self.first_word = time.monotonic()
 
     def _note_end(self, end: TaskEnd) -> None:
-        """Notes how tasks ended. Nothing is learned from ranks that the supervisor ends itself,
-        except from those that were gone before: srun may be late to tell."""
+        """Notes how tasks ended. Ranks that the supervisor ends itself are ignored, except for
+        those that were gone before: srun may report them late."""
         if self.is_closed:
             nodes = tuple(dict.fromkeys(self.gone[r] for r in end.ranks if r in self.gone))
             end = TaskEnd(nodes, tuple(r for r in end.ranks if r in self.gone), end.how)
@@ -116,19 +116,19 @@ class Findings:
 
     @property
     def step(self) -> int:
-        """The last one that a rank says it has done. Signs of life come once a second: this is
-        nearer to the end."""
+        """The last step that a failed rank reports. It is more recent than heartbeats, which come
+        once a second."""
         return max((said.step for said in self.said), default=0)
 
     def stopped(self) -> bool:
-        """Asked to, and saved. srun's exit code does not tell: it is 0 after a lost node too. Nor
-        do ranks that left before their first step: srun's SIGTERM, when another was killed, is a
-        wish to stop for them."""
+        """Whether all ranks were asked to stop, and saved. srun's exit code does not show it, since
+        it is 0 after a lost node too. Nor do ranks that stopped before their first step: when
+        another rank was killed, they take srun's SIGTERM as a request to stop."""
         all_did = bool(self.said) and all(said.kind is Kind.STOPPED for said in self.said)
         return all_did and not self.lost and not self._seen_causes()
 
     def fault(self) -> Fault:
-        """The cause: what a rank said, and what srun says of one, come before what was only
+        """Returns the cause. What ranks and srun report takes precedence over what is only
         concluded from silence."""
         said = self._said_causes()
         told = {node for cause in said for node in cause.nodes}
@@ -143,7 +143,7 @@ class Findings:
         return min(causes, key=lambda fault: order.index(fault.kind), default=self._unexplained())
 
     def _said_causes(self) -> list[Fault]:
-        """Returns who first said so, for each kind. What several nodes say is not one's fault."""
+        """Returns the first report of each kind. An error on several nodes is not blamed on one."""
         by_kind: dict[Kind, list[Said]] = {}
         for said in sorted(self.said, key=lambda said: said.time):
             by_kind.setdefault(said.kind, []).append(said)
@@ -153,50 +153,50 @@ class Findings:
             what = f"rank {first.rank} on {first.node}: {first.what}"
             alike = {said.node for said in all_said if said.place == first.place}
             nodes = tuple(alike) if len(alike) == 1 else ()
-            if kind in (Kind.NETWORK, Kind.TAKEN):  # who notices it may be the most innocent
+            if kind in (Kind.NETWORK, Kind.TAKEN):  # the rank that notices is rarely the cause
                 faults.append(Fault(kind, what))
             elif kind is not Kind.STOPPED:
-                place = first.place if kind is not Kind.DISK else ""  # whatever writes next fails
+                place = first.place if kind is not Kind.DISK else ""  # any later write fails too
                 if kind in (Kind.DEVICE, Kind.MEMORY) and nodes:
-                    place = f"rank {first.rank}: {place}"  # of any other, it is another device's
+                    place = f"rank {first.rank}: {place}"  # another rank has another device
                 faults.append(Fault(kind, what, (first.rank,), nodes, place))
         return faults
 
     def _seen_causes(self) -> list[Fault]:
-        """The first task that ended badly without a word. Once one has ended that said why, srun
-        ends the others, by SIGTERM and then by SIGKILL."""
+        """Returns the first task that failed without reporting an error. Once a task that reported
+        one has ended, srun ends the others, with SIGTERM and then SIGKILL."""
         spoke = {said.rank for said in self.said if said.kind is not Kind.STOPPED}
         for end in self.ends:
             who = f"{name_ranks(end.ranks)} on {', '.join(end.nodes)}"
             nodes = end.nodes if len(end.nodes) == 1 else ()
             if "Out Of Memory" in end.how:
-                return [Fault(Kind.MEMORY, f"{who}: the node's memory", end.ranks, nodes)]
+                return [Fault(Kind.MEMORY, f"{who}: the node ran out of memory", end.ranks, nodes)]
             if spoke & set(end.ranks):
                 return []
             if "Terminated" in end.how:
                 continue
-            if self._timed_out and "Aborted" in end.how:  # NCCL's watchdog ends whoever waits
+            if self._timed_out and "Aborted" in end.how:  # NCCL's watchdog aborts waiting ranks
                 return [Fault(Kind.HANG, f"a collective timed out; {who}: {end.how}")]
             if re.search(KILLED, end.how):
-                # SIGKILL comes from outside of the program, other signals from what it did
+                # SIGKILL comes from outside the program; other signals come from its own actions.
                 place = "" if "Killed" in end.how else f"{name_ranks(end.ranks)}: {end.how}"
                 return [Fault(Kind.KILLED, f"{who}: {end.how}", end.ranks, nodes, place)]
             if "exit code" in end.how:
                 words = self._last_words(end.ranks)
                 kind = Kind.CODE if self._has_trace(end.ranks) else Kind.UNKNOWN
-                if re.search(r"exit code 2\b", end.how):  # a sentence, before the ranks met
+                if re.search(r"exit code 2\b", end.how):  # a user error before rendezvous
                     kind = Kind.CONFIG
                 place = words if words != NOTHING else ""
                 return [Fault(kind, f"{who}: {words}", end.ranks, nodes, place)]
         return []
 
     def _gone_causes(self) -> list[Fault]:
-        """Ranks that are not there any more, of which nobody has said why."""
+        """Returns ranks that are gone without any reported reason."""
         if not self.gone:
             return []
         ranks, nodes = tuple(sorted(self.gone)), tuple(dict.fromkeys(self.gone.values()))
         how = "ended with exit code 0" if ranks[0] in self.ended else "is gone"
-        what = f"{name_ranks(ranks)} on {', '.join(nodes)} {how}, without a word"
+        what = f"{name_ranks(ranks)} on {', '.join(nodes)} {how} without reporting an error"
         return [Fault(Kind.UNKNOWN, what, ranks, nodes, f"{name_ranks(ranks)} {how}")]
 
     def _lines_of(self, ranks: Sequence[int]) -> list[str]:
@@ -209,8 +209,8 @@ class Findings:
         return (self._lines_of(ranks) or [NOTHING])[-1]
 
     def _unexplained(self) -> Fault:
-        words = self.last_line or "srun said nothing"
-        return Fault(Kind.UNKNOWN, f"the ranks ended, and none said why: {words}")
+        words = self.last_line or "no output from srun"
+        return Fault(Kind.UNKNOWN, f"the ranks ended without reporting an error: {words}")
 
 
 def hosts(text: str) -> tuple[str, ...]:
@@ -221,7 +221,8 @@ def hosts(text: str) -> tuple[str, ...]:
 
 
 def _signal_of_shell(how: str) -> str:
-    """A shell around a rank tells its end by a signal as 128 more than that."""
+    """Translates the exit code of the shell around a rank, which is 128 + N if signal N ended the
+    rank."""
     found = re.search(r"exit code (\d+)", how)
     number = int(found[1]) - 128 if found else 0
     if number not in {s.value for s in signal.Signals}:
@@ -230,7 +231,7 @@ def _signal_of_shell(how: str) -> str:
 
 
 def expand_ranks(text: str) -> tuple[int, ...]:
-    """`0-2,7` as numbers."""
+    """Returns the numbers in text such as `0-2,7`."""
     ranks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,7 +1,6 @@
-"""What a supervisor writes into the run folder, and nobody else does: `overland watch` reads it.
+"""Files in the run folder that only the supervisor writes, and `overland watch` reads.
 
-`attempts.jsonl` has a line for everything that happened (events.py reads it), `live.json` how
-things stand.
+`attempts.jsonl` has one line per event (events.py reads it); `live.json` has the current status.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ LIVE_SECONDS = 10.0
 
 
 class Logbook:
-    """A full disk must not end the supervisor: what cannot be written is kept for the next time."""
+    """Writes events and status. A full disk must not end the supervisor: events that cannot be
+    written are kept until the next write."""
 
     def __init__(self, run: Path, job: str) -> None:
         self.run, self.job = run, job
@@ -42,10 +42,10 @@ class Logbook:
                         raise OSError(errno.ENOSPC, "half of a line was written")
                     self._unwritten.pop(0)
         except OSError:
-            self._unwritten.insert(0, "\n")  # half of a line may be there
+            self._unwritten.insert(0, "\n")  # part of a line may have been written
 
     def live(self, **facts: Any) -> None:
-        """Writes live.json at once where the state has changed, else now and then."""
+        """Writes live.json at once if the state has changed, otherwise every few seconds."""
         state = facts.get("state"), facts.get("attempt")
         if state == self._live_state and time.monotonic() - self._live_at < LIVE_SECONDS:
             return
@@ -62,7 +62,8 @@ class Logbook:
         step_seconds: float | None,
         is_restarting: bool,
     ) -> None:
-        """How the ranks stand, for `overland watch`; `begun` is the step the attempt began from."""
+        """Writes the status of the ranks for `overland watch`; `begun` is the step that the attempt
+        started from."""
         slowest = dog.slowest()
         self.live(
             state="training" if dog.step else "restarting" if is_restarting else "starting",
@@ -87,20 +88,20 @@ class Logbook:
         )
 
     def note_silent_nodes(self, silent: list[str], before: list[str], step: int) -> list[str]:
-        """Nodes that do not speak while steps are done: nobody sees how their ranks are."""
+        """Records nodes that are silent while training advances: their ranks are not monitored."""
         for node in silent:
             if node not in before:
-                tell(f"{node} says nothing, but steps go on: its agent is gone")
+                tell(f"{node} is silent although training continues: its agent is gone")
                 self.write("agent", node=node, step=step, what="silent")
         for node in before:
             if node not in silent:
-                tell(f"{node} is heard again")
+                tell(f"{node} reports again")
                 self.write("agent", node=node, step=step, what="heard again")
         return silent
 
     def note_slow_ranks(self, dog: Watchdog, attempt: int) -> None:
         for rank in dog.stalled_ranks():
-            what = f"has moved no byte of a checkpoint for {rank.quiet:.0f} s"
+            what = f"has moved no bytes of a checkpoint for {rank.quiet:.0f} s"
             tell(f"rank {rank.rank} on {rank.node} {what}")
             self.write("stall", rank=rank.rank, node=rank.node, step=rank.step, what=what)
         for rank, factor, what in dog.stragglers():
@@ -115,7 +116,7 @@ class Logbook:
             )
 
     def stop_chain(self, reason: str) -> None:
-        """The links that still wait end at once, until the run is submitted anew."""
+        """Makes the queued jobs of the chain end at once, until the run is resubmitted."""
         try:
             handle = os.open(self.run / STOPPED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(handle, "w") as file:
@@ -125,6 +126,6 @@ class Logbook:
 
 
 def tell(words: str) -> None:
-    """Writes into the job's log, which may be on the disk that is full."""
+    """Prints a line to the job's log, unless its disk is full."""
     with suppress(OSError):
         print(f"{time.strftime('%F %T')} {words}", flush=True)

@@ -1,11 +1,11 @@
-"""What to do after an attempt that failed, decided from the attempts since the last new step alone.
+"""Decides what to do after a failed attempt, based only on the attempts since the last new step.
 
-- The same error at the same place twice ends the chain: it would happen again. Where one and the
-  same node may be the reason, the job gives its nodes back first, and the next job shows.
-- Everything else may pass: the network, a node's memory, a file system. It is tried again, on
-  other nodes where there are spares, after a pause that doubles each time.
-- A job that cannot get to a new step gives its nodes back, and the next job of the chain continues
-  on others. Each such job halves the tries of the next, so that what never passes stays cheap.
+- The same error at the same place twice ends the chain, because it would happen again. If a single
+  node may be the cause, the job first gives its nodes back, and the next job shows.
+- Everything else may be temporary: the network, a node's memory, a file system. It is retried, on
+  other nodes if there are spares, after a pause that doubles each time.
+- A job that cannot reach a new step gives its nodes back, and the next job of the chain continues
+  on others. Each such job halves the retries of the next, so that a permanent fault stays cheap.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Literal
 from overland.errors import Kind
 
 MAX_FAILED_STARTS = 8
-"""Of ten starts on 640 nodes of Frontier, five to six failed: with eight tries 1 job in 100 gives
-up, and with two 1 in 3 did (docs/evidence/restarts.md)."""
+"""On 640 nodes of Frontier, five to six of ten starts failed: with eight tries 1 job in 100 gives
+up; with two it was 1 in 3 (docs/evidence/restarts.md)."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 15.0, 600.0
 MAY_PASS = (Kind.NETWORK, Kind.HANG, Kind.UNKNOWN, Kind.DISK)
 
@@ -30,12 +30,12 @@ class Failure:
 
     kind: Kind
     place: str = ""
-    """Where in the program; empty where that says nothing, as for a broken connection."""
+    """Where in the program; empty if that means nothing, as for a broken connection."""
     nodes: tuple[str, ...] = ()
-    """Those to blame, as far as is known."""
+    """The nodes to blame, as far as is known."""
     new_steps: int = 0
     replaced: bool = False
-    """Whether the node to blame was left out, so that the next attempt is another one."""
+    """Whether the node to blame was excluded, so that the next attempt runs on other nodes."""
     session: int = 0
     step: int = 0
 
@@ -54,7 +54,7 @@ class Answer:
 
 
 def decide(streak: Sequence[Failure], max_failed_starts: int = MAX_FAILED_STARTS) -> Answer:
-    """The answer to the last of these failures, which are those since the last new step."""
+    """Returns what to do about the last of these failures; all are since the last new step."""
     last = streak[-1]
     if last.kind is Kind.TAKEN:
         return Answer("next session")
@@ -69,12 +69,13 @@ def decide(streak: Sequence[Failure], max_failed_starts: int = MAX_FAILED_STARTS
     failed = sum(past.is_barren for past in streak if past.session == last.session)
     if failed >= tries:
         attempts = "1 attempt" if failed == 1 else f"{failed} attempts"
-        return Answer("give back", f"{attempts} without a new step: the nodes are given back")
+        return Answer("give back", f"{attempts} without a new step; giving the nodes back")
     return Answer("restart", pause_seconds=_pause(last, failed))
 
 
 def with_failure(streak: Sequence[Failure], failure: Failure) -> list[Failure]:
-    """The failures since the last new step, with this one: it may have done new steps itself."""
+    """Returns the failures since the last new step, including this one, which may itself have
+    completed new steps."""
     is_over = failure.new_steps > 0 or any(failure.step > past.step for past in streak)
     return [*([] if is_over else streak), failure]
 
@@ -107,12 +108,13 @@ def _is_same(past: Failure, last: Failure) -> bool:
 
 
 def _rules_out_the_node(past: Failure, last: Failure) -> bool:
-    """Whether it is the program that failed twice: on other nodes, or on several at once."""
+    """Whether the program itself failed twice: on different nodes, or on several at once."""
     return last.kind.is_of_the_program or not last.nodes or past.nodes != last.nodes
 
 
 def _tries(streak: Sequence[Failure], max_failed_starts: int) -> int:
-    """Returns the tries of this session: half of those of the one before, if it used them up."""
+    """Returns the number of tries of this session: half as many as the previous session had, if it
+    used them up."""
     failed = Counter(past.session for past in streak if past.is_barren)
     tries = max_failed_starts
     for session in sorted(failed):

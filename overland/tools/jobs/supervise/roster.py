@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from overland.errors import Kind
 from overland.tools.jobs.supervise.faults import HARDWARE, Fault
 
-STRIKES = 2  # a node on which ranks hung or were killed that often is left out, if it can be spared
+STRIKES = 2  # a node where ranks hung or were killed this often is excluded, if there is a spare
 
 
 class Roster:
     def __init__(self, nodes: Sequence[str], wanted: int, batch_host: str) -> None:
         self.nodes, self.wanted, self.batch_host = list(nodes), wanted, batch_host
         self.out: dict[str, str] = {}
-        """Nodes that are not used any more, and why."""
+        """Nodes that are no longer used, and why."""
         self._strikes: Counter[str] = Counter()
         self._suspicions: Counter[str] = Counter()
         self._chosen: list[str] = []
@@ -26,8 +26,8 @@ class Roster:
         return [node for node in self.nodes if node not in self.out]
 
     def choose(self) -> list[str] | None:
-        """Returns the nodes to train on, if there are enough. The batch host comes last: the job
-        ends with it anyway, and without it rank 0 may be lost."""
+        """Returns the nodes to train on, if there are enough. The batch host is chosen last: the
+        job ends with it in any case, and if it is not used, losing rank 0 does not end the job."""
         order = {node: number for number, node in enumerate(self.nodes)}
 
         def doubt(node: str) -> tuple[int, int, bool, int]:
@@ -45,7 +45,7 @@ class Roster:
             self.out.setdefault(node, reason)
 
     def leave_out(self, fault: Fault) -> list[str]:
-        """Returns the nodes that the next attempt will not use, for what they did in this one."""
+        """Excludes nodes that caused this fault, and returns those that are now excluded."""
         excluded = []
         for node in fault.nodes:
             broken = fault.kind is Kind.DEVICE and re.search(HARDWARE, fault.what)
@@ -59,8 +59,8 @@ class Roster:
         return excluded
 
     def strike(self, node: str, reason: str) -> bool:
-        """Returns whether that was one too many. A node that may be innocent is given up only for
-        another."""
+        """Counts a strike and returns whether the node is now excluded. A node that may be innocent
+        is only given up if there is a spare."""
         self._strikes[node] += 1
         spared = len(self.good) > self.wanted
         if self._strikes[node] >= STRIKES and spared and node in self.good:
@@ -69,10 +69,10 @@ class Roster:
         return False
 
     def avoid(self, node: str) -> None:
-        """Uses it only if there are not enough others: it was bad not long ago."""
+        """Uses a recently bad node only if there are not enough others."""
         self._strikes[node] += node in self.nodes
 
     def suspect_all(self) -> None:
-        """One of those that were chosen may be at fault, and nobody knows which: the next time
-        spares take the place of as many as they can."""
+        """Suspects all chosen nodes, because it is unknown which is at fault: the next attempt
+        replaces as many of them with spares as it can."""
         self._suspicions.update(self._chosen)

@@ -1,4 +1,4 @@
-"""The run that is supervised: what its job script says of it, and what its folder shows."""
+"""The supervised run: its settings from the job script, and the state of its folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from overland.tools.jobs.supervise.faults import Fault
 from overland.tools.jobs.supervise.logbook import tell
 from overland.tools.jobs.supervise.policy import MAX_FAILED_STARTS
 
-LEAST = 64 * 2**20  # bytes that a disk must take for a run to start on it
-TRIAL = 2**30  # written at most: it takes seconds on a disk that saves a checkpoint in minutes
+LEAST = 64 * 2**20  # bytes of free space needed to start a run
+TRIAL = 2**30  # most bytes written as a test: seconds on a disk that saves a checkpoint in minutes
 CHUNK = 2**20
 
 
@@ -53,26 +53,26 @@ class Supervised:
         return max((int(name[1]) for name in names if name), default=0)
 
     def has_room(self) -> bool:
-        """Whether there is room on its disk for logs and for the next checkpoints."""
+        """Whether the disk has room for logs and the next checkpoints."""
         needed = room_needed(self.checkpoints)
         return has_room(self.run, LEAST) and has_room(self.checkpoints, needed)
 
     def is_disk_of_node(self, fault: Fault) -> bool:
-        """Whether the disk that is full is a node's own, such as its /tmp: that of the run has
-        room, and quotas are for shared disks."""
+        """Whether the full disk is a node's own, such as its /tmp: the run's disk has room, and
+        quotas only apply to shared disks."""
         if not fault.nodes or "quota" in fault.what.lower() or not self.has_room():
             return False
-        tell(f"{self.run} has room: it is a disk of {', '.join(fault.nodes)} that is full")
+        tell(f"{self.run} has room: the full disk is a local one of {', '.join(fault.nodes)}")
         return True
 
     def lacks_room(self, fault: Fault) -> bool:
-        """Ranks go on where logs cannot be written, so that a full disk may end them in other
-        words: by an srun that cannot write what they print."""
+        """Whether the disk is full. Ranks keep running when logs cannot be written, so a full disk
+        may show up as another fault, such as an srun that cannot write their output."""
         return fault.kind is Kind.DISK or not has_room(self.run, LEAST)
 
 
 def room_needed(checkpoints: Path) -> int:
-    """Bytes: twice what the newest checkpoint takes."""
+    """Returns the bytes needed: twice the size of the newest checkpoint."""
     sizes = [0]
     with contextlib.suppress(OSError):
         files = (checkpoints / LATEST).rglob("*")
@@ -81,8 +81,8 @@ def room_needed(checkpoints: Path) -> int:
 
 
 def has_room(folder: Path, num_bytes: int) -> bool:
-    """Whether as much can be written there. What a disk has free says nothing of a user's quota, of
-    bytes or of files: that shows only when something is written."""
+    """Whether this many bytes can be written. A disk's free space says nothing about the user's
+    quota of bytes or files, which only shows when something is written."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -94,13 +94,13 @@ def has_room(folder: Path, num_bytes: int) -> bool:
 
 
 def _can_write(path: Path, num_bytes: int) -> bool:
-    chunk = os.urandom(CHUNK)  # zeros take no room where files are compressed
+    chunk = os.urandom(CHUNK)  # zeros would take no room on a compressing file system
     try:
         with path.open("wb", buffering=0) as file:
             while file.tell() < num_bytes:
                 if file.write(chunk) < len(chunk):
                     return False
-            os.fsync(file.fileno())  # a server may tell only now
+            os.fsync(file.fileno())  # a file server may report the error only now
         return True
     finally:
         path.unlink(missing_ok=True)

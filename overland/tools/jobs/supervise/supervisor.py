@@ -1,12 +1,12 @@
-"""Runs in the first node of a job, beside the ranks: starts them, watches them, and where a rank or
-a node is lost, starts them again from the last checkpoint.
+"""The supervisor runs on the first node of a job, alongside the ranks: it starts them, monitors
+them, and restarts them from the last checkpoint if a rank or a node is lost.
 
-1. Preflight: every node of the allocation is tested; bad ones are left out.
-2. As many of the good ones as training needs are chosen; the others are spares.
-3. The ranks are started and watched: by their signs of life, their output, and Slurm.
-4. What ended them is found out, and `policy` decides: start them again, with or without the node
-   that was to blame; give the nodes back to get others; or stop the run and its chain of jobs,
-   since the same would happen again.
+1. Preflight tests every node of the allocation; bad ones are excluded.
+2. As many good nodes as training needs are chosen; the others are spares.
+3. The ranks are started, and monitored through their heartbeats, their output and Slurm.
+4. When they end, the cause is determined, and `policy` decides: restart them, with or without the
+   node to blame; give the nodes back to get others; or stop the run and its chain of jobs, because
+   the same would happen again.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ AWAY_SECONDS = 5.0
 ROLL_CALL_SECONDS = SILENT_SECONDS + HANG_UP_SECONDS
 LOOK_SECONDS = 0.2
 STACKS_SECONDS = 20.0
-BAD_SECONDS = 24 * 3600.0  # by then someone has looked at a bad node, or it was not so bad
+BAD_SECONDS = 24 * 3600.0  # by then someone has fixed a bad node, or it was fine after all
 ENDED_BY = {  # Slurm's states of a job
     "CANCELLED": "the job was cancelled (scancel, or preemption)",
     "TIMEOUT": "the job has reached its time limit",
     "PREEMPTED": "the job was preempted",
 }
-ROOM_SECONDS = 5.0  # between looks at a full disk
+ROOM_SECONDS = 5.0  # between checks of a full disk
 
 
 @dataclass
@@ -86,34 +86,34 @@ class Supervisor:
     roster: Roster
     logbook: Logbook
     asked_to_end: int = 0
-    """A signal's number."""
+    """The number of the signal that asked to end; 0 if none did."""
     why_asked: str = ""
     number: int = 0
-    """Of the attempt."""
+    """The number of the current attempt."""
     furthest: int = 0
-    """The last step that any attempt has done."""
+    """The last step that any attempt has completed."""
     furthest_at: float = field(default_factory=time.monotonic)
     before: int = 0
-    """The same, before this attempt."""
+    """The value of `furthest` before this attempt."""
     begun: int = 0
-    """The step of the checkpoint that this attempt began from."""
+    """The step of the checkpoint that this attempt started from."""
     faults: list[Fault] = field(default_factory=list)
-    """Those that no new step has made good yet."""
+    """Faults since the last new step."""
     streak: list[Failure] = field(default_factory=list)
     """The chain's failures since its last new step."""
     session: int = 1
-    """Of the chain."""
+    """The number of this job within the chain."""
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=32))
 
-    # The story of a session
+    # One session, from start to end
 
     def run(self) -> int:
-        """The exit code of the job."""
+        """Supervises until the end; returns the exit code of the job."""
         untested = self.job.preflight
         while True:
             if untested:
                 self.test_nodes()
-            if reason := self.reason_to_end():  # which may have come up meanwhile
+            if reason := self.reason_to_end():  # one may have come up meanwhile
                 return self.end("stopped", reason)
             nodes = self.roster.choose()
             if nodes is None:
@@ -129,13 +129,13 @@ class Supervisor:
                 return self.not_enough_nodes()
             if answer.action == "give back":
                 self.end("stopped", answer.reason, suspects=self.suspects())
-                return 1  # no training was done, whatever the next job of the chain will do
+                return 1  # this job made no progress, whatever the next one will do
             if answer.action == "next session":
                 return self.end("stopped", answer.reason)
             if self.job.lacks_room(how):
                 self.wait_for_room()
             self.pause(answer.pause_seconds)
-            untested = self.job.preflight and not how.nodes  # whose fault it was, tests may tell
+            untested = self.job.preflight and not how.nodes  # tests may find the culprit
 
     def test_nodes(self) -> None:
         from overland.tools.preflight.conduct import preflight
@@ -148,15 +148,16 @@ class Supervisor:
         except ClusterError as error:
             tell(f"preflight: {error}")
             self.logbook.write("preflight", seconds=0.0, bad={}, error=str(error))
-            return  # the attempt itself will show what is wrong
+            return  # the attempt itself will show the problem
         if set(report.bad) >= set(nodes):
             words = ", ".join(sorted(set(report.bad.values())))
             tell(
-                f"preflight: every node is bad, so it is not the nodes; going on with them: {words}"
+                "preflight: every node fails, so the nodes are not to blame; using all of them "
+                f"anyway: {words}"
             )
             report.bad.clear()
         for node, reason in report.bad.items():
-            tell(f"preflight: {node} is left out: {reason}")
+            tell(f"preflight: {node} is excluded: {reason}")
             self.roster.exclude(node, reason)
         self.logbook.write("preflight", seconds=report.seconds, bad=report.bad)
         for words in [report.failure, *report.notes]:
@@ -177,7 +178,7 @@ class Supervisor:
         board = Switchboard([node for node in nodes if node != self.roster.batch_host], self.env)
         command = [*launch, "train", str(self.job.config)]
         folder = self.fault_folder()
-        with contextlib.suppress(OSError):  # for NCCL, which writes there when it gives up
+        with contextlib.suppress(OSError):  # NCCL writes here when it times out
             folder.mkdir(parents=True, exist_ok=True)
         attempt = Attempt(
             command, rank_environment(self.env, board, self.number, folder), len(nodes)
@@ -189,13 +190,13 @@ class Supervisor:
         finally:
             watched.close()
             if attempt.code() is None:
-                watched.ask_all({"kill": True})  # Slurm's controller may take minutes to do it
+                watched.ask_all({"kill": True})  # Slurm's controller may take minutes to do so
             attempt.end()
             self.hear_all(watched)
             watched.ask_all({"bye": True})
             board.close()
             with contextlib.suppress(OSError):
-                folder.rmdir()  # if nothing is in it
+                folder.rmdir()  # if it is empty
         if self.job.is_done():
             return "finished"
         if attempt.findings.stopped():
@@ -203,12 +204,12 @@ class Supervisor:
         return attempt.findings.fault()
 
     def watch(self, watched: Watched) -> None:
-        """Watches until the ranks have ended, or must be ended."""
+        """Monitors the ranks until they have ended or must be ended."""
         attempt, dog, findings = watched.attempt, watched.dog, watched.attempt.findings
         passed_on, looked = False, time.monotonic()
         unheard: list[str] = []
         while True:
-            if time.monotonic() - looked > AWAY_SECONDS:  # this process was stopped, say
+            if time.monotonic() - looked > AWAY_SECONDS:  # this process was paused, for example
                 watched.forgive()
             looked = time.monotonic()
             self.hear_all(watched)
@@ -234,8 +235,8 @@ class Supervisor:
             time.sleep(LOOK_SECONDS)
 
     def find_all_lost(self, watched: Watched) -> None:
-        """Nodes are lost together, with a switch or a rack, and some are noticed before others:
-        waits until each of the others has been heard of, or is lost too."""
+        """Waits until each remaining node has reported or is lost too: a switch or a rack takes
+        several nodes down at once, and some are noticed before others."""
         now = since = time.monotonic()
         while watched.undecided_nodes(since) and now < since + ROLL_CALL_SECONDS:
             time.sleep(LOOK_SECONDS)
@@ -244,12 +245,12 @@ class Supervisor:
             now = time.monotonic()
 
     def look_into(self, watched: Watched) -> Fault | None:
-        """The stacks of all ranks, and with them the name of the one that hangs; nothing if they
-        went on meanwhile."""
+        """Collects the stacks of all ranks to find the one that hangs; returns None if they have
+        resumed meanwhile."""
         dog = watched.dog
         late = dog.late_ranks()
         seconds = max(late[0].age, late[0].quiet if late[0].is_moving else 0.0)
-        tell(f"rank {late[0].rank} has not gone on for {seconds:.0f} s: asking for all stacks")
+        tell(f"rank {late[0].rank} has made no progress for {seconds:.0f} s: dumping all stacks")
         watched.stacks.clear()
         watched.ask_all({"dump": True})
         deadline = time.monotonic() + STACKS_SECONDS
@@ -259,9 +260,9 @@ class Supervisor:
         late = dog.late_ranks()
         try:
             path = keep_stacks(self.fault_folder(), watched.stacks, dog.ranks.values())
-            tell(f"the stacks are in {path}")
+            tell(f"stacks saved to {path}")
         except OSError as error:
-            tell(f"the stacks could not be written: {error.strerror}")
+            tell(f"could not save the stacks: {error.strerror}")
         return dog.hang(late, odd_ranks(watched.stacks)) if late else None
 
     def answer(self, fault: Fault) -> Answer:
@@ -273,7 +274,7 @@ class Supervisor:
         )
         self.streak = with_failure(self.streak, failure)
         answer = self.decide(fault)
-        tell(f"{fault.kind}: {fault.what}" + ("; starting again" if not answer.reason else ""))
+        tell(f"{fault.kind}: {fault.what}" + ("; restarting" if not answer.reason else ""))
         self.logbook.write(
             "fault",
             attempt=self.number,
@@ -298,7 +299,7 @@ class Supervisor:
         if answer.action == "restart" and (reason := self.reason_to_end()):
             return Answer("next session", reason)
         if was_requeued(self.env):
-            return Answer("next session", "the job went back into the queue")
+            return Answer("next session", "the job was requeued")
         if answer.action == "restart" and self.roster.choose() is None:
             return Answer("requeue" if self.requeues() else "next session", "too few good nodes")
         if answer.action == "restart":
@@ -307,31 +308,31 @@ class Supervisor:
         return Answer(answer.action, f"{fault.kind}: {fault.what}{why}")
 
     def reason_to_end(self) -> str:
-        """Returns why to end before the last step, without a fault; empty to go on."""
+        """Returns why to end before the last step without a fault, or "" to continue."""
         if self.asked_to_end:
             self.note_signal()
             return f"{self.why_asked}; the last checkpoint is kept"
-        return "too little of the job is left to start again" if self.is_late() else ""
+        return "too little time is left in this job to restart" if self.is_late() else ""
 
     def note_signal(self) -> None:
-        """Writes at once who asked to end: Slurm may give this process only seconds."""
+        """Records at once why the job must end: Slurm may give this process only seconds."""
         if not self.why_asked:
             name = signal.Signals(self.asked_to_end).name
-            self.why_asked = f"{name} came"
+            self.why_asked = f"received {name}"
             state = job_state(self.env)
-            if state == "COMPLETING":  # which hides why
+            if state == "COMPLETING":  # this state hides the reason
                 end = self.env.get("SLURM_JOB_END_TIME", "")
                 is_time = end.isdecimal() and time.time() >= int(end) - 1
                 state = "TIMEOUT" if is_time else "CANCELLED"
             if state:
                 self.why_asked = ENDED_BY.get(
-                    state, f"{name} came, and Slurm calls the job {state}"
+                    state, f"received {name} while Slurm reports the job as {state}"
                 )
             tell(f"asked to end: {self.why_asked}")
             self.logbook.write("signal", signal=name, step=self.furthest, what=self.why_asked)
 
     def suspects(self) -> list[str]:
-        """Nodes that were to blame for attempts of this job without a new step."""
+        """Returns nodes to blame for attempts of this job that made no new step."""
         failures = [past for past in self.streak if past.is_barren and past.session == self.session]
         return list(dict.fromkeys(node for past in failures for node in past.nodes))
 
@@ -347,17 +348,17 @@ class Supervisor:
         if how == "failed":
             step = self.job.newest_checkpoint()
             self.logbook.stop_chain(
-                f"{what}. Submitted again, once that is fixed, it resumes from step {step}"
+                f"{what}. Once that is fixed, submit the run again to resume from step {step}"
             )
         if how == "stopped":
             self.shun_bad_nodes()
         return 1 if how == "failed" else 0
 
     def not_enough_nodes(self) -> int:
-        """Another job gets other nodes."""
+        """Ends this job, so that the next one gets other nodes."""
         out = "; ".join(f"{node}: {reason}" for node, reason in self.roster.out.items())
         what = f"{len(self.roster.good)} good nodes of {self.job.num_nodes} needed ({out})"
-        self.end("stopped", f"{what}; the next job goes on")
+        self.end("stopped", f"{what}; the next job continues")
         if self.requeues():
             requeue(self.env)
             self.shun_bad_nodes()  # now that this job waits too
@@ -367,21 +368,21 @@ class Supervisor:
         return self.job.requeue and may_requeue(self.env)
 
     def shun_bad_nodes(self) -> None:
-        """Keeps the jobs of this chain that wait from the nodes that were bad of late."""
+        """Keeps the queued jobs of this chain away from recently bad nodes."""
         events = read_events(self.job.run)
         if ever := bad_nodes(events, since=0):
             shun(list(bad_nodes(events, time.time() - BAD_SECONDS)), ever, self.env)
 
     def avoid_bad_nodes(self) -> None:
-        """A job that Slurm requeued itself, or one that waited before they were bad, may have got
-        them again."""
+        """Uses recently bad nodes last. A job that Slurm itself requeued, or that was queued before
+        they went bad, may have received them again."""
         bad = bad_nodes(read_events(self.job.run), time.time() - BAD_SECONDS)
         for node in self.roster.nodes:
             if node in bad:
-                tell(f"{node} was bad not long ago, and is used last: {bad[node]}")
+                tell(f"{node} was bad recently and is used last: {bad[node]}")
                 self.roster.avoid(node)
 
-    # What is heard
+    # Messages from ranks and nodes
 
     def hear_all(self, watched: Watched) -> None:
         watched.hear()
@@ -390,7 +391,7 @@ class Supervisor:
             self.note_new_step(step, time.monotonic())
 
     def note_new_step(self, step: int, now: float) -> None:
-        """A step that no attempt has done before: what went wrong until now is made good."""
+        """Records a step that no attempt has reached before: earlier faults are recovered from."""
         for fault in self.faults:
             lost = now - self.furthest_at
             tell(f"recovered from {fault.kind} at step {step}: {lost:.0f} s lost")
@@ -407,26 +408,26 @@ class Supervisor:
         self.furthest, self.furthest_at = step, now
 
     def is_late(self) -> bool:
-        """Whether ranks would have to stop before they have begun."""
+        """Whether new ranks would have to stop before training starts."""
         end = self.env.get("SLURM_JOB_END_TIME", "")
         left = float(end) - time.time() if end.isdecimal() else float("inf")
         return left < self.job.margin_seconds + 30
 
     def pause(self, seconds: float) -> None:
-        """Waits for what may pass by itself."""
+        """Waits for a fault that may be temporary."""
         until = time.monotonic() + seconds
         if seconds:
-            tell(f"starting again in {seconds:.0f} s")
+            tell(f"restarting in {seconds:.0f} s")
         while time.monotonic() < until and not self.reason_to_end():
             self.logbook.live(state="restarting", attempt=self.number, step=self.furthest)
             time.sleep(LOOK_SECONDS)
 
     def wait_for_room(self) -> None:
-        """Waits until the disk has room, as long as the job lasts."""
+        """Waits until the disk has room, for at most as long as the job lasts."""
         checkpoints = self.job.checkpoints
         while not self.job.has_room() and not self.reason_to_end():
             needed = room_needed(checkpoints) / 1e9
-            tell(f"{checkpoints}: waiting until {needed:.1f} GB can be written (disk and quota)")
+            tell(f"{checkpoints}: waiting for {needed:.1f} GB of free space and quota")
             self.logbook.live(state="waiting for room", attempt=self.number, step=self.furthest)
             time.sleep(ROOM_SECONDS)
 
@@ -435,11 +436,11 @@ class Supervisor:
 
 
 def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
-    """The exit code of the job script."""
+    """Supervises a job; returns the exit code of its script."""
     allocation, host = allocated_nodes(env), node_name(env)
     if len(allocation) < job.num_nodes:
         raise ClusterError(
-            f"--nodes {job.num_nodes}: the job has {len(allocation)} nodes; ask for more"
+            f"--nodes {job.num_nodes}: the job has only {len(allocation)} nodes; request more"
         )
     logbook = Logbook(job.run, env.get("SLURM_JOB_ID", ""))
     events = of_submission(read_events(job.run), str(job.config))
@@ -448,8 +449,8 @@ def supervise(job: Supervised, env: Mapping[str, str] = os.environ) -> int:
     supervisor.streak, sessions = read_streak(events)
     supervisor.session = sessions + 1
     supervisor.avoid_bad_nodes()
-    supervisor.shun_bad_nodes()  # what is too old is forgotten
-    allow_open_files()  # a connection per node
+    supervisor.shun_bad_nodes()  # old entries expire
+    allow_open_files()  # one connection per node
     ends = env.get("SLURM_JOB_END_TIME", "")
     logbook.write(
         "session",

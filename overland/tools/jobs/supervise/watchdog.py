@@ -1,11 +1,11 @@
-"""Judges the ranks' signs of life: who hangs, which node is silent, who is slow.
+"""Judges the ranks' heartbeats: which ranks hang, which nodes are silent, which ranks are slow.
 
-How long a phase may last is learned from how long it has taken: ten times the longest so far, and
-`health.hang_seconds` at least. The first steps of an attempt teach nothing, and may take long:
-weights are read, blocks compiled, connections made.
+The time limit of a phase is learned: ten times the longest it has taken so far, and at least
+`health.hang_seconds`. The first steps of an attempt do not count, and may take long: weights are
+read, blocks are compiled, connections are made.
 
-While ranks wait for the disk, it is bytes that count: a save or a load may take as long as it
-needs, and hangs when a rank has moved no byte for `health.hang_seconds`.
+While ranks wait for the disk, bytes count instead: a save or a load may take as long as it needs,
+and is considered hung when a rank has moved no bytes for `health.hang_seconds`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ FACTOR = 10.0
 FIRST_TIME_SECONDS = 1800.0
 UNTYPICAL_STEPS = 2
 SILENT_SECONDS = 15.0
-ADVANCING_SECONDS = 5.0  # from one step to the next, at least, before it may be that none will come
-LATEST_START_SECONDS = 120.0  # after as long, and 5 × what half of the nodes took, a node is lost
-GONE_SECONDS = 10.0  # from the end of a rank to its last words, or srun's: on their way elsewhere
+ADVANCING_SECONDS = 5.0  # training may have stopped if no step follows within this time, at least
+LATEST_START_SECONDS = 120.0  # a node not heard from after this, and 5 × the median start, is lost
+GONE_SECONDS = 10.0  # from the end of a rank until its error report, or srun's, arrives here
 SLOW = 1.5  # × the median of all ranks
 SLOW_READINGS = 5
 LEARNED = (Phase.DATA, Phase.COMPUTING, Phase.REPORTING, Phase.VALIDATING)
 AT_DISK = (Phase.LOADING, Phase.SAVING, Phase.ENDING)  # phases in which ranks may wait for the disk
-MOST_TO_BLAME = 2  # nodes; where more stand out, it is the layout that makes them differ
-LATE_DATA = 0.2  # of the time waited for data, more than the median rank
+MOST_TO_BLAME = 2  # nodes; if more stand out, it is because of the parallel layout
+LATE_DATA = 0.2  # share of time spent waiting for data, above the median rank
 
 
 @dataclass
 class Heard:
-    """A rank, as last heard of."""
+    """The last known state of a rank."""
 
     rank: int
     node: str
@@ -56,17 +56,17 @@ class Heard:
 
     @property
     def place(self) -> tuple[int, Phase]:
-        """How far it is: of two ranks, the one with the smaller place is behind."""
+        """The rank's progress: of two ranks, the one with the smaller place is behind."""
         return self.step, self.phase
 
     @property
     def is_stopped(self) -> bool:
-        """Its process, by a signal or a debugger."""
+        """Whether a signal or a debugger has stopped its process."""
         return self.state in ("T", "t")
 
     @property
     def is_moving(self) -> bool:
-        """Bytes to or from the disk, or it should be."""
+        """Whether it is (or should be) moving bytes to or from the disk."""
         return self.transfer is Transfer.MOVING
 
     @property
@@ -81,7 +81,7 @@ class Watchdog:
     started: float
     ranks: dict[int, Heard] = field(default_factory=dict)
     stepped: float | None = None
-    """When a rank was first heard to have done the last step."""
+    """When the last step was first reported."""
     _longest: dict[Phase, float] = field(default_factory=dict)
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     _called: dict[str, float] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Watchdog:
     _first_step: int | None = None
 
     def call(self, node: str, now: float) -> None:
-        """The agent of a node is there, or there again."""
+        """Notes that the agent of a node has connected or reconnected."""
         self._called.setdefault(node, now - self.started)
         self._heard[node] = now
 
@@ -118,7 +118,7 @@ class Watchdog:
 
     @property
     def step(self) -> int:
-        """The last one that any rank has done; they go in step."""
+        """The last step that any rank has completed; ranks advance together."""
         return max((rank.step for rank in self.ranks.values()), default=0)
 
     @property
@@ -126,24 +126,24 @@ class Watchdog:
         return min((rank.phase for rank in self.ranks.values()), default=Phase.STARTING)
 
     def limit(self, phase: Phase) -> float:
-        if phase is Phase.SAVING:  # what it does apart from the disk takes no longer than a step
+        if phase is Phase.SAVING:  # apart from the disk, a save takes no longer than a step
             phase = Phase.COMPUTING
         if phase not in self._longest or phase not in LEARNED:
             return max(FIRST_TIME_SECONDS, self.hang_seconds)
         return max(self.hang_seconds, FACTOR * self._longest[phase])
 
     def forgive(self, now: float) -> None:
-        """Nobody listened for a while: what was not heard then means nothing."""
+        """Resets all clocks after the supervisor was paused, since it missed messages."""
         for node in self._heard:
             self._heard[node] = now
 
     def all_have_ended(self) -> bool:
-        """Whether all ranks have ended and srun, after two minutes, does not know it."""
+        """Whether all ranks ended more than two minutes ago; srun may not have noticed."""
         ended = [r.phase >= Phase.STOPPED and r.age > 120 for r in self.ranks.values()]
         return bool(ended) and all(ended)
 
     def silent_nodes(self, now: float) -> list[str]:
-        """Nodes that spoke and do so no more, or that never spoke when most did."""
+        """Returns nodes that have fallen silent, or never connected although most others did."""
         silent = [node for node, last in self._heard.items() if now - last > SILENT_SECONDS]
         if 2 * len(self._called) > len(self.nodes):
             usual = statistics.median(self._called.values())
@@ -152,19 +152,19 @@ class Watchdog:
         return silent
 
     def quiet_nodes(self, since: float) -> list[str]:
-        """Nodes that spoke before that, and not after it."""
+        """Returns nodes last heard from before that time."""
         return [node for node, last in self._heard.items() if last < since]
 
     def gone_ranks(self, now: float) -> dict[int, float]:
-        """Ranks whose process is not there any more, though they had not come to their end, and
-        since when that is known."""
+        """Returns ranks whose process disappeared before the end of training, with the time that
+        this was noticed."""
         gone = [r.rank for r in self.ranks.values() if not r.state and r.phase < Phase.ENDING]
         self._gone = {rank: self._gone.get(rank, now) for rank in gone}
         return self._gone
 
     def wait_in_vain(self, gone: Collection[int]) -> bool:
-        """Whether a rank waits for these. When training ends, some are gone before others, but no
-        one waits."""
+        """Whether any rank is waiting for these. At the end of training some ranks exit before
+        others, but none waits."""
         return any(
             rank.phase < Phase.ENDING and rank.age > GONE_SECONDS and rank.state
             for rank in self.ranks.values()
@@ -172,16 +172,15 @@ class Watchdog:
         )
 
     def is_advancing(self, now: float) -> bool:
-        """Whether steps are done, as far as is known: the next one may take twice as long as
-        usual."""
+        """Whether training seems to advance: the next step may take twice as long as usual."""
         if self.stepped is None:
             return False
         usual = statistics.median(self._step_times) if self._step_times else 0.0
         return now - self.stepped <= max(ADVANCING_SECONDS, 2 * usual)
 
     def late_ranks(self) -> list[Heard]:
-        """Returns ranks that have been in one phase for longer than it may last. A process that was
-        stopped by a signal never goes on by itself, whatever its phase."""
+        """Returns ranks that have exceeded the time limit of their phase. A process stopped by a
+        signal never resumes by itself, whatever its phase."""
         is_moving = any(rank.is_moving and not self._is_stuck(rank) for rank in self.ranks.values())
         return [
             rank
@@ -194,7 +193,7 @@ class Watchdog:
             return rank.age > self.hang_seconds
         if rank.phase in AT_DISK and rank.is_moving:
             return self._is_stuck(rank)
-        if rank.phase in AT_DISK and is_moving:  # it waits for one that moves
+        if rank.phase in AT_DISK and is_moving:  # it waits for a rank that is moving bytes
             return False
         idle = min(rank.age, rank.quiet) if rank.transfer is Transfer.WAITING else rank.age
         return idle > self.limit(rank.phase)
@@ -203,19 +202,19 @@ class Watchdog:
         return rank.is_moving and rank.quiet > self.hang_seconds
 
     def stalled_ranks(self) -> list[Heard]:
-        """Ranks whose save has stopped moving while training goes on, since this was last asked."""
+        """Returns ranks whose save has newly stalled while training continues."""
         stuck = [rank for rank in self.ranks.values() if self._is_stuck(rank)]
         new = [rank for rank in stuck if rank.rank not in self._named_stalled]
         self._named_stalled = {rank.rank for rank in stuck}
         return new
 
     def hang(self, late: Sequence[Heard], odd: Sequence[int] = ()) -> Fault:
-        """Who the others wait for: a process that is stopped; else the one whose bytes do not move
-        while others have moved theirs; else the one that is behind; else the one whose stack is
-        another (`odd`)."""
+        """Returns the fault, which names the rank that the others wait for: one whose process is
+        stopped; else one that moves no bytes while others do; else one that is behind; else one
+        whose stack differs (`odd`)."""
         stopped = [rank for rank in late if rank.is_stopped]
         stuck = [rank for rank in late if self._is_stuck(rank)]
-        if len(stuck) == len(self.ranks):  # the file system answers nobody
+        if len(stuck) == len(self.ranks):  # the file system responds to no one
             odd, behind = (), []
         else:
             behind = stuck or self._behind()
@@ -223,15 +222,15 @@ class Watchdog:
         if not 0 < len({rank.node for rank in named}) <= MOST_TO_BLAME:
             slowest = max(late, key=lambda rank: rank.age)
             what = (
-                f"no rank has gone on for {slowest.age:.0f} s at step {slowest.step} "
-                f"({slowest.phase.words}), and none stands out; their stacks are kept"
+                f"no rank has made progress for {slowest.age:.0f} s at step {slowest.step} "
+                f"({slowest.phase.words}), and none stands out; all stacks were saved"
             )
             if stuck:
                 most = max(stuck, key=lambda rank: rank.quiet)
                 what = (
-                    f"{len(stuck)} of {len(self.ranks)} ranks have moved no byte for "
-                    f"{most.quiet:.0f} s at step {most.step} ({most.phase.words}): their file "
-                    f"system does not answer"
+                    f"{len(stuck)} of {len(self.ranks)} ranks have moved no bytes for "
+                    f"{most.quiet:.0f} s at step {most.step} ({most.phase.words}): the file "
+                    f"system is not responding"
                 )
             return Fault(Kind.HANG, what)
         first = named[0]
@@ -242,12 +241,12 @@ class Watchdog:
             f"{first.phase.words}, for {first.age:.0f} s"
         )
         if stuck and not stopped:
-            what += f", with no byte moved for {first.quiet:.0f} s"
+            what += f", with no bytes moved for {first.quiet:.0f} s"
         ranks = tuple(rank.rank for rank in named)
         return Fault(Kind.HANG, what, ranks, tuple(dict.fromkeys(rank.node for rank in named)))
 
     def transfer(self) -> dict[str, float] | None:
-        """How far a save or a load is, on all ranks together; None if there is none."""
+        """Returns the progress of a save or load over all ranks, or None if there is none."""
         at_it = [rank for rank in self.ranks.values() if rank.transfer is not Transfer.NONE]
         if not at_it:
             return None
@@ -259,7 +258,7 @@ class Watchdog:
         }
 
     def stragglers(self) -> list[tuple[Heard, float, str]]:
-        """Ranks that have become slow since this was last asked: with the factor, and in words."""
+        """Returns ranks that have newly become slow, each with the factor and a description."""
         found = []
         usual, usual_wait = self._median("probe_seconds"), self._median("data_wait")
         for rank in self.ranks.values():
@@ -272,9 +271,9 @@ class Watchdog:
             if (is_slow or waits > LATE_DATA) and rank.rank not in self._named_slow:
                 self._named_slow.add(rank.rank)
                 what = (
-                    f"computes {factor:.1f} × as long as the median"
+                    f"takes {factor:.1f} × as long to compute as the median rank"
                     if is_slow
-                    else f"waits {rank.data_wait:.0%} of its time for data, the median rank "
+                    else f"spends {rank.data_wait:.0%} of its time waiting for data; the median is "
                     f"{usual_wait:.0%}"
                 )
                 found.append((rank, factor, what))
@@ -291,7 +290,7 @@ class Watchdog:
         return rank.probe_seconds / median if median > 0 else 1.0
 
     def _learn(self, rank: Heard) -> None:
-        """It moved on, so what it did until now can take this long."""
+        """Records how long a rank's phase took, now that it has moved on."""
         if rank.phase < Phase.DATA:
             return
         if self._first_step is None:
@@ -304,7 +303,7 @@ class Watchdog:
         return statistics.median(values) if values else 0.0
 
     def _behind(self) -> list[Heard]:
-        """Fewer than half, or it says nothing."""
+        """Returns the ranks that are furthest behind, if they are fewer than half of all."""
         at_work = [rank for rank in self.ranks.values() if not rank.is_over]
         least = min((rank.place for rank in at_work), default=None)
         behind = [rank for rank in at_work if rank.place == least]
