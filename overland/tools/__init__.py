@@ -1,1 +1,1 @@
-"""What stands around the trainer. Only the command line calls it; the core knows nothing of it."""
+"""Tools around the trainer. Only the command line calls them; the core does not depend on them."""

@@ -1,4 +1,4 @@
-"""What a run says at its end: how it went, where everything is, and what to do with it."""
+"""The summary printed at the end of a run: results, where everything is, and what to do next."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NUM_COMMANDS = 3
 
 
 def closing(run: Run, result: Trained, is_new: bool) -> str:
-    """`is_new`: this session has taken steps."""
+    """Returns the summary of a run. `is_new`: whether this session trained any steps."""
     folder, steps = run.folder, run.config.training.steps
     if not result.finished:
         saved = f"saved step {result.step}" if run.config.checkpoint.enable else "not saved"
         stopped = f"\nStopped after step {result.step} of {steps}; {saved}."
         if run.beat.is_read:  # in a job
             return stopped
-        return f"{stopped} To go on:\n\n  {command('overland', 'train', folder.config)}\n"
+        return f"{stopped} To resume:\n\n  {command('overland', 'train', folder.config)}\n"
     first = f"Finished: {steps} {'step' if steps == 1 else 'steps'} in {folder.root}."
     if not is_new:
         first = (
             f"Nothing left to do: {folder.root} is at step {result.step} of {steps}. "
-            f"`--resume none` starts a new run beside it."
+            f"`--resume none` starts a new run next to it."
         )
     parts = [f"\n{first}", table(losses(run, result) | places(run, result))]
     if run.dataset.tokenizer is not None and (said := samples_in_words(run, run.dataset.tokenizer)):
@@ -52,13 +52,13 @@ def losses(run: Run, result: Trained) -> dict[str, str]:
 
 
 def places(run: Run, result: Trained) -> dict[str, str]:
-    """Where things are, as far as they are there."""
+    """Returns the paths of the run's outputs that exist."""
     config, folder = run.config, run.folder
     found = {}
     if result.checkpoint is not None:
         found["checkpoint"] = str(result.checkpoint)
     if folder.hf.is_dir():
-        found["for Hugging Face"] = str(folder.hf)
+        found["Hugging Face"] = str(folder.hf)
     if config.lora.rank and config.lora.save_as_peft:
         found["adapters"] = f"{folder.root}/checkpoint-{result.step}"
     found["metrics"] = str(folder.metrics)
@@ -75,7 +75,7 @@ def table(rows: dict[str, str]) -> str:
 
 
 def next_commands(run: Run) -> list[str]:
-    """The commands that make sense for this run, the likeliest first."""
+    """Returns commands that make sense for this run, the most likely first."""
     config, root = run.config, run.folder.root
     steps, epochs = config.training.steps, config.training.epochs
     commands = []
@@ -96,7 +96,7 @@ def next_commands(run: Run) -> list[str]:
 
 
 def prompt_words(run: Run) -> tuple[str, str]:
-    """What to give to the model: the run's own prompt, or something like its data."""
+    """Returns a prompt for the model: the run's own, or something similar to its data."""
     config, tokenizer = run.config, run.dataset.tokenizer
     assert tokenizer is not None
     asked = config.metrics.sample_prompt

@@ -1,4 +1,4 @@
-"""The training data of a config or of a run: the batches that its steps are given."""
+"""The training data of a config or a run: the batch of each step."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class TrainingSet:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What made tokens of the text; None for data that came as tokens or arrays."""
+        """The tokenizer of the text; None for pre-tokenized data or arrays."""
         return self.dataset.tokenizer
 
     def batch(self, step: int) -> Batch:
-        """Returns what step number `step`, counted from 1, is given, on the CPU (unless a run has
-        skipped batches after a loss spike: `overland data preview RUN` knows)."""
+        """Returns the batch of a step, counted from 1, on the CPU. Ignores batches that a run has
+        skipped after a loss spike; `overland data preview RUN` accounts for them."""
         from overland.data.loader import load_batch
 
         return load_batch(self.dataset.rows, step - 1)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yields the batches of steps 1, 2, 3, …, without an end."""
+        """Yields the batches of steps 1, 2, 3, … endlessly."""
         from overland.data.loader import batches
 
         return batches(self.dataset.rows, 0)
 
     def close(self) -> None:
-        """Ends the processes that tokenise ahead."""
+        """Ends the processes that tokenize ahead."""
         self.dataset.close()
 
     def __enter__(self) -> TrainingSet:
@@ -73,14 +73,14 @@ def open_dataset(source: JobConfig | str | Path) -> TrainingSet:
 
 
 def open_step(config: str, settings: list[str], step: int) -> tuple[Dataset, int]:
-    """The data, and the batch that a step is given. A run has a plan of its own, and its ledger
-    knows of batches that were left out."""
+    """Returns the data and the number of the batch of a step. A run has its own plan, and its
+    ledger records skipped batches."""
     run = Path(config).expanduser()
     if run.name == CONFIG and not settings:
         run = run.parent
     is_run = (run / PLAN).is_file()
     found = with_new_tokens(load_config(str(run / CONFIG) if is_run else config, settings))
-    if problems := list(check_custom_import(found)):  # a source may be one of the user's own
+    if problems := list(check_custom_import(found)):  # a source may be custom
         raise ConfigError(problems)
     loaded = found.config
     if not is_run:
@@ -102,15 +102,15 @@ def _of_config(config: JobConfig) -> Dataset:
 
 
 def global_batch_size(config: JobConfig) -> int:
-    """Returns the global batch size as the config says or, where it leaves it to the number of
-    devices, for NGPU of them."""
+    """Returns the global batch size of the config; if it depends on the number of devices, for NGPU
+    devices."""
     size = config.training.global_batch_size
     if size != -1:
         return size
     num_devices = ngpu(os.environ) or 1
     print(
-        f"note: training.global_batch_size follows the number of devices; shown for {num_devices} "
-        f"(NGPU=N changes that)",
+        f"note: training.global_batch_size depends on the number of devices; shown for "
+        f"{num_devices} (set NGPU=N to change it)",
         file=sys.stderr,
     )
     return config.training.local_batch_size * resolve_degrees(config.parallelism, num_devices).dp

@@ -1,6 +1,6 @@
-"""A run from its config to its last words: on this machine, or as one rank of a world.
+"""Trains a run from its config to its closing summary, on this machine or as one rank of several.
 
-`overland train` and `overland.train` both end here.
+`overland train` and `overland.train` both end up here.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """Where a run got to."""
+    """How far a run got."""
 
     folder: Path
     step: int
     finished: bool
-    """Whether it took its last step; otherwise training again resumes it."""
+    """Whether it completed its last step; otherwise, training again resumes it."""
     loss: float | None = None
-    """The last one that was logged."""
+    """The last logged loss."""
     validation: dict[str, float] = field(default_factory=dict)
     """The last loss on each held-out set."""
     checkpoint: Path | None = None
-    """The newest one."""
+    """The newest checkpoint."""
 
 
 def load_config(source: str | Path, *settings: str) -> JobConfig:
@@ -55,11 +55,11 @@ def load_config(source: str | Path, *settings: str) -> JobConfig:
 
     Args:
         source: A TOML or YAML file, or the name of a recipe (`overland init` lists them).
-        *settings: What is changed, as on the command line: `"training.steps=20"`.
+        *settings: Overrides, as on the command line: `"training.steps=20"`.
 
     Raises:
-        ConfigError: With everything that is wrong, a line each. Files that are still to be fetched,
-            and what only this machine lacks, are for `train` to refuse.
+        ConfigError: Lists all problems, one per line. Files that still have to be fetched, and
+            anything that only this machine lacks, are only errors in `train`.
     """
     from overland.checks import load_checked
 
@@ -67,21 +67,21 @@ def load_config(source: str | Path, *settings: str) -> JobConfig:
 
 
 def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -> Trained:
-    """Trains the run that a config describes, or resumes it, and returns where it got to.
+    """Trains or resumes the run that a config describes, and returns how far it got.
 
-    It is `overland train` from Python: a run folder is filled, an interrupt finishes the step,
-    saves and returns, and training again resumes.
+    This is `overland train` from Python: it writes a run folder; an interrupt finishes the current
+    step, saves and returns; and training again resumes.
 
     Args:
         config: What `overland.load_config` returned.
-        ranks: Processes to start on this machine; default: none, this process trains on one
-            device. Under torchrun, mpirun or Slurm this process is one of theirs, and `ranks` must
-            be left out.
-        quiet: Whether nothing is printed.
+        ranks: Number of processes to start on this machine; by default this process trains, on one
+            device. Under torchrun, mpirun or Slurm this process is already one of the ranks, and
+            `ranks` must be omitted.
+        quiet: Whether to print nothing.
 
     Raises:
         ConfigError: The config cannot run here.
-        OverlandError: Training ended with an error, as the message says.
+        OverlandError: Training failed; the message says why.
     """
     from overland.checks import require
     from overland.config.load import Loaded
@@ -92,10 +92,10 @@ def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -
         if ranks not in (None, world.size):
             raise TrainingError(
                 f"ranks = {ranks}, but this process is one of {world.size} that a launcher has "
-                "started: leave ranks out"
+                "started: omit ranks"
             )
     num_ranks = world.size if world is not None else ranks or 1
-    # The folder is the one that was meant: loading the config has refused any other.
+    # The folder is intended: loading the config has already rejected any other.
     places: dict[KeyPath, str] = {("job", "dump_folder"): "the config"}
     notes = require(Loaded(config, [], "the config", places), num_ranks)
     if not quiet and (world is None or world.is_first):
@@ -108,7 +108,7 @@ def train(config: JobConfig, *, ranks: int | None = None, quiet: bool = False) -
 
 
 def _train_on(config: JobConfig, num_ranks: int, printing: Collection[int]) -> Trained:
-    """Starts `overland train` on so many ranks, and waits for them."""
+    """Starts `overland train` on this many ranks, and waits for them."""
     from overland.config.write import write_config
 
     if config.checkpoint.resume == "none":
@@ -130,7 +130,7 @@ def _train_on(config: JobConfig, num_ranks: int, printing: Collection[int]) -> T
 def train_rank(
     config: JobConfig, world: World, printing: Collection[int] = (0,), beat: Heartbeat | None = None
 ) -> Trained:
-    """What every rank does."""
+    """Trains on this rank."""
     from overland.training.screen import Screen
 
     beat = beat or Heartbeat()
@@ -146,7 +146,7 @@ def train_rank(
 
 
 def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple[Trained, str]:
-    """Joins the other ranks, and takes the run folder."""
+    """Joins the other ranks, and claims the run folder."""
     from overland.parallel.comm import from_first_rank, process_group
     from overland.training.owner import owned
 
@@ -161,7 +161,7 @@ def _train_among_ranks(config: JobConfig, world: World, screen: Screen) -> tuple
 def _train(
     config: JobConfig, world: World, device: torch.device, screen: Screen
 ) -> tuple[Trained, str]:
-    """Returns where the run got to and, on the first rank, what there is to say at the end."""
+    """Returns how far the run got and, on the first rank, the closing summary."""
     from overland.tools.closing import closing
     from overland.tools.evaluation.sample import SamplesOverTime, sample_start, take_sample
     from overland.training.loop import check_last_save, conclude
@@ -180,7 +180,7 @@ def _train(
     try:
         finished = train_loop(run)
     finally:  # an error on one rank becomes a signal for the others
-        say_at_signal("stopped; all that was saved is safe")
+        say_at_signal("stopped; everything saved so far is safe")
     check_last_save(run)
     if finished:
         conclude(run)
@@ -193,7 +193,7 @@ def _train(
 
 
 def trained(folder: RunFolder, finished: bool, step: int | None = None) -> Trained:
-    """Reads from a run folder where its run got to."""
+    """Reads from a run folder how far its run got."""
     from overland.checkpoint.folder import committed
 
     history = History(folder.metrics)
@@ -211,15 +211,15 @@ def trained(folder: RunFolder, finished: bool, step: int | None = None) -> Train
 
 
 def in_fresh_folder(config: JobConfig, folder: str) -> JobConfig:
-    """`resume = none` never touches an earlier run: it gets a folder of its own. From there on it
-    is a run like any other, whose config.toml must resume it."""
+    """Returns a config with a new run folder, since `resume = none` never touches an earlier run.
+    From then on it is a run like any other, and its config.toml must resume it."""
     job = config.job.model_copy(update={"dump_folder": folder})
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
     return config.model_copy(update={"job": job, "checkpoint": checkpoint})
 
 
 def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
-    """`free`: bytes of memory before the ranks were started."""
+    """Explains why a rank was killed. `free`: bytes of free memory before the ranks started."""
     import torch
 
     from overland.models.registry import model_config
@@ -231,7 +231,7 @@ def killed_in_words(config: JobConfig, num_ranks: int, free: float) -> str:
 
 @contextmanager
 def memory_in_words(config: JobConfig, world: World, device: torch.device) -> Iterator[None]:
-    """Turns an error of the allocator into one sentence with ways out."""
+    """Turns an out-of-memory error into one sentence with suggested fixes."""
     from overland.config.derived import resolve_degrees
     from overland.models.registry import model_config
     from overland.training.out_of_memory import is_out_of_memory, out_of_memory

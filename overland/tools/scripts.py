@@ -1,7 +1,7 @@
-"""The scripts of other trainers, under their own names and with their own flags.
+"""Scripts of other trainers, with their own names and flags.
 
-`overland/scripts/NAME` holds them as they will lie in a user's folder; `NAME.txt` beside it says
-what they are (its first line) and what to type (the rest). They are copied, never imported.
+`overland/scripts/NAME` contains them as they will be in a user's folder; `NAME.txt` next to it says
+what they are (its first line) and how to run them (the rest). They are copied, never imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def script_names() -> list[str]:
 
 
 def about(name: str) -> tuple[str, str]:
-    """Returns what the scripts of this name are, in a line, and what to type."""
+    """Returns a one-line description of the scripts of this name, and how to run them."""
     text = (scripts_folder() / f"{name}.txt").read_text(encoding="utf-8")
     first, _, rest = text.partition("\n")
     return first, rest.strip("\n")
@@ -49,10 +49,10 @@ def copy_scripts(name: str, folder: Path, force: bool = False) -> list[Path]:
     if there and not force:
         one = len(there) == 1
         raise OverlandError(
-            f"{any_of(there, 'and')} {'exists' if one else 'exist'} already; --force overwrites "
-            f"{'it' if one else 'them'}"
+            f"{any_of(there, 'and')} already {'exists' if one else 'exist'}; use --force to "
+            f"overwrite {'it' if one else 'them'}"
         )
-    for path in new:  # a file in the place of a folder is met before anything is written
+    for path in new:  # fails before anything is written if a file is in the way
         path.parent.mkdir(parents=True, exist_ok=True)
     for path, source in new.items():
         if path.is_symlink():
@@ -67,6 +67,6 @@ def is_same(path: Path, source: Path) -> bool:
 
 
 def make_executable(path: Path) -> None:
-    """An installed package may have lost the mode of its files, so the first line decides."""
+    """Makes scripts with a #! line executable, since an installed package may lose file modes."""
     if path.read_bytes().startswith(b"#!"):
         path.chmod(path.stat().st_mode | EXECUTABLE)

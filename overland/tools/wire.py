@@ -1,7 +1,7 @@
-"""Lines of JSON between the first node of a job and all others, one connection per node.
+"""Messages between the first node of a job and all others: lines of JSON, one connection per node.
 
-The first node listens, on the address by which the others reach it and on no other. Who calls says
-the key first, which came through the environment; a caller without it is hung up on.
+The first node listens only on the address by which the others reach it. A client first sends a key,
+which it received through its environment; without it, the connection is closed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Message = dict[str, Any]
 
 ADDRESS, KEY = "OVERLAND_WIRE_ADDRESS", "OVERLAND_WIRE_KEY"
 CALL_SECONDS = 60.0
-UNHEARD_SECONDS = 10.0  # after which a connection whose other end confirms nothing is given up
+UNHEARD_SECONDS = 10.0  # an unacknowledged connection is given up after this time
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LONGEST_LINE = 64 * 2**20  # stacks of all ranks of a node fit; a stranger's noise does not go on
+LONGEST_LINE = 64 * 2**20  # enough for the stacks of all ranks of a node; more is rejected
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -46,7 +46,7 @@ class Wire:
         host, _, port = env[ADDRESS].rpartition(":")
         wire = cls(socket.create_connection((host, int(port)), timeout=CALL_SECONDS))
         wire.socket.settimeout(None)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a route that is gone would hold us for minutes
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a lost route would block us for minutes
             milliseconds = int(1000 * UNHEARD_SECONDS)
             wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         wire.send({"key": env[KEY]})
@@ -57,7 +57,7 @@ class Wire:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None = None) -> list[Message] | None:
-        """What has come, after that many seconds at most; None once the other end is gone."""
+        """Returns received messages, waiting at most this long; None once the other end is gone."""
         self.socket.settimeout(seconds)
         try:
             data = self.socket.recv(2**16)
@@ -74,7 +74,7 @@ class Wire:
             return None
         try:
             messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # the latter from brackets without end
+        except (ValueError, RecursionError):  # the latter from endless brackets
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
 
@@ -83,14 +83,14 @@ class Wire:
 
 
 class Switchboard:
-    """The end of the first node. A thread listens; whatever arrives is put into `inbox` as
+    """The first node's end. A thread listens and puts whatever arrives into `inbox` as
     (wire, message), and (wire, None) when a connection has ended."""
 
     def __init__(self, others: Sequence[str], env: Mapping[str, str] = os.environ) -> None:
         self.inbox: queue.SimpleQueue[tuple[Wire, Message | None]] = queue.SimpleQueue()
         self._key = secrets.token_hex(16)
         self._listener = socket.create_server((own_address(others, env), 0), backlog=4096)
-        self._wires: dict[socket.socket, tuple[Wire, bool]] = {}  # and whether it knew the key
+        self._wires: dict[socket.socket, tuple[Wire, bool]] = {}  # and whether it sent the key
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._open = True
@@ -98,7 +98,8 @@ class Switchboard:
         self._thread.start()
 
     def environment(self) -> dict[str, str]:
-        """Variables for the processes that are to call; command lines could be read by all."""
+        """Returns variables for the processes that connect; command lines would be visible to all
+        users."""
         host, port = self._listener.getsockname()
         return {ADDRESS: f"{host}:{port}", KEY: self._key}
 
@@ -115,7 +116,7 @@ class Switchboard:
                 if ready.fileobj is self._listener:
                     try:
                         connection, _ = self._listener.accept()
-                    except OSError:  # the caller is gone again, or too many files are open
+                    except OSError:  # the client is gone again, or too many files are open
                         time.sleep(0.1)
                         continue
                     self._wires[connection] = Wire(connection), False
@@ -144,8 +145,8 @@ class Switchboard:
 
 
 def own_address(others: Sequence[str], env: Mapping[str, str] = os.environ) -> str:
-    """Returns the address of the interface that training uses, if it is named; else of the one that
-    leads to the others; loopback where there are none."""
+    """Returns the address of the interface that training uses, if it is set; otherwise of the one
+    that leads to the other nodes, or loopback if there are none."""
     for variable in INTERFACES:
         name = env.get(variable, "").split(",")[0].lstrip("=")
         if name and not name.startswith("^"):
@@ -153,12 +154,12 @@ def own_address(others: Sequence[str], env: Mapping[str, str] = os.environ) -> s
     if not others:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((reachable(others[0]), 9))  # sends nothing: it only asks for the route
+        probe.connect((reachable(others[0]), 9))  # sends nothing: it only looks up the route
         return str(probe.getsockname()[0])
 
 
 def address_of_interface(name: str, variable: str) -> str:
-    """The first interface whose name begins so, as NCCL and gloo take it."""
+    """Returns the address of the first interface with this prefix, like NCCL and gloo."""
     present = sorted(interface for _, interface in socket.if_nameindex())
     for interface in present:
         if interface.startswith(name):
@@ -171,5 +172,5 @@ def address_of_interface(name: str, variable: str) -> str:
                 return socket.inet_ntoa(answer[20:24])
     raise ClusterError(
         f"environment {variable}: {socket.gethostname()} has no interface {name} with an address; "
-        f"it has {', '.join(present)}"
+        f"its interfaces are {', '.join(present)}"
     )

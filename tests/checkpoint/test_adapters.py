@@ -130,7 +130,7 @@ def test_the_last_weights_are_merged_and_a_checkpoint_is_too(
     convert(BASE, tmp_path / "same", "hf", adapter=run / "checkpoint" / "step_2", merge_lora=True)
     same = load_file(tmp_path / "same" / "model.safetensors")
     assert all(torch.equal(same[name], second[name]) for name in same)
-    with pytest.raises(CheckpointError, match=r"--merge-lora puts them .* --to peft writes them"):
+    with pytest.raises(CheckpointError, match=r"--merge-lora to merge them .* --to peft"):
         convert(run, tmp_path / "hf", "hf")
     convert(run, tmp_path / "peft", "peft")
     ours, theirs = adapters(run / "checkpoint-2"), adapters(tmp_path / "peft")

@@ -109,7 +109,7 @@ def test_scripts_are_copied_all_or_none() -> None:
     Path("torchtitan/train.py").write_text("mine")
     result = runner.invoke(app, ["--from", "torchtitan"])
     assert result.exit_code == 2
-    assert result.stderr == "torchtitan/train.py exists already; --force overwrites it\n"
+    assert result.stderr == "torchtitan/train.py already exists; use --force to overwrite it\n"
     assert not Path("run_train.sh").exists()
     assert runner.invoke(app, ["--from", "torchtitan", "--force"]).exit_code == 0
     assert Path("torchtitan/train.py").read_text() != "mine"

@@ -44,7 +44,7 @@ def test_a_sum_of_all_that_hangs_is_a_failure_of_the_whole(
     assert report.bad == {}
     assert not report.is_good
     assert "all-reduce of all good nodes failed on 2 of 2 tasks" in report.failure
-    assert "did not end within" in report.failure
+    assert "did not finish within" in report.failure
 
 
 def test_tasks_of_torchrun_find_the_first_of_them(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_ctrl_c_saves_and_the_resumed_run_has_the_bits_of_an_unbroken_one(
     stopped = max(losses(run / "metrics.jsonl"))
     assert code == 75, output
     assert (run / "checkpoint" / f"step_{stopped}.preempt" / "COMMITTED").is_file()
-    assert f"Stopped after step {stopped} of 400; saved step {stopped}. To go on:" in output
+    assert f"Stopped after step {stopped} of 400; saved step {stopped}. To resume:" in output
     assert "overland train runs/quickstart/config.toml" in output
     assert stopped < 390
 

@@ -59,7 +59,7 @@ def test_what_cannot_be_evaluated_is_refused_before_it_is_queued(
         (["model", "--step", "1", "--steps", "all"], "give one of --step and --steps"),
         (["model", "--num-fewshot", "0"], "--num-fewshot: is for tasks, and --tasks names none"),
         (["model", "--tasks", "quiz", "--joined"], "--joined: is for perplexity, and --data names"),
-        (["model", "--data", "nowhere.txt"], "--data nowhere.txt: there is no such file"),
+        (["model", "--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
         (["model", "--tensor-parallel", "99"], "--tensor-parallel 99 does not divide"),
         (["model", "--tasks", "quiz", "--include-path", "definitions"], "fetch tasks quiz"),
     ):

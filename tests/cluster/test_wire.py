@@ -79,5 +79,7 @@ def test_it_listens_where_the_others_reach_it_and_nowhere_else() -> None:
     assert own_address(["127.0.0.1"], {}) == "127.0.0.1"
     assert own_address(["x"], {"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
     assert own_address([], {"NCCL_SOCKET_IFNAME": "=lo,eth7"}) == "127.0.0.1"
-    with pytest.raises(ClusterError, match=r"no interface hsn0 with an address; it has .*lo"):
+    with pytest.raises(
+        ClusterError, match=r"no interface hsn0 with an address; its interfaces are .*lo"
+    ):
         own_address([], {"NCCL_SOCKET_IFNAME": "hsn0"})

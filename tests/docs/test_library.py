@@ -138,7 +138,7 @@ def test_mistakes_are_errors_in_a_sentence(tmp_path: Path) -> None:
     assert "did you mean training.steps?" in said[0]
     assert "nowhere" in said[1]
     assert "nowhere does not exist" in said[2]
-    assert "to = 'gguf' is not known" in said[3]
+    assert "to = 'gguf' is unknown" in said[3]
     assert "nowhere.txt" in said[4]
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 

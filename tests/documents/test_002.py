@@ -315,7 +315,7 @@ def test_a_job_that_is_none_is_refused(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
     for more, env, said in (
         ([], {}, "--here trains inside the current Slurm job, but this is not a Slurm job"),
-        (["--nodes", "2"], job, "this job has 1 nodes, and 2 are asked"),
+        (["--nodes", "2"], job, "2 nodes are requested, but this job has 1"),
     ):
         done = overland(*words, *more, "--here", cwd=tmp_path, code=2, **env)
         assert said in done.stderr

@@ -195,7 +195,7 @@ def test_a_text_ends_where_the_context_is_full() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "message"),
     [
-        ([], {}, DataError, "prompt 1 has no tokens"),
+        ([], {}, DataError, "prompt 1 is empty"),
         ([5] * 257, {}, DataError, "prompt 1 has 257 tokens, but the limit is 256"),
         ([5, 96], {}, ModelError, "produced token 96, but the model's vocabulary has 96"),
         ([5], {"stop": [""]}, DataError, "would end every text before it starts"),

@@ -127,7 +127,7 @@ def test_a_link_from_elsewhere_opens_with_what_its_run_knows(run: Path, tmp_path
 
 
 def test_a_step_that_is_not_there_is_named_with_those_that_are(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it holds 1 and 2"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has 1 and 2"):
         open_model(run, step=7)
     with pytest.raises(CheckpointError, match="is a single checkpoint: omit --step"):
         open_model(run / "checkpoint" / "step_1", step=1)

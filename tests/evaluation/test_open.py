@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_named(model: Path, tmp_path: Path) -> None:
         ({"device": "meta"}, "--device meta stores no values"),
         ({"step": 3}, "--step 3 selects a checkpoint of a run"),
         ({"tokenizer": Path("nowhere")}, "--tokenizer: nowhere holds no"),
-        ({"config": Path("nowhere")}, "--config nowhere: there is no nowhere"),
+        ({"config": Path("nowhere")}, "--config nowhere: nowhere does not exist"),
     ],
 )
 def test_an_option_that_cannot_be_used_is_named(

@@ -164,7 +164,7 @@ def test_a_list_needs_no_network(tasks: Path, hub: Hub) -> None:
 def test_what_is_missing_is_told_with_the_line_that_fetches_it(tasks: Path, hub: Hub) -> None:
     fetch(tasks, "quiz_easy")
     for name in ("plain", "quiz_hard"):
-        with pytest.raises(DataError, match=f"is not here.*fetch tasks {name}"):
+        with pytest.raises(DataError, match=f"is not on this machine.*fetch tasks {name}"):
             questions(tasks, name)
 
 

@@ -75,19 +75,21 @@ def test_pushing_again_sends_only_what_changed(hub: Hub, folder: Path) -> None:
 def test_private_files_do_not_go_into_an_open_repository(hub: Hub, folder: Path) -> None:
     hub.add("me/open", {"old.txt": b"old"})
     said = run(str(folder), "me/open", "--private", code=2).stderr
-    assert "open to everyone" in said
+    assert "already exists and is public" in said
     assert held(hub, "me/open") == {"old.txt": b"old"}
 
 
 def test_what_arrives_damaged_is_said(hub: Hub, folder: Path) -> None:
     hub.corrupt["upload"] = 1
     said = run(str(folder), "me/new", code=2).stderr
-    assert "does not hold what was sent: model.safetensors" in said
+    assert "does not match what was pushed: model.safetensors" in said
 
 
 def test_what_a_gitignore_leaves_out_is_said(hub: Hub, folder: Path) -> None:
     hub.gitignored.add("config.json")
-    assert "does not hold what was sent: config.json" in run(str(folder), "me/new", code=2).stderr
+    assert (
+        "does not match what was pushed: config.json" in run(str(folder), "me/new", code=2).stderr
+    )
 
 
 def test_a_secret_of_the_environment_is_never_sent(
@@ -97,7 +99,7 @@ def test_a_secret_of_the_environment_is_never_sent(
     monkeypatch.setattr(secrets, "BLOCK", 64)  # it lies across the border of two blocks
     (folder / "log.txt").write_bytes(b"x" * 55 + b"a-key-that-is-secret" + b"y" * 100)
     said = run(str(folder), "me/new", code=2).stderr
-    assert "log.txt holds the value of WANDB_API_KEY" in said
+    assert "log.txt contains the value of WANDB_API_KEY" in said
     assert "a-key-that-is-secret" not in said
     assert hub.requests == []
 
@@ -113,7 +115,7 @@ def test_a_file_of_secrets_is_known_by_its_name(hub: Hub, folder: Path, name: st
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"x")
     said = run(str(folder), "me/new", code=2).stderr
-    assert f"{name} looks like a file of keys or passwords" in said
+    assert f"{name} looks like a file with keys or passwords" in said
     assert hub.requests == []
 
 
@@ -136,7 +138,7 @@ def test_a_key_is_found_in_any_file(
     monkeypatch.setattr(secrets, "BLOCK", 50)  # it lies across the borders of blocks
     (folder / "notes.md").write_bytes(b"\xff" * 45 + text.encode() + b" " * 99)
     said = run(str(folder), "me/new", code=2).stderr
-    assert f"notes.md holds {kind}" in said
+    assert f"notes.md contains {kind}" in said
     assert text.strip() not in said
     assert hub.requests == []
 
@@ -163,9 +165,9 @@ def test_links_lead_to_files_of_the_folder_or_are_refused(
     for target, reason in (
         (tmp_path / "outside.txt", "is a link out of the folder"),
         (Path("../outside.txt"), "is a link out of the folder"),
-        (tmp_path / "elsewhere", "is a linked folder"),
-        (Path("link.txt"), "leads nowhere"),
-        (Path("nothing"), "leads nowhere"),
+        (tmp_path / "elsewhere", "is a link to a folder"),
+        (Path("link.txt"), "is a broken link"),
+        (Path("nothing"), "is a broken link"),
     ):
         link.symlink_to(target)
         said = run(str(folder), "me/new", code=2).stderr
@@ -211,13 +213,13 @@ def test_refusals_are_one_sentence(
         assert said.count("\n") == 1
         return said
 
-    assert "nowhere is no folder" in says("nowhere", "me/new")
-    assert "holds no files" in says("empty", "me/new")
+    assert "nowhere is not a folder" in says("nowhere", "me/new")
+    assert "contains no files" in says("empty", "me/new")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE is set" in says(str(folder), "me/new")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_TOKEN", "hf_some-other-token")
-    assert "does not know the token in HF_TOKEN" in says(str(folder), "me/new")
+    assert "rejected the token in HF_TOKEN" in says(str(folder), "me/new")
     monkeypatch.delenv("HF_TOKEN")
-    assert "set HF_TOKEN" in says(str(folder), "me/new")
+    assert "HF_TOKEN is not set" in says(str(folder), "me/new")
     assert hub.repos == {}

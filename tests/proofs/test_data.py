@@ -109,7 +109,7 @@ def test_one_wrong_row_of_one_batch_is_caught(ranks: RankPool, texts: Path, num_
     verdict = prove_data(texts / "run")
     assert not verdict.holds
     assert verdict.wrong_rows == 1
-    assert verdict.first_wrong == "step 4, row 7: not what batch 3 of the plan holds"
+    assert verdict.first_wrong == "step 4, row 7: not as planned for batch 3"
     assert sum(count.skipped for count in verdict.sources.values()) > 0
 
 
@@ -149,7 +149,7 @@ def test_a_changed_corpus_is_named(ranks: RankPool, texts: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no run folder"):
+    with pytest.raises(DataError, match="is not a run folder"):
         prove_data(tmp_path)
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(DataError, match=r"ledger\.bin does not exist"):
@@ -168,7 +168,7 @@ def test_batches_that_were_skipped_are_caught(ranks: RankPool, texts: Path) -> N
     ranks.run(1, run_and_skip_batches, job(texts, steps=6))
     verdict = prove_data(texts / "run")
     assert not verdict.holds
-    assert verdict.first_wrong == "step 5 was given batch 6, where 4 was due"
+    assert verdict.first_wrong == "step 5 consumed batch 6, but 4 was planned"
     assert sum(count.skipped for count in verdict.sources.values()) > 400
 
 

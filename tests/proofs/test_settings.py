@@ -67,5 +67,5 @@ def test_a_model_of_ones_own_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     Path("run.toml").write_text(
         '[job]\ncustom_import = "my_own"\n[model]\nname = "mine"\nflavor = "tiny"\n'
     )
-    with pytest.raises(ConfigError, match="a model of your own is not proven here"):
+    with pytest.raises(ConfigError, match="custom models are not supported here"):
         settings_of("run.toml")

@@ -179,7 +179,7 @@ def test_a_changed_mask_is_found(ranks: RankPool, files: Path, tmp_path: Path) -
     ranks.run(1, run_with_a_changed_mask, sessions(files, tmp_path, 1, 3))
     verdict = prove_data(tmp_path / "run")
     assert not verdict.holds
-    assert verdict.first_wrong == "step 2, row 2: not what batch 1 of the plan holds"
+    assert verdict.first_wrong == "step 2, row 2: not as planned for batch 1"
 
 
 def test_a_run_that_is_resumed_otherwise_says_what_changed(

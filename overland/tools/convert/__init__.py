@@ -1,4 +1,4 @@
-"""A checkpoint from one format to another, tensor by tensor. See docs/convert.md."""
+"""Converts a checkpoint from one format to another, tensor by tensor. See docs/convert.md."""
 
 from overland.tools.convert.convert import Conversion, convert
 

@@ -1,4 +1,5 @@
-"""Any checkpoint to any format: one tensor in memory, an output that is whole or not there."""
+"""Converts any checkpoint to any format, with one tensor in memory at a time. The output is
+complete or does not exist."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ WITHOUT_ADAPTERS = ("hf", "meta", "safetensors")
 ALLOWANCE = 256 * 2**20
 
 Advance = Callable[[str, int, int], None]
-"""Told what is being done, how many bytes of it, and of how many."""
+"""Called with the current activity, the bytes done, and the total bytes."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class Conversion:
     logits_difference: float | None
     own_model: str | None
     merged: int
-    """Matrices that adapters were put into."""
+    """Number of matrices that adapters were merged into."""
     products_difference: float | None
-    """How far these are off, relative to the largest of what they make of random vectors."""
+    """Their largest error on random vectors, relative to the largest result."""
     note: str
     peak_memory: int
     allowed_memory: int
@@ -92,9 +93,9 @@ def convert(
     """Writes the checkpoint at `source` to `target` in format `to`; see docs/convert.md."""
     for given, valid, option in ((to, TARGETS, "--to"), (verify, CHECKS, "--verify")):
         if given not in valid:
-            raise CheckpointError(f"{option} {given} is not known{did_you_mean(given, valid)}")
+            raise CheckpointError(f"{option} {given} is unknown{did_you_mean(given, valid)}")
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"--dtype {dtype} is not known{did_you_mean(dtype, DTYPES)}")
+        raise CheckpointError(f"--dtype {dtype} is unknown{did_you_mean(dtype, DTYPES)}")
     options, format_ = options or Options(), FORMATS[to]
     target = Path(target).expanduser()
     if format_.is_file and target.suffix != ".safetensors":
@@ -157,54 +158,53 @@ def convert(
 def _open(
     path: Path, config: Config, to: str, adapter: str | Path | None, merge_lora: bool
 ) -> LazyCheckpoint:
-    """Opens the source, with adapters that lie elsewhere, or with the weights that adapters lie
-    beside; refuses what TARGET has no place for."""
+    """Opens the source, joined with separate adapters, or adapters joined with the weights next to
+    them; raises an error for anything that the target format cannot represent."""
     if adapter is not None:
         if not merge_lora:
-            raise CheckpointError("--adapter without --merge-lora does nothing: say both")
+            raise CheckpointError("--adapter has no effect without --merge-lora: give both")
         base = open_any(path, config)
         if has_adapters(base.weights()):
-            raise CheckpointError(f"{path} has adapters of its own: leave out --adapter")
+            raise CheckpointError(f"{path} already has adapters: omit --adapter")
         return join(base, open_any(adapter, whole=False))
     opened = open_any(path, config, whole=to != "peft")
     if opened.format == "peft" and to != "peft":
         step = step_of_export(path) if merge_lora else None
         if step is None:
             said = (opened.adapter or {}).get("base_model_name_or_path")
-            whose = f" (it says {said!r:.100}, which is not looked for)" if said else ""
+            whose = f" (it names {said!r:.100}, which is not looked up)" if said else ""
             raise CheckpointError(
-                f"{path} holds adapters alone: name the model that they belong to{whose}: overland "
-                f"convert MODEL OUT --to {to} --adapter {path} --merge-lora"
+                f"{path} contains only adapters: give their base model{whose}: overland convert "
+                f"MODEL OUT --to {to} --adapter {path} --merge-lora"
             )
         opened = open_any(step, config)
     if merge_lora and to == "peft":
-        raise CheckpointError("--to peft writes adapters as they are: leave out --merge-lora")
+        raise CheckpointError("--to peft writes unmerged adapters: omit --merge-lora")
     if not merge_lora and to in WITHOUT_ADAPTERS and has_adapters(opened.weights()):
         raise CheckpointError(
-            f"{path} has adapters, and {to} has no place for them: --merge-lora puts them into the "
-            "weights, --to peft writes them alone"
+            f"{path} has adapters, which {to} cannot store: use --merge-lora to merge them into "
+            "the weights, or --to peft to write only the adapters"
         )
     return opened
 
 
 def _check_apart(source: Path, target: Path) -> None:
-    """A target inside its source would become part of it: of a checkpoint, whose files are all
-    listed, or of a run."""
+    """Raises an error if the target is inside its source, since it would become part of that
+    checkpoint or run."""
     whole, new = source.resolve(), target.resolve()
     if new == whole or new in whole.parents:
-        raise CheckpointError(f"{target} is {source} or holds it: choose a target outside of it")
+        raise CheckpointError(f"{target} is or contains {source}: choose a target outside of it")
     if whole in new.parents:
         raise CheckpointError(
-            f"{target} lies inside {source}, which must stay as it is: choose a target outside of "
-            "it"
+            f"{target} is inside {source}, which must not change: choose a target outside of it"
         )
 
 
 def _selected(source: LazyCheckpoint, weights_only: bool) -> dict[str, Lazy]:
-    """Weights, and the optimizer where it is wanted; a source's other tensors mean nothing to
-    others, unless both ends are Overland's."""
+    """Returns the weights, and with `weights_only` off all other tensors, such as optimizer
+    state."""
     if not any(name.startswith(MODEL) for name in source.tensors):
-        raise CheckpointError(f"{source.folder} holds no weights of a model")
+        raise CheckpointError(f"{source.folder} contains no model weights")
     return {
         name: lazy
         for name, lazy in source.tensors.items()
@@ -213,7 +213,7 @@ def _selected(source: LazyCheckpoint, weights_only: bool) -> dict[str, Lazy]:
 
 
 def _without(tensors: dict[str, Lazy], patterns: Sequence[str]) -> dict[str, Lazy]:
-    """Drops parameters, with their state, and other entries that a pattern matches."""
+    """Drops parameters (with their optimizer state) and other entries that match a pattern."""
     kept = dict(tensors)
     for pattern in patterns:
         matched = [name for name in tensors if _matches(name, pattern, tensors)]
@@ -239,8 +239,8 @@ def _near(pattern: str, names: list[str]) -> str:
 
 
 def _with_dtype(tensors: dict[str, Lazy], dtype: torch.dtype | None) -> dict[str, Lazy]:
-    """Weights that are floating-point change type; optimizer state stays as they are. Names of
-    one tensor stay names of one tensor."""
+    """Casts floating-point weights; optimizer state is unchanged. Names that share a tensor still
+    share it afterwards."""
     if dtype is None:
         return tensors
     changed: dict[int, Lazy] = {}
@@ -253,7 +253,7 @@ def _with_dtype(tensors: dict[str, Lazy], dtype: torch.dtype | None) -> dict[str
 
 
 def _largest(lazy: Lazy) -> int:
-    """A cast tensor counts in its wider type."""
+    """Returns the size of a tensor in bytes; a cast tensor counts with its wider type."""
     before = getattr(lazy, "before", lazy)
     return max(lazy.nbytes, before.nbytes)
 
@@ -300,13 +300,13 @@ def _given_config(path: str | Path | None) -> tuple[Config, list[Path]]:
     path = Path(path).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise CheckpointError(f"--config {path}: there is no {file}")
+        raise CheckpointError(f"--config {path}: {file} does not exist")
     return read_json_object(file), companions_in(path) if path.is_dir() else []
 
 
 @contextmanager
 def new_target(target: Path, is_file: bool) -> Iterator[Path]:
-    """A place beside the target, which gets the target's name when all is written."""
+    """Yields a temporary path next to the target, which is renamed to it once complete."""
     is_empty_folder = not is_file and target.is_dir() and not any(target.iterdir())
     if (target.is_symlink() or target.exists()) and not is_empty_folder:
         raise CheckpointError(f"{target} already exists; choose a new name or remove it")
@@ -330,14 +330,14 @@ def _remove(path: Path) -> None:
 
 
 class PeakMemory:
-    """Counts from where it is made. On Linux by the kernel's own high-water mark."""
+    """Peak memory since its creation; on Linux from the kernel's high-water mark."""
 
     def __init__(self) -> None:
-        # 5 resets the mark to what is in use now: importing has a peak of its own.
+        # 5 resets the mark to the current usage, since imports have a peak of their own.
         self.base = _status("VmRSS") if _reset() else _highest()
 
     def growth(self) -> int:
-        """Bytes."""
+        """Returns the growth in bytes."""
         return max(0, _highest() - self.base)
 
 

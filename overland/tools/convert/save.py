@@ -1,4 +1,4 @@
-"""A model that is in memory, written as a folder of weights."""
+"""Saves a model in memory as a folder or file of weights."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def save_model(
     dtype: str | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Path:
-    """Writes the weights of a model in memory; the target is whole or not there.
+    """Writes the weights of a model in memory; the target is complete or does not exist.
 
     Args:
         model: What `overland.load_model` returned, or a module of a registered model.
         target: New folder; with `to="safetensors"` a new file.
         to: `hf`, with config.json and tokenizer, as `transformers` reads it; or `safetensors`.
-        dtype: Of the weights: float32, bfloat16 or float16; default: as they are.
-        tokenizer: Written next to the weights; default: that of an opened model.
+        dtype: Type of the weights: float32, bfloat16 or float16; default: unchanged.
+        tokenizer: Written next to the weights; default: the tokenizer of an opened model.
     """
     if to not in TARGETS:
-        raise CheckpointError(f"to = {to!r} is not known{did_you_mean(to, TARGETS)}")
+        raise CheckpointError(f"to = {to!r} is unknown{did_you_mean(to, TARGETS)}")
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
+        raise CheckpointError(f"dtype = {dtype!r} is unknown{did_you_mean(dtype, DTYPES)}")
     module = model.model if isinstance(model, OpenModel) else model
     tokenizer = tokenizer or (model.tokenizer if isinstance(model, OpenModel) else None)
     target, format_ = Path(target).expanduser(), FORMATS[to]
@@ -68,9 +68,7 @@ def _tensors(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, La
     found: dict[str, Lazy] = {}
     for name, tensor in state.items():
         if tensor.is_meta:
-            raise CheckpointError(
-                f"{name} is on the meta device and holds no values: load it first"
-            )
+            raise CheckpointError(f"{name} is on the meta device and has no values: load it first")
         lazy = held(tensor.detach().cpu())
         is_cast = dtype is not None and tensor.is_floating_point()
         found[MODEL + name] = cast_lazily(lazy, dtype) if is_cast and dtype else lazy
@@ -81,8 +79,8 @@ def _config(module: torch.nn.Module) -> dict[str, Any]:
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_hf") or lacks_hf_form(config):
         raise CheckpointError(
-            f"{type(module).__name__} has no config with a to_hf() of its own, which says what "
-            "model it is (docs/extending.md)"
+            f"{type(module).__name__} has no config with its own to_hf(), which describes the "
+            "model (docs/extending.md)"
         )
     found: dict[str, Any] = config.to_hf()
     return found

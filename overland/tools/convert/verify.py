@@ -1,4 +1,4 @@
-"""After writing: the target is opened as any source would be, and must give what was sent."""
+"""Verifies a conversion: the target is opened like any source, and must match what was written."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from overland.models.transform import apply_transforms
 # 1.5 GB of weights in float32, twice.
 MAX_LOGITS_PARAMETERS = 400_000_000
 TOLERANCE = 1e-4
-PRODUCTS = 32  # roundings of the largest result, in the type that is written
-ROUNDED = 16  # the same of logits, which have been through all layers
+PRODUCTS = 32  # rounding errors of the largest result, in the dtype that is written
+ROUNDED = 16  # the same for logits, after all layers
 
 _AGAIN = "the target was removed, try again"
 
 Sent = Mapping[str, tuple[tuple[int, ...], torch.dtype, str]]
-"""Name → shape, type and digest of what the writer was given."""
+"""Name → shape, dtype and digest of what the writer received."""
 
 
 def verify_hashes(written: LazyCheckpoint, sent: Sent, done: Callable[[int], None]) -> None:
-    """Compares every tensor that was sent."""
+    """Compares every tensor that was written with the one that was sent."""
     for name, (shape, dtype, wanted) in sent.items():
         lazy = written.tensors.get(name)
-        if lazy is None and name == MODEL + HEAD:  # left out where it is the embedding
+        if lazy is None and name == MODEL + HEAD:  # omitted if tied to the embedding
             lazy = written.tensors.get(MODEL + EMBEDDING)
         if lazy is None:
-            raise CheckpointError(f"{name} was sent but is not in what was written; {_AGAIN}")
+            raise CheckpointError(f"{name} is missing in what was written; {_AGAIN}")
         if lazy.shape != shape or lazy.dtype != dtype or digest(lazy.load()) != wanted:
-            raise CheckpointError(f"{name} was written, but reads as something else; {_AGAIN}")
+            raise CheckpointError(f"{name} reads back differently than written; {_AGAIN}")
         done(lazy.nbytes)
 
 
 def verify_products(source: LazyCheckpoint, written: LazyCheckpoint) -> float:
-    """Compares every merged matrix that was written with the weights and the adapter that it was
-    made of; returns the largest difference, relative to the results."""
+    """Compares every merged matrix with its weights and adapter; returns the largest difference,
+    relative to the results."""
     largest = 0.0
     for name, lazy in source.tensors.items():
         if not isinstance(lazy, Merged):
@@ -57,7 +57,7 @@ def verify_products(source: LazyCheckpoint, written: LazyCheckpoint) -> float:
         limit = PRODUCTS * max(torch.finfo(lazy.dtype).eps, torch.finfo(torch.float32).eps)
         if not difference <= limit:
             raise CheckpointError(
-                f"{name} was merged, but what it computes differs by {difference:.2g} from the "
+                f"{name} was merged, but its results differ by {difference:.2g} from those of the "
                 f"weights with their adapter; {_AGAIN}"
             )
         largest = max(largest, difference)
@@ -70,16 +70,16 @@ def verify_logits(
     written_config: Config,
     is_asked: bool = True,
 ) -> tuple[float | None, str]:
-    """The largest difference of logits between the two, on fixed tokens, in float32 (of a model of
-    arrays: of the loss, on fixed noise). None, and why, where they cannot be compared; unless it
-    `is_asked` for, size and a missing config are no errors."""
+    """Returns the largest difference between the logits of the two, on fixed tokens, in float32
+    (for a model of arrays: between losses on fixed noise). Returns None and the reason if they
+    cannot be compared; size and a missing config are errors only if `is_asked`."""
     if source.own_model:
-        return None, f"{source.own_model} is a model of your own"
+        return None, f"{source.own_model} is a custom model"
     try:
         if source.config is None or written_config is None:
             raise CheckpointError(
-                f"{source.folder} does not say what model it holds, so there are no logits to "
-                "compare; name its config.json with --config"
+                f"{source.folder} does not specify its model, so there are no logits to compare; "
+                "give its config.json with --config"
             )
         config = read_hf_config(source.config)
         _require_small(config)
@@ -92,7 +92,7 @@ def verify_logits(
         with torch.no_grad():
             before = model_with_weights(source, config)(**inputs)
             after = model_with_weights(written, read_hf_config(written_config))(**inputs)
-    except ModelError as error:  # adapters of a matrix that a run could not train any of
+    except ModelError as error:  # adapters on a matrix that our LoRA does not support
         return None, str(error)
     difference = float((before - after).abs().max())
     dtype = next(iter(written.weights().values())).dtype
@@ -101,7 +101,7 @@ def verify_logits(
         limit += ROUNDED * torch.finfo(dtype).eps * float(before.abs().max())
     if not difference <= limit:
         raise CheckpointError(
-            f"logits of what was written differ by {difference:.2g} from the source's; {_AGAIN}"
+            f"the logits of the target differ by {difference:.2g} from the source's; {_AGAIN}"
         )
     return difference, ""
 
@@ -110,7 +110,7 @@ def _require_small(config: Any) -> None:
     count = sum(torch.Size(shape).numel() for shape in shapes_in_files(config)[0].values())
     if count > MAX_LOGITS_PARAMETERS:
         raise CheckpointError(
-            f"logits are compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, and "
+            f"logits can be compared for models of up to {MAX_LOGITS_PARAMETERS:,} parameters, but "
             f"this one has {count:,}; use --verify hash"
         )
 
@@ -127,7 +127,7 @@ def _some_inputs(config: Any) -> dict[str, torch.Tensor]:
 
 
 def model_with_weights(source: LazyCheckpoint, config: Any) -> nn.Module:
-    """Overland's own model with the source's weights, and adapters, in float32."""
+    """Returns Overland's own model with the source's weights and adapters, in float32."""
     model = build_model(config)
     if source.adapter is not None:
         settings = settings_of(source.adapter, source.folder)
@@ -136,6 +136,6 @@ def model_with_weights(source: LazyCheckpoint, config: Any) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if MODEL + name not in source.tensors:
-                raise CheckpointError(f"{name} is not there, so there are no logits to compare")
+                raise CheckpointError(f"{name} is missing, so there are no logits to compare")
             parameter.copy_(source.read(MODEL + name))
     return model.eval()

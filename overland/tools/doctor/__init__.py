@@ -1,4 +1,4 @@
-"""Everything around a run that can be looked at from here: `overland doctor`."""
+"""Checks everything around a run that can be checked from here: `overland doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Finding", "examine"]
 def examine(
     config: str | None, site: NamedSite | None, env: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """What is quick first; each as soon as it is known."""
+    """Yields findings as soon as they are known, quick checks first."""
     from overland.tools.doctor.places import check_places
     from overland.tools.doctor.session import check_session
     from overland.tools.doctor.software import check_software

@@ -1,4 +1,4 @@
-"""One thing that was looked at."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`wrong` is what a run fails of; `warning` is what may cost time or surprise."""
+    """The result of a check: `wrong` would make a run fail; `warning` may cost time or surprise."""
 
     what: str
     status: Status

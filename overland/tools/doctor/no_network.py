@@ -1,9 +1,9 @@
-"""Runs `overland WORDS` with a network that is not there: python -m …no_network RECORD WORDS
+"""Runs `overland WORDS` without network access: python -m …no_network RECORD WORDS
 
-Addresses other than this machine's are refused and written into RECORD, also where the one who
-tried catches the refusal. What asks for a name's address is treated as what connects to it: on a
-compute node that is where one waits. Sees what goes through Python, as all of Hugging Face's
-libraries and W&B's client do; not sockets that a C library opens by itself.
+Connections to other machines are refused and recorded in RECORD, even if the caller catches the
+error. DNS lookups are treated like connections, because on a compute node they are what hangs. This
+covers connections made from Python, as all of Hugging Face's libraries and W&B's client do, but not
+sockets that a C library opens itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def refuse_network(record: str) -> None:
         elif event in SENDS and isinstance(arguments[-1], tuple):
             host, port = arguments[-1][:2]
         else:
-            return  # not a socket, or one between processes
+            return  # not a network socket
         host = host.decode() if isinstance(host, bytes) else host
         if host is None or host in own_names or is_own_address(host, event):
             return
@@ -44,7 +44,7 @@ def is_own_address(host: str, event: str) -> bool:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
-    # An address needs no lookup, so asking for one opens nothing.
+    # Looking up a numeric address opens no connection.
     return event in LOOKUPS or address.is_loopback or address.is_unspecified
 
 

@@ -1,4 +1,4 @@
-"""Scratch and caches: writable, with room, and not in a small home."""
+"""Checks that scratch and caches are writable, have room, and are not in a small home."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from overland.tools.doctor.finding import Finding, ok, warning, wrong
 from overland.tools.jobs.site import NamedSite
 
-LITTLE = 5e9  # bytes free: less than one shard of weights, or a build of torch
+LITTLE = 5e9  # bytes free: less than a shard of weights or a torch build
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class CacheFolder:
     default: str
     what: str
     accelerator: str | None = None
-    """The only one it matters for."""
+    """The only accelerator it matters for."""
 
 
 CACHES = (
-    CacheFolder("XDG_CACHE_HOME", "~/.cache", "all that has no variable of its own"),
+    CacheFolder("XDG_CACHE_HOME", "~/.cache", "caches without their own variable"),
     CacheFolder("HF_HOME", "$XDG_CACHE_HOME/huggingface", "Hugging Face's files"),
     CacheFolder("TRITON_CACHE_DIR", "~/.triton/cache", "compiled kernels"),
     CacheFolder("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_$USER", "compiled models"),
@@ -46,12 +46,12 @@ def check_scratch(site: NamedSite | None, env: Mapping[str, str]) -> Finding:
     if not root:
         advice = site.facts.disk.scratch if site else None
         if site and site.facts.scheduler == "slurm":
-            way = f"export SCRATCH_ROOT={advice or 'a folder of yours on the scratch file system'}"
+            way = f"export SCRATCH_ROOT={advice or 'your folder on the scratch file system'}"
             return warning("SCRATCH_ROOT", "not set: `overland fetch` writes below here", way)
         return ok("SCRATCH_ROOT", "not set: `overland fetch` writes into ./assets and ./data")
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        return wrong("SCRATCH_ROOT", f"{folder} is no folder", "make it, or set another")
+        return wrong("SCRATCH_ROOT", f"{folder} is not a folder", "create it, or set another")
     return check_writable("SCRATCH_ROOT", folder, "another folder")
 
 
@@ -67,7 +67,7 @@ def check_cache(cache: CacheFolder, site: NamedSite | None, env: Mapping[str, st
     if on_scratch and path.is_relative_to(home):
         name = cache.variable.removesuffix("_DIR").removesuffix("_HOME").lower()
         way = f"export {cache.variable}=$SCRATCH_ROOT/{name}"
-        return warning(cache.variable, f"{path}: {cache.what}, in a home beside a scratch", way)
+        return warning(cache.variable, f"{path}: {cache.what}, in home rather than scratch", way)
     return finding
 
 
@@ -81,10 +81,11 @@ def cache_path(cache: CacheFolder, env: Mapping[str, str]) -> Path:
 
 
 def check_writable(what: str, path: Path, way_out: str) -> Finding:
-    """A folder that is not there yet is judged by the one it would be made in."""
+    """Checks that a folder is writable and has room; one that does not exist yet is judged by its
+    nearest existing parent."""
     there = next((one for one in (path, *path.parents) if one.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return wrong(what, f"{path} cannot be written", way_out)
+        return wrong(what, f"{path} is not writable", way_out)
     free = shutil.disk_usage(there).free
     shown = f"{path}, {free / 1e9:,.0f} GB free"
-    return warning(what, shown, f"make room, or {way_out}") if free < LITTLE else ok(what, shown)
+    return warning(what, shown, f"free space, or {way_out}") if free < LITTLE else ok(what, shown)

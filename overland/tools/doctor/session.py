@@ -1,4 +1,4 @@
-"""The shell or job that this runs in: switches, proxies, Slurm, left-over ranks, limits, tokens."""
+"""Checks the shell or job: offline switches, proxies, Slurm, leftover ranks, limits, tokens."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def check_offline(env: Mapping[str, str]) -> Finding:
         if missing:
             way = f"export {' '.join(f'{name}=1' for name in missing)}"
             found = f"{', '.join(missing)} not set in a job: a library may wait for a network"
-            return warning("offline", found, f"{way}; `overland submit` does it by itself")
+            return warning("offline", found, f"{way}; `overland submit` does this automatically")
         return ok("offline", "all switches are set")
     if are_set:
-        found = f"{', '.join(are_set)} set outside of a job: fetch and push refuse"
-        return warning("offline", found, f"unset {' '.join(are_set)}, to fetch")
-    return ok("offline", "not in a job; `overland submit` sets the switches in every one")
+        found = f"{', '.join(are_set)} set outside of a job: fetch and push will not work"
+        return warning("offline", found, f"unset {' '.join(are_set)} to fetch")
+    return ok("offline", "not in a job; `overland submit` sets the switches in every job")
 
 
 def check_proxies(site: NamedSite | None, env: Mapping[str, str]) -> Finding:
-    # By name alone: the address of a proxy may hold a password.
+    # Only the names: the address of a proxy may contain a password.
     are_set = [name for one in PROXIES for name in (one, one.upper()) if env.get(name)]
     if not are_set:
         return ok("proxies", "none")
     if "SLURM_JOB_ID" in env and (site is None or site.facts.proxies == "off"):
-        found = f"{', '.join(are_set)} set in a job: a client that finds one waits for it"
+        found = f"{', '.join(are_set)} set in a job: clients may hang on the proxy"
         return warning("proxies", found, f"unset {' '.join(are_set)}")
     return ok("proxies", f"{', '.join(are_set)}, for fetch and push")
 
@@ -64,16 +64,16 @@ def check_slurm(site: NamedSite | None) -> Finding:
     if sbatch is None:
         if site is not None and site.facts.scheduler == "slurm":
             way = f"go to a login node of {site.name}, or load its module"
-            return wrong("slurm", "there is no sbatch here", way)
-        return ok("slurm", "none here; `overland train` needs none")
+            return wrong("slurm", "sbatch was not found", way)
+        return ok("slurm", "not found; `overland train` does not need it")
     try:
         done = subprocess.run([sbatch, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return wrong("slurm", f"sbatch does not start: {error}", "ask the site's people")
+        return wrong("slurm", f"sbatch does not start: {error}", "ask the site's support")
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         if site is not None and site.facts.scheduler == "slurm":
-            return wrong("slurm", f"sbatch fails: {why}", "ask the site's people")
+            return wrong("slurm", f"sbatch fails: {why}", "ask the site's support")
         return warning("slurm", f"sbatch fails: {why}", "only `overland submit` needs it")
     return ok("slurm", done.stdout.strip())
 
@@ -81,9 +81,9 @@ def check_slurm(site: NamedSite | None) -> Finding:
 def check_ranks(env: Mapping[str, str]) -> Finding:
     left = [name for name in RANKS if env.get(name)]
     if left and "TORCHELASTIC_RUN_ID" not in env:
-        found = f"{', '.join(left)} left in this shell: `overland train` waits for other ranks"
+        found = f"{', '.join(left)} set in this shell: `overland train` would wait for other ranks"
         return warning("ranks", found, f"unset {' '.join(left)}")
-    return ok("ranks", "no left-over variables")
+    return ok("ranks", "no leftover variables")
 
 
 def check_limits(files: int, locked: int, site: NamedSite | None) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def check_limits(files: int, locked: int, site: NamedSite | None) -> Iterator[Fi
     else:
         yield ok("open files", "unlimited" if files == unlimited else f"{files} at most")
     shown = "unlimited" if locked == unlimited else f"{locked / 2**20:,.0f} MiB at most"
-    # Only a network that reads memory by itself pins much of it.
+    # Only RDMA networks pin a lot of memory.
     on_cluster = site is not None and site.facts.scheduler == "slurm"
     if on_cluster and locked != unlimited and locked < LOCKED_BYTES:
         way = "ulimit -l unlimited; in a job, Slurm's PropagateResourceLimits decides"
@@ -104,12 +104,12 @@ def check_limits(files: int, locked: int, site: NamedSite | None) -> Iterator[Fi
 
 def check_token(env: Mapping[str, str]) -> Finding:
     if env.get("HF_TOKEN"):
-        return ok("HF_TOKEN", "set; its value is not shown here, nor anywhere")
+        return ok("HF_TOKEN", "set; its value is never shown")
     return ok("HF_TOKEN", "not set: open models can be fetched, gated ones cannot")
 
 
 def check_token_files(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks the files that a login with Hugging Face's own tools leaves; Overland reads none."""
+    """Checks the token files that Hugging Face's own tools store; Overland does not read them."""
     home = cache_path(next(one for one in CACHES if one.variable == "HF_HOME"), env)
     token = Path(env.get("HF_TOKEN_PATH") or home / "token")
     for path in (token, token.with_name("stored_tokens")):

@@ -1,4 +1,4 @@
-"""Python, PyTorch's build, the packages beside it, and what it sees of this machine."""
+"""Checks Python, the PyTorch build, other packages, and the devices that PyTorch sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_FOR_USERS = {"dev"}
 
 @dataclass(frozen=True)
 class Torch:
-    """What an installed PyTorch was built for, and what it sees."""
+    """What the installed PyTorch was built for, and the devices that it sees."""
 
     version: str
     accelerator: str
@@ -69,7 +69,7 @@ def look_at_torch() -> Torch:
 
 
 def check_torch(torch: Torch, site: NamedSite | None, drivers: list[str]) -> Finding:
-    names = {"nvidia": "CUDA", "amd": "ROCm", "none": "CPUs alone"}
+    names = {"nvidia": "CUDA", "amd": "ROCm", "none": "CPUs only"}
     here = site.facts.accelerator if site else (drivers or ["none"])[0]
     way = f"`{command('overland', 'env', site.name if site else 'SITE')}` shows"
     if not torch.version:
@@ -91,20 +91,20 @@ def check_devices(torch: Torch, drivers: list[str]) -> Finding:
         return ok("devices", ", ".join(kinds))
     if drivers and torch.accelerator in drivers:
         why = f" ({torch.error})" if torch.error else ""
-        way = "see whether nvidia-smi or rocm-smi lists one, and CUDA_VISIBLE_DEVICES hides none"
-        return wrong("devices", f"a driver is here, and no device{why}", way)
-    return ok("devices", "none here, as on login nodes; runs here use the CPU")
+        way = "check that nvidia-smi or rocm-smi lists one, and CUDA_VISIBLE_DEVICES hides none"
+        return wrong("devices", f"there is a driver, but no device{why}", way)
+    return ok("devices", "none, as on login nodes; runs here use the CPU")
 
 
 def check_kernels(torch: Torch, can_use_triton: Callable[[], bool]) -> Finding:
     if torch.accelerator != "nvidia":
         return ok("kernels", "plain PyTorch, as always on CPUs and AMD")
     if not torch.devices:
-        return ok("kernels", "to be seen where a device is")
+        return ok("kernels", "unknown without a device")
     if can_use_triton():
         return ok("kernels", "Triton works")
-    way = "pip install triton, of the version that torch names"
-    return warning("kernels", "no Triton here: slower ones of plain PyTorch are used", way)
+    way = "pip install the version of triton that torch requires"
+    return warning("kernels", "no Triton: slower kernels of plain PyTorch are used", way)
 
 
 def can_use_triton() -> bool:
@@ -116,8 +116,8 @@ def can_use_triton() -> bool:
 def check_requirements(wanted: list[Requirement], versions: Mapping[str, str]) -> Iterator[Finding]:
     if not wanted:
         yield warning(
-            "packages", "Overland runs from its source, so nothing says what it needs",
-            "pip install it, such as by `pip install --editable .`",
+            "packages", "Overland is not installed, so its requirements are unknown",
+            "install it, for example with `pip install --editable .`",
         )  # fmt: skip
         return
     by_extra: dict[str | None, list[Requirement]] = defaultdict(list)
@@ -128,7 +128,7 @@ def check_requirements(wanted: list[Requirement], versions: Mapping[str, str]) -
     if lacking:
         yield wrong("packages", _shown(lacking, versions), f"pip install {_words(lacking)}")
     else:
-        yield ok("packages", f"all {len(base)} are here, and new enough")
+        yield ok("packages", f"all {len(base)} are installed and new enough")
     for extra, some in sorted(by_extra.items(), key=lambda pair: str(pair[0])):
         lacking = [one for one in some if not is_met(one, versions)]
         what = f"extra {extra}"
@@ -138,7 +138,7 @@ def check_requirements(wanted: list[Requirement], versions: Mapping[str, str]) -
             yield warning(what, _shown(lacking, versions), f"pip install {_words(lacking)}")
         else:
             missing = ", ".join(one.package for one in lacking)
-            yield ok(what, f"not here ({missing}); for it: pip install 'overland[{extra}]'")
+            yield ok(what, f"not installed ({missing}): pip install 'overland[{extra}]'")
 
 
 def is_met(wanted: Requirement, versions: Mapping[str, str]) -> bool:
@@ -148,7 +148,7 @@ def is_met(wanted: Requirement, versions: Mapping[str, str]) -> bool:
 
 
 def requirements() -> list[Requirement]:
-    """What pyproject.toml asks for, as it was installed."""
+    """Returns the requirements of the installed package."""
     try:
         lines = metadata.requires("overland") or []
     except metadata.PackageNotFoundError:
@@ -168,7 +168,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` is (2, 13, 0)."""
+    """Returns the release as numbers: `2.13.0+cpu` is (2, 13, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else (0,)
 

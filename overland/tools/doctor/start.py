@@ -1,4 +1,4 @@
-"""A start without a network: `overland check` of the config, while every connection is refused."""
+"""Checks that a run starts without a network: runs `overland check` with connections refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_offline_start(config: str | None, env: Mapping[str, str]) -> Iterator[
                 program, env=dict(env), capture_output=True, text=True, timeout=SECONDS
             )
         except subprocess.TimeoutExpired:
-            yield wrong("start", f"did not end in {SECONDS} s", command("overland", *words))
+            yield wrong("start", f"did not finish in {SECONDS} s", command("overland", *words))
             return
         tried = record.read_text().split("\n")[:-1] if record.is_file() else []
     yield from judge_start(config, done, list(dict.fromkeys(tried)))
@@ -38,18 +38,18 @@ def judge_start(
     what = "start without network"
     shown = f"`{command('overland', 'check', config or DEFAULT)}`"
     if tried:
-        way = "find out who asks: a module of yours, a callback, or a package that calls home"
+        way = "find the cause: your own module, a callback, or a package that calls home"
         yield wrong(what, f"{shown} tried to reach {', '.join(tried)}", way)
     elif done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        # Our own errors are sentences, all of them of use; of a trace, its last line is.
+        # Our own errors are useful sentences; of a traceback, only the last line is.
         told = "; ".join(lines) if done.returncode == 2 else lines[-1]
         yield wrong(what, f"{shown} fails: {told}", f"{shown} says more")
     else:
-        yield ok(what, f"{shown} passed, and no connection was tried")
+        yield ok(what, f"{shown} passed without trying to connect")
     if config is not None and done.returncode == 0:
         missing = json.loads(done.stdout)["to_fetch"]
         if missing:
-            yield wrong("files of the config", "; ".join(missing), "`overland fetch` brings them")
+            yield wrong("files of the config", "; ".join(missing), "get them with `overland fetch`")
         else:
-            yield ok("files of the config", "all are here")
+            yield ok("files of the config", "all present")

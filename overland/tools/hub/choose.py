@@ -1,4 +1,4 @@
-"""Which files of a repository are meant."""
+"""Chooses the files of a repository to fetch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 
 from overland.errors import HubError
 
-# The same weights lie in many repositories two or three times. The first kind that is there is
-# taken: safetensors, since nothing runs when it is read.
+# Many repositories have the same weights in two or three formats. The first of these is taken:
+# safetensors come first, because reading them runs no code.
 WEIGHTS = ((".safetensors",), (".bin",), (".pth", ".pt", ".ckpt"))
 FOREIGN = (".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".gguf", ".tflite", ".mlmodel")
 
@@ -22,7 +22,7 @@ TOKENIZER = (
 
 
 def choose_model(names: Iterable[str]) -> list[str]:
-    """All but the weights that are there a second time, in another format."""
+    """Returns all files except second copies of the weights in another format."""
     names = list(names)
     suffixes = {suffix for name in names if (suffix := _weights(name))}
     kinds = [kind for kind in WEIGHTS if suffixes & set(kind)]
@@ -36,25 +36,25 @@ def choose_tokenizer(names: Iterable[str]) -> list[str]:
 
 
 def choose_included(names: Sequence[str], patterns: Sequence[str], where: str) -> list[str]:
-    """Returns names that match a pattern; `*` also stands for `/`, and `folder/` is all below."""
+    """Returns names that match a pattern; `*` also matches `/`, and `folder/` matches all in it."""
     for pattern in patterns:
         if not any(_included(name, pattern) for name in names):
             some = ", ".join(list(names)[:5]) or "none"
             raise HubError(
-                f"--include {pattern!r} matches none of the {len(names)} files of {where}, such as "
+                f"--include {pattern!r} matches none of the {len(names)} files in {where}, such as "
                 f"{some}"
             )
     return [name for name in names if any(_included(name, pattern) for pattern in patterns)]
 
 
 def _weights(name: str) -> str:
-    """The suffix of a file of weights, or of an index of them; empty for other files."""
+    """Returns the suffix of a weights file or its index; "" for other files."""
     suffix = PurePosixPath(name.removesuffix(".index.json")).suffix
     return suffix if any(suffix in kind for kind in (*WEIGHTS, FOREIGN)) else ""
 
 
 def _is_second_copy(name: str, chosen: Sequence[str]) -> bool:
-    """Meta's and Mistral's own forms, beside Hugging Face's."""
+    """Whether a file is a copy in Meta's or Mistral's own format, next to Hugging Face's."""
     has_standard = any(fnmatchcase(other, "model*.safetensors") for other in chosen)
     folder, _, file = name.rpartition("/")
     is_own = folder == "original" or (not folder and file.startswith("consolidated"))
@@ -62,7 +62,7 @@ def _is_second_copy(name: str, chosen: Sequence[str]) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Folder by folder: `tokenizer*` is none of `onnx/`."""
+    """Matches folder by folder: `tokenizer*` does not match files in `onnx/`."""
     parts, wanted = name.split("/"), pattern.split("/")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

@@ -1,7 +1,7 @@
-"""One file from a Hub, by ranges, into a file that outlives the process.
+"""Downloads one file from a Hub by ranges, so that an interrupted download resumes.
 
-The client has no such thing any more: since huggingface_hub 1.18 a download that is killed begins
-again, 50 GB or not. Its session, headers and errors are used; the bytes are ours to keep.
+The client no longer does this: since huggingface_hub 1.18 a killed download starts over, even for
+50 GB. We use its session, headers and errors, but write the bytes ourselves.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from urllib.parse import quote
 from overland.tools.hub.repo import Repo
 from overland.tools.hub.snapshot import HubFile
 
-ATTEMPTS = 5  # in a row that bring nothing
-WAIT = 0.5  # seconds after the first; twice as long after each
-PIECE = 32 << 30  # asked for at once: content networks give no answer above 50 GB
-MAY_PASS = (408, 429, 500, 502, 503, 504)  # answers that another attempt may not get
+ATTEMPTS = 5  # in a row without any new bytes
+WAIT = 0.5  # seconds after the first; doubled after each
+PIECE = 32 << 30  # bytes per request: content networks do not serve more than 50 GB
+MAY_PASS = (408, 429, 500, 502, 503, 504)  # temporary errors, worth another attempt
 
 
 def download(
@@ -28,8 +28,8 @@ def download(
     part: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Appends to `part` what it lacks. `advance` is told of each byte, and of those that must come
-    again as negative ones."""
+    """Appends the missing bytes to `part`. `advance` is called with the number of new bytes, which
+    is negative if bytes must be downloaded again."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -62,23 +62,23 @@ def _append(repo: Repo, url: str, size: int, part: Path, advance: Callable[[int]
     headers = {
         **build_hf_headers(token=repo.token or False, library_name="overland"),
         "Range": f"bytes={have}-{min(have + PIECE, size) - 1}",
-        "Accept-Encoding": "identity",  # ranges are of the file, not of a compressed one
+        "Accept-Encoding": "identity",  # ranges refer to the uncompressed file
     }
     with get_session().stream(
         "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
     ) as response:
         hf_raise_for_status(response)
-        came_whole = response.status_code == 200  # a server that knows no ranges
+        came_whole = response.status_code == 200  # a server that does not support ranges
         if came_whole:
             advance(-have)
         room = size if came_whole else min(PIECE, size - have)
         with part.open("wb" if came_whole else "ab") as file:
             for chunk in response.iter_bytes():
                 file.write(chunk[:room])
-                file.flush()  # what has come outlives this process
+                file.flush()  # so that received bytes survive this process
                 advance(min(len(chunk), room))
                 room -= len(chunk)
-                if room <= 0:  # an answer without an end would fill the disk
+                if room <= 0:  # an endless response would fill the disk
                     break
     if part.stat().st_size <= have:
-        raise httpx.RemoteProtocolError("the answer was empty")
+        raise httpx.RemoteProtocolError("the response was empty")

@@ -1,9 +1,10 @@
-"""From a Hub into a folder: what is meant, what is missing, and every byte checked.
+"""Fetches files from a Hub into a folder, and verifies every byte.
 
-1. The folder's list, if it has one, says which commit it holds; else the Hub says which is meant.
-2. The Hub lists the commit's files; the kind, `--subset` and `--include` choose among them.
-3. The folder's list is written, then each file that is missing or damaged comes by ranges into
-   `.overland/partial`, is compared with the Hub's hash, and moved to its place.
+1. The commit is the one in the folder's snapshot list, if it has one; otherwise the Hub resolves
+it.
+2. The Hub lists the commit's files; the kind, `--subset` and `--include` select among them.
+3. The snapshot list is written; then each missing or damaged file is downloaded by ranges into
+   `.overland/partial`, compared with the Hub's hash, and moved into place.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from overland.words import size
 FetchKind = Literal["model", "tokenizer", "dataset"]
 ON_SCRATCH = {"model": "models_cache", "tokenizer": "tokenizers_cache", "dataset": "data_cache"}
 HERE = {"model": "assets/hf", "tokenizer": "assets/hf", "dataset": "data"}
-LARGEST_README = 2**24  # bytes; it is read before the disk is looked at
-Report = Callable[[str, int, int], None]  # what is being done, bytes so far, bytes in all
+LARGEST_README = 2**24  # bytes; it is downloaded before free space is checked
+Report = Callable[[str, int, int], None]  # current activity, bytes so far, total bytes
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Wanted:
     subset: str | None = None
     include: tuple[str, ...] = ()
     subsets: tuple[str | None, ...] = ()
-    """Several of a dataset at once; None is the one that is meant where none is named."""
+    """Several subsets of a dataset at once; None is the default subset."""
 
     @property
     def request(self) -> dict[str, Any]:
-        """What a folder's list remembers of it."""
+        """The request as stored in the folder's snapshot list."""
         several = {"subsets": list(self.subsets)} if self.subsets else {}
         return {
             "kind": self.kind, "subset": self.subset, "include": sorted(self.include), **several
@@ -72,15 +73,15 @@ class Wanted:
 class Fetched:
     snapshot: HubSnapshot
     fetched: list[str]
-    """Files that came from the Hub this time."""
+    """Files that were downloaded this time."""
     mended: list[str]
-    """Those of them that were here before, and damaged."""
+    """Those among them that were here before, but damaged."""
 
 
 def fetch(wanted: Wanted, folder: Path, report: Report = lambda *_: None) -> Fetched:
-    """Afterwards every file that is wanted lies in `folder`, as the Hub has it."""
+    """Makes sure that every requested file is in `folder`, identical to the Hub's."""
     if wanted.subset is not None and wanted.kind != "dataset":
-        raise HubError(f"--subset is for datasets; a {wanted.kind} has --include")
+        raise HubError(f"--subset is for datasets; use --include for a {wanted.kind}")
     repo = open_repo(wanted.name, "dataset" if wanted.kind == "dataset" else "model")
     had = read_snapshot(folder)
     if had is not None:
@@ -107,18 +108,18 @@ def verify_folder(wanted: Wanted, folder: Path, report: Report = lambda *_: None
     """Checks the folder without a network; returns name -> `missing` or `damaged`."""
     had = read_snapshot(folder)
     if had is None:
-        raise HubError(f"{folder} holds no snapshot that `overland fetch` made: nothing to verify")
+        raise HubError(f"{folder} was not created by `overland fetch`: there is nothing to verify")
     repo = open_repo(wanted.name, "dataset" if wanted.kind == "dataset" else "model")
     check_same(had, repo, folder)
     if wanted.revision not in (None, had.revision, had.commit):
-        raise HubError(f"{folder} holds {had.revision}, commit {had.commit}, of {had.name}")
+        raise HubError(f"{folder} contains {had.revision}, commit {had.commit}, of {had.name}")
     return find_problems(folder, had.files, Bytes(report, "checking", had).add)
 
 
 def default_folder(kind: FetchKind, name: str, env: Mapping[str, str] = os.environ) -> Path:
-    """Returns one folder per repository below SCRATCH_ROOT; without that, where a config looks:
-    `assets/hf/NAME`, as the recipes and torchtitan have it, and `data/NAME`, where `data.folder` is
-    searched for datasets by name."""
+    """Returns one folder per repository below SCRATCH_ROOT. Without that, the folder where a config
+    looks: `assets/hf/NAME`, as in the recipes and torchtitan, or `data/NAME`, where datasets are
+    found by name (`data.folder`)."""
     root = env.get("SCRATCH_ROOT")
     if root:
         return Path(root).expanduser() / ON_SCRATCH[kind] / name.replace("/", "___")
@@ -126,7 +127,7 @@ def default_folder(kind: FetchKind, name: str, env: Mapping[str, str] = os.envir
 
 
 def config_lines(kind: FetchKind, name: str, folder: Path, subset: str | None) -> str:
-    """Lines to paste into a config, which lead to the folder."""
+    """Returns lines to paste into a config, which refer to the folder."""
     path = json.dumps(str(folder), ensure_ascii=False)  # a JSON string is a TOML string
     if kind == "dataset":
         source = re.sub(r"[^\w-]", "_", name.rpartition("/")[2], flags=re.ASCII)
@@ -134,26 +135,28 @@ def config_lines(kind: FetchKind, name: str, folder: Path, subset: str | None) -
         return lines + (f"subset = {json.dumps(subset)}\n" if subset else "")
     if kind == "model" and parts_of(folder)[0]:
         return f"[model]\nfrom = {path}\n"
-    lines = f"[model]\nhf_assets_path = {path}\n"  # Meta's own files do not say the architecture
+    lines = (
+        f"[model]\nhf_assets_path = {path}\n"  # Meta's own files do not specify the architecture
+    )
     return lines + (f"\n[checkpoint]\ninitial_load_path = {path}\n" if kind == "model" else "")
 
 
 def check_same(had: HubSnapshot, repo: Repo, folder: Path) -> None:
     if (had.type, had.name) != (repo.type, repo.name):
         raise HubError(
-            f"{folder} holds the {had.type} {had.name}: choose another folder with --to, so that "
-            f"files of {repo.name} do not come among its"
+            f"{folder} already contains the {had.type} {had.name}: choose another folder with "
+            f"--to for {repo.name}"
         )
 
 
 def is_answered(had: HubSnapshot, wanted: Wanted) -> bool:
-    """Whether the list knows all files that are wanted, so that the Hub need not be asked."""
+    """Whether the snapshot list has all requested files, so that the Hub is not needed."""
     known = wanted.revision in (None, had.revision, had.commit)
     return known and wanted.request in had.requests
 
 
 def ask_hub(wanted: Wanted, repo: Repo, folder: Path, had: HubSnapshot | None) -> HubSnapshot:
-    """What the Hub says about the files that are wanted."""
+    """Asks the Hub for the requested files and their hashes."""
     client = connect(repo)
     with hub_errors(repo):
         if had is not None and wanted.revision in (None, had.revision):
@@ -162,8 +165,8 @@ def ask_hub(wanted: Wanted, repo: Repo, folder: Path, had: HubSnapshot | None) -
             commit = commit_of(client, repo, wanted.revision)
         if had is not None and commit != had.commit:
             raise HubError(
-                f"{folder} holds commit {had.commit[:12]} of {had.name} and {wanted.revision} is "
-                f"{commit[:12]}: a run may be using it, so choose another folder with --to, or "
+                f"{folder} contains commit {had.commit[:12]} of {had.name}, but {wanted.revision} "
+                f"is {commit[:12]}: a run may be using the folder, so choose another with --to, or "
                 "remove this one"
             )
         files = list_files(client, repo, commit)
@@ -175,13 +178,13 @@ def ask_hub(wanted: Wanted, repo: Repo, folder: Path, had: HubSnapshot | None) -
 
 
 def merge(folder: Path, new: HubSnapshot, repo: Repo) -> HubSnapshot:
-    """Adds what the folder's list holds by now; the folder is locked."""
+    """Adds the current contents of the folder's snapshot list; the folder is locked."""
     had = read_snapshot(folder)
     if had is None:
         return new
     check_same(had, repo, folder)
     if had.commit != new.commit:
-        raise HubError(f"another fetch has just put commit {had.commit[:12]} into {folder}")
+        raise HubError(f"another fetch has just written commit {had.commit[:12]} to {folder}")
     requests = had.requests + [one for one in new.requests if one not in had.requests]
     return replace(had, files=had.files | new.files, requests=requests)
 
@@ -201,17 +204,17 @@ def choose_files(wanted: Wanted, repo: Repo, commit: str, files: dict[str, HubFi
     elif wanted.kind == "tokenizer":
         names = choose_tokenizer(names)
     if not names:
-        raise HubError(f"{where} holds no file of a {wanted.kind}; see {repo.page}/tree/{commit}")
+        raise HubError(f"{where} has no {wanted.kind} files; see {repo.page}/tree/{commit}")
     if (wanted.subset is not None or wanted.subsets) and "README.md" in files:
-        names = list(dict.fromkeys(["README.md", *names]))  # it says which file is what
+        names = list(dict.fromkeys(["README.md", *names]))  # it describes the files
     return names
 
 
 def subset_of(
     subsets: Sequence[str | None], repo: Repo, commit: str, files: dict[str, HubFile]
 ) -> list[str]:
-    """The subsets' files, as the README or the folders tell. The README is read before anything is
-    written, so a misspelt name leaves nothing behind."""
+    """Returns the files of the subsets, according to the README or the folders. The README is read
+    before anything is written, so a misspelt name leaves nothing behind."""
     from overland.data.sources.huggingface import subset_files
     from overland.errors import DataError
 
@@ -219,7 +222,8 @@ def subset_of(
         page = files.get("README.md")
         if page and page.size > LARGEST_README:
             raise HubError(
-                f"the README.md of {repo.name} has {page.size:,} bytes, and says too much"
+                f"the README.md of {repo.name} is too large ({page.size:,} bytes); use --include "
+                "to select files"
             )
         if page:
             bring_one(repo, commit, "README.md", page, Path(place), lambda size: None)
@@ -231,15 +235,15 @@ def subset_of(
 
 
 def check_space(folder: Path, snapshot: HubSnapshot, problems: dict[str, str]) -> None:
-    """Refuses a full disk before hours of download, not after."""
+    """Raises an error if the disk is too full, before hours of download rather than after."""
     free = shutil.disk_usage(folder).free
     partial = folder / OWN / "partial"
     here = sum(path.stat().st_size for path in partial.iterdir()) if partial.is_dir() else 0
     needed = sum(snapshot.files[name].size for name in problems) - here
     if needed > free:
         raise HubError(
-            f"{size(needed)} are to come and {folder} has {size(free)} free: make room, choose "
-            "another folder with --to, or fewer files with --include or --subset"
+            f"{size(needed)} are needed, but {folder} has only {size(free)} free: free some space, "
+            "choose another folder with --to, or fewer files with --include or --subset"
         )
 
 
@@ -257,7 +261,7 @@ def bring(
             for job in as_completed(jobs):
                 job.result()
         except BaseException:
-            progress.stopped = True  # the others end with the bytes they have
+            progress.stopped = True  # the other threads stop and keep their bytes
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -266,11 +270,11 @@ def bring_one(
     repo: Repo, commit: str, name: str, entry: HubFile, folder: Path, advance: Callable[[int], None]
 ) -> None:
     check_name(name)
-    # By content, so that what is left of another commit is never taken for a part of this one; and
-    # by name, since two files may be the same.
+    # Named by content, so that leftovers of another commit are never mistaken for a part of this
+    # one, and by file name, since two files may have the same content.
     of_name = hashlib.sha256(name.encode()).hexdigest()[:8]
     part = folder / OWN / "partial" / f"{entry.hash.replace(':', '-')}-{of_name}"
-    for _ in range(2):  # what came in pieces over days may be damaged once
+    for _ in range(2):  # a file assembled over days may be damaged once
         download(repo, commit, name, entry, part, advance)
         if entry.problem(part) is None:
             target = folder / name
@@ -281,28 +285,28 @@ def bring_one(
         advance(-part.stat().st_size)
         part.unlink()
     raise HubError(
-        f"{name} came twice and was not what {repo.endpoint} says it is: try again later, or "
-        "another Hub with HF_ENDPOINT"
+        f"{name} was downloaded twice and does not match its hash at {repo.endpoint}: try again "
+        "later, or use another Hub with HF_ENDPOINT"
     )
 
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Two fetches into one folder would write into the same partial files."""
+    """Locks the folder, since two fetches would write to the same partial files."""
     lock = folder / OWN / "lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise HubError(f"another fetch is at work in {folder}: wait until it ends") from None
+            raise HubError(f"another fetch is running in {folder}: wait for it to end") from None
         except OSError:
-            pass  # Lustre may be mounted without locks; hashes find what two have mixed up
+            pass  # Lustre may be mounted without locks; hashes detect mixed-up files
         yield
 
 
 class Bytes:
-    """Bytes, counted by several threads."""
+    """A byte counter shared by several threads."""
 
     def __init__(self, report: Report, what: str, snapshot: HubSnapshot) -> None:
         self.report, self.what, self.total = report, what, snapshot.num_bytes
@@ -310,7 +314,7 @@ class Bytes:
 
     def add(self, size: int) -> None:
         if self.stopped:
-            raise HubError("stopped, since another file failed")
+            raise HubError("stopped, because another file failed")
         with self.lock:
             self.done += size
             self.report(self.what, self.done, self.total)

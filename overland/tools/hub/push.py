@@ -1,4 +1,4 @@
-"""From a folder to a Hub, in one commit, compared afterwards with what the Hub says it holds."""
+"""Pushes a folder to a Hub in one commit, and compares it afterwards with the Hub's file list."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from overland.tools.hub.secrets import refuse_secret_files
 from overland.tools.hub.snapshot import OWN, check_names
 from overland.words import command
 
-LEFT_OUT = {OWN, ".cache", ".git"}  # what fetch, the Hub's client and git keep beside the files
-# Names of files that only a trainer reads: our checkpoints' marker, and DCP's.
+LEFT_OUT = {OWN, ".cache", ".git"}  # files of fetch, the Hub's client and git
+# Names of files that only a trainer reads: markers of our checkpoints and of DCP's.
 CHECKPOINT_FILES = (COMMITTED, ".metadata")
 
 
@@ -26,7 +26,7 @@ class Pushed:
     commit: str
     url: str
     files: dict[str, int]
-    """Name -> bytes."""
+    """Size in bytes by name."""
 
 
 def push(
@@ -40,23 +40,23 @@ def push(
     bars: bool = False,
     env: Mapping[str, str] = os.environ,
 ) -> Pushed:
-    """Adds the folder's files to the repository, which is made if it is not there; files that the
-    repository holds beside them stay."""
+    """Adds the folder's files to the repository, which is created if it does not exist; its other
+    files are left alone."""
     repo = open_repo(name, repo_type, env)
     files = find_files(folder)
     refuse_checkpoints(folder, files)
     refuse_secret_files(folder, files, env)
     client = connect(repo, env)
     if not repo.token:
-        raise HubError("to push, set HF_TOKEN to a token that may write")
+        raise HubError("HF_TOKEN is not set: to push, set it to a token with write access")
     show_bars(bars)
     with hub_errors(repo):
         client.create_repo(name, repo_type=repo_type, private=private or None, exist_ok=True)
         info = client.repo_info(name, repo_type=repo_type, timeout=SECONDS)
         if private and not info.private:
             raise HubError(
-                f"{name} is there already and open to everyone: make it private at "
-                f"{repo.page}/settings, choose another name, or leave out --private"
+                f"{name} already exists and is public: make it private at "
+                f"{repo.page}/settings, choose another name, or omit --private"
             )
         if revision is not None:
             client.create_branch(name, repo_type=repo_type, branch=revision, exist_ok=True)
@@ -65,8 +65,8 @@ def push(
     wrong = [one for one in files if one not in there or there[one].problem(folder / one)]
     if wrong:
         raise HubError(
-            f"{repo.page} does not hold what was sent: {', '.join(wrong)}; push again, and look "
-            "for a .gitignore there that leaves files out"
+            f"{repo.page} does not match what was pushed: {', '.join(wrong)}; push again, and "
+            "check whether a .gitignore there excludes files"
         )
     sizes = {one: there[one].size for one in files}
     return Pushed(commit, f"{repo.page}/tree/{revision or 'main'}", sizes)
@@ -82,8 +82,8 @@ def upload(
 ) -> str:
     from huggingface_hub import CommitOperationAdd, constants
 
-    # With hf_xet installed the client sends large files by Xet without asking whether the Hub
-    # speaks it; one that does not gets them by plain LFS.
+    # With hf_xet installed, the client uploads large files with Xet without checking that the Hub
+    # supports it; if it does not, plain LFS is used.
     if not constants.HF_HUB_DISABLE_XET and not speaks_xet(repo, revision or "main"):
         constants.HF_HUB_DISABLE_XET = True
     additions = [
@@ -100,7 +100,7 @@ def upload(
 
 
 def show_bars(wanted: bool) -> None:
-    """The client draws them itself."""
+    """Turns the client's own progress bars on or off."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     enable_progress_bars() if wanted else disable_progress_bars()
@@ -122,7 +122,7 @@ def speaks_xet(repo: Repo, revision: str) -> bool:
 
 def find_files(folder: Path) -> list[str]:
     if not folder.is_dir():
-        raise HubError(f"{folder} is no folder; `overland push` takes one, such as RUN/hf")
+        raise HubError(f"{folder} is not a folder; `overland push` needs one, such as RUN/hf")
     paths = [
         path
         for path in sorted(folder.rglob("*"))
@@ -133,22 +133,22 @@ def find_files(folder: Path) -> list[str]:
             refuse_link(path, folder)
     found = [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
     if not found:
-        raise HubError(f"{folder} holds no files")
+        raise HubError(f"{folder} contains no files")
     check_names(found)
     return found
 
 
 def refuse_link(path: Path, folder: Path) -> None:
-    """A link may lead to anything on this machine; one that is followed or left out silently would
-    be a surprise either way."""
+    """Raises an error for links that lead out of the folder or nowhere. They may lead to anything
+    on this machine, so silently following or skipping them would be a surprise either way."""
     if not path.exists():
-        raise HubError(f"{path} is a link that leads nowhere: remove it before pushing")
+        raise HubError(f"{path} is a broken link: remove it before pushing")
     if path.is_dir():
-        raise HubError(f"{path} is a linked folder: put a copy in its place, or remove it")
+        raise HubError(f"{path} is a link to a folder: replace it with a copy, or remove it")
     if leads_out(path, folder):
         raise HubError(
-            f"{path} is a link out of the folder, to {path.resolve()}: put a copy in its place if "
-            "it is meant to be pushed, or remove it"
+            f"{path} is a link out of the folder, to {path.resolve()}: replace it with a copy if "
+            "you want to push it, or remove it"
         )
 
 
@@ -158,6 +158,6 @@ def refuse_checkpoints(folder: Path, files: list[str]) -> None:
         if path.name in CHECKPOINT_FILES or path.suffix == ".distcp":
             convert = command("overland", "convert", folder, f"{folder}-hf", "--to", "hf")
             raise HubError(
-                f"{folder} holds a checkpoint that only a trainer reads ({file}): push instead "
-                f"what `{convert}` makes of it"
+                f"{folder} contains a training checkpoint ({file}): convert it with `{convert}` "
+                "and push the result"
             )

@@ -1,8 +1,7 @@
-"""One repository on a Hub, the client that speaks with it, and what can go wrong between here and
-there, each as a sentence with a way out.
+"""A repository on a Hub, its client, and clear messages for everything that can go wrong.
 
-The endpoint is HF_ENDPOINT's, the token HF_TOKEN's and nobody else's: a token that a login left in
-a file is not read. What is imported here opens connections, so only `fetch` and `push` come here.
+The endpoint comes from HF_ENDPOINT and the token only from HF_TOKEN: a token that a login stored in
+a file is not read. This module opens connections, so only `fetch` and `push` import it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from overland.tools.hub.snapshot import HubFile, check_commit
 
 ENDPOINT = "https://huggingface.co"
 SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # the client obeys both
-SECONDS = 30.0  # for an answer about a repository
-MOST_FILES = 2_000_000  # of a repository; a list without an end would fill the memory
+SECONDS = 30.0  # timeout of a request about a repository
+MOST_FILES = 2_000_000  # in a repository; an endless list would fill the memory
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Repo:
 
     @property
     def page(self) -> str:
-        """Where a person reads about it."""
+        """The address of the repository's web page."""
         return f"{self.endpoint}/{'datasets/' if self.type == 'dataset' else ''}{self.name}"
 
 
@@ -47,11 +46,11 @@ def open_repo(
 
 
 def connect(repo: Repo, env: Mapping[str, str] = os.environ) -> Any:
-    """The client, if connections are allowed at all."""
+    """Returns the client, or raises an error if connections are disabled."""
     for switch in SWITCHES:
         if env.get(switch, "").lower() not in ("", "0", "false", "no", "off"):
             raise HubError(
-                f"{switch} is set, so no connection may be opened: unset it where there is a "
+                f"{switch} is set, which disables connections: unset it on a machine with a "
                 "network, such as a login node"
             )
     client = need("huggingface_hub", "a connection to a Hub", "hub", HubError)
@@ -60,7 +59,7 @@ def connect(repo: Repo, env: Mapping[str, str] = os.environ) -> Any:
 
 
 def commit_of(client: Any, repo: Repo, revision: str | None) -> str:
-    """The commit that a branch, a tag or a shortened commit means now."""
+    """Resolves a branch, a tag or a shortened commit to a commit."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
@@ -69,7 +68,7 @@ def commit_of(client: Any, repo: Repo, revision: str | None) -> str:
         refs = client.list_repo_refs(repo.name, repo_type=repo.type)
         names = ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
         raise HubError(
-            f"{repo.name} has no revision {revision!r}; it has {names}, and its commits"
+            f"{repo.name} has no revision {revision!r}; it has {names}, or give a commit"
         ) from None
     try:
         return check_commit(info.sha)
@@ -78,7 +77,7 @@ def commit_of(client: Any, repo: Repo, revision: str | None) -> str:
 
 
 def list_files(client: Any, repo: Repo, commit: str) -> dict[str, HubFile]:
-    """Every file of a commit, with the size and hash that the Hub gives for it."""
+    """Returns every file of a commit, with its size and hash on the Hub."""
     from huggingface_hub.hf_api import RepoFile
 
     tree = client.list_repo_tree(repo.name, repo_type=repo.type, revision=commit, recursive=True)
@@ -90,25 +89,25 @@ def list_files(client: Any, repo: Repo, commit: str) -> dict[str, HubFile]:
             elif isinstance(one, RepoFile):
                 files[one.path] = HubFile(one.size, f"git:{one.blob_id}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, json.JSONDecodeError):  # a page of a proxy, which has its own words
+        if isinstance(error, json.JSONDecodeError):  # a proxy's web page, which has its own message
             raise
         raise not_a_hub(repo, error) from None
     if len(files) > MOST_FILES:
-        raise HubError(f"{repo.page} lists more than {MOST_FILES:,} files, which is refused")
+        raise HubError(f"{repo.page} lists more than {MOST_FILES:,} files, which is not supported")
     return files
 
 
 def not_a_hub(repo: Repo, error: Exception) -> HubError:
     return HubError(
-        f"{repo.endpoint} does not answer about {repo.name} as a Hub does ({error!s:.200}): check "
+        f"{repo.endpoint} did not respond like a Hub about {repo.name} ({error!s:.200}): check "
         "HF_ENDPOINT"
     )
 
 
 @contextmanager
 def hub_errors(repo: Repo) -> Iterator[None]:
-    """Turns errors of the client, the network and the disk into ours. A token is in none of them:
-    the client's own words, which could quote a request, are not passed on."""
+    """Turns errors of the client, the network and the disk into ours. They never contain a token:
+    the client's own messages, which could quote a request, are not passed on."""
     try:
         yield
     except Exception as error:
@@ -123,26 +122,26 @@ def _explain(error: Exception, repo: Repo) -> str | None:
     from huggingface_hub import errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # the client wraps what an upload fails of
+        error = error.__cause__  # the client wraps the cause of a failed upload
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set: unset it where there is a network, such as a login node"
+        return "HF_HUB_OFFLINE is set: unset it on a machine with a network, such as a login node"
     if isinstance(error, errors.HFValidationError):
-        return f"{repo.name!r} is no name on a Hub: expected OWNER/NAME"
+        return f"{repo.name!r} is not a valid repository name: expected OWNER/NAME"
     if isinstance(error, errors.GatedRepoError):
         if repo.token:
             return (
-                f"the account of HF_TOKEN may not read {repo.name} yet: accept its licence at "
-                f"{repo.page}, and use a token that may read gated repositories"
+                f"the account of HF_TOKEN does not have access to {repo.name} yet: accept its "
+                f"licence at {repo.page}, and use a token that can read gated repositories"
             )
         return (
-            f"{repo.name} is given to those who accept its licence: do so at {repo.page}, then set "
-            "HF_TOKEN to a token of that account"
+            f"{repo.name} requires accepting its licence: do so at {repo.page}, then set HF_TOKEN "
+            "to a token of that account"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{repo.name} has no such revision; those it has: {repo.page}/tree/main"
+        return f"{repo.name} has no such revision; see {repo.page}/tree/main for its revisions"
     if isinstance(error, errors.RepositoryNotFoundError):
         private = (
-            "or the account of HF_TOKEN may not see it"
+            "or the account of HF_TOKEN has no access to it"
             if repo.token
             else "or it is private, and HF_TOKEN is not set"
         )
@@ -151,35 +150,34 @@ def _explain(error: Exception, repo: Repo) -> str | None:
         return _explain_answer(error.response.status_code, repo)
     if isinstance(error, httpx.TransportError):
         return (
-            f"no connection to {repo.endpoint} ({error or type(error).__name__}): this needs a "
-            "network, as login nodes have; HF_ENDPOINT names another Hub, https_proxy a proxy"
+            f"cannot connect to {repo.endpoint} ({error or type(error).__name__}): run this on a "
+            "machine with a network, such as a login node; set HF_ENDPOINT for another Hub, or "
+            "https_proxy for a proxy"
         )
     if isinstance(error, json.JSONDecodeError):
         return (
-            f"{repo.endpoint} does not answer as a Hub does: check HF_ENDPOINT, and whether a "
-            "proxy wants a login first"
+            f"{repo.endpoint} did not respond like a Hub: check HF_ENDPOINT, and whether a proxy "
+            "requires a login first"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            "the disk, or your share of it, is full; what came so far is kept: make room and run "
-            "this again, or choose another folder with --to"
+            "the disk or your quota is full; downloaded data is kept: free some space and run this "
+            "again, or choose another folder with --to"
         )
     return None
 
 
 def _explain_answer(status: int, repo: Repo) -> str:
     if status == 401:
-        return (
-            f"{repo.endpoint} does not know the token in HF_TOKEN: make a new one in your settings"
-        )
+        return f"{repo.endpoint} rejected the token in HF_TOKEN: create a new one in your settings"
     if status == 403:
         return (
-            f"{repo.endpoint} forbids this to the account of HF_TOKEN: see {repo.page}, and what "
-            "the token is allowed to do"
+            f"{repo.endpoint} does not allow this for the account of HF_TOKEN: see {repo.page}, "
+            "and check the permissions of the token"
         )
     if status == 429:
-        return f"{repo.endpoint} says that these were too many requests: wait some minutes" + (
+        return f"{repo.endpoint} reports too many requests: wait a few minutes" + (
             "" if repo.token else ", or set HF_TOKEN, which raises the limit"
         )
     later = "try again later" if status >= 500 else "check HF_ENDPOINT"
-    return f"{repo.endpoint} answered {status} about {repo.name}: {later}"
+    return f"{repo.endpoint} returned status {status} for {repo.name}: {later}"

@@ -1,7 +1,7 @@
-"""What must not be given to others: files that hold keys by their name, and keys in any file.
+"""Finds what must not be published: files whose names suggest secrets, and keys inside any file.
 
-The list is in docs/fetch.md. Values of variables of the environment that look like secrets are
-looked for too, whatever their form.
+The list is in docs/fetch.md. Values of environment variables that look like secrets are searched
+for too, whatever their form.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = (
     ".htpasswd", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.p12",
     "*.pfx", "*.ppk", "kubeconfig", "stored_tokens",
 )  # fmt: skip
-# What it is, what is looked for first (fast, in gigabytes of weights), and what it must be then.
+# What it is, a prefix to search for first (fast, in gigabytes of weights), and the full pattern.
 KEYS = [
     (kind, start.encode(), re.compile(pattern.encode()))
     for kind, start, pattern in [
@@ -47,11 +47,11 @@ LONGEST_KEY = 128
 def refuse_secret_files(
     folder: Path, files: list[str], env: Mapping[str, str] = os.environ
 ) -> None:
-    """Looks at names first, which costs nothing; then reads every byte."""
+    """Raises an error for files with secrets: checks names first, then every byte."""
     for file in files:
         if looks_secret(file):
             raise HubError(
-                f"{folder / file} looks like a file of keys or passwords: take it out of the "
+                f"{folder / file} looks like a file with keys or passwords: remove it from the "
                 "folder before pushing"
             )
     values = {
@@ -61,7 +61,7 @@ def refuse_secret_files(
     }
     for file in files:
         if found := secret_in(folder / file, values):
-            raise HubError(f"{folder / file} holds {found}: take it out before pushing")
+            raise HubError(f"{folder / file} contains {found}: remove it before pushing")
 
 
 def looks_secret(file: str) -> bool:
@@ -71,7 +71,8 @@ def looks_secret(file: str) -> bool:
 
 
 def secret_in(path: Path, values: Mapping[str, bytes]) -> str | None:
-    """The first that the file holds, read in blocks that overlap by the longest."""
+    """Returns the first secret in the file, which is read in blocks that overlap by the longest
+    one."""
     overlap = max([LONGEST_KEY, *map(len, values.values())])
     end = b""
     with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""A folder that holds files of one commit, and the list by which it can be checked offline.
+"""A folder with the files of one commit, and the list used to verify it offline.
 
     FOLDER/
-      config.json, model-00001-of-00004.safetensors …   as they lie on the Hub
-      .overland/snapshot.json   which repository, which commit, every file's size and hash
-      .overland/partial/        what has come so far of files on their way
+      config.json, model-00001-of-00004.safetensors …   as on the Hub
+      .overland/snapshot.json   repository, commit, and the size and hash of every file
+      .overland/partial/        partial downloads
 
-The list is written before the first file is fetched, so that a fetch that was killed goes on with
-the same commit. A folder stays at its commit: weights and data do not change under a run.
+The list is written before the first file is fetched, so that an interrupted fetch resumes with the
+same commit. A folder stays at its commit: weights and data do not change during a run.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ LIST = f"{OWN}/snapshot.json"
 VERSION = 1
 BLOCK = 1 << 22
 THREADS = 8  # files at a time, as the Hub's own client does
-LARGEST = 2**50  # bytes of a file: a petabyte; no Hub takes more than a thousandth of it
-# Git names blobs by SHA-1, or by SHA-256 in repositories that chose so.
+LARGEST = 2**50  # bytes of a file: a petabyte; no Hub accepts more than a thousandth of that
+# Git identifies blobs by SHA-1, or by SHA-256 in repositories configured for it.
 HASH = re.compile(r"sha256:[0-9a-f]{64}|git:[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """`hash` is `sha256:…` for large files, `git:…` (the id of git's blob) for others."""
+    """A file's size and hash: `sha256:…` for large files, `git:…` (git's blob id) for others."""
 
     size: int
     hash: str
 
     def __post_init__(self) -> None:
-        """What a Hub, or a list that came with a folder, may say: the hash becomes part of a path,
-        and the size bounds what is written."""
+        """Validates what a Hub, or a folder's list, claims: the hash becomes part of a path, and
+        the size limits what is written."""
         if type(self.hash) is not str or not HASH.fullmatch(self.hash):
-            raise ValueError(f"{self.hash!r:.100} is no hash")
+            raise ValueError(f"{self.hash!r:.100} is not a hash")
         if type(self.size) is not int or not 0 <= self.size <= LARGEST:
-            raise ValueError(f"{self.size!r:.100} is no size of a file")
+            raise ValueError(f"{self.size!r:.100} is not a file size")
 
     def problem(self, path: Path) -> str | None:
-        """`missing`, `damaged`, or None."""
+        """Returns `missing`, `damaged`, or None."""
         try:
             if path.stat().st_size != self.size:
                 return "damaged"
@@ -60,7 +60,7 @@ class HubFile:
 
 
 def hash_of(path: Path, like: str) -> str:
-    """The file's hash, of the same kind as another one."""
+    """Returns the file's hash, of the same kind as `like`."""
     kind, _, digits = like.partition(":")
     digest = hashlib.sha256() if len(digits) == 64 else hashlib.sha1(usedforsecurity=False)
     if kind == "git":
@@ -73,8 +73,8 @@ def hash_of(path: Path, like: str) -> str:
 
 @dataclass
 class HubSnapshot:
-    """`requests` are the words that asked for files; what one of them means in this commit is in
-    `files`, so the same words again need no network."""
+    """The files of one commit. `requests` are the options of earlier fetches, whose files are all
+    in `files`, so the same request needs no network."""
 
     type: str
     name: str
@@ -93,7 +93,7 @@ def read_snapshot(folder: Path) -> HubSnapshot | None:
     try:
         tree = json.loads(path.read_bytes())
         if tree["version"] != VERSION:
-            raise HubError(f"{path} is of another version of Overland: fetch into a new folder")
+            raise HubError(f"{path} is from another version of Overland: fetch into a new folder")
         files = {name: HubFile(*entry) for name, entry in tree["files"].items()}
         facts = {key: tree[key] for key in ("type", "name", "revision", "commit", "requests")}
         check_commit(facts["commit"])
@@ -107,7 +107,7 @@ def read_snapshot(folder: Path) -> HubSnapshot | None:
 
 
 def write_snapshot(folder: Path, snapshot: HubSnapshot) -> None:
-    """Replaces the list in one step: it is there as a whole or as it was before."""
+    """Replaces the list atomically."""
     path = folder / LIST
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = {
@@ -127,7 +127,7 @@ def find_problems(
     files: dict[str, HubFile],
     advance: Callable[[int], None] = lambda size: None,
 ) -> dict[str, str]:
-    """Name -> `missing` or `damaged`, after reading every byte."""
+    """Reads every byte, and returns name -> `missing` or `damaged`."""
 
     def look(name: str) -> str | None:
         found = files[name].problem(folder / name)
@@ -140,9 +140,9 @@ def find_problems(
 
 
 def check_commit(commit: Any) -> str:
-    """It becomes part of addresses."""
+    """Validates a commit, which becomes part of URLs."""
     if type(commit) is not str or not re.fullmatch(r"[0-9a-f]{40}(?:[0-9a-f]{24})?", commit):
-        raise ValueError(f"{commit!r:.100} is no commit")
+        raise ValueError(f"{commit!r:.100} is not a commit")
     return commit
 
 
@@ -152,7 +152,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_name(name: str) -> None:
-    """A Hub gives names; none may lead out of the folder, or onto our own files."""
+    """Validates a name from a Hub: it must not lead out of the folder, or to our own files."""
     path = PurePosixPath(name)
     is_plain = path.parts and path.as_posix() == name and not path.is_absolute()
     if (
@@ -162,4 +162,4 @@ def check_name(name: str) -> None:
         or path.parts[0].lower() == OWN
         or control_character(name) is not None
     ):
-        raise HubError(f"the repository holds a file called {name!r}, which is refused")
+        raise HubError(f"the repository has a file named {name!r}, which is not allowed")

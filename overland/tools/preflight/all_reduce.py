@@ -1,7 +1,7 @@
-"""One sum over all tasks that are good so far, as training does it, and the network it went over.
+"""One all-reduce over all tasks that are good so far, as in training, and the network it used.
 
-NCCL and RCCL say in their log what they send over between nodes. Without the network plugin of a
-fabric they fall back to TCP without a word, several times slower.
+NCCL and RCCL log which network they use between nodes. Without the network plugin of a fabric they
+silently fall back to TCP, which is several times slower.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ACCELERATOR_BYTES = 64 * 2**20
 REPEATS = 5
 
 TCP = "Socket"
-# NCCL up to 2.26 says "Using network", later ones "Assigned NET plugin"; both name it once it is
-# chosen, after the lines of all that were tried.
+# NCCL up to 2.26 logs "Using network", later versions "Assigned NET plugin"; both name the network
+# once it is chosen, after the lines of all that were tried.
 CHOSEN = re.compile(
     r"NCCL INFO (?:Using network|Assigned NET plugin|Initialized NET plugin) (.+?)(?: to comm.*)?$",
     re.MULTILINE,
@@ -33,7 +33,7 @@ CHOSEN = re.compile(
 USED = re.compile(r"NCCL INFO NET/(IB|OFI|Socket)\b.*\b(?:Using|Selected)\b")
 LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 
-# Where Linux lists the devices of a fabric -> what it is called.
+# Where Linux lists the devices of a fabric -> the name of the fabric.
 FABRICS = {"cxi": "Slingshot", "infiniband": "InfiniBand", "efa": "EFA"}
 
 
@@ -49,7 +49,7 @@ def measure_all_reduce(
         group(order, listener, rank, size, local_rank, stage) as (device, _),
     ):
         num_bytes = CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
-        # Small whole numbers, so that float32 holds every sum exactly, in any order.
+        # Small integers, so that every sum is exact in float32, in any order.
         terms = [r % 8 + 1 for r in range(size)]
         tensor = torch.empty(num_bytes // 4, device=device)
         dist.all_reduce(tensor.fill_(terms[rank]))
@@ -61,14 +61,14 @@ def measure_all_reduce(
         right = right and bool((tensor == sum(terms)).all())  # waits for the device
         seconds = (time.perf_counter() - start) / REPEATS
         network = measure_transport(log)
-    # What a ring sends and receives, per rank: comparable over numbers of ranks.
+    # Bus bandwidth: what a ring sends and receives per rank, comparable between numbers of ranks.
     rate = 2 * (size - 1) / size * num_bytes / seconds / 1e9
     return {"right": right, "gb_per_s": rate, **network}
 
 
 @contextmanager
 def nccl_log(env: MutableMapping[str, str] = os.environ) -> Iterator[Path]:
-    """A file that NCCL writes its log to, if it is initialised inside."""
+    """Yields the file that NCCL logs to, if it is initialized within this context."""
     before = {name: env.get(name) for name in (*LOG, "NCCL_DEBUG_FILE")}
     with tempfile.TemporaryDirectory(prefix="overland-nccl-") as folder:
         path = Path(folder) / "log"
@@ -84,7 +84,7 @@ def nccl_log(env: MutableMapping[str, str] = os.environ) -> Iterator[Path]:
 
 
 def measure_transport(log: Path) -> dict[str, object]:
-    """The transport and the fabrics of this node; nothing where there is no log."""
+    """Returns the transport and the fabrics of this node; nothing if there is no log."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
@@ -93,7 +93,7 @@ def measure_transport(log: Path) -> dict[str, object]:
 
 
 def transport_in(log: str) -> str | None:
-    """`Socket` (TCP), `IB`, `AWS Libfabric` or another plugin's name; None: the log names none."""
+    """Returns `Socket` (TCP), `IB`, `AWS Libfabric` or another plugin; None if not in the log."""
     chosen = CHOSEN.findall(log)
     if chosen:
         return str(chosen[-1]).strip()
@@ -102,14 +102,15 @@ def transport_in(log: str) -> str | None:
 
 
 def fabrics(root: Path = Path("/sys/class")) -> list[str]:
-    """The high-speed fabrics that this node has devices of."""
+    """Returns the high-speed fabrics that this node has devices for."""
     return [
         name for folder, name in FABRICS.items() if any(map(_counts, (root / folder).glob("*")))
     ]
 
 
 def _counts(device: Path) -> bool:
-    """A card for Ethernet may be listed as InfiniBand's; only its link layer tells."""
+    """Whether a device counts: an Ethernet card may be listed as InfiniBand, and only its link
+    layer tells them apart."""
     layers = [file.read_text().strip() for file in device.glob("ports/*/link_layer")]
     return not layers or "InfiniBand" in layers
 
@@ -117,7 +118,7 @@ def _counts(device: Path) -> bool:
 def judge_transport(
     answers: Mapping[tuple[str, int], Mapping[str, object]],
 ) -> tuple[str | None, str]:
-    """(the transport in use, what is wrong with it), from all tasks of a sum."""
+    """Returns (transport in use, problem with it), from the answers of all tasks."""
     found = {str(facts["transport"]) for facts in answers.values() if facts.get("transport")}
     transport = ", ".join(sorted(found)) or None
     slow = {
@@ -125,13 +126,13 @@ def judge_transport(
         for (node, _), facts in answers.items()
         if facts.get("transport") == TCP and facts.get("fabrics")
     }
-    if not slow or len({node for node, _ in answers}) < 2:  # one node has no use for a network
+    if not slow or len({node for node, _ in answers}) < 2:  # a single node uses no network
         return transport, ""
     node, names = next(iter(slow.items()))
     where = f"{len(slow)} nodes, such as {node}," if len(slow) > 1 else node
     fabric = " and ".join(map(str, names)) if isinstance(names, list) else str(names)
     return transport, (
-        f"collectives of {where} go over TCP (NET/Socket) although there is {fabric}, which is "
+        f"collectives of {where} use TCP (NET/Socket) although there is {fabric}, which is "
         "several times faster: NCCL or RCCL did not find the network plugin; load the cluster's "
-        "module for it, or put its folder on LD_LIBRARY_PATH (NCCL_DEBUG=INFO tells what is tried)"
+        "module for it, or add its folder to LD_LIBRARY_PATH (NCCL_DEBUG=INFO logs what is tried)"
     )

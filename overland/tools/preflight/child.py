@@ -1,7 +1,7 @@
-"""Work that may hang or crash, in a child that can be killed, so that the task lives on.
+"""Runs work that may hang or crash in a child process, so that the task survives.
 
-Forked, so that what the task has imported need not be imported again. For that the task itself must
-never touch a device: a CUDA context does not survive a fork.
+The child is forked, so that nothing has to be imported again. Therefore the task itself must never
+touch a device: a CUDA context does not survive a fork.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from overland.tools.wire import Message, Wire
 from overland.world.launch import PR_SET_PDEATHSIG
 
 Stage = Callable[[str], None]
-"""Tells what is being done, to be named should it never end."""
+"""Called with the current stage, which is named if it never ends."""
 
-BURIAL_SECONDS = 2.0  # a process inside a broken driver may not even die
+BURIAL_SECONDS = 2.0  # a process stuck in a broken driver may not even die
 
 
 def in_child(work: Callable[[Stage], Message], seconds: float, wire: Wire) -> Message:
-    """What `work` returns; or an `error` if it raised, crashed or took longer. A word from the
-    conductor meanwhile means that nobody waits for the answer any more."""
+    """Returns what `work` returns, or an `error` if it raised, crashed or timed out. A message from
+    the conductor meanwhile means that the answer is no longer wanted."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -41,7 +41,7 @@ def in_child(work: Callable[[Stage], Message], seconds: float, wire: Wire) -> Me
     if "stage" not in last:
         return last
     if not is_over:
-        return {"error": f"did not end within {seconds:.0f} s, in {last['stage']}"}
+        return {"error": f"did not finish within {seconds:.0f} s, in {last['stage']}"}
     ended = f"was ended by {signal.Signals(status & 0x7F).name}" if status & 0x7F else "ended"
     return {"error": f"{ended} in {last['stage']}"}
 
@@ -62,7 +62,7 @@ def _work(work: Callable[[Stage], Message], writing: int) -> None:
 
 
 def _hear(reading: int, wire: Wire, deadline: float) -> tuple[list[bytes], bool]:
-    """The lines that came, and whether the child has said all it had to say."""
+    """Returns the lines received, and whether the child has finished writing."""
     data = b""
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([reading, wire.socket.fileno()], [], [], left)

@@ -1,4 +1,4 @@
-"""The conductor: orders one check after the other, and judges what comes back."""
+"""The conductor: orders one check after another and judges the answers."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from overland.world.rendezvous import open_store, reachable
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-MOST_REASONS = 4  # of a node whose eight devices all have the same fault
-SECONDS_PER_RANK = 0.05  # of the all-reduce: thousands of ranks take minutes to connect
+MOST_REASONS = 4  # per node, in case all eight devices have the same fault
+SECONDS_PER_RANK = 0.05  # for the all-reduce: thousands of ranks take minutes to connect
 DISK_BYTES, QUICK_DISK_BYTES = 64 * 2**20, 16 * 2**20
 START_SECONDS = 300  # for ranks to find the first one
-NAME = "preflight"  # under which the first rank tells the others where to call
+NAME = "preflight"  # key under which the first rank tells the others where to connect
 
 
 @dataclass(frozen=True)
 class PreflightSettings:
-    """What the run to come will be."""
+    """Settings of the upcoming run."""
 
     config: Path | None = None
     folder: str = "."
     backend: str = "auto"
     quick: bool | None = None
-    """None: where no node has an accelerator."""
+    """None: only if no node has an accelerator."""
 
     @classmethod
     def of(
@@ -70,10 +70,10 @@ def preflight(
     """Tests the nodes with tasks that `launch` starts, as it would start training.
 
     Args:
-        launch: The command of the ranks up to and with `… -m overland`.
-        nodes: As Slurm names them.
+        launch: The command of the ranks, up to and including `… -m overland`.
+        nodes: Slurm's names of the nodes.
         tasks_per_node: One per device.
-        config: Of the run, if there is one yet.
+        config: The run's config, if there is one yet.
         env: The environment of the ranks.
 
     Raises:
@@ -102,7 +102,7 @@ def preflight_with(
 def preflight_here(
     num_tasks: int, job: PreflightSettings, env: Mapping[str, str] = os.environ
 ) -> Report:
-    """Tests this machine alone."""
+    """Tests only this machine."""
     board = Switchboard([], {})
     try:
         started = start.here(num_tasks, {**env, **board.environment()})
@@ -114,8 +114,8 @@ def preflight_here(
 def preflight_among_ranks(
     world: World, job: PreflightSettings, env: Mapping[str, str] = os.environ
 ) -> Report | None:
-    """The report on the first rank; None on the others. Where to call, and the key, go through the
-    store of the world, which trusts its network as training does."""
+    """Returns the report on the first rank, None on the others. The address and the key go through
+    the world's store, which trusts its network as training does."""
     store = _store(world)
     if not world.is_first:
         os.environ.update(json.loads(store.get(NAME)))
@@ -138,8 +138,8 @@ def conduct(
     tasks_per_node: int,
     job: PreflightSettings,
 ) -> Report:
-    """Tests with tasks that are on their way; `nodes` may be their number, where nobody knows
-    their names. Ends what was started, in any case."""
+    """Tests with tasks that are starting; `nodes` may be just their number, if the names are not
+    known. Always ends what was started."""
     progress = Phases()
     crew = Crew(board, started, nodes, tasks_per_node, progress)
     try:
@@ -187,7 +187,7 @@ class _Conductor:
         return report
 
     def _decide(self) -> tuple[bool, bool]:
-        """Whether it is to be quick, and whether torch is needed."""
+        """Returns whether to test quickly, and whether torch is needed."""
         accelerators = any(task.has_accelerator for task in self.crew.alive())
         quick = not accelerators if self.job.quick is None else self.job.quick
         return quick, accelerators or not quick
@@ -205,7 +205,7 @@ class _Conductor:
         kinds = {facts.get("kind") for facts in answers.values()}
         bounds = judge.ACCELERATOR if "cuda" in kinds else judge.CPU
         slow = {node for node, _ in judge.rates(answers, bounds)}
-        if slow:  # once more, now that others are quiet
+        if slow:  # again, now that the others are idle
             again = [task for task in self.crew.alive() if task.node in slow]
             for place, facts in self._ask("device", again, torch=with_torch).items():
                 answers[place] = judge.faster(answers[place], facts)
@@ -238,7 +238,7 @@ class _Conductor:
         self.report.all_reduce, self.report.failure = _judge_sum(orders, answers)
 
     def _ask(self, do: str, tasks: Sequence[Task], **details: object) -> dict[Place, Message]:
-        """One phase; what was measured is kept for the report."""
+        """Runs one phase, and keeps the measurements for the report."""
         self.crew.progress.begin(do, len(tasks))
         seconds = LIMITS[do]
         orders = {task: {"do": do, "seconds": seconds, **details} for task in tasks}
@@ -274,7 +274,7 @@ class _Conductor:
 def _judge_sum(
     orders: Mapping[Task, Message], answers: Mapping[Place, Message]
 ) -> tuple[Message, str]:
-    """What was measured, and what failed: a sum of all is nobody's fault alone."""
+    """Returns the measurements, and what failed: a failed all-reduce is no single node's fault."""
     unfinished = [
         f"{task.node}/{task.local} ({answers.get(task.place, {}).get('error', 'no answer')})"
         for task in orders
@@ -293,7 +293,7 @@ def _judge_sum(
 
 
 def sum_limit(num_tasks: int) -> float:
-    """Returns how many seconds the all-reduce of so many tasks may take."""
+    """Returns how many seconds the all-reduce of this many tasks may take."""
     return LIMITS["reduce"] + SECONDS_PER_RANK * num_tasks
 
 
@@ -308,13 +308,13 @@ def _store(world: World) -> Store:
 
 
 def _nodes(world: World, env: Mapping[str, str]) -> list[str] | int:
-    """Returns the nodes' names under srun; elsewhere their number: they say their names later."""
+    """Returns the nodes' names under srun, otherwise their number: they report names later."""
     names = expand_hosts(env["SLURM_STEP_NODELIST"]) if "SLURM_STEP_NODELIST" in env else []
     return names if len(names) == world.num_nodes else world.num_nodes
 
 
 def _others(world: World, nodes: list[str] | int, env: Mapping[str, str]) -> list[str]:
-    """A host whose way leads over the network that all share."""
+    """Returns hosts that are reached over the network that all nodes share."""
     if world.num_nodes == 1:
         return []
     if not isinstance(nodes, int):

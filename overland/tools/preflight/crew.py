@@ -1,4 +1,4 @@
-"""The tasks that have called home, and talking to all of them at once."""
+"""The tasks that have connected, and communication with all of them at once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from overland.tools.wire import Message, Switchboard, Wire
 LOOK_SECONDS = 0.1
 NUM_FILES = 256  # besides one connection per task
 
-# How many seconds each phase may take before whoever is late is bad. Python's imports take minutes
-# from a file system that thousands of tasks read at once; a context, a network's first contact and
-# half a second per test take less.
+# How many seconds each phase may take before a late node counts as bad. Python imports take minutes
+# from a file system that thousands of tasks read at once; creating a context, the first network
+# connection and half a second per test take less.
 LIMITS = {
     "start": 300.0,
     "clock": 60.0,
@@ -34,10 +34,10 @@ LIMITS = {
     "link": 45.0,
     "reduce": 120.0,
 }
-# How much longer the other half may take, once half have answered: a node that hangs would
-# otherwise cost every phase's limit.
+# How much longer the other half may take once half have answered: otherwise a node that hangs would
+# cost the full limit of every phase.
 PATIENCE = 30.0
-GRACE = 5.0  # for a task to end a child that took too long, and to say so
+GRACE = 5.0  # for a task to end a child that took too long, and to report it
 
 
 @dataclass(eq=False)
@@ -54,7 +54,8 @@ class Task:
 
 
 class Crew:
-    """Who does not answer is lost, and with it its node: no order goes there any more."""
+    """All tasks. A task that does not answer is lost together with its node, which then gets no
+    more orders."""
 
     def __init__(
         self,
@@ -84,13 +85,13 @@ class Crew:
         return [task for task in self.alive() if task.local == 0]
 
     def gather(self) -> None:
-        """Waits for every task's call."""
+        """Waits until every task has connected."""
         expected = self.num_nodes * self.tasks_per_node
         _allow_connections(expected)
         clock = _Clock(expected, LIMITS["start"], PATIENCE)
         self.progress.begin("start", expected)
         while not self._is_complete() and not clock.is_over(len(self.tasks)):
-            is_over = self.started.is_over()  # asked first: its tasks may have called before
+            is_over = self.started.is_over()  # checked first: its tasks may have connected before
             for task, message in self._take():
                 if message is None:
                     self._lose(task.node, f"task {task.local} ended before its first order")
@@ -116,7 +117,7 @@ class Crew:
         seconds: float,
         patience: float | None = None,
     ) -> dict[Place, Message]:
-        """Returns the answers of those who gave one in time; `patience` defaults to PATIENCE."""
+        """Returns the answers that arrived in time; `patience` defaults to PATIENCE."""
         self._number += 1
         number = self._number
         waiting = dict(orders)
@@ -141,7 +142,7 @@ class Crew:
             self._send(task, {"do": "end"})
 
     def _take(self) -> list[tuple[Task, Message | None]]:
-        """Whatever has come in."""
+        """Returns new messages."""
         taken: list[tuple[Task, Message | None]] = []
         wait = LOOK_SECONDS
         while True:
@@ -154,7 +155,7 @@ class Crew:
             if message is not None and "hello" in message:
                 self._enlist(wire, message["hello"])
             elif task is not None and message is not None and "time" in message:
-                self._send(task, {"time": time.time()})  # at once: a wait would look like skew
+                self._send(task, {"time": time.time()})  # at once: a delay looks like clock skew
             elif task is not None:
                 taken.append((task, message))
 
@@ -174,7 +175,7 @@ class Crew:
         try:
             task.wire.send(message)
         except OSError:
-            return  # its end is in the inbox, or will be
+            return  # the inbox reports its end, now or later
 
     def _lose(self, node: str, reason: str) -> None:
         known = self.started.ended().get(node)
@@ -194,16 +195,16 @@ class Crew:
         return ", ".join(str(task.local) for task in self.tasks.values() if task.node == node)
 
     def _nobody_came(self, seconds: float) -> str:
-        words = self.started.last_words() or "nothing was said"
+        words = self.started.last_words() or "there was no output"
         if self._strangers:
-            words = f"tasks called from {', '.join(sorted(self._strangers))}, no nodes of this test"
+            words = f"tasks connected from other nodes: {', '.join(sorted(self._strangers))}"
         limit = "" if self.started.is_over() else f" within {seconds:.0f} s"
         return f"no task of the preflight started{limit}: {words}"
 
 
 class _Clock:
-    """A limit for all; and once half have answered, the others get as long again, or what is
-    given as patience. So a node that hangs costs seconds, and a slow file system is waited for."""
+    """A time limit for all. Once half have answered, the others get as long again, or `patience` if
+    that is longer. So a node that hangs costs seconds, but a slow file system is waited for."""
 
     def __init__(self, num_expected: int, seconds: float, patience: float) -> None:
         self.start = time.monotonic()
@@ -222,19 +223,19 @@ class _Clock:
 
 
 def _allow_connections(num_tasks: int) -> None:
-    """One connection per task."""
+    """Allows one open connection per task."""
     allow_open_files()
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_tasks + NUM_FILES
     if resource.RLIM_INFINITY != allowed < needed:
         raise ClusterError(
-            f"{num_tasks} tasks need {needed} open files, and {allowed} are allowed here "
+            f"{num_tasks} tasks need {needed} open files, but only {allowed} are allowed "
             "(ulimit -Hn); test fewer nodes at a time with --nodes"
         )
 
 
 class Phases:
-    """Shows what the conductor does: a line that moves on a terminal, else one line per phase."""
+    """Shows progress: a live status line in a terminal, otherwise one line per phase."""
 
     def __init__(self) -> None:
         self._status: Any = None

@@ -1,8 +1,8 @@
-"""One device: what it is, whether it is idle, right and fast.
+"""Tests one device: what it is, and whether it is idle, correct and fast.
 
-It must get a matrix product right, to the bit: devices of one model with the same libraries give
-the same bits, so one that differs from the others is wrong. Should most be wrong, some rows are
-also compared with float64, computed by the CPU.
+It must compute a matrix product correctly to the bit: devices of the same model with the same
+libraries give the same bits, so one that differs is wrong. In case most are wrong, some rows are
+also compared with float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 SEED = 20
 CHECKED_ROWS = 32
-# Both in units of an element's standard deviation, √n. Measured for n from 256 to 2048: the last
-# rounding of bfloat16 is at most 2 of its steps off; sums in float32 at most 24 of theirs.
+# Both in units of an element's standard deviation, √n. Measured for n from 256 to 2048: the final
+# rounding to bfloat16 is off by at most 2 steps; sums in float32 by at most 24.
 ROUNDING = 8.0
 SUMMING = 100.0 * 2**-23
-FEWEST = 5  # runs that are timed
+FEWEST = 5  # timed runs
 MEDIAN: Callable[[list[float]], float] = median
-"""For devices that are ours alone: one that throttles is slow most of the time."""
+"""For devices that only we use: a throttled device is slow most of the time."""
 BEST: Callable[[list[float]], float] = min
-"""For CPUs, which others use too: the fastest time is the one that was least disturbed."""
+"""For CPUs, which others use too: the fastest time is the least disturbed."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Sizes:
     memory_bytes: int
     host_bytes: int
     batch: int
-    """Runs between two waits for the device: one alone would measure the wait."""
+    """Runs between two synchronizations: a single run would measure the synchronization."""
     seconds: float
 
 
-# 4096: every compute unit has work, and the inputs are made in half a second. Half a second of each
-# shows a device that throttles, and leaves the whole in seconds.
+# 4096: every compute unit has work, and the inputs take half a second to create. Half a second per
+# test reveals a device that throttles, and keeps the whole within seconds.
 ACCELERATOR = Sizes(side=4096, memory_bytes=2**30, host_bytes=2**28, batch=10, seconds=0.5)
-# 256: under a millisecond, so that some of many runs is not interrupted.
+# 256: under a millisecond, so that at least one of many runs is not interrupted.
 CPU = Sizes(side=256, memory_bytes=2**25, host_bytes=0, batch=1, seconds=0.2)
 
 
 def measure_device(local_rank: int, stage: Stage) -> Message:
-    """Measures the device that training would give to this task."""
+    """Measures the device that this task would have in training."""
     import torch
 
     stage("finding the device")
@@ -77,7 +77,7 @@ def measure_device(local_rank: int, stage: Stage) -> Message:
 
 
 def measure_cpu(stage: Stage) -> Message:
-    """Measures a CPU without torch, for `--quick`: the twin of `measure_device` in numpy."""
+    """Measures a CPU without torch, for `--quick`: the NumPy counterpart of `measure_device`."""
     import numpy as np
 
     stage("the matmul")
@@ -103,12 +103,13 @@ def measure_cpu(stage: Stage) -> Message:
 
 
 def driver() -> str:
-    """Returns the driver of accelerators that torch computes on; graphics cards are none."""
+    """Returns the driver of an accelerator that torch can use, or ""; plain graphics cards do not
+    count."""
     return next((path for path in DRIVERS if Path(path).exists()), "")
 
 
 def identity(device: torch.device, visible: int) -> Message:
-    """What it is, and how much of it is taken before we begin."""
+    """Returns what the device is, and how much of its memory is already in use."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
@@ -123,8 +124,9 @@ def identity(device: torch.device, visible: int) -> Message:
 
 
 def identity_of(properties: object) -> str:
-    """Two tasks that were given the same device show the same; empty if nothing tells devices
-    apart. A driver may leave the UUID at zero, and parts of a device may share its slot."""
+    """Returns an identity that two tasks share only if they have the same device; "" if devices
+    cannot be distinguished. A driver may leave the UUID at zero, and partitions of a device may
+    share its slot."""
     uuid = str(getattr(properties, "uuid", ""))
     slot = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [uuid if uuid.strip("0-") else "", "" if None in slot else ":".join(map(str, slot))]
@@ -163,7 +165,7 @@ def measure_matmul(device: torch.device, sizes: Sizes) -> Message:
 
 
 def measure_memory(device: torch.device, sizes: Sizes) -> Message:
-    """Read and written bytes of a copy."""
+    """Measures a copy in device memory; read and written bytes both count."""
     import torch
 
     source = torch.ones(sizes.memory_bytes, dtype=torch.uint8, device=device)
@@ -200,7 +202,7 @@ def _seconds_each(work: Callable[[], object], device: torch.device, sizes: Sizes
 
 
 def factors(n: int) -> tuple[Array, Array]:
-    """Draws two matrices from one seed, on the CPU: the same numbers on every node."""
+    """Returns two random matrices from a fixed seed, created on the CPU: the same on every node."""
     import numpy as np
 
     random = np.random.default_rng(SEED)
@@ -215,7 +217,7 @@ def _digest(content: bytes) -> str:
 
 
 def is_near(product: Array, a: Array, b: Array, precision: float) -> bool:
-    """Compares some rows, spread over the whole, with float64. A nan is not near."""
+    """Compares some rows, spread over the matrix, with float64. NaN is not near."""
     import numpy as np
 
     n = len(a)
@@ -232,7 +234,7 @@ def seconds_each(
     batch: int,
     choose: Callable[[list[float]], float],
 ) -> float:
-    """Seconds of one `work`; `settle` waits until a device has done what it was given."""
+    """Returns the seconds of one `work`; `settle` waits until the device has finished."""
     work()
     settle()
     times: list[float] = []

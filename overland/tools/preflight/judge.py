@@ -1,7 +1,7 @@
-"""Which nodes are bad, and why: pure functions of what all of them measured.
+"""Judges which nodes are bad, and why: pure functions of everything that was measured.
 
-A fraction of the median is a bound that needs no table of what a device should do; it asks for at
-least three values of the same kind. `None` for a value means that it was not measured.
+A fraction of the median is a bound that needs no table of expected values; it requires at least
+three values of the same kind. `None` means that a value was not measured.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Finding = tuple[str, str]
 """Node and reason."""
 
 RATES = ("_tflops", "_gb_per_s")
-FEWEST = 3  # of fewer values, a median says nothing
+FEWEST = 3  # a median of fewer values means nothing
 
-# A task's own context takes up to 1 GiB, the driver's reserve another; what an ended job left
-# behind, or a neighbour that should not be there, takes more.
+# A task's own context takes up to 1 GiB, and the driver reserves another; what an earlier job left
+# behind, or an unexpected neighbour, takes more.
 IDLE_GIB = 4.0
 # Compilers' caches alone write hundreds of MiB; a log that cannot grow ends a run.
 FREE_GIB = 1.0
-# File systems that all nodes share waver by factors; a broken disk is slower than any of these.
+# The speed of shared file systems varies by factors; a broken disk is slower than any of them.
 SLOW_DISK, SLOW_DISK_GB_PER_S = 0.05, 0.02
-# Logs are put in order by time, leases and certificates end by it; NTP keeps nodes within 0.05 s.
+# Logs are ordered by time, and leases and certificates expire by it; NTP keeps nodes within 0.05 s.
 SKEW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Below this fraction of the median is bad."""
+    """Values below this fraction of the median are bad."""
 
     matmul: float
     memory: float
@@ -42,10 +42,10 @@ class Bounds:
     link: float
 
 
-# Devices of a model differ by up to 10 % in clocks under load, hardly at all in memory; the way to
-# the host depends on sockets and switches; a link shares its switches with strangers.
+# Devices of the same model differ by up to 10 % in clocks under load, and hardly at all in memory;
+# the path to the host depends on sockets and switches; links share switches with other jobs.
 ACCELERATOR = Bounds(matmul=0.8, memory=0.85, host=0.7, link=0.5)
-# CPUs may have other work, their links too: what counts there is that they are right.
+# CPUs and their links may be busy with other work: what counts is that they are correct.
 CPU = Bounds(matmul=0.1, memory=0.1, host=0.1, link=0.1)
 
 
@@ -56,30 +56,31 @@ def errors(answers: Answers, what: str) -> Iterator[Finding]:
 
 
 def devices(answers: Answers) -> Iterator[Finding]:
-    """Every task has a device of its own, of the kind and number that most have, and it is idle."""
+    """Checks that every task has its own idle device, of the same kind and number as most."""
     with_gpu = {place: facts for place, facts in answers.items() if facts.get("kind") == "cuda"}
     for (node, local), facts in answers.items():
         driver = facts.get("driver", "")
         if facts.get("kind") == "cpu" and (with_gpu or driver):
-            where = f", though {driver} is there" if driver else ", and others have one"
+            where = f", although {driver} exists" if driver else ", but others have one"
             yield node, f"torch shows no accelerator to task {local}{where}"
     visible = Counter(facts["visible"] for facts in with_gpu.values())
     usual = visible.most_common(1)[0][0] if visible else 0
     owners: dict[tuple[str, str], list[int]] = defaultdict(list)
     for (node, local), facts in with_gpu.items():
         if facts["visible"] != usual:
-            yield node, f"task {local} sees {facts['visible']} devices, most see {usual}"
+            yield node, f"task {local} sees {facts['visible']} devices, but most see {usual}"
         if facts["in_use_gib"] > IDLE_GIB:
-            yield node, f"device of task {local} is in use: {facts['in_use_gib']:.1f} GiB are taken"
+            yield node, f"device of task {local} is in use: {facts['in_use_gib']:.1f} GiB of memory"
         if facts["identity"]:
             owners[node, facts["identity"]].append(local)
     for (node, _), tasks in owners.items():
         if len(tasks) > 1:
-            yield node, f"tasks {', '.join(map(str, tasks))} were given the same device"
+            yield node, f"tasks {', '.join(map(str, tasks))} have the same device"
 
 
 def products(answers: Answers) -> Iterator[Finding]:
-    """Right by float64, the same every time, and the same bits as on all devices of that name."""
+    """Checks that products match float64, are reproducible, and have the same bits as on all
+    devices of the same name."""
     groups: dict[str, dict[Place, str]] = defaultdict(dict)
     for (node, local), facts in answers.items():
         if "matmul_digest" not in facts:
@@ -87,20 +88,20 @@ def products(answers: Answers) -> Iterator[Finding]:
         if not facts["matmul_is_near"]:
             yield node, f"matmul of task {local} is wrong, compared with float64"
         elif not facts["matmul_is_steady"]:
-            yield node, f"matmul of task {local} is not the same twice"
+            yield node, f"matmul of task {local} is not reproducible"
         else:
             groups[facts["name"]][node, local] = facts["matmul_digest"]
     for name, digests in groups.items():
         right = majority(digests)
         for (node, local), digest in digests.items():
             if len(set(digests.values())) > 1 and digest != right:
-                others = "of most" if right else "of others, and it is unclear whose are right"
+                others = "of most" if right else "of others, and it is unclear which is right"
                 yield node, f"matmul of task {local} differs in bits from that {others} ({name})"
 
 
 def rates(answers: Answers, bounds: Bounds) -> Iterator[Finding]:
-    """Copies between host and device are compared among tasks of one local rank: they share the
-    same switches on every node."""
+    """Checks rates against the median. Copies between host and device are compared among tasks of
+    the same local rank, which use the same switches on every node."""
     compared = [
         ("matmul_tflops", bounds.matmul, "matmul", "TFLOP/s", False),
         ("memory_gb_per_s", bounds.memory, "memory", "GB/s", False),
@@ -121,7 +122,7 @@ def rates(answers: Answers, bounds: Bounds) -> Iterator[Finding]:
 
 
 def faster(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task measured twice: slow is what is slow both times."""
+    """Combines two measurements of a task: only what is slow both times is slow."""
     return {
         **first,
         **{k: max(v, first.get(k, v)) for k, v in second.items() if k.endswith(RATES)},
@@ -137,9 +138,9 @@ def disks(answers: Answers) -> Iterator[Finding]:
             if "free_gib" in facts and facts["free_gib"] < FREE_GIB:
                 yield node, f"{where} is nearly full: {facts['free_gib']:.2f} GiB are free"
             if "error" in facts:
-                yield node, f"{where} cannot be written: {facts['error']}"
+                yield node, f"{where} is not writable: {facts['error']}"
             elif not facts["right"]:
-                yield node, f"{where} gives back other bytes than were written"
+                yield node, f"{where} returns other bytes than were written"
         speeds = {p: f["write_gb_per_s"] for p, f in found.items() if "write_gb_per_s" in f}
         for (node, _), value, usual in _far_below(speeds, SLOW_DISK):
             if value < SLOW_DISK_GB_PER_S:
@@ -160,8 +161,8 @@ def interfaces(answers: Answers) -> Iterator[Finding]:
 
 
 def versions(answers: Answers, own: Mapping[str, str]) -> tuple[list[Finding], list[str]]:
-    """Who has other versions or another config than most; and where it is unclear who is right. The
-    conductor's own have the casting vote."""
+    """Returns nodes whose versions or config differ from most, and notes where it is unclear which
+    are right. The conductor's own versions have the casting vote."""
     findings: list[Finding] = []
     notes: list[str] = []
     found = {p: facts["versions"] for p, facts in answers.items() if "versions" in facts}
@@ -177,12 +178,12 @@ def versions(answers: Answers, own: Mapping[str, str]) -> tuple[list[Finding], l
             continue
         for (node, _), value in values.items():
             if value != right:
-                findings.append((node, f"{name} is {value}, on most nodes {right}"))
+                findings.append((node, f"{name} is {value}, but {right} on most nodes"))
     return findings, notes
 
 
 def majority(values: Mapping[Place, str], casting_vote: str | None = None) -> str | None:
-    """The most frequent value; None if several are."""
+    """Returns the most frequent value; None if there is a tie."""
     counts = Counter(values.values())
     top = [value for value, count in counts.items() if count == max(counts.values())]
     if len(top) == 1:

@@ -1,7 +1,7 @@
-"""The link between two tasks: both directions, the latency, and that what arrives is what was sent.
+"""Tests the link between two tasks: bandwidth in both directions, latency and correctness.
 
-Through the backend that training will use; or, for `--quick`, through a plain connection over the
-same interface, which needs no torch.
+It uses the backend that training will use or, for `--quick`, a plain connection over the same
+interface, which does not need torch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TOKEN_BYTES = 32
 class Channel(Protocol):
     num_bytes: int
     choose: Callable[[list[float]], float]
-    """Which of several times counts."""
+    """Selects which of several times counts."""
 
     def send(self) -> None: ...
 
     def receive(self) -> bool:
-        """Whether what came is what was sent."""
+        """Receives a message; returns whether it is what was sent."""
 
     def ping(self) -> None: ...
 
@@ -48,7 +48,7 @@ class Channel(Protocol):
 
 
 def measure_link(channel: Channel, is_lower: bool, stage: Stage) -> Message:
-    """Measures from one end, in step with the other; each end times what it sends."""
+    """Measures from one end, in lockstep with the other; each end times what it sends."""
     stage("the first contact")
     turns: list[Callable[[], None]] = [channel.ping, channel.pong]
     first, second = turns if is_lower else turns[::-1]
@@ -71,7 +71,7 @@ def measure_link(channel: Channel, is_lower: bool, stage: Stage) -> Message:
 
 
 def _send(channel: Channel) -> list[float]:
-    """Seconds of each message, until the other has said that it has it all."""
+    """Returns the seconds of each message, until the other end has confirmed it."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -90,7 +90,7 @@ def _receive(channel: Channel) -> bool:
 
 
 def listen(env: Mapping[str, str] = os.environ) -> socket.socket:
-    """Where a partner finds this task: on the interface that training uses, and no other."""
+    """Listens for a partner, only on the interface that training uses."""
     return socket.create_server((_address(env), 0), backlog=4096)
 
 
@@ -119,8 +119,8 @@ def group(
     local_rank: int,
     stage: Stage,
 ) -> Iterator[tuple[torch.device, dist.ProcessGroup]]:
-    """A process group whose first rank holds the store; what fails in it is not tidied up: the
-    process ends anyhow."""
+    """Opens a process group whose first rank hosts the store. Failures are not cleaned up, because
+    the process ends anyway."""
     from datetime import timedelta
 
     import torch
@@ -155,13 +155,14 @@ def group(
     yield device, dist.group.WORLD
     stage("parting")
     store.add("done", 1)
-    while rank == 0 and store.add("done", 0) < size:  # the store goes with this process
+    while rank == 0 and store.add("done", 0) < size:  # the store ends with this process
         time.sleep(0.005)
     dist.destroy_process_group()
 
 
 def backend_for(backend: str, device_type: str) -> str:
-    """What training uses for tensors on the device. MPI has no groups of two: gloo stands in."""
+    """Returns the backend that training uses for the device. MPI has no groups of two, so gloo is
+    used instead."""
     if device_type == "cpu" or backend == "mpi":
         return "gloo"
     return "nccl" if backend in ("auto", "nvshmem") else backend
@@ -191,7 +192,7 @@ class _Connection:
 
 
 class _Group:
-    """The other rank of a group of two."""
+    """A channel to the other rank of a group of two."""
 
     def __init__(self, device: torch.device, other: int) -> None:
         import torch
@@ -238,7 +239,8 @@ class _Group:
 
 
 def _address(env: Mapping[str, str] = os.environ) -> str:
-    """Returns the address of the named interface; else of the one that leads to the conductor."""
+    """Returns the address of the configured interface, or of the one that leads to the
+    conductor."""
     return own_address([env[ADDRESS].rpartition(":")[0]], env)
 
 
@@ -252,14 +254,14 @@ def _connect(order: Message) -> socket.socket:
 
 
 def _accept(order: Message, listener: socket.socket) -> socket.socket:
-    """Only the partner knows the token: it came through the conductor."""
+    """Accepts a connection from the partner, which alone knows the token from the conductor."""
     listener.settimeout(order["seconds"])
     connection, _ = listener.accept()
     connection.settimeout(order["seconds"])
     token = bytearray(TOKEN_BYTES)
     _fill(connection, memoryview(token))
     if token.decode(errors="replace") != order["token"]:
-        raise ClusterError("a stranger called in place of the partner")
+        raise ClusterError("an unknown process connected instead of the partner")
     return connection
 
 
@@ -267,5 +269,5 @@ def _fill(connection: socket.socket, target: memoryview) -> None:
     while target:
         count = connection.recv_into(target)
         if not count:
-            raise ClusterError("the partner hung up")
+            raise ClusterError("the partner closed the connection")
         target = target[count:]

@@ -1,4 +1,4 @@
-"""What a node is tested for without its devices: its clock, versions, disks and interfaces."""
+"""Tests of a node apart from its devices: clock, versions, disks and network interfaces."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import overland
 from overland.errors import ClusterError
 from overland.tools.wire import INTERFACES, Message, Wire, address_of_interface
 
-ROUND_TRIPS = 8  # the fastest has waited least, on the way or for a busy conductor
+ROUND_TRIPS = 8  # the fastest one had the least delay, on the network or in a busy conductor
 CLOCK_SECONDS = 5.0
 DRIVERS = ("nvidia", "amdgpu")
 MIB = 2**20
 
 
 def measure_clock(wire: Wire) -> Message:
-    """Seconds ahead of the conductor, and the error that the fastest round trip leaves."""
+    """Returns the seconds ahead of the conductor, and the error bound of the fastest round trip."""
     best = (float("inf"), 0.0)
     for _ in range(ROUND_TRIPS):
         before = time.time()
@@ -30,13 +30,13 @@ def measure_clock(wire: Wire) -> Message:
         heard = wire.receive(CLOCK_SECONDS)
         after = time.time()
         if not heard or "time" not in heard[0]:
-            return {"error": f"the conductor did not tell the time within {CLOCK_SECONDS:.0f} s"}
+            return {"error": f"no reply from the conductor within {CLOCK_SECONDS:.0f} s"}
         best = min(best, (after - before, (before + after) / 2 - heard[0]["time"]))
     return {"ahead": best[1], "error_bound": best[0] / 2}
 
 
 def measure_versions(config: str | None, with_torch: bool) -> dict[str, str]:
-    """Returns versions by name. torch's import takes seconds: without it, only its version."""
+    """Returns versions by name. Importing torch takes seconds; without it, only its version."""
     found = {
         "overland": overland.__version__,
         "Python": platform.python_version(),
@@ -76,16 +76,17 @@ def _libraries() -> dict[str, str]:
 
 
 def _digest(config: Path) -> str:
-    """Nodes whose view of a shared file system is stale read another file under its name."""
+    """Returns a digest of the config: nodes with a stale view of a shared file system read another
+    file under its name."""
     try:
         return hashlib.sha256(config.read_bytes()).hexdigest()[:16]
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        return f"unreadable ({error.strerror})"
 
 
 def written_folders(run_folder: str) -> dict[str, Path]:
-    """Where a run writes: its folder, or the nearest above it that is there; and the node's own
-    folder for temporary files, where kernels are cached."""
+    """Returns the folders that a run writes to: its own, or its nearest existing parent, and the
+    node's folder for temporary files, where kernels are cached."""
     run = Path(run_folder).expanduser().absolute()
     while not run.is_dir():
         run = run.parent
@@ -93,7 +94,7 @@ def written_folders(run_folder: str) -> dict[str, Path]:
 
 
 def measure_disk(folder: Path, num_bytes: int) -> Message:
-    """A disk that refuses is an answer too."""
+    """Measures a disk; an error is an answer too."""
     try:
         space = os.statvfs(folder)
         facts: Message = {"path": str(folder), "free_gib": space.f_bavail * space.f_frsize / 2**30}
@@ -103,7 +104,7 @@ def measure_disk(folder: Path, num_bytes: int) -> Message:
 
 
 def _write_and_read(folder: Path, num_bytes: int) -> Message:
-    """The file loses its name at once, so that none is left behind, whatever happens."""
+    """Writes and reads a file that is unlinked at once, so that nothing is ever left behind."""
     descriptor, name = tempfile.mkstemp(prefix=".overland-preflight-", dir=folder)
     try:
         os.unlink(name)
@@ -114,7 +115,7 @@ def _write_and_read(folder: Path, num_bytes: int) -> Message:
             written += os.write(descriptor, content[written : written + 4 * MIB])
         os.fsync(descriptor)
         middle = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):  # else the answer would come from memory
+        if hasattr(os, "posix_fadvise"):  # otherwise it would be read from the page cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         parts = [os.pread(descriptor, 4 * MIB, at) for at in range(0, num_bytes, 4 * MIB)]
         end = time.perf_counter()
@@ -128,13 +129,13 @@ def _write_and_read(folder: Path, num_bytes: int) -> Message:
 
 
 def measure_interfaces(env: Mapping[str, str] = os.environ) -> Message:
-    """Address by name; those that are missing, or have none, as a sentence. Every name counts: NCCL
-    spreads over all that are listed."""
+    """Returns addresses by interface name, and a sentence for each interface that is missing or has
+    none. Every name counts, since NCCL uses all that are listed."""
     addresses: dict[str, str] = {}
     problems: list[str] = []
     for variable in INTERFACES:
         words = env.get(variable, "")
-        if words.startswith("^"):  # those not to use; any other will do
+        if words.startswith("^"):  # names interfaces to exclude; any other will do
             continue
         for name in filter(None, words.lstrip("=").split(",")):
             try:

@@ -1,4 +1,4 @@
-"""The result: a table for people, JSON for scripts."""
+"""The result of a preflight: a table for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from overland.files import replace_file
 from overland.tools.preflight.tournament import Match
 
-FULL_TABLE = 32  # nodes; of more, only the bad ones are shown
+FULL_TABLE = 32  # nodes; if there are more, only bad ones are shown
 PLAIN_WIDTH = 160
 IN_WORDS = {"Socket": "TCP (NET/Socket)", "IB": "InfiniBand or RoCE (NET/IB)"}
 
@@ -21,9 +21,9 @@ IN_WORDS = {"Socket": "TCP (NET/Socket)", "IB": "InfiniBand or RoCE (NET/IB)"}
 class Report:
     nodes: list[str] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
-    """Node to reason."""
+    """Reason by node."""
     failure: str = ""
-    """What failed without being one node's fault."""
+    """A failure that is not one node's fault."""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     quick: bool = False
@@ -37,7 +37,7 @@ class Report:
         return not self.bad and not self.failure
 
     def to_json(self) -> str:
-        """One object."""
+        """Returns the report as one JSON object."""
         return json.dumps({"good": self.is_good, **asdict(self)}, indent=2)
 
     def save(self, path: Path | str) -> None:
@@ -46,7 +46,7 @@ class Report:
         replace_file(path, self.to_json() + "\n")
 
     def table(self) -> str:
-        """One row per node, and a summary."""
+        """Returns a table with one row per node, and a summary."""
         from rich.console import Console
 
         shown = self.nodes if len(self.nodes) <= FULL_TABLE else list(self.bad)
@@ -104,7 +104,7 @@ def _table(report: Report, nodes: list[str]) -> Any:
 
 
 def _numbers(report: Report, node: str) -> list[str]:
-    """The worst of each, over the tasks of a node."""
+    """Returns the worst value of each kind over the tasks of a node."""
     measured = report.measured.get(node, {})
     devices = list(measured.get("device", {}).values())
     disks = [disk for answer in measured.get("disk", {}).values() for disk in answer.values()]

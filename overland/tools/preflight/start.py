@@ -1,7 +1,7 @@
-"""The processes of the tasks: one srun, or children of this process; ended in any case.
+"""The processes of the tasks: one srun, or children of this process. They are always ended.
 
-What srun says of a node whose task failed (`srun: error: n3: task 4: Exited with exit code 1`) is
-heard at once, so that nobody waits for such a node, and so is the last line that the task printed.
+When srun reports a failed task (`srun: error: n3: task 4: Exited with exit code 1`), that and the
+last line that the task printed are noticed at once, so that nobody waits for the node.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FAILED = re.compile(r"^srun: error: (\S+): tasks? ([\d,\-]+): (.+)$", re.MULTILI
 
 
 class Started:
-    """Processes, and the file they all write to."""
+    """The started processes, and the file that they all write to."""
 
     def __init__(self, is_all: bool = True) -> None:
         self.is_all = is_all
         self.processes: list[subprocess.Popen[bytes]] = []
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.step: str | None = None
-        """Slurm's name of the step, once a task has told it."""
+        """Slurm's id of the step, once a task has reported it."""
 
     def ended(self) -> dict[str, str]:
-        """Nodes with a task that has ended, and what is known of it."""
+        """Returns nodes with a task that has ended, and the reason if known."""
         words = self._read()
         found: dict[str, str] = {}
         for nodes, tasks, what in FAILED.findall(words):
@@ -48,7 +48,7 @@ class Started:
         return found
 
     def is_over(self) -> bool:
-        """Whether none of them is left."""
+        """Whether all of them have ended."""
         return self.is_all and all(process.poll() is not None for process in self.processes)
 
     def last_words(self) -> str:
@@ -56,7 +56,8 @@ class Started:
         return "\n".join(lines[-5:])
 
     def stop(self) -> None:
-        """Tasks end by themselves when the conductor has said so; those that cannot are killed."""
+        """Ends all tasks. They end by themselves when the conductor says so, otherwise they are
+        killed."""
         for end in (lambda: None, self._cancel, self._terminate, self._kill):
             end()
             if self._have_ended(GRACE_SECONDS):
@@ -98,12 +99,12 @@ class Started:
                 stderr=subprocess.STDOUT,
             )
         except OSError as error:
-            raise ClusterError(f"{command[0]} cannot be run: {error.strerror}") from None
+            raise ClusterError(f"cannot run {command[0]}: {error.strerror}") from None
         self.processes.append(process)
 
 
 def with_launch(launch: Sequence[str], env: Mapping[str, str]) -> Started:
-    """Starts tasks as training is started; but one that fails must not take others with it."""
+    """Starts tasks as training is started, except that a failing task must not end others."""
     words = list(launch)
     if Path(words[0]).name == "srun":
         words = [word for word in words if not word.startswith("--kill-on-bad-exit")]
@@ -130,26 +131,26 @@ def here(num_tasks: int, env: Mapping[str, str]) -> Started:
 
 
 def first_task(env: Mapping[str, str]) -> Started:
-    """The task of this very process, which is busy conducting; the others are on their way."""
+    """Starts the task for this process, which is busy conducting; the others are starting."""
     started = Started(is_all=False)
     started.start([sys.executable, "-m", "overland", *TASK], env)
     return started
 
 
 def nodes_of(env: Mapping[str, str], only: str | None = None) -> list[str]:
-    """The nodes of the allocation, or those of them that were chosen; none outside of one."""
+    """Returns the nodes of the allocation, or the selected ones; none outside of an allocation."""
     nodes = expand_hosts(env["SLURM_JOB_NODELIST"]) if env.get("SLURM_JOB_NODELIST") else []
     if only is None:
         return nodes
     chosen = expand_hosts(only)
     strangers = [node for node in chosen if node not in nodes]
     if strangers:
-        raise ClusterError(f"--nodes {only}: {', '.join(strangers)}: no node of this allocation")
+        raise ClusterError(f"--nodes {only}: not in this allocation: {', '.join(strangers)}")
     return chosen
 
 
 def tasks_per_node(env: Mapping[str, str]) -> int:
-    """Returns what the job asked for; else one per GPU that Slurm gives; else what fits."""
+    """Returns what the job requested; else one per GPU that Slurm allocated; else what fits."""
     for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         found = re.search(r"[1-9]\d*$", env.get(name, ""))  # GPUs may have a type: h100:4
         if found:
@@ -158,8 +159,8 @@ def tasks_per_node(env: Mapping[str, str]) -> int:
 
 
 def srun_words(nodes: Sequence[str], tasks: int, env: Mapping[str, str]) -> list[str]:
-    """`--overlap`: the shell of `srun --pty bash` is a step too, and holds what it was given. GPUs
-    are as the allocation has them: srun reads that from the environment."""
+    """Returns the srun command. `--overlap`: the shell of `srun --pty bash` is a step too, and
+    holds its resources. srun reads the GPUs of the allocation from the environment."""
     cores = env.get("SLURM_CPUS_PER_TASK")
     return [
         "srun",

@@ -1,4 +1,5 @@
-"""A task: one per device. It calls home, does what it is told, and ends when nobody listens."""
+"""A task, one per device: connects to the conductor, follows its orders, and ends when it is
+gone."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from overland.world.launchers import find_world
 
 
 def run_task(env: Mapping[str, str] = os.environ) -> None:
-    # One thread: sums in the same order everywhere, and no threads in a process that forks.
+    # One thread: the same order of sums everywhere, and no threads in a process that forks.
     os.environ["OMP_NUM_THREADS"] = "1"
     world = find_world(env) or World()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # of the job, for ranks that can save
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # meant for ranks, which can save
         signal.signal(number, signal.SIG_IGN)
     wire = Wire.to_first_node(env)
     wire.send({"hello": _hello(world, env)})
@@ -30,7 +31,7 @@ def run_task(env: Mapping[str, str] = os.environ) -> None:
     for order in _orders(wire):
         try:
             answer = task.do(order)
-        except Exception as error:  # whatever it is, the conductor is to know
+        except Exception as error:  # report any error to the conductor
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         wire.send({**answer, "answer": order["number"]})
 
@@ -81,17 +82,18 @@ class _Task:
                 if order["torch"]:
                     return in_child(lambda s: measure_device(local, s), order["seconds"], wire)
                 return in_child(measure_cpu, order["seconds"], wire)
-        return {"error": f"does not know how to do {order['do']}"}
+        return {"error": f"unknown order {order['do']}"}
 
     def _load_torch(self) -> Message:
-        """Once, before children are forked. It finds no devices here: that would touch them."""
+        """Imports torch once, before children are forked. Does not look for devices, which would
+        touch them."""
         import torch
         import torch.distributed
 
         return {"version": torch.__version__}
 
     def _meet(self, order: Message) -> Message:
-        """Whoever was told to listen holds what the others connect to."""
+        """Measures together with other tasks; the one that was told to listen accepts them."""
         held, self.listener = self.listener, None
         listener = held if order["listening"] else None
         local = self.world.local_rank

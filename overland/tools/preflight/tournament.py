@@ -1,9 +1,9 @@
-"""Who measures the link with whom, and whose fault a bad link is.
+"""Decides which nodes measure the link between them, and which node is to blame for a bad link.
 
-In round k node i meets node i XOR 2^k, so that ⌈log₂ N⌉ rounds lead from every node to every other,
-640 nodes take ten, and no node is in two pairs at once. A bad link makes both its nodes suspects.
-Most of the time the other rounds tell which: a bad node's links are all bad, a good node's only
-those with bad ones. If they do not, each suspect meets a node without fault once more.
+In round k node i is paired with node i XOR 2^k, so that ⌈log₂ N⌉ rounds connect every node to every
+other (ten for 640 nodes), and no node is in two pairs at once. A bad link makes both its nodes
+suspects. Usually the other rounds show which it is: a bad node's links are all bad, a good node's
+only those to bad nodes. If not, each suspect is paired with a faultless node once more.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from overland.tools.wire import Message
 
 Pair = tuple[str, str]
 MOST_RETRIALS = 2
-FEWEST = 3  # of fewer values, a median says nothing
+FEWEST = 3  # a median of fewer values means nothing
 
 
 @dataclass(frozen=True)
 class Match:
-    """What two nodes measured. The rate is that of their slowest pair of tasks, in GB/s, times the
-    number of pairs: training waits for the slowest."""
+    """A measurement between two nodes. The rate, in GB/s, is that of their slowest pair of tasks
+    times the number of pairs, since training waits for the slowest."""
 
     nodes: Pair
     round: int
@@ -39,14 +39,14 @@ class Match:
 @dataclass(frozen=True)
 class LinkVerdict:
     bad: dict[str, str]
-    """Node to reason."""
+    """Reason by node."""
     unclear: dict[Match, str]
-    """Bad links of which it cannot be told whose fault they are, and what is wrong."""
+    """Bad links for which it is unclear which node is to blame, and what is wrong."""
 
 
 @dataclass
 class Rounds:
-    """Plays the tournament: all pairs at once, each task with the one like it on the other node."""
+    """Runs the rounds: all pairs at once, each task with its counterpart on the other node."""
 
     crew: Crew
     is_bad: Callable[[str], bool]
@@ -54,12 +54,12 @@ class Rounds:
     """A link below this fraction of the median is bad."""
     backend: str
     torch: bool
-    """Through the backend of training; else through plain connections."""
+    """Whether to use the backend of training; otherwise plain connections."""
     matches: list[Match] = field(default_factory=list)
 
     def play(self) -> tuple[list[Finding], list[str]]:
-        """Who is bad, and what should be known. A node that is found bad on the way plays no more:
-        its partners would wait for it."""
+        """Returns bad nodes, and notes. A node found bad on the way is left out of later rounds,
+        since its partners would wait for it."""
         plan = pairings([node for node in self.crew.nodes if not self.is_bad(node)])
         for number, pairs in enumerate(plan, start=1):
             bad = self._judge().bad
@@ -78,7 +78,7 @@ class Rounds:
         return conclude_rounds(self._judge(), self.matches, self.slow, tried)
 
     def _judge(self) -> LinkVerdict:
-        """One bad link alone may be chance, or the partner's fault."""
+        """Judges the links so far; a single bad link may be chance, or the partner's fault."""
         return judge_links(self.matches, self.slow, fewest_bad=2)
 
     def _play(self, pairs: Sequence[Pair], number: int, what: str) -> None:
@@ -92,18 +92,18 @@ class Rounds:
         limit = LIMITS["link"] + GRACE
         answers = crew.ask(orders, what, limit, patience=limit)
         partner = dict(pairs) | {b: a for a, b in pairs}
-        for node in (set(crew.lost) - lost_before) & partner.keys():  # one that rests may end too
+        for node in (set(crew.lost) - lost_before) & partner.keys():  # an unpaired node may end too
             crew.lost[node] += f", with {partner[node]}"
         self.matches += [
             _match(pair, number, {(n, i): answers.get((n, i), {}) for n in pair for i in locals_})
             for pair in pairs
-            if not set(pair) & set(crew.lost)  # for that, its partner is not to blame
+            if not set(pair) & set(crew.lost)  # the partner is not to blame for a lost node
         ]
 
     def _orders(
         self, pairs: Sequence[Pair], tasks: Mapping[Place, Task], what: str
     ) -> dict[Task, Message]:
-        """The first of each pair is asked to listen; then both are told where."""
+        """Asks the first of each pair to listen, and returns orders that tell both where."""
         counterparts = [
             (tasks[a, local], tasks[b, local])
             for a, b in pairs
@@ -132,9 +132,9 @@ class Rounds:
 def conclude_rounds(
     verdict: LinkVerdict, matches: Sequence[Match], slow: float, tried: set[str]
 ) -> tuple[list[Finding], list[str]]:
-    """A link that was bad once is the fault of neither if both have done well since. If there was
-    nobody to try that with, it is that of the node that did worse; or both are suspects, and
-    training should have neither."""
+    """Decides unclear cases. If both nodes of a bad link did well with others since, neither is to
+    blame. If there was no one to retry with, the node that did worse is; or both are suspects, and
+    training should use neither."""
     findings: list[Finding] = list(verdict.bad.items())
     notes: list[str] = []
     worse = judge_links(matches, slow).bad
@@ -143,8 +143,10 @@ def conclude_rounds(
         untried = [node for node in match.nodes if node not in tried]
         guilty = [node for node in untried if node in worse] or untried
         if not guilty:
-            notes.append(f"link of {one} and {other}: {fault}; both did well with others since")
-        doubt = "; it is unclear whose fault that is" if len(guilty) > 1 else ""
+            notes.append(
+                f"link between {one} and {other}: {fault}; both did well with others since"
+            )
+        doubt = "; it is unclear which node is to blame" if len(guilty) > 1 else ""
         findings += [(node, describe_link(match, node, fault) + doubt) for node in guilty]
     return findings, notes
 
@@ -155,27 +157,28 @@ def pairings(nodes: Sequence[str]) -> list[list[Pair]]:
         [
             (nodes[i], nodes[i ^ 2**k])
             for i in range(len(nodes))
-            if i < i ^ 2**k < len(nodes)  # a node without a partner rests
+            if i < i ^ 2**k < len(nodes)  # a node without a partner is skipped
         ]
         for k in range(num_rounds)
     ]
 
 
 def retrial(suspects: Sequence[str], faultless: Sequence[str]) -> list[Pair]:
-    """Each suspect with a node that did well everywhere, as far as there are any."""
+    """Pairs each suspect with a faultless node, as far as there are any."""
     return list(zip(suspects, faultless, strict=False))
 
 
 def judge_links(matches: Sequence[Match], slow: float, fewest_bad: int = 1) -> LinkVerdict:
-    """Who is at fault, the clearest case first; what its links did is then nobody else's fault.
+    """Returns which nodes are to blame, the clearest case first; links of a bad node no longer
+    count against others.
 
     Args:
-        matches: All that were played so far.
+        matches: All measurements so far.
         slow: A link below this fraction of the median of its round is bad.
         fewest_bad: Bad links that a node must have before it is called bad.
     """
     fault = bad_links(matches, slow)
-    innocent = list(matches)  # without those of nodes that are found bad
+    innocent = list(matches)  # without those of nodes found bad
     bad: dict[str, str] = {}
     while True:
         unclear = [match for match in innocent if match in fault]
@@ -206,16 +209,16 @@ def suspects(verdict: LinkVerdict) -> list[str]:
 
 
 def faultless(matches: Sequence[Match], slow: float) -> list[str]:
-    """Nodes whose links were all good."""
+    """Returns nodes whose links were all good."""
     at_fault = {node for match in bad_links(matches, slow) for node in match.nodes}
     played = dict.fromkeys(node for match in matches for node in match.nodes)
     return [node for node in played if node not in at_fault]
 
 
 def bad_links(matches: Sequence[Match], slow: float) -> dict[Match, str]:
-    """The bad links, with what is wrong with them. A round is compared with itself: its pairs are
-    equally far apart. Where it has too few pairs for that, one bad node of five can spoil most of
-    all links; so there each node's best counts."""
+    """Returns the bad links and what is wrong with them. Rates are compared within a round, whose
+    pairs are equally far apart. If a round has too few pairs for that, one bad node of five can
+    spoil most links, so each node's best rate is used instead."""
     by_round: dict[int, list[float]] = defaultdict(list)
     best: dict[str, float] = {}
     for match in matches:
@@ -232,12 +235,12 @@ def bad_links(matches: Sequence[Match], slow: float) -> dict[Match, str]:
         if rate is None or match.error:
             found[match] = match.error or "no result"
         elif len(best) >= FEWEST and rate < slow * usual[match.round]:
-            found[match] = f"{rate:.3g} GB/s, where the median is {usual[match.round]:.3g}"
+            found[match] = f"{rate:.3g} GB/s, while the median is {usual[match.round]:.3g}"
     return found
 
 
 def _match(pair: Pair, number: int, answers: Mapping[Place, Message]) -> Match:
-    """The pairs of tasks of two nodes as one: as fast as the slowest, as right as the worst."""
+    """Combines the pairs of tasks of two nodes: as fast as the slowest, as correct as the worst."""
     errors = [
         f"task {local} of {node}: {facts.get('error', 'could not listen')}"
         for (node, local), facts in answers.items()
@@ -246,7 +249,7 @@ def _match(pair: Pair, number: int, answers: Mapping[Place, Message]) -> Match:
     if errors:
         return Match(pair, number, error=errors[0])
     if not all(facts["right"] for facts in answers.values()):
-        return Match(pair, number, error="other bytes arrive than were sent")
+        return Match(pair, number, error="received other bytes than were sent")
     slowest = min(facts["gb_per_s"] for facts in answers.values())
     latency = max(facts["latency_us"] for facts in answers.values())
     return Match(pair, number, slowest * len(answers) / 2, latency)

@@ -1,7 +1,7 @@
-"""Was the model fed what the plan says? The plan is replayed and compared with the ledger.
+"""Proves that the model consumed what the plan says, by replaying the plan against the ledger.
 
-The ledger holds digests of the rows that really were given to the model, step by step, over all
-sessions of a run. The replay makes the same rows from the corpora again, in one process.
+The ledger has digests of the rows that the model actually consumed, step by step, over all sessions
+of a run. The replay creates the same rows from the corpora again, in one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Matches = npt.NDArray[np.bool_]
 
 @dataclass
 class SourceCount:
-    """Tokens that the model was to be given, and was; documents that begin in them."""
+    """Planned and consumed tokens of a source, and the documents that begin in them."""
 
     planned: int = 0
     consumed: int = 0
@@ -47,7 +47,8 @@ class SourceCount:
     skipped: int = 0
     documents: int = 0
     turns: int = 0
-    """What weights count: rows by tokens, documents drawn into the windows so far by rows."""
+    """What weights count: rows in a mixture by tokens; documents drawn into windows so far in a
+    mixture by rows."""
 
 
 @dataclass
@@ -61,11 +62,11 @@ class DataVerdict:
     first_wrong: str | None = None
     missing_steps: list[int] = field(default_factory=list)
     left_out: int = 0
-    """Batches that the spike guard left out on purpose."""
+    """Batches that the spike guard skipped on purpose."""
     unit: str = "tokens"
     """What is counted: tokens, or samples that are arrays."""
     lost_predictions: int = 0
-    """Where blocks were cut again by an earlier version; no token, but single predictions."""
+    """Predictions lost where an earlier version re-cut blocks; no tokens were lost."""
     sources: dict[str, SourceCount] = field(default_factory=dict)
 
     @property
@@ -78,7 +79,7 @@ class DataVerdict:
         return {"holds": self.holds, **asdict(self)}
 
     def page(self) -> Iterator[str]:
-        """The verdict for a terminal."""
+        """Yields the verdict as lines for a terminal."""
         width = max(len("source"), *map(len, self.sources))
         head = "".join(f"{name:>16}" for name in ("planned", "consumed", "repeated", "skipped"))
         turns = "rows" if self.mixture == "tokens" else "drawn"
@@ -88,25 +89,25 @@ class DataVerdict:
             cells = "".join(f"{number:>16,}" for number in tokens)
             yield f"{name:<{width}}{cells}{count.documents:>12,}{count.turns:>12,}"
         counted = "rows" if self.mixture == "tokens" else "documents drawn into the windows so far"
-        yield f"({self.unit}; documents that begin in them; and what the weights count, {counted})"
+        yield f"({self.unit}; documents that begin in them; weights refer to {counted})"
         yield ""
         if self.missing_steps:
             first, number = self.missing_steps[0], len(self.missing_steps)
-            yield f"Not in the ledger: {number:,} steps, the first of them {first:,}."
+            yield f"Missing from the ledger: {number:,} steps, the first of them {first:,}."
         if self.left_out:
-            yield f"{self.left_out:,} batches were left out by the spike guard."
+            yield f"{self.left_out:,} batches were skipped by the spike guard."
         if self.lost_predictions:
             yield (
-                f"{self.lost_predictions:,} predictions were given up where the sequence length or "
+                f"{self.lost_predictions:,} predictions were lost where the sequence length or "
                 "packing changed under an earlier version of Overland: each between the last token "
-                "of a block and the next token of its document. Later changes give up none."
+                "of a block and the next token of its document. This version loses none."
             )
         if self.first_wrong:
             yield f"{self.wrong_rows:,} of {self.rows:,} rows differ; first {self.first_wrong}."
         if self.holds:
             yield (
-                f"Steps {self.first_step:,} to {self.last_step:,} were fed exactly what the plan "
-                f"says: {self.rows:,} rows, none repeated, none skipped."
+                f"Steps {self.first_step:,} to {self.last_step:,} consumed exactly what was "
+                f"planned: {self.rows:,} rows, none repeated, none skipped."
             )
 
 
@@ -116,11 +117,11 @@ def prove_data(
     last_step: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> DataVerdict:
-    """Replays the steps of a run, or some of them."""
+    """Replays all or some steps of a run."""
     if not (run / CONFIG).is_file():
-        raise DataError(f"{run} is no run folder: it has no config.toml")
+        raise DataError(f"{run} is not a run folder: it has no config.toml")
     loaded = load_config(str(run / CONFIG), env={})
-    if problems := list(check_custom_import(loaded)):  # a source may be one of the user's own
+    if problems := list(check_custom_import(loaded)):  # a source may be custom
         raise ConfigError(problems)
     config = loaded.config
     folder = RunFolder.of(config.model_copy(update={"job": _here(config, run)}))
@@ -140,7 +141,7 @@ def prove_data(
 
 
 class Replay:
-    """Goes through the steps once, and counts."""
+    """Replays the steps once, comparing and counting."""
 
     def __init__(self, dataset: Dataset, history: FedSteps, verdict: DataVerdict) -> None:
         self.dataset, self.history, self.verdict = dataset, history, verdict
@@ -148,7 +149,7 @@ class Replay:
         verdict.sources = {name: SourceCount() for name in self.names}
         self.seen: set[int] = set()
         self.begun: list[Array] = []
-        """Documents that began, as source × 2⁵⁶ + number."""
+        """Documents that have begun, as source × 2⁵⁶ + number."""
 
     def run(self, progress: Progress) -> DataVerdict:
         verdict, fed = self.verdict, self.history.fed
@@ -171,8 +172,8 @@ class Replay:
         return verdict
 
     def _check_place(self, step: Fed) -> None:
-        """A step is given the batch after that of the step before, but for what the spike guard
-        left out."""
+        """Checks that a step consumed the batch after that of the previous step, apart from batches
+        that the spike guard skipped."""
         before = self.history.fed.get(step.step - 1)
         mark = self.history.marks.get(step.step - 1)
         if before is not None:
@@ -180,29 +181,29 @@ class Replay:
         elif step.step - 1 == self.history.start and mark is not None:
             expected = mark.batch
         else:
-            return  # the step before is missing, which is told
+            return  # the previous step is missing, which is reported
         if step.batch > expected and mark is not None and mark.leaves_out:
             self.verdict.left_out += step.batch - expected
         elif step.batch != expected:
-            what = f"step {step.step} was given batch {step.batch}, where {expected} was due"
+            what = f"step {step.step} consumed batch {step.batch}, but {expected} was planned"
             self._wrong(what, 0)
             for batch in range(expected, step.batch):
                 self._count(batch, np.zeros(self._size(batch), bool))
 
     def _compare(self, step: Fed) -> Matches:
-        """Which rows of a step were as planned."""
+        """Returns which rows of a step were as planned."""
         planned = digests(load_batch(self.dataset.rows, step.batch)).numpy()
         self.verdict.rows += len(planned)
         if len(planned) != len(step.digests):
-            what = f"step {step.step}: {len(step.digests)} rows were fed, {len(planned)} planned"
+            what = f"step {step.step}: {len(step.digests)} rows consumed, {len(planned)} planned"
             self._wrong(what, len(planned))
             return np.zeros(len(planned), bool)
         good: Matches = planned == step.digests
         if not good.all():
             row = int(np.argmin(good))
-            what = f"step {step.step}, row {row}: not what batch {step.batch} of the plan holds"
+            what = f"step {step.step}, row {row}: not as planned for batch {step.batch}"
             found = np.flatnonzero(planned == step.digests[row])
-            what += f", but its row {int(found[0])}" if len(found) else ""
+            what += f", but row {int(found[0])} of it" if len(found) else ""
             self._wrong(what, int((~good).sum()))
         return good
 
@@ -227,7 +228,8 @@ class Replay:
                     count.turns += len(np.unique(origins.row[mine]))
 
     def _count_drawn(self, batch: int) -> None:
-        """By rows: the documents of all windows up to that of the last row."""
+        """Counts, for a mixture by rows, the documents of all windows up to that of the last
+        row."""
         lanes = self.dataset.rows.lanes(batch)
         (lane, *_) = lanes.lanes
         if not isinstance(lane, BlockStream) or not isinstance(lane.windows, MixedWindows):
@@ -248,8 +250,8 @@ class Replay:
         self.verdict.lost_predictions = sum(rest.num_lost() for rest in rests.values())
 
     def _check_epochs(self) -> None:
-        """That the plan itself gives every document as often as any other, or once more. (A window
-        of a mixture by rows may hold the end of an epoch and the beginning of the next.)"""
+        """Checks that the plan itself uses every document equally often, or once more. (In a
+        mixture by rows, a window may contain the end of one epoch and the start of the next.)"""
         whole = self.verdict.first_step == 1 and not self.verdict.left_out
         if self.dataset.plan.mixture != "tokens" or not whole:
             return
@@ -257,7 +259,7 @@ class Replay:
         for number, name in enumerate(self.names):
             mine = times[documents >> 56 == number]
             if len(mine) and mine.max() > mine.min() + 1:
-                self._wrong(f"documents of {name} come {mine.min()} to {mine.max()} times", 0)
+                self._wrong(f"documents of {name} occur {mine.min()} to {mine.max()} times", 0)
 
     def _wrong(self, what: str, rows: int) -> None:
         self.verdict.first_wrong = self.verdict.first_wrong or what
@@ -268,7 +270,8 @@ class Replay:
 
 
 def check_sources(dataset: Dataset) -> None:
-    """That the corpora are still those of the run; one that is built needs its source no more."""
+    """Checks that the corpora are still those of the run; a complete one no longer needs its
+    source."""
     for name, corpus in dataset.rows.corpora.items():
         if corpus.fingerprint != dataset.plan.sources[name].fingerprint:
             raise ChangedSource(name)
@@ -279,18 +282,18 @@ def check_sources(dataset: Dataset) -> None:
             continue
         try:
             source = corpus.open_source()
-        except DataError:  # not to be seen from here; what was made of it is
+        except DataError:  # the source is not available here, but its corpus is
             continue
         if changed := source_changes(corpus.folder, source):
             raise ChangedSource(name, tuple(changed))
 
 
 def _last_saved(folder: RunFolder) -> int:
-    """No checkpoint may be newer than the ledger."""
+    """Returns the last saved step; no checkpoint may be newer than the ledger."""
     saved = committed(folder.checkpoints)
     return step_of(saved[-1]) if saved else 0
 
 
 def _here(config: JobConfig, run: Path) -> Any:
-    """A run folder may have been moved since."""
+    """Returns the job section with the current folder, since a run folder may have been moved."""
     return config.job.model_copy(update={"dump_folder": str(run)})

@@ -1,4 +1,4 @@
-"""A table of verdicts in a Markdown file: written row by row, so that a long proof can go on."""
+"""A table of verdicts in a Markdown file, written row by row, so that a long proof can resume."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 class Evidence:
-    """`head` is the text above the rows, their titles included; `keys` are the columns that name
-    what a row is about, and the last column says "equal" if all is well."""
+    """The table. `head` is the text above the rows, including the header; `keys` are the columns
+    that identify a row, and the last column says "equal" if all is well."""
 
     def __init__(self, path: Path | None, head: str, keys: Sequence[int]) -> None:
         self.path = path

@@ -1,8 +1,8 @@
 """Trains one tiny model under many layouts and compares each step with one process.
 
-In float64 rounding cannot hide a mistake: the losses and gradient norms of a right layout agree to
-about 1e-15, those of a wrong one to 1e-5 at best. The loss on held-out data is compared too, whose
-rows are not all full: a mean of means over ranks, or over batches, is another number there.
+In float64, rounding cannot hide a mistake: the losses and gradient norms of a correct layout agree
+to about 1e-15, those of a wrong one to 1e-5 at best. The loss on held-out data is compared too: its
+rows are not all full, so that a mean of means over ranks or batches would differ.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from overland.tools.proofs.layouts import KINDS, PAIRS, WAYS, ProofLayout, Secti
 from overland.tools.proofs.pool import RankPool
 from overland.world import World
 
-# Largest relative difference of the loss that passes, and of the gradient norm. Only float64 is a
-# proof. In bfloat16 twenty steps on random tokens drift apart by up to 1.3e-2 in the loss (measured
-# over the short list, where one process was 7e-3 from float32 and its layout 6e-3), and by then the
-# norm, a sum of what nearly cancels, differs at will.
+# Largest relative differences in the loss and in the gradient norm that pass. Only float64 is a
+# proof. In bfloat16, twenty steps on random tokens drift apart by up to 1.3e-2 in the loss
+# (measured over the short list, where one process was 7e-3 from float32 and its layout 6e-3), and
+# by then the norm, a sum of nearly cancelling terms, differs arbitrarily.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2}
 NORM_TOLERANCES = {"float64": 1e-9, "float32": 1e-2, "bfloat16": math.inf}
 STEPS = 20
@@ -57,8 +57,8 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ '<' + m.content }}{% endif %}{% endfor %}"
 )
 
-# 4 key-value heads and 4 layers: whatever is split by 2 or 4 can be. The rows of the sequence are
-# cut by 2·cp and by tp.
+# 4 key-value heads and 4 layers, so that everything can be split by 2 or 4. The sequence is split
+# by 2·cp and by tp.
 TINY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -119,9 +119,8 @@ def prove_layouts(
     settings: Sections | None = None,
     references: References | None = None,
 ) -> Iterator[LayoutVerdict]:
-    """One verdict per layout, as they come. `settings` (from a user's config) hold for all.
-    `references` keeps what one process computed, by kind, for another call that differs only in
-    its layouts."""
+    """Yields one verdict per layout. `settings` (from a user's config) apply to all. `references`
+    caches what one process computed, by kind, for another call that differs only in its layouts."""
     references = {} if references is None else references
     for layout in layouts:
         with tempfile.TemporaryDirectory() as folder:
@@ -149,8 +148,8 @@ def prove_layouts(
 
 
 def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
-    """Loss and gradient norm of every step, and the loss of every validation, as this rank knows
-    them."""
+    """Returns the loss and gradient norm of every step, and the loss of every validation, on this
+    rank."""
     import torch
 
     from overland.checks.model import import_custom
@@ -168,7 +167,7 @@ def curves(world: World, config: JobConfig) -> tuple[Curve, Curve]:
         def on_validation(self, run: Run, record: Record) -> None:
             validations.append((record["validation_loss"],))
 
-    import_custom(config)  # the optimizer may be one of the user's own
+    import_custom(config)  # the optimizer may be custom
     run = build_run(config, world, torch.device("cpu"), log_ranks=())
     run.callbacks = [Recorder(run)]
     train(run)
@@ -180,8 +179,8 @@ def curve(world: World, config: JobConfig) -> Curve:
 
 
 def held_out_data(folder: Path) -> dict[str, Any]:
-    """Data to validate on, with settings that read it: documents of random tokens which fill
-    neither the last row nor the last batch."""
+    """Writes validation data and returns settings that read it: documents of random tokens that do
+    not fill the last row or the last batch."""
     draw = Random(0)
     sizes = [draw.randint(3, SEQ_LEN // 2) for _ in range(32)]
     documents = [draw.choices(range(TINY["vocab_size"]), k=size) for size in sizes]
@@ -191,7 +190,8 @@ def held_out_data(folder: Path) -> dict[str, Any]:
 
 
 def talk_data(folder: Path, pairs: bool) -> Sections:
-    """Short conversations, or pairs of answers, in made-up letters, and settings that read them."""
+    """Writes short conversations, or pairs of answers, of random letters; returns settings that
+    read them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(letter_tokenizer()))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -218,7 +218,7 @@ def talk_data(folder: Path, pairs: bool) -> Sections:
 
 
 def letter_tokenizer() -> dict[str, Any]:
-    """A tokenizer.json whose tokens are letters, and two that are special."""
+    """Returns a tokenizer.json whose tokens are letters and two special tokens."""
     vocabulary = {token: i for i, token in enumerate(["<", ">", *ascii_letters])}
     special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False,
                "normalized": False}  # fmt: skip
@@ -266,7 +266,7 @@ def proof_job(
         for change in [WAYS[way] for way in layout.ways]:
             _merge(job, change)
         degrees = layout.parallelism
-        if "sharding_stage" in job.get("parallelism", {}):  # works the data-parallel degrees out
+        if "sharding_stage" in job.get("parallelism", {}):  # derives the data-parallel degrees
             degrees = {key: n for key, n in degrees.items() if not key.startswith("data_parallel")}
         _merge(job, {"parallelism": degrees})
     if "sft" in job:
@@ -279,7 +279,7 @@ def proof_job(
 
 
 def difference(got: Curve, expected: Curve, which: int) -> float:
-    """Largest relative difference over all steps; a missing step counts as wholly different."""
+    """Returns the largest relative difference over all steps; a missing step counts as 1."""
     if len(got) != len(expected) or not expected:
         return 1.0
     pairs = zip(got, expected, strict=True)
@@ -304,13 +304,13 @@ def last_line(error: AssertionError) -> str:
 
 
 def settings_of(source: str | None) -> Sections | None:
-    """What the proof takes from a user's config, as sections that hold for every layout: the kind
-    of model and how it computes, not its size. None without a config."""
+    """Returns what the proof takes from a user's config, as sections for every layout: the kind of
+    model and how it computes, but not its size. None without a config."""
     if source is None:
         return None
     loaded = load_config(source)
     config = loaded.config
-    if problems := list(check_custom_import(loaded)):  # the model may be one of the user's own
+    if problems := list(check_custom_import(loaded)):  # the model may be custom
         raise ConfigError(problems)
     settings: Sections = {
         "job": {"custom_import": config.job.custom_import},
@@ -329,12 +329,12 @@ def settings_of(source: str | None) -> Sections | None:
         _merge(settings, {**PAIRS, "preference": config.preference.model_dump()})
     elif config.sft.shape != "off":
         _merge(settings, KINDS["sft"])
-    if config.compile.enable:  # the proof is about the layout; generated code differs in rounding
+    if config.compile.enable:  # the proof is about the layout; generated code rounds differently
         settings["compile"]["backend"] = "aot_eager"
     architecture = model_config(config.model)
     if own_model_name(architecture):  # a plain decoder of its sizes would prove nothing
         message = (
-            "a model of your own is not proven here: train it for a few steps in float64 under "
+            "custom models are not supported here: train yours for a few steps in float64 under "
             "each layout, and compare the losses"
         )
         raise ConfigError([Problem(message, loaded.where("model.name"), "model.name")])

@@ -1,8 +1,8 @@
-"""The layouts that are proven equal to one process, each with a name that says what it is.
+"""The layouts that are proven equal to one process, each with a descriptive name.
 
-shard2 rep2 tp2 cp2 pp2     degrees; a product is written with "x": pp2xtp2
+shard2 rep2 tp2 cp2 pp2     degrees; products are written with "x": pp2xtp2
 :zero2  :1F1B  :full ...    a sharding stage, a pipeline schedule, a recompute mode
-+tied +uneven +documents    changes of the model or the data, made to the reference too
++tied +uneven +documents    changes to the model or the data, also made to the reference
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEGREES = {
 
 Sections = dict[str, dict[str, Any]]
 
-# How a layout computes: nothing here may change a loss.
+# How a layout computes: nothing here may change the loss.
 WAYS: dict[str, Sections] = {
     "zero0": {"parallelism": {"sharding_stage": "zero0"}},
     "zero2": {"parallelism": {"sharding_stage": "zero2"}},
@@ -97,17 +97,17 @@ class ProofLayout:
 
     @property
     def num_nodes(self) -> int:
-        """Hybrid stages tell nodes apart, so they are proven on two pretended ones."""
+        """Hybrid stages distinguish nodes, so they are proven on two simulated ones."""
         return 2 if any(way.endswith("hybrid") for way in self.ways) else 1
 
     @property
     def parallelism(self) -> dict[str, int]:
-        """Degrees as the config names them. Sharding is off unless the layout names it."""
+        """Degrees by config key. Sharding is off unless the layout names it."""
         return {DEGREES["shard"]: 1} | {DEGREES[axis]: n for axis, n in self.degrees.items()}
 
 
 def parse(name: str) -> ProofLayout:
-    """A layout from its name; ValueError says what is wrong with it."""
+    """Parses the name of a layout; raises ValueError if it is invalid."""
     words = re.split(r"(?=[:+])", name)
     degrees: dict[str, int] = {}
     for part in words[0].split("x"):
@@ -128,9 +128,9 @@ def parse_all(text: str) -> list[ProofLayout]:
     return [parse(name) for name in text.split()]
 
 
-# Every axis, stage and schedule, the pairs of axes whose code meets, and every kind of training at
-# least once, in minutes on two cores: what `make test` runs. It proves frozen parameters in a
-# pipeline with their checkpoints.
+# Every axis, stage and schedule, the pairs of axes whose code interacts, and every kind of training
+# at least once, in minutes on two cores: what `make test` runs. Frozen parameters in a pipeline are
+# proven together with their checkpoints.
 SHORT = parse_all("""
     shard2:zero3  shard2:zero2  shard2:zero0  shard4:zero3_hybrid  rep2xshard2
     shard4:accumulate+documents  shard2:zero3+documents

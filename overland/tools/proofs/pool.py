@@ -1,7 +1,7 @@
-"""A pool of local processes that small distributed programs run on: proofs and tests.
+"""A pool of local processes that run small distributed programs, for proofs and tests.
 
-Importing torch costs seconds, so the processes live as long as the pool, and all are forked from
-one that has done it; each call joins them into a fresh world of the size it asks for, over gloo on
+Importing torch takes seconds, so the processes live as long as the pool, and all are forked from
+one that has imported it. Each call joins them into a new world of the requested size, with gloo on
 the CPU.
 """
 
@@ -30,7 +30,7 @@ class RankPool:
         self, num_ranks: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1
     ) -> list[Any]:
         """Calls `function(world, *args)` on each rank; returns their results by rank. With several
-        nodes, each rank believes that it shares its node with only some of the others."""
+        simulated nodes, each rank shares its node with only some of the others."""
         while len(self._ranks) < num_ranks:
             self._ranks.append(self._start())
         with tempfile.NamedTemporaryFile() as meeting_point:
@@ -49,7 +49,7 @@ class RankPool:
                     patience = 2  # the others may wait for this one forever
         failures = [f"rank {i}:\n{text}" for i, (ok, text) in results.items() if not ok]
         if failures:
-            self.close()  # ranks may be stuck in different places: start anew next time
+            self.close()  # ranks may be stuck in different places: start new ones next time
             raise AssertionError("\n".join(failures))
         return [value for _, value in results.values()]
 

@@ -1,6 +1,6 @@
-"""Saves under one layout, goes on under another, and compares with a run that never stopped.
+"""Saves under one layout, resumes under another, and compares with a run that never stopped.
 
-The same layout must give the same bits; another one the losses of one process, in float64.
+The same layout must give the same bits; a different one the losses of one process, in float64.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ stopped. How to read a name: `overland/tools/proofs/layouts.py`.
 
 @dataclass(frozen=True)
 class Resumed:
-    """`same_bits` is None where layouts differ, and nobody asks for it."""
+    """The result of a resume. `same_bits` is None if the layouts differ, where it is not
+    required."""
 
     before: str
     after: str
@@ -79,7 +80,7 @@ def pairs(layouts: Sequence[ProofLayout]) -> list[tuple[ProofLayout, ProofLayout
 def prove_resumes(
     wanted: Sequence[tuple[ProofLayout, ProofLayout]], pool: RankPool
 ) -> Iterator[Resumed]:
-    """One verdict per pair, as they come. What one layout saved serves all that resume it."""
+    """Yields one verdict per pair. The checkpoint of one layout is used by all that resume it."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         alone: dict[tuple[str, ...], Curve] = {}

@@ -1,9 +1,9 @@
-"""Ten sessions, each on another number of ranks and each killed, feed what one unbroken run would.
+"""Proves that ten killed sessions, on varying numbers of ranks, read what one unbroken run would.
 
-The ranks are real processes that read their shares of the batches as a training run does, text
-being tokenised in the background or built beforehand. All of a session's processes are killed with
-SIGKILL somewhere; the next one goes on from an earlier step, as from a checkpoint. What was fed in
-the end is compared with the plan read by one process, from another folder, without a stop.
+The ranks are real processes that read their shares of the batches as a training run does; text is
+tokenized in the background or pre-tokenized. All processes of a session are killed with SIGKILL at
+some point; the next one resumes from an earlier step, as from a checkpoint. In the end, what was
+consumed is compared with the plan read by one process, from another folder, without interruption.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SAVED_EVERY = 5
 WEIGHTS = {"wide": 5.0, "narrow": 2.0, "rare": 1.0}
 DOCUMENTS = {"many": (400, 120, 30), "few": (7, 3, 2)}
 LIMIT_SECONDS = 600.0
-PAUSE_SECONDS = 0.02  # per batch: a step takes time, and a kill should fall between two
+PAUSE_SECONDS = 0.02  # per batch, like a step, so that a kill can fall between two
 HEAD = """# Killed sessions read what one unbroken run reads
 
 `overland prove sessions --stories all --table docs/evidence/sessions.md`: ten sessions on 1, 4, 3,
@@ -91,7 +91,7 @@ class SessionVerdict:
     story: Story
     world_sizes: Sequence[int]
     epochs: list[int]
-    """How often each source was read, at least."""
+    """The number of complete passes over each source."""
     problems: list[str]
 
     def cells(self) -> list[str]:
@@ -103,7 +103,7 @@ class SessionVerdict:
 def prove_sessions(
     story: Story, folder: Path, seed: int, world_sizes: Sequence[int] = WORLD_SIZES
 ) -> SessionVerdict:
-    """Tells the story in a folder of its own, with kills drawn from the seed."""
+    """Runs the sessions of a story in its own folder, with random kills drawn from the seed."""
     draw = random.Random(seed)
     write_texts(story, folder / "text")
     config = config_of(story, folder, "killed")
@@ -128,7 +128,7 @@ def prove_sessions(
 
 
 def write_texts(story: Story, folder: Path) -> None:
-    """Documents that all differ, from a few words to many."""
+    """Writes documents that all differ, from a few words to many."""
     for name, count in zip(WEIGHTS, DOCUMENTS[story.documents], strict=True):
         (folder / name).mkdir(parents=True)
         draw = random.Random(name)
@@ -190,13 +190,14 @@ def run_session(
     target: int,
     draw: random.Random,
 ) -> dict[int, list[str]]:
-    """Ranks read from `start` on and are killed when all have got to `target`; what they fed."""
+    """Runs ranks from `start` on, kills them when all have reached `target`, and returns what they
+    read."""
     logs = [folder / f"session-{number}-rank-{rank}" for rank in range(world_size)]
     spec = json.dumps({"config": config, "world_size": world_size, "start": start})
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import rank; rank()", spec, str(i), str(log)],
-            start_new_session=True,  # background processes go with their rank
+            start_new_session=True,  # background processes are killed with their rank
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for i, log in enumerate(logs)
@@ -205,7 +206,7 @@ def run_session(
         deadline = time.monotonic() + LIMIT_SECONDS
         while min(map(batches_in, logs)) < target - start:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"session {number} did not get to batch {target}")
+                raise TimeoutError(f"session {number} did not reach batch {target}")
             time.sleep(0.01)
         time.sleep(draw.random() * 0.1 if target < NUM_BATCHES else 0)
     finally:
@@ -219,7 +220,7 @@ def run_session(
 
 
 def rank() -> None:
-    """One rank: reads its share of batch after batch and writes down what it got."""
+    """Runs one rank, which reads its share of batch after batch and logs it."""
     spec, number, log = json.loads(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     memory = log.parent / "memory"
     dataset = open_rows(spec["config"], tokenises=number == 0, memory=memory)
@@ -233,7 +234,7 @@ def rank() -> None:
 
 
 def digests_of(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Returns a digest of everything that the model would be given, row by row."""
+    """Returns a digest of everything that the model would consume, row by row."""
     fields = with_borders(rows.read(batch, part, num_parts))
     return [
         hashlib.blake2b(b"".join(map(bytes, row)), digest_size=8).hexdigest()
@@ -246,22 +247,22 @@ def batches_in(log: Path) -> int:
 
 
 def read_log(log: Path) -> list[list[str]]:
-    lines = log.read_text().split("\n")[:-1] if log.exists() else []  # the last may be torn
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []  # the last may be partial
     return [json.loads(line) for line in lines]
 
 
 def compare_digests(rows: Sampler, fed: dict[int, list[str]]) -> Iterator[str]:
-    """The same global order as one unbroken run."""
+    """Checks that the global order is the same as in one unbroken run."""
     if list(fed) != list(range(NUM_BATCHES)):
-        yield f"{len(fed)} batches were fed, not {NUM_BATCHES}"
+        yield f"{len(fed)} batches were consumed, not {NUM_BATCHES}"
     for batch, found in fed.items():
         if found != digests_of(rows, batch):
-            yield f"batch {batch} is not that of an unbroken run"
+            yield f"batch {batch} differs from that of an unbroken run"
             return
 
 
 def check_mixture(story: Story, rows: Sampler) -> Iterator[str]:
-    """The exact counts at every step: rows here, or documents, which are drawn before packing."""
+    """Checks the exact counts at every step: of rows, or of documents drawn before packing."""
     schedule = Mixture(list(WEIGHTS.values()))
     taken = np.zeros(len(WEIGHTS), np.int64)
     if story.mixture == "tokens":
@@ -270,7 +271,7 @@ def check_mixture(story: Story, rows: Sampler) -> Iterator[str]:
                 _, first = np.unique(part.row, return_index=True)
                 np.add.at(taken, part.source[first], 1)
             if (schedule.before((batch + 1) * BATCH_SIZE) != taken).any():
-                yield f"after batch {batch} the sources have given {taken.tolist()} rows"
+                yield f"after batch {batch} the sources have contributed {taken.tolist()} rows"
                 return
         return
     (lane,) = rows.lanes(0).lanes
@@ -283,7 +284,7 @@ def check_mixture(story: Story, rows: Sampler) -> Iterator[str]:
         had = np.cumsum(drawn == source)
         due = [schedule.before(turn)[source] for turn in range(1, len(drawn) + 1)]
         if (had != due).any():
-            yield f"source {source} is not drawn in its turn"
+            yield f"source {source} is drawn out of turn"
         mine = numbers[drawn == source]
         epochs = [mine[first : first + count] for first in range(0, len(mine), count)]
         if any(len(np.unique(epoch)) != len(epoch) for epoch in epochs):
@@ -291,7 +292,7 @@ def check_mixture(story: Story, rows: Sampler) -> Iterator[str]:
 
 
 def documents_begun(rows: Sampler) -> Counter[tuple[int, int]]:
-    """How often each document of each source came."""
+    """Returns how often each document of each source occurred."""
     begun: Counter[tuple[int, int]] = Counter()
     for batch in range(NUM_BATCHES):
         for part in rows.origins(batch):
@@ -301,14 +302,15 @@ def documents_begun(rows: Sampler) -> Counter[tuple[int, int]]:
 
 
 def check_documents(story: Story, begun: Counter[tuple[int, int]]) -> tuple[list[int], list[str]]:
-    """How many whole epochs each source was read, and whether each document came once in each."""
+    """Returns the number of whole epochs of each source, and problems if a document does not occur
+    once in each."""
     epochs, problems = [], []
     for source, (name, count) in enumerate(zip(WEIGHTS, DOCUMENTS[story.documents], strict=True)):
         times = [n for (which, _), n in begun.items() if which == source]
         epochs.append(min(times) if len(times) == count else 0)
-        # Windows of a mixture by rows are cut without regard to epochs, and shuffled.
+        # In a mixture by rows, windows ignore epoch boundaries and are shuffled.
         per_window = WINDOW_DOCUMENTS * WEIGHTS[name] / sum(WEIGHTS.values())
         slack = 1 if story.mixture == "tokens" else 1 + math.ceil(per_window / count)
         if len(times) > count or max(times, default=0) > epochs[-1] + slack:
-            problems.append(f"documents of {name} come {epochs[-1]} to {max(times)} times")
+            problems.append(f"documents of {name} occur {epochs[-1]} to {max(times)} times")
     return epochs, problems

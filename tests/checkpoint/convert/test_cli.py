@@ -44,8 +44,8 @@ def test_json_for_scripts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--to", "hff"], "--to hff is not known; did you mean 'hf'?"),
-        (["--to", "hf", "--dtype", "float"], "--dtype float is not known"),
+        (["--to", "hff"], "--to hff is unknown; did you mean 'hf'?"),
+        (["--to", "hf", "--dtype", "float"], "--dtype float is unknown"),
         (["--to", "hf", "--verify", "hashes"], "did you mean 'hash'?"),
         (["--to", "dcp", "--names", "titan"], "valid names: hf, torchtitan"),
         (["--to", "hf", "--max-shard-size", "big"], "write 500MB or 5GB"),

@@ -264,15 +264,15 @@ def test_what_a_conversion_says_and_refuses(tmp_path: Path) -> None:
     (quantised / "config.json").write_text(json.dumps(config))
     saved = deepspeed_of(tmp_path / "checkpoint-3", "lora")
     for arguments, sentence in [
-        ([lora, "--to", "hf", "--merge-lora"], "holds adapters alone: name the model that they"),
-        ([lora, "--to", "hf"], "(it says 'base', which is not looked for)"),
-        ([lora, "--to", "peft", "--merge-lora"], "leave out --merge-lora"),
-        ([BASE, "--to", "hf", "--adapter", lora], "say both"),
+        ([lora, "--to", "hf", "--merge-lora"], "contains only adapters: give their base model"),
+        ([lora, "--to", "hf"], "(it names 'base', which is not looked up)"),
+        ([lora, "--to", "peft", "--merge-lora"], "omit --merge-lora"),
+        ([BASE, "--to", "hf", "--adapter", lora], "give both"),
         ([BASE, "--to", "hf", "--merge-lora"], "has no adapters"),
         ([BASE, "--to", "peft"], "has no adapters"),
         ([quantised, "--to", "hf", "--adapter", lora, "--merge-lora"], "quantization_config"),
-        ([saved, "--to", "hf", "--config", BASE], "--merge-lora puts them into the weights, --to"),
-        ([saved, "--to", "hf", "--adapter", lora, "--merge-lora"], "has adapters of its own"),
+        ([saved, "--to", "hf", "--config", BASE], "--merge-lora to merge them into the weights"),
+        ([saved, "--to", "hf", "--adapter", lora, "--merge-lora"], "already has adapters"),
     ]:
         source, *others = arguments
         code, _, error = overland(source, tmp_path / "new", *others)

@@ -49,7 +49,7 @@ def test_a_child_answers_fails_crashes_or_is_killed(wire: Wire) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
-    words = "did not end within 0 s, in the wait"
+    words = "did not finish within 0 s, in the wait"
     assert in_child(hang, 0.3, wire) == {"error": words}
     assert in_child(crash, 10, wire) == {"error": "was ended by SIGKILL in the start"}
     assert children() == before
@@ -90,7 +90,7 @@ def test_versions_name_what_runs_here(tmp_path: Path) -> None:
     other = node.measure_versions(str(tmp_path / "run.toml"), with_torch=True)
     assert {name for name in one if one[name] != other[name]} == {"config"}
     gone = node.measure_versions(str(tmp_path / "no.toml"), with_torch=False)
-    assert gone["config"] == "cannot be read (No such file or directory)"
+    assert gone["config"] == "unreadable (No such file or directory)"
 
 
 def test_a_product_is_near_float64_unless_it_is_wrong() -> None:

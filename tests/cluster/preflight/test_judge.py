@@ -49,17 +49,17 @@ def test_a_device_that_is_missing_taken_or_shared_is_found() -> None:
         n4_0={"kind": "cpu", "name": "EPYC"},
     )
     assert list(judge.devices(answers)) == [
-        ("n4", "torch shows no accelerator to task 0, and others have one"),
-        ("n1", "task 0 sees 7 devices, most see 8"),
-        ("n2", "device of task 1 is in use: 60.0 GiB are taken"),
-        ("n3", "tasks 0, 1 were given the same device"),
+        ("n4", "torch shows no accelerator to task 0, but others have one"),
+        ("n1", "task 0 sees 7 devices, but most see 8"),
+        ("n2", "device of task 1 is in use: 60.0 GiB of memory"),
+        ("n3", "tasks 0, 1 have the same device"),
     ]
     no_identities = {place: {**facts, "identity": ""} for place, facts in gpus().items()}
     assert list(judge.devices(no_identities)) == []
     assert list(judge.devices({("n1", 0): {"kind": "cpu"}, ("n2", 0): {"error": "x"}})) == []
     hidden = {("n1", 0): {"kind": "cpu", "driver": "/dev/kfd"}}
     assert list(judge.devices(hidden)) == [
-        ("n1", "torch shows no accelerator to task 0, though /dev/kfd is there")
+        ("n1", "torch shows no accelerator to task 0, although /dev/kfd exists")
     ]
 
 
@@ -71,7 +71,7 @@ def test_the_odd_product_is_wrong_and_so_is_a_majority_that_float64_disproves() 
     most = {f"{node}_{local}": far for node in ("n1", "n2", "n3") for local in (0, 1)}
     assert {node for node, _ in judge.products(gpus(**most))} == {"n1", "n2", "n3"}
     (found,) = judge.products(gpus(n2_0={"matmul_is_steady": False}))
-    assert found == ("n2", "matmul of task 0 is not the same twice")
+    assert found == ("n2", "matmul of task 0 is not reproducible")
 
 
 def test_devices_of_two_models_are_not_compared_and_of_two_both_are_suspects() -> None:
@@ -124,8 +124,8 @@ def test_disks_that_are_full_refuse_lie_or_crawl() -> None:
     answers["n6", 0] = {"run folder": {"path": "/x", "error": "Read-only file system"}}
     assert list(judge.disks(answers)) == [
         ("n2", "run folder /x is nearly full: 0.50 GiB are free"),
-        ("n3", "run folder /x gives back other bytes than were written"),
-        ("n6", "run folder /x cannot be written: Read-only file system"),
+        ("n3", "run folder /x returns other bytes than were written"),
+        ("n6", "run folder /x is not writable: Read-only file system"),
         ("n4", "run folder is slow: 1 MB/s, median 1e+03"),
     ]
 
@@ -145,12 +145,14 @@ def versions(**of: str) -> dict[judge.Place, dict[str, Any]]:
 
 def test_versions_follow_the_majority_then_the_conductor() -> None:
     odd = versions(n1="2.11", n2="2.9", n3="2.11")
-    assert judge.versions(odd, {}) == ([("n2", "torch is 2.9, on most nodes 2.11")], [])
+    assert judge.versions(odd, {}) == ([("n2", "torch is 2.9, but 2.11 on most nodes")], [])
     tie = versions(n1="2.11", n2="2.9")
-    assert judge.versions(tie, {"torch": "2.9"})[0] == [("n1", "torch is 2.11, on most nodes 2.9")]
+    assert judge.versions(tie, {"torch": "2.9"})[0] == [
+        ("n1", "torch is 2.11, but 2.9 on most nodes")
+    ]
     assert judge.versions(tie, {}) == ([], ["torch differs: n1 has 2.11, n2 has 2.9"])
     missing: dict[judge.Place, Any] = {
         **versions(n1="2.11", n2="2.11"),
         ("n3", 0): {"versions": {}},
     }
-    assert judge.versions(missing, {})[0] == [("n3", "torch is none, on most nodes 2.11")]
+    assert judge.versions(missing, {})[0] == [("n3", "torch is none, but 2.11 on most nodes")]

@@ -62,12 +62,12 @@ def test_versions_clocks_files_and_disks_are_compared(slurm: Slurm, folder: Path
     faults = {"n2": "old version", "n3": "clock ahead", "n4": "small files only + stale file"}
     report = fly(slurm, folder, faults)
     assert report.bad.keys() == faults.keys()
-    assert report.bad["n2"] == "overland is 0.0.9, on most nodes 0.1.0"
+    assert report.bad["n2"] == "overland is 0.0.9, but 0.1.0 on most nodes"
     assert report.bad["n3"] == "clock is 5.0 s ahead"
     stale, run, temporary = report.bad["n4"].split("; ")
-    assert re.fullmatch(r"config is \w{16}, on most nodes \w{16}", stale)
-    assert run == f"run folder {folder} cannot be written: File too large"
-    assert re.fullmatch(r"temporary folder /\S+ cannot be written: File too large", temporary)
+    assert re.fullmatch(r"config is \w{16}, but \w{16} on most nodes", stale)
+    assert run == f"run folder {folder} is not writable: File too large"
+    assert re.fullmatch(r"temporary folder /\S+ is not writable: File too large", temporary)
 
 
 def test_devices_must_be_right_and_fast_and_interfaces_there(slurm: Slurm, folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_slow_link_is_the_fault_of_the_node_that_is_slow_with_all(
     report = fly(slurm, folder, {"n2": "slow network"})
     assert report.bad.keys() == {"n2"}
     assert re.match(
-        r"link with n1 in round 1: .* GB/s, where the median is .*; link with n4 in round 2",
+        r"link with n1 in round 1: .* GB/s, while the median is .*; link with n4 in round 2",
         report.bad["n2"],
     )
 
@@ -121,7 +121,7 @@ def test_an_srun_that_fails_is_an_error_in_its_own_words(slurm: Slurm, folder: P
         ClusterError, match=r"no task of the preflight started: srun: .*Invalid node name"
     ):
         preflight(words, ["n1"], 1, None, slurm.environment(environment()))
-    with pytest.raises(ClusterError, match="/no/srun cannot be run: No such file"):
+    with pytest.raises(ClusterError, match="cannot run /no/srun: No such file"):
         preflight(["/no/srun", *OVERLAND], ["n1"], 1, None, slurm.environment(environment()))
 
 
@@ -147,7 +147,7 @@ def test_some_nodes_of_an_allocation_can_be_chosen(slurm: Slurm, folder: Path) -
     )
     assert '"nodes": [\n    "n2"\n  ]' in done.stdout
     assert done.stdout.endswith("code 2\n")
-    assert "--nodes n[2-4]: n3, n4: no node of this allocation" in done.stderr
+    assert "--nodes n[2-4]: not in this allocation: n3, n4" in done.stderr
 
 
 def test_tasks_of_srun_find_the_first_of_them(slurm: Slurm, folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_one_slow_node_is_named_alone(count: int, where: int) -> None:
     verdict = judge_links(play(count, {bad}, rate=9.0), SLOW)
     assert verdict.bad.keys() == {bad}
     assert not verdict.unclear
-    assert "9 GB/s, where the median is 20" in verdict.bad[bad]
+    assert "9 GB/s, while the median is 20" in verdict.bad[bad]
 
 
 def test_five_slow_nodes_of_640_are_named_alone() -> None:
@@ -105,11 +105,11 @@ def test_what_is_made_of_a_link_that_was_bad_once() -> None:
     alone = judge_links([bad], SLOW, fewest_bad=2)
     findings, notes = conclude_rounds(alone, [bad], SLOW, tried=set())
     assert [node for node, _ in findings] == ["a", "b"]
-    assert findings[0][1] == "link with b in round 1: hung; it is unclear whose fault that is"
+    assert findings[0][1] == "link with b in round 1: hung; it is unclear which node is to blame"
     assert notes == []
     findings, notes = conclude_rounds(alone, [bad], SLOW, tried={"a", "b"})
     assert findings == []
-    assert notes == ["link of a and b: hung; both did well with others since"]
+    assert notes == ["link between a and b: hung; both did well with others since"]
     assert conclude_rounds(alone, [bad], SLOW, tried={"a"})[0] == [
         ("b", "link with a in round 1: hung")
     ]

@@ -65,7 +65,7 @@ def test_tcp_on_a_high_speed_fabric_is_bad() -> None:
     slow = ("Socket", ["Slingshot"])
     used, problem = all_reduce.judge_transport(answers(n1=slow, n2=slow))
     assert used == "Socket"
-    assert "2 nodes, such as n1, go over TCP (NET/Socket) although there is Slingshot" in problem
+    assert "2 nodes, such as n1, use TCP (NET/Socket) although there is Slingshot" in problem
 
 
 @pytest.mark.parametrize(
