@@ -1,6 +1,6 @@
-"""Decides what a config leaves to us (`auto`), for the device that the run is on.
+"""Resolves the settings that a config leaves to us (`auto`), for the device that the run is on.
 
-The run folder's config.toml keeps saying `auto`: a run may be resumed elsewhere.
+The run folder's config.toml keeps `auto`, since a run may be resumed on other hardware.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from overland.training.memory import can_estimate, least_recompute
 
 WORDS = {
     "none": "nothing is recomputed",
-    "selective": "all but matrix products and attention is recomputed",
+    "selective": "everything but matrix products and attention is recomputed",
     "full": "every block is recomputed",
 }
 
@@ -43,10 +43,10 @@ def settle(
 
 
 def compiles(config: JobConfig, device: torch.device) -> bool:
-    """Decides `compile.enable = auto`. On GPUs, always: Llama 3 1B on an H200 trains 41 k tokens/s
-    as it is and 49 k compiled, in less memory; however short the run, since a short one is there to
-    show speed and memory of the long one. On a CPU, only where the config cannot do without; and
-    not what torch cannot compile."""
+    """Decides `compile.enable = auto`. On GPUs it is on unless torch cannot compile the config:
+    Llama 3 1B on an H200 trains 41 k tokens/s without and 49 k with it, in less memory. That
+    includes short runs, which usually test the speed and memory of a long one. On CPUs it is on
+    only if the config requires it."""
     needs = config.activation_checkpoint.mode == "memory_budget"
     needs = needs or config.parallelism.enable_async_tensor_parallel
     can = not recomputes_some_split_blocks(config)
@@ -56,13 +56,13 @@ def compiles(config: JobConfig, device: torch.device) -> bool:
 def choose_recompute(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device, compiled: bool
 ) -> tuple[str, str]:
-    """Returns the mode of activation checkpointing, and why. Nothing is recomputed on a CPU, whose
-    memory grows by swapping, and for a model without `activations`, of which nothing is known."""
+    """Returns the mode of activation checkpointing, and why. Nothing is recomputed on a CPU, which
+    can swap, or for a model without `activations`, for which there is no estimate."""
     if device.type != "cuda" or not can_estimate(architecture):
         return "none", ""
-    # One answer for all: collectives inside a block are recomputed with it.
+    # All ranks must agree: collectives inside a block are recomputed with it.
     device_bytes = from_first_rank(torch.cuda.get_device_properties(device).total_memory)
     kernels = torch.version.hip is None
     mode, memory = least_recompute(architecture, config, degrees, device_bytes, compiled, kernels)
     peak, there = memory.peak / 2**30, device_bytes / 2**30
-    return mode, f"{WORDS[mode]}: by estimate {peak:.1f} of {there:.1f} GiB"
+    return mode, f"{WORDS[mode]}: estimated {peak:.1f} of {there:.1f} GiB"

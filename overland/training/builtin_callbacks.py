@@ -1,5 +1,5 @@
-"""Small callbacks that runs have by themselves: garbage collection, timeouts, the pace of a device,
-the profiler."""
+"""Small built-in callbacks: garbage collection, timeouts, device speed, notices of skipped
+conversations, the profiler."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}  # on an H100 0.2 ms per product, on a CPU core about 1 ms
 NUM_PRODUCTS = 3
-NUM_READINGS = 3  # the best counts: a neighbour may be in the way for a moment
+NUM_READINGS = 3  # the best one counts: another process may interfere briefly
 MEMORY_EVENTS = 100_000
 
 
 class GarbageCollection(Callback):
-    """Runs Python's garbage collector at the same step everywhere: a collection on one rank makes
-    all others wait."""
+    """Runs Python's garbage collector at the same step on all ranks, since a collection on one rank
+    makes all others wait."""
 
     def on_start(self, run: Run) -> None:
         gc.disable()
         gc.collect()
-        gc.freeze()  # what lives now lives to the end: never look at it again
+        gc.freeze()  # what is alive now lives to the end, so never scan it again
 
     def on_step(self, run: Run) -> None:
         if run.progress.step % run.config.training.gc_freq == 0:
@@ -46,8 +46,8 @@ class GarbageCollection(Callback):
 
 
 class Timeouts(Callback):
-    """Lets collectives take long until the first step is done (compilation, connections), and not
-    later."""
+    """Allows collectives a long time until the first step is done (compilation, connections), and
+    `comm.train_timeout_seconds` afterwards."""
 
     def __init__(self, run: Run) -> None:
         self.is_set = False
@@ -59,9 +59,9 @@ class Timeouts(Callback):
 
 
 class Pace(Callback):
-    """Measures how fast this rank's device is by itself. Ranks wait for one another within every
-    step, so that all steps last as long as the slowest rank's; a few products that need no other
-    rank show who that is."""
+    """Measures how fast this rank's device is on its own. Ranks wait for one another within every
+    step, so all of them take as long as the slowest; a few matrix products that need no other rank
+    show which one that is."""
 
     def __init__(self, run: Run) -> None:
         size = PROBE_SIZE.get(run.device.type, 1024)
@@ -89,8 +89,8 @@ class Pace(Callback):
 
 
 class LeftOut(Callback):
-    """Says how many documents were left out or cut because a key asks for it, whenever that has
-    grown."""
+    """Reports how many conversations were skipped or truncated because the config asks for it,
+    whenever the number has grown."""
 
     def __init__(self, run: Run) -> None:
         self.said: Counter[str] = Counter()
@@ -105,7 +105,7 @@ class LeftOut(Callback):
 
 
 class Profiler(Callback):
-    """Writes traces of what the devices did, one file per rank, for Perfetto."""
+    """Writes profiler traces, one file per rank, for Perfetto."""
 
     def __init__(self, run: Run) -> None:
         settings = run.config.profiling
@@ -146,8 +146,8 @@ class Profiler(Callback):
 
 
 def quieten() -> None:
-    """Keeps off the console what the profiler says at each start and end of a trace: lines of its
-    library (only the levels above 5 leave `USDT: profiler_start` out), and that a trace holds the
-    events of its own steps, which is what is wanted."""
+    """Silences the profiler's messages at the start and end of each trace: log lines of its library
+    (only levels above 5 omit `USDT: profiler_start`), and the warning that a trace holds only the
+    events of its own steps, which is what we want."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     warnings.filterwarnings("ignore", "Warning: Profiler clears events")

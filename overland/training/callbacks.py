@@ -1,8 +1,8 @@
-"""What is optional happens in callbacks, so that the loop stays a loop.
+"""Callbacks for everything optional, so that the loop stays simple.
 
-A callback overrides what it cares about. Every rank has its own and calls it at the same moment;
-what only one rank should do, the callback's factory decides by returning None on the others. A
-user's module (`job.custom_import`) adds its own with `register_callback`.
+A callback overrides the hooks it needs. Every rank has its own instance and calls it at the same
+point; a callback that only some ranks need has a factory that returns None on the others. A user's
+module (`job.custom_import`) adds its own with `register_callback`.
 
 Built-in ones are in builtin_callbacks.py, console.py, metrics.py and compile_cache.py.
 """
@@ -27,10 +27,10 @@ class Callback:
         """Called when the run is built, before `on_start`."""
 
     def on_start(self, run: Run) -> None:
-        """Called when everything is built (and resumed); the first step comes next."""
+        """Called when everything is built (and resumed), just before the first step."""
 
     def on_step(self, run: Run) -> None:
-        """Called after every step. `run.progress.step` counts it already."""
+        """Called after every step. `run.progress.step` already includes it."""
 
     def on_log(self, run: Run, record: Record) -> None:
         """Called every `metrics.log_freq` steps with loss, learning rate, speed and more, as plain
@@ -41,18 +41,18 @@ class Callback:
         due (and with the loss as `validation_loss/NAME`, its name in earlier versions)."""
 
     def on_save(self, run: Run, saved: Outcome) -> None:
-        """Called when a checkpoint was committed. Saves end in the background, so ranks learn of it
-        at different steps: wait for no other rank here."""
+        """Called when a checkpoint has been committed. Saves end in the background, so ranks learn
+        of it at different steps: never wait for another rank here."""
 
     def on_rewind(self, run: Run) -> None:
-        """Called when the run went back to an earlier step (`run.progress.step`), as
-        `health.spike_guard = "rewind"` does: what was logged for later steps is void."""
+        """Called when the run went back to an earlier step (`run.progress.step`), as with
+        `health.spike_guard = "rewind"`: what was logged for later steps is void."""
 
     def on_message(self, run: Run, message: str) -> None:
         """Called with something the user should know, such as a skipped step."""
 
     def on_end(self, run: Run) -> None:
-        """Called last, also when training stops early or fails."""
+        """Called last, even when training stops early or fails."""
 
 
 Factory = Callable[["Run"], Callback | None]

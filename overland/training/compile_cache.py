@@ -1,10 +1,10 @@
-"""Keeps what was compiled in the run folder, so that the next session starts warm.
+"""Keeps compiled code in the run folder, so that the next session starts warm.
 
-Compilers keep their work in folders of the node, in /tmp as a rule, which clusters empty after each
-job. In the run folder it is one file per compiler and pipeline stage, written whole by the stage's
-first rank, and read by one rank for all: no locks, no thousand small files that every rank asks a
-parallel file system for. Entries are found by a hash of code, shapes, device and version, so that
-several nodes, devices and versions can share a file, and stale entries do no harm.
+Compilers cache their output on the node, usually in /tmp, which clusters empty after each job. In
+the run folder there is one file per compiler and pipeline stage, written whole by the stage's first
+rank and read by one rank for all: no locks, and no thousands of small files that every rank
+requests from a parallel file system. Entries are found by a hash of code, shapes, device and
+version, so that several nodes, devices and versions can share a file, and stale entries do no harm.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from overland.training.run import Run
 
 COMPILED, KERNELS = "compiled.bin", "kernels.tar"
-MOST_BYTES = 2**29  # of kernels, so that a folder of years is not taken along
+MOST_BYTES = 2**29  # of kernels, so that a cache that grew for years is not copied
 SAVED_AFTER = 2  # steps, by when every kernel of a step has run
 
 
 class CompileCache(Callback):
-    """Keeps what torch.compile made."""
+    """Keeps the output of torch.compile."""
 
     def __init__(self, run: Run) -> None:
         self.path = path_of(run, COMPILED)
@@ -44,7 +44,9 @@ class CompileCache(Callback):
             return
         try:
             torch.compiler.load_cache_artifacts(made)
-        except Exception as error:  # another torch's file, or half of one; all is compiled again
+        except (
+            Exception
+        ) as error:  # from another torch version, or incomplete; everything is compiled again
             run.call("on_message", f"{self.path} cannot be used: {error!r}")
 
     def on_step(self, run: Run) -> None:
@@ -57,8 +59,8 @@ class CompileCache(Callback):
 
 
 class KernelCache(Callback):
-    """Keeps what Triton made: our own kernels, which torch.compile knows nothing of. One rank of
-    each node puts them where Triton looks for them."""
+    """Keeps the kernels that Triton compiled for us, which torch.compile does not know about. One
+    rank of each node puts them where Triton looks for them."""
 
     def __init__(self, run: Run) -> None:
         self.path, self.steps = path_of(run, KERNELS), 0
@@ -73,11 +75,13 @@ class KernelCache(Callback):
                 if run.world.local_rank == 0:
                     put(kernels, triton_folder())
             except (OSError, ValueError, tarfile.TarError) as error:
-                run.call("on_message", f"kept kernels cannot be used: {error!r}")
+                run.call("on_message", f"cached kernels cannot be used: {error!r}")
                 continue
             if stage == stage_of(run):
                 self.kept = kernels
-        broadcast(None, run.store.group)  # no rank compiles what another is about to put there
+        broadcast(
+            None, run.store.group
+        )  # so that no rank compiles a kernel that another is about to put there
 
     def on_step(self, run: Run) -> None:
         self.steps += 1
@@ -90,7 +94,7 @@ class KernelCache(Callback):
 
 
 def stage_of(run: Run) -> int:
-    """Returns the pipeline stage of this rank: what a stage compiles is its own."""
+    """Returns the pipeline stage of this rank: each stage compiles its own code."""
     return run.world.rank * run.mesh.degrees.pp // run.world.size
 
 
@@ -108,8 +112,8 @@ def stage_file(name: str, stage: int) -> str:
 
 
 def read_for_all(run: Run, name: str) -> list[bytes]:
-    """Returns the files of all stages, read by rank 0; empty bytes for one that is missing. A file
-    of another user is not used."""
+    """Returns the files of all stages, read by rank 0; empty bytes for one that is missing. Files
+    owned by another user are ignored."""
     read = []
     for stage in range(run.mesh.degrees.pp):
         path = run.folder.root / stage_file(name, stage)
@@ -122,7 +126,7 @@ def read_for_all(run: Run, name: str) -> list[bytes]:
 
 
 def write_cache(run: Run, path: Path, data: bytes) -> None:
-    """Writes a file, or reports why it cannot: a full disk costs the next session some time, and
+    """Writes a file, or reports why it could not: a full disk costs the next session some time, but
     must not end this one."""
     try:
         replace_file(path, data, durable=False)
@@ -136,12 +140,12 @@ def triton_folder() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache").expanduser()
 
 
-# A group of files, the parts of one kernel, names them by their absolute paths.
+# Triton's group file lists the files of one kernel by their absolute paths.
 GROUP, PLACE = "__grp__", b"{overland:kernels}"
 
 
 def kernels_in(folder: Path, since: float) -> dict[str, bytes]:
-    """Returns the files of Triton's cache that were written since then, by `hash/name`."""
+    """Returns the files in Triton's cache written since then, by `hash/name`."""
     found = {}
     for path in folder.glob("*/*"):
         try:
@@ -151,14 +155,14 @@ def kernels_in(folder: Path, since: float) -> dict[str, bytes]:
                 found[f"{path.parent.name}/{path.name}"] = (
                     data.replace(bytes(folder), PLACE) if is_group else data
                 )
-        except OSError:  # replaced or removed meanwhile
+        except OSError:  # replaced or removed in the meantime
             continue
     return found
 
 
 def put(kernels: Mapping[str, bytes], folder: Path) -> None:
-    """Writes each file whole, and leaves those that exist alone. Groups come last: they stand for
-    all of their files."""
+    """Writes each file atomically, and leaves existing ones alone. Group files come last, since
+    they refer to the others."""
     for name in sorted(kernels, key=lambda name: GROUP in name):
         path, data = folder / name, kernels[name]
         if not path.exists():
@@ -178,8 +182,8 @@ def packed_as_tar(kernels: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked_tar(packed: bytes) -> dict[str, bytes]:
-    """Returns plain files two levels deep, and nothing else. Raises ValueError for a path that
-    leads elsewhere."""
+    """Returns the regular files two levels deep. Raises ValueError for any other entry, such as a
+    path that leads elsewhere."""
     kernels: dict[str, bytes] = {}
     if not packed:
         return kernels
@@ -187,7 +191,7 @@ def unpacked_tar(packed: bytes) -> dict[str, bytes]:
         for entry in tar:
             parts = entry.name.split("/")
             if not entry.isfile() or len(parts) != 2 or {"", ".", ".."} & set(parts):
-                raise ValueError(f"{entry.name!r} is no file of a kernel")
+                raise ValueError(f"{entry.name!r} is not a kernel file")
             file = tar.extractfile(entry)
             assert file is not None
             kernels[entry.name] = file.read()

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from overland.training.run import Run
 
 RECENT = 100  # logged losses in the sparkline
-PATIENCE_SECONDS = 1.0  # in a phase, before the bar gives way to what is being done
+PATIENCE_SECONDS = 1.0  # in one phase, before the bar gives way to a description of it
 USUAL = (Phase.COMPUTING, Phase.REPORTING)
 
 
 class Console(Callback):
-    """Draws the bar, with what is said above it; prints lines where there is no terminal."""
+    """Draws the progress bar with messages above it, or prints plain lines without a terminal."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.screen = run, run.screen
@@ -78,7 +78,7 @@ class Console(Callback):
 
     def on_end(self, run: Run) -> None:
         run.beat.words, self.screen.trains = {}, False
-        if self.screen.line == self.draw:  # the bar stays as it is now, and what follows is below
+        if self.screen.line == self.draw:  # leave the bar on screen; later output goes below it
             self.screen.line = self.screen.waiting
             self.screen.print(self.bar(self.screen.width, is_over=True))
 
@@ -107,13 +107,14 @@ class Console(Callback):
         return draw(status, width, self.screen.is_ascii)
 
     def _doing(self) -> str:
-        """What takes the place of the bar: what is waited for, if it takes long."""
+        """Returns what the run is waiting for if that takes long; it is shown in place of the
+        bar."""
         beat, is_first = self.run.beat, not self.screen.trains
         takes_long = beat.seconds_here > PATIENCE_SECONDS and beat.phase not in USUAL
         return beat.doing if is_first or takes_long else ""
 
     def _recall(self, run: Run) -> None:
-        """Begins the sparkline of a resumed run where it left off."""
+        """Fills the sparkline of a resumed run with the losses logged before."""
         if run.progress.step:
             with suppress(OSError):
                 history = History(run.folder.metrics)
@@ -123,7 +124,8 @@ class Console(Callback):
 
 
 class Pace:
-    """How fast steps are taken, from the end of the first one: that one compiles and connects."""
+    """The speed of training, measured from the end of the first step, which also compiles and
+    connects."""
 
     def __init__(self, step: int) -> None:
         self._started = time.monotonic()
@@ -139,7 +141,8 @@ class Pace:
         return time.monotonic() - self._started
 
     def left(self, steps: int) -> float | None:
-        """Seconds to the last step, validation and saves included; None before it can be known."""
+        """Returns the seconds to the last step, including validation and saves; None until
+        known."""
         if self._first is None or self._last <= self._first[0]:
             return None
         step, since = self._first
@@ -147,10 +150,10 @@ class Pace:
 
 
 def first_words(run: Run) -> dict[Phase, str]:
-    """What is being done until the first step is taken."""
+    """Returns what to show for each phase until the first step is done."""
     corpora = run.dataset.rows.corpora.values()
     is_made = any(isinstance(one, Corpus) and not one.is_complete for one in corpora)
-    what = "compiling" if run.config.compile.enable is True else "taking the first step"
+    what = "compiling" if run.config.compile.enable is True else "running the first step"
     return {
         Phase.DATA: "tokenising the first batch" if is_made else "waiting for the first batch",
         Phase.COMPUTING: what,
@@ -159,7 +162,7 @@ def first_words(run: Run) -> dict[Phase, str]:
 
 
 def validation_line(record: Record) -> str:
-    """Returns the losses of the sets, with perplexities where they have one."""
+    """Returns the loss of each validation set, with its perplexity where it has one."""
     names = [name.removeprefix(HELD_OUT) for name in record if name.startswith(HELD_OUT)]
     parts = []
     if "validation_loss" in record and len(names) > 1:
@@ -172,7 +175,8 @@ def validation_line(record: Record) -> str:
 
 
 def speed(record: Record, is_shared: bool = False) -> str:
-    """`is_shared`: by several devices, so that it is said that this is of one."""
+    """Returns the throughput. `is_shared`: there are several devices, so say that it is per
+    device."""
     for unit, short in (("tokens", "tok"), ("samples", "samples")):
         if f"{unit}_per_second" in record:
             device = "/device" if is_shared else ""
@@ -196,6 +200,7 @@ def line_of(record: Record) -> str:
 
 
 def others(record: Record) -> str:
-    """Returns what the objective and losses inside the model log, by their names."""
+    """Returns the metrics logged by the objective and by losses inside the model, with their
+    names."""
     shown = [name for name in record if name not in METRIC_NAMES and "sparsity/" not in name]
     return "".join(f"  {name} {record[name]:.4g}" for name in shown)

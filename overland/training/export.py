@@ -1,7 +1,7 @@
-"""The weights of a run as a Hugging Face folder, from any layout.
+"""Exports the weights of a run as a Hugging Face folder, from any layout.
 
-Each rank writes its part beside the folder, as for a checkpoint, and rank 0 puts the parts
-together, one tensor in memory at a time. Adapters are put into the weights.
+Each rank writes its part to a temporary folder, as for a checkpoint, and rank 0 assembles the
+parts, with one tensor in memory at a time. Adapters are merged into the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def export_hf(run: Run) -> Path:
-    """Writes `hf/` in the run folder, in place of an earlier one."""
+    """Writes `hf/` in the run folder, replacing an earlier one."""
     store, shards = run.store, run.folder.root / ".hf.shards"
     group = store.group
     whole = saved_state(run, whole=True)
@@ -44,7 +44,7 @@ def export_hf(run: Run) -> Path:
     def write(moved: Moved) -> tuple[str, list[Written]]:
         try:
             written = write_files(shards, plan.files, parts.read, Disk(), moved=moved)
-            store.pulse.wait()  # for the device, or this processor
+            store.pulse.wait()  # for the device or the CPU
             names = parts.not_finite()
             return (
                 f"{tensors_in_words(names)} holds values that are not finite" if names else "",
@@ -60,7 +60,7 @@ def export_hf(run: Run) -> Path:
         try:
             if not error:
                 done = [some for _, some in reports]
-                facts = {**run_facts(run), LEFT_OUT: None}  # here all of it is written
+                facts = {**run_facts(run), LEFT_OUT: None}  # here everything is written
                 index = build_index("shard", plan.files_of_ranks, done, facts)
                 with CheckpointReader(shards, index, {}, moved) as checkpoint:
                     _write(checkpoint, run)

@@ -1,6 +1,4 @@
-"""Noticing steps that went wrong: not finite, nothing to learn from, a spike of the loss, or an
-overflow in float16.
-"""
+"""Detects bad steps: not finite, nothing to learn from, a loss spike, or an overflow in float16."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ GROWTH_INTERVAL = 2000
 
 class BadSteps:
     """Counts steps that were skipped because the loss or a gradient was not finite, or because
-    nothing in the batch counts. The latter are no sign of trouble: a long prompt, which is not
-    learned, may fill many batches. They neither end a run nor interrupt a row of steps that do.
+    nothing in the batch counts towards the loss. The latter are harmless: a long prompt, which is
+    not learned, may fill many batches. They neither end a run nor interrupt a series of bad steps.
 
     The flags stay on the device until `check`, so that no step waits for them.
     """
@@ -40,7 +38,7 @@ class BadSteps:
 
     def check(self) -> tuple[list[int], list[int]]:
         """Reads the flags; returns the steps since the last check that were not finite, and those
-        in which nothing counts."""
+        in which nothing counted."""
         if not self._flags:
             return [], []
         steps = [step for step, *_ in self._flags]
@@ -56,7 +54,7 @@ class BadSteps:
             if self._in_a_row >= self.limit:
                 raise TrainingError(
                     f"the loss or a gradient was not finite in {self.limit} steps in a row, up to "
-                    f"step {step}; nothing was learned from them. Resume from a checkpoint with a "
+                    f"step {step}; these steps were skipped. Resume from a checkpoint with a "
                     f"lower optimizer.lr, or raise health.max_bad_steps"
                 )
         self._flags.clear()
@@ -64,7 +62,7 @@ class BadSteps:
 
 
 class SpikeGuard:
-    """Calls a loss a spike if it stands out from the recent ones by many standard deviations."""
+    """Detects a loss spike: a loss many standard deviations above the recent ones."""
 
     def __init__(self, settings: Health) -> None:
         self.threshold = settings.spike_threshold
@@ -74,10 +72,10 @@ class SpikeGuard:
     def is_spike(self, loss: float) -> bool:
         """Judges a loss and, unless it is a spike, remembers it."""
         if not math.isfinite(loss):
-            return False  # skipped anyway, and counted by BadSteps
+            return False  # already skipped, and counted by BadSteps
         if len(self._losses) >= self._enough:
             mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
-            # A floor of 0.1 % of the mean: on a plateau the deviation says nothing.
+            # At least 0.1 % of the mean: on a plateau the deviation means nothing.
             if loss > mean + self.threshold * max(deviation, 1e-3 * abs(mean)):
                 return True
         self._losses.append(loss)
@@ -96,7 +94,7 @@ class LossScaler:
     halves on overflow and doubles after `GROWTH_INTERVAL` good steps. It stays on the device: no
     step waits for the host to learn whether it overflowed.
 
-    Switched off, the scale is 1 and never changes, so callers need not ask.
+    When disabled, the scale is 1 and never changes, so callers need not check.
     """
 
     def __init__(self, enabled: bool, device: torch.device) -> None:
@@ -105,7 +103,8 @@ class LossScaler:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, overflowed: torch.Tensor) -> None:
-        """Adapts the scale; `overflowed` is 1.0 if the step was thrown away, else 0.0."""
+        """Adapts the scale; `overflowed` is 1.0 if the step overflowed and was skipped, else
+        0.0."""
         if self.enabled:
             torch._amp_update_scale_(
                 self.scale, self.good_steps, overflowed, 2.0, 0.5, GROWTH_INTERVAL

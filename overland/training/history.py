@@ -20,20 +20,20 @@ Points = list[tuple[int, float]]
 HELD_OUT = "validation_loss/"
 CHUNK = 4 << 20  # bytes read at a time
 
-# A file of a million lines, 300 MB, is sampled down to 30,000, but for its end and what is held
-# out: parsing all of it would take seconds, and a terminal has 200 dots in a row.
+# A file of a million lines (300 MB) is sampled down to 30,000, except for its end and held-out
+# losses: parsing all of it would take seconds, and a terminal has 200 dots in a row.
 WHOLE_BYTES = 10 << 20
 END_BYTES = 1 << 20
-RECENT = 100  # records that the pace is taken from
-PAUSE = 20  # times the median: such a gap is a restart and no part of the pace
+RECENT = 100  # records that the pace is computed from
+PAUSE = 20  # times the median: a gap this long is a restart and does not count
 
 
 class History:
-    """Follows the file. Where the run went back to an earlier step, what was after it is void. (A
-    session that resumes removes such lines; files of earlier versions still have them.)"""
+    """Follows the file. If the run went back to an earlier step, the lines after that step are
+    void. (A resumed session removes such lines; files of earlier versions still have them.)"""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
-        """`last_bytes`: only the end of the file is read, where its newest lines are."""
+        """`last_bytes`: read only this much of the end of the file, where the newest lines are."""
         self._tail = Tail(path, last_bytes)
         self._clear()
 
@@ -85,12 +85,12 @@ class History:
 
     @property
     def step_seconds(self) -> float | None:
-        """Returns the median of recent steps."""
+        """The median time of recent steps."""
         return statistics.median(paces) if (paces := self._paces()) else None
 
     @property
     def pace(self) -> float | None:
-        """Returns the seconds from step to step, saves and validation included, restarts not."""
+        """The mean seconds from step to step, including saves and validation but not restarts."""
         seconds = self.step_seconds
         if seconds is None:
             return None
@@ -103,7 +103,7 @@ class History:
 
 
 def _is_number(name: str, value: Any) -> bool:
-    """Whether a value counts. A loss may be infinite or NaN, a time may not."""
+    """Whether a value is usable. A loss may be infinite or NaN, a time may not."""
     return isinstance(value, int | float) and (name != "time" or math.isfinite(value))
 
 
@@ -113,23 +113,23 @@ def _append(points: Points, step: int, value: float) -> None:
 
 
 def _undo(points: Points, step: int) -> None:
-    """Drops what was logged at this step and after it."""
+    """Drops what was logged at this step and later."""
     while points and points[-1][0] >= step:
         points.pop()
 
 
 def thinned(points: Sequence[T], most: int) -> list[T]:
-    """Returns at most so many points, or one more: the last one always stays."""
+    """Returns at most `most` points, plus the last one, which is always kept."""
     every = -(-len(points) // most)
     return [*points[:-1:every], points[-1]] if points else []
 
 
 class Tail:
-    """A file of lines that grows, read once: each look returns what was appended since the last
-    one. A file that was replaced or cut is read from its beginning again."""
+    """Follows a growing file of lines: each call returns what was appended since the last one. A
+    file that was replaced or truncated is read again from its beginning."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
-        """`last_bytes`: what is before them is not read."""
+        """`last_bytes`: read only this much of the end of the file."""
         self.path, self.last_bytes = path, last_bytes
         self._forget()
 
@@ -138,7 +138,7 @@ class Tail:
 
     def chunks(self) -> Iterator[tuple[list[bytes], int, bool]]:
         """Yields (whole lines, bytes still to come, whether everything before is void). A last line
-        without an end is still being written: it comes when it is complete."""
+        without a newline is still being written, and is returned once it is complete."""
         try:
             with self.path.open("rb") as file:
                 stat = os.fstat(file.fileno())

@@ -1,9 +1,9 @@
 """Writes the ledger of what the model has consumed: a digest per row, from all ranks into one file.
 
-Digests are taken on the device and read when the loop waits for it anyway, at a log or a save. A
-checkpoint is never newer than the ledger: what it was trained on is on the disk before it is saved.
-Ranks that should have been given the same rows, since they share a model's layers, matrices or
-sequences, compare theirs.
+Digests are computed on the device and read when the loop waits for it anyway, at a log or a save.
+A checkpoint is never newer than the ledger: the rows it was trained on are on disk before it is
+saved. Ranks that must receive the same rows, because they share layers, matrices or sequences of
+the model, compare their digests.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class LedgerWriter:
         """Why the ledger is not up to date."""
         self._pending: list[torch.Tensor] = []
         if self._ledger is not None:
-            if self._ledger.is_new and run.resumed_own:  # it was lost, and must not seem whole
+            if self._ledger.is_new and run.resumed_own:  # it was lost, and must not look complete
                 self._ledger.mark(0, 0)
             self._note(self._ledger.mark(run.progress.step, run.progress.batch))
 
     def start_again(self, step: int, batch: int) -> None:
-        """Notes that the run went back to a step, and leaves out the batches before `batch`."""
+        """Records that the run went back to a step and leaves out the batches before `batch`."""
         self.write()
         if self._ledger is not None:
             self._note(self._ledger.mark(step, batch, leaves_out=True))
 
     def note(self, batch: Batch, step: int, number: int) -> None:
-        """Takes note of this rank's rows of a global batch, which the model consumes in a step."""
+        """Records this rank's rows of a global batch, which the model consumes in a step."""
         if not self._pending:
             self._first = (step, number)
         self._pending.append(digests(batch))
 
     def write(self) -> None:
-        """Writes what was noted. All ranks together; waits for the device. What a full disk does
-        not take is written later."""
+        """Writes what was recorded. Called by all ranks together; waits for the device. What does
+        not fit on a full disk is written later."""
         if self._pending:
             mine = torch.stack(self._pending)
             self._pending = []
@@ -63,7 +63,7 @@ class LedgerWriter:
                 self._note(self._ledger.add(*self._first, rows))
 
     def sync(self, or_elsewhere: bool = False) -> str:
-        """Puts all of it on the disk, or in the fallback folder; returns on all ranks what prevents
+        """Syncs everything to disk, or to the fallback folder; returns, on all ranks, what prevents
         that, or an empty string."""
         self.write()
         if self._ledger is not None:
@@ -75,11 +75,13 @@ class LedgerWriter:
     def end(self) -> None:
         """Reports what is missing."""
         if self._problem:
-            self._run.call("on_message", f"{self._problem}: `overland prove data` will lack steps")
+            self._run.call(
+                "on_message", f"{self._problem}: `overland prove data` will miss some steps"
+            )
 
     def _note(self, problem: str) -> None:
         if problem and not self._problem:
-            words = f"{problem}; the run continues, and saves nothing until it can"
+            words = f"{problem}; the run continues, but cannot save until this is fixed"
             self._run.call("on_message", words)
         self._problem = problem
 
@@ -96,6 +98,6 @@ class LedgerWriter:
         if wrong:
             first, last = self._first[0], self._first[0] + len(mine) - 1
             raise TrainingError(
-                f"ranks that share the rows of data-parallel rank {wrong[0]} were given different "
-                f"ones in steps {first} to {last}: their copies of the data differ"
+                f"ranks that share the rows of data-parallel rank {wrong[0]} got different rows in "
+                f"steps {first} to {last}: their copies of the data differ"
             )

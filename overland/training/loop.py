@@ -1,7 +1,7 @@
-"""The training loop: batch, step, log, validate, save, until the last step or a wish to stop.
+"""The training loop: batch, step, log, validate, save, until the last step or a request to stop.
 
-What can take long enters its phase of the heartbeat first, so that whoever watches knows what a
-rank is at. A phase lasts until the next one is entered.
+Anything that can take long first enters its phase of the heartbeat, so that an observer knows what
+each rank is doing. A phase lasts until the next one is entered.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from overland.training.stop import Clock, StopRequest, Wish
 from overland.training.validate import sets_due, validate
 from overland.world.heartbeat import Phase
 
-RETRY_SECONDS = 20.0  # between two tries of the last save
+RETRY_SECONDS = 20.0  # between two attempts of the last save
 
 Data = Generator[Batch, None, None]
 
 
 def train(run: Run) -> bool:
-    """Trains to the last step or until it is asked to stop; returns whether it got to the end."""
+    """Trains to the last step or until asked to stop; returns whether it reached the last step."""
     config, progress = run.config, run.progress
     steps = config.training.steps
     bad_steps = BadSteps(config.health.max_bad_steps)
     clock = Clock(config.checkpoint, run.folder.root) if run.world.is_first else None
     meter, ledger = Meter(run), LedgerWriter(run)
-    if run.world.is_first:  # after the ledger's mark: what it replaces is void by now
+    if run.world.is_first:  # after the ledger's mark, which makes the old plan void
         write_plan(run)
-        if progress.step < steps:  # it was done with fewer steps, or went back to an earlier one
+        if progress.step < steps:  # it was done with fewer steps, or resumed an earlier one
             run.folder.done.unlink(missing_ok=True)
     data = open_data(run)
 
@@ -74,13 +74,13 @@ def train(run: Run) -> bool:
 
                 wish = stop.agreed()
                 if wish is Wish.GIVE_UP:
-                    run.store.wait()  # until this rank, too, knows how the save ended
+                    run.store.wait()  # until this rank also knows how the save ended
                     check_last_save(run)
                 if config.checkpoint.enable and save_is_due(run, wish, held_out):
                     save_while_training(run, ledger, clock, wish, held_out)
                 report_saves(run, run.store.poll(), clock)
                 if wish.stops and clock is not None:
-                    clock.stop_file.unlink(missing_ok=True)  # it has done its work
+                    clock.stop_file.unlink(missing_ok=True)  # its request has been served
                 if wish.stops and progress.step < steps:
                     ledger.write()
                     words = f"stopping after step {progress.step}: {stop.reason(wish)}"
@@ -94,7 +94,7 @@ def train(run: Run) -> bool:
 
 
 def end(run: Run, data: Data, ledger: LedgerWriter, clock: Clock | None) -> None:
-    """Closes what the loop has opened, also after an error. The last save is waited for."""
+    """Closes what the loop has opened, even after an error. Waits for the last save."""
     run.beat.enter(Phase.ENDING, run.progress.step)
     data.close()
     for dataset in (run.dataset, *run.validation_sets):
@@ -106,7 +106,7 @@ def end(run: Run, data: Data, ledger: LedgerWriter, clock: Clock | None) -> None
 
 
 def conclude(run: Run) -> None:
-    """Exports the weights after the last step, and then marks the run folder as done."""
+    """Exports the weights after the last step, then marks the run folder as done."""
     steps = run.config.training.steps
     if run.config.checkpoint.last_save_in_hf and from_first_rank(run.folder.steps_done() < steps):
         run.beat.enter(Phase.ENDING, doing=f"writing {run.folder.hf}")
@@ -114,7 +114,9 @@ def conclude(run: Run) -> None:
     if run.world.is_first:
         try:
             run.folder.mark_done(run.progress.step)
-        except OSError as error:  # all is saved; the next session finds nothing to do, and marks it
+        except (
+            OSError
+        ) as error:  # everything is saved; the next session finds nothing to do, and marks it
             run.call("on_message", f"{run.folder.done} cannot be written: {error.strerror}")
 
 
@@ -136,7 +138,7 @@ def save(
     validation_loss: float | None = None,
     in_fallback: bool = False,
 ) -> None:
-    """Starts a save, once the ledger is on the disk: no checkpoint is newer than its ledger."""
+    """Starts a save once the ledger is on disk: no checkpoint is newer than its ledger."""
     if problem := ledger.sync(or_elsewhere=in_fallback):
         run.store.give_up(run.progress.step, problem, preempt)
     else:
@@ -147,9 +149,9 @@ def save_is_due(run: Run, wish: Wish, held_out: Record | None) -> bool:
     settings, progress = run.config.checkpoint, run.progress
     loss = held_out.get("validation_loss") if held_out is not None else None
     is_best = False
-    if loss is not None and settings.keep_best:  # rank 0 judges: others may differ in the last bit
+    if loss is not None and settings.keep_best:  # rank 0 decides: others may differ in the last bit
         is_best = from_first_rank(loss <= progress.best_validation_loss)
-    if progress.step == run.saved_step and not wish.stops:  # the run went back to this step
+    if progress.step == run.saved_step and not wish.stops:  # the run was rewound to this step
         return False
     due = is_due(progress.step, settings.interval, run.config.training.steps)
     return due or is_best or wish is not Wish.NOTHING or is_preempt_due(run)
@@ -161,14 +163,16 @@ def is_preempt_due(run: Run) -> bool:
 
 
 def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None:
-    """Reports saves that have ended. One that failed does not end the run, since the next one may
-    succeed; a state that is not finite does."""
+    """Reports finished saves. A failed save does not end the run, since the next one may succeed; a
+    state that is not finite does."""
     for outcome in outcomes:
         if outcome.error:
             run.call("on_message", f"{outcome.path} was not saved: {outcome.error}")
         elif outcome.not_finite:
             what = tensors_in_words(list(outcome.not_finite))
-            run.call("on_message", f"NOT FINITE: {what}; kept as {outcome.path}, not to be resumed")
+            run.call(
+                "on_message", f"NOT FINITE: {what}; kept as {outcome.path}, which is never resumed"
+            )
             if clock is not None:
                 clock.gives_up = True
         else:
@@ -180,8 +184,8 @@ def report_saves(run: Run, outcomes: list[Outcome], clock: Clock | None) -> None
 
 
 def insist_on_last_save(run: Run, ledger: LedgerWriter, clock: Clock | None, preempt: bool) -> None:
-    """Waits for the last save. One that fails as on a full disk is tried again until the job's end
-    is near, and then in `checkpoint.fallback_folder`. Nobody is asked anything."""
+    """Waits for the last save. If it fails in a way that may pass, such as a full disk, it is
+    retried until the job is about to end, and then in `checkpoint.fallback_folder`."""
     report_saves(run, run.store.finish(), clock)
     seconds = from_first_rank(clock.seconds_for_retries() if clock is not None else 0.0)
     deadline = time.monotonic() + seconds
@@ -189,7 +193,7 @@ def insist_on_last_save(run: Run, ledger: LedgerWriter, clock: Clock | None, pre
         if not from_first_rank(time.monotonic() + RETRY_SECONDS < deadline):
             break
         left = deadline - time.monotonic()
-        run.call("on_message", f"trying that save again for {left:.0f} s; make room on the disk")
+        run.call("on_message", f"retrying the save for {left:.0f} s; free some disk space")
         time.sleep(RETRY_SECONDS)
         save(run, ledger, preempt)
         report_saves(run, run.store.finish(), clock)
@@ -202,18 +206,18 @@ def insist_on_last_save(run: Run, ledger: LedgerWriter, clock: Clock | None, pre
 
 
 def check_last_save(run: Run) -> None:
-    """Raises if the newest save is not there to resume from."""
+    """Raises if the newest save cannot be resumed."""
     last = run.store.last
     if last is None:
         return
     if last.error:
-        raise NotSavedError(f"the last save failed, {last.path} is not there: {last.error}")
+        raise NotSavedError(f"the last save failed, so there is no {last.path}: {last.error}")
     if last.not_finite:
         good = committed(run.store.folder)
         names = tensors_in_words(list(last.not_finite))
         raise TrainingError(
-            f"the state is not finite any more ({names}), and training "
-            f"cannot recover from that. It is kept as {last.path}, which is never resumed. "
+            f"the state is no longer finite ({names}), and training cannot recover from that. It "
+            f"is kept as {last.path}, which is never resumed. "
             + (
                 f"The newest good checkpoint is {good[-1]}: resume from it with the same command "
                 f"and a lower optimizer.lr or training.max_norm"
@@ -225,14 +229,15 @@ def check_last_save(run: Run) -> None:
 
 
 def open_data(run: Run) -> Data:
-    """Yields this rank's share of every batch from `progress.batch` on, copied to the device
-    ahead."""
+    """Yields this rank's share of every batch from `progress.batch` on, copied to the device ahead
+    of time."""
     shares = batches(run.dataset.rows, run.progress.batch, run.mesh.dp_rank, run.mesh.dp_size)
     return read_ahead((batch.to(run.device) for batch in shares), run.config.data.read_ahead)
 
 
 def wait_for_batch(run: Run, data: Data, meter: Meter, ledger: LedgerWriter) -> Batch:
-    """Returns the next batch. Where the data ends, what was learned so far is saved first."""
+    """Returns the next batch. If the data is exhausted, saves the progress so far before
+    raising."""
     run.beat.enter(Phase.DATA, run.progress.step)
     try:
         return next_batch(data, meter)
@@ -256,7 +261,7 @@ def is_due(step: int, every: int, last: int, first: bool = False) -> bool:
 
 def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None:
     run.beat.enter(Phase.REPORTING)
-    loss = result.loss.item()  # waits for the device, so that the meter reads whole steps
+    loss = result.loss.item()  # waits for the device, so that the meter sees complete steps
     skipped, empty = bad_steps.check()
     record: Record = {
         "step": run.progress.step,
@@ -274,16 +279,16 @@ def log(run: Run, result: StepResult, meter: Meter, bad_steps: BadSteps) -> None
     }
     run.call("on_log", record)
     if skipped:
-        run.call("on_message", f"not finite, so skipped: step {', '.join(map(str, skipped))}")
+        run.call("on_message", f"skipped because not finite: step {', '.join(map(str, skipped))}")
     if empty:
-        what = "nothing to learn from (nothing in the batch has a weight), so skipped"
+        what = "skipped because nothing in the batch has a loss weight"
         run.call("on_message", f"{what}: step {', '.join(map(str, empty))}")
 
 
 def answer_spike(run: Run, data: Data, result: StepResult, ledger: LedgerWriter) -> Data:
-    """Reports a spike, whose update was skipped already. `rewind` also goes back to the newest
-    checkpoint, and continues with batches not seen yet. Returns the data to train on."""
-    run.beat.enter(Phase.SAVING)  # it may wait for a save, and read it back
+    """Reports a loss spike, whose update has already been skipped. With `rewind`, also returns to
+    the newest checkpoint and continues with unseen batches. Returns the data to train on."""
+    run.beat.enter(Phase.SAVING)  # it may wait for a save and read it back
     what = f"loss spike at step {run.progress.step} ({result.loss.item():.4f})"
     assert run.guard is not None
     if run.config.health.spike_guard == "skip":
@@ -292,10 +297,12 @@ def answer_spike(run: Run, data: Data, result: StepResult, ledger: LedgerWriter)
     run.store.wait()
     next_unseen, remembered = run.progress.batch, run.guard.to_json()
     if not resume_newest(run, lambda message: run.call("on_message", message)):
-        raise TrainingError(f"{what}, and no checkpoint to rewind to: lower checkpoint.interval")
+        raise TrainingError(
+            f"{what}, but there is no checkpoint to rewind to: lower checkpoint.interval"
+        )
     run.progress.batch = next_unseen
-    run.guard.restore(remembered)  # what it has learned about the loss still holds
-    back = f"back to step {run.progress.step}, going on with batch {next_unseen}"
+    run.guard.restore(remembered)  # what it knows about the loss still holds
+    back = f"rewound to step {run.progress.step}, continuing with batch {next_unseen}"
     run.call("on_message", f"{what}: {back}")
     ledger.start_again(run.progress.step, run.progress.batch)
     run.call("on_rewind")

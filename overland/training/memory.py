@@ -1,16 +1,16 @@
-"""Memory of a device at the peak of a training step, from shapes alone (no torch).
+"""Estimates the peak memory of a training step on one device, from shapes alone (no torch).
 
-What lives through a step is the state: parameters, and what the optimizer keeps of them. Beside it,
-at the worst of three moments, lies
+The state (parameters and optimizer state) lives through the whole step. The peak adds to it the
+worst of three moments:
 
     head     everything that blocks keep for the backward pass, and the logits of one chunk
-    block    the same, and what the backward pass of the first block makes
+    block    the same, and the intermediate tensors of the first block's backward pass
     update   all gradients, and nothing of the above
 
-On one device it is within 1 % of what was measured for 1B to 8B parameters, 8 k to 64 k tokens,
-bfloat16 and 8 bits, adapters beside 16 and 4 bits, compiled or not, and within 3 % where every
-block is recomputed (tests/planner/test_memory.py). For several devices it follows the same counting
-and has not been compared with a measurement.
+On one device the estimate is within 1 % of measurements for 1B to 8B parameters, 8 k to 64 k
+tokens, bfloat16 and 8 bits, adapters on 16-bit and 4-bit weights, compiled or not, and within 3 %
+if every block is recomputed (tests/planner/test_memory.py). For several devices it counts in the
+same way, but has not been compared with measurements.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from overland.models.sizes import EMBEDDING, HEAD, NF4_BYTES, Pass
 from overland.optimizers.registry import state_bytes
 from overland.optimizers.rule import BYTES
 
-RECOMPUTE = ("none", "selective", "full")  # from the fastest to the smallest
-# The rest is the driver's, the libraries' and the allocator's: an 8B step that is counted as 91 %
-# of an H200 runs there.
+RECOMPUTE = ("none", "selective", "full")  # from the fastest to the one that needs least memory
+# The rest is for the driver, libraries and the allocator: an 8B step estimated at 91 % of an H200
+# runs there.
 USABLE = 0.94
 
 
@@ -41,7 +41,7 @@ class StepMemory:
     gradients: float
     kept: float  # by the blocks, from the forward to the backward pass
     head: float
-    block: float  # what one block's backward pass makes
+    block: float  # intermediate tensors of one block's backward pass
     accumulates: bool  # gradients live through all passes of a step
 
     @property
@@ -53,7 +53,7 @@ class StepMemory:
 
 
 def can_estimate(model: Any) -> bool:
-    """Whether the model's config says what a pass takes, and its blocks are known."""
+    """Whether the model's config defines `activations` and its blocks are known."""
     return hasattr(model, "activations") and bool(count_parameters(model).blocks)
 
 
@@ -83,8 +83,8 @@ def step_memory(
     kernels: bool = True,
 ) -> StepMemory:
     """Estimates a step of a model whose config has `activations` (see models/sizes.py).
-    `recompute` is one of RECOMPUTE (selective: by operator); `kernels`: our own take part, as on
-    NVIDIA GPUs."""
+    `recompute` is one of RECOMPUTE (selective: by operator); `kernels`: whether our own kernels
+    are used, as on NVIDIA GPUs."""
     training = config.training
     rows = training.local_batch_size
     if degrees.pp > 1:
@@ -113,8 +113,8 @@ def step_memory(
 
 
 def blocks_kept(model: Any, config: JobConfig, degrees: Degrees) -> int:
-    """Returns how many blocks keep their values at a time, each counted once per micro-batch that
-    is under way; of a pipeline, on the rank that keeps the most."""
+    """Returns how many blocks keep their activations at the same time, each counted once per
+    micro-batch in flight; in a pipeline, on the rank that keeps the most."""
     pp, layout = degrees.pp, config.parallelism
     if pp == 1:
         return len(count_parameters(model).blocks)
@@ -141,7 +141,8 @@ def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, floa
     number = blocks * block + ends
     wide, size = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     shapes = trained_parameters(model, config.lora)
-    # Of a model with adapters only these are trained, and the rest is kept as it is computed with.
+    # In a model with adapters only these are trained; the rest is stored in the precision it
+    # computes in.
     share = sum(map(prod, shapes.values())) / counts.total if config.lora.rank else 1.0
     narrow = NF4_BYTES if config.lora.base == "nf4" else size
     kept = number * share * wide
@@ -151,15 +152,16 @@ def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, floa
     trained = number * share
     accumulates = _accumulates(config, degrees)
     if degrees.world_size == 1 and not training.enable_cpu_offload:
-        # Kept in halves, gradients are as narrow as the pass unless several add up.
+        # With split master weights, gradients have the precision of the pass unless several
+        # accumulate.
         summed = BYTES[training.mixed_precision_reduce] if accumulates else size
         return kept, min(summed, wide) * trained
     shards = degrees.dp_shard * degrees.cp
-    # The gradients of a pipeline's micro-batches are added up whole, and shared out at the end.
+    # The gradients of a pipeline's micro-batches accumulate unsharded, and are sharded at the end.
     gradients = wide * trained / shards
     if degrees.pp > 1:
         gradients = BYTES[training.mixed_precision_reduce] * trained
-    # FSDP: the root is gathered for the whole step, blocks for their turn (two at a time).
+    # FSDP gathers the root for the whole step, and blocks when they are needed (two at a time).
     at_once = 2 if degrees.reshard_after_forward else blocks
     gathered = size * ends + narrow * at_once * block
     reducing = 2 * block * (size + BYTES[training.mixed_precision_reduce])
@@ -169,7 +171,8 @@ def _state(model: Any, config: JobConfig, degrees: Degrees) -> tuple[float, floa
 
 
 def _accumulates(config: JobConfig, degrees: Degrees) -> bool:
-    """Whether gradients of several passes add up. Those of a pipeline's micro-batches always do."""
+    """Whether gradients accumulate over several passes, as those of a pipeline's micro-batches
+    always do."""
     return degrees.pp > 1 or _rows_of_rank(config, degrees) > config.training.local_batch_size
 
 

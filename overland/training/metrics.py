@@ -1,4 +1,4 @@
-"""Speed and memory between two logs, and where the numbers go."""
+"""Measures speed and memory between two logs, and writes the metrics to files and services."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IN_LOOP = ("data", "compute", "validation", "save")
 
 
 class Meter:
-    """Measures what happened since the last reading; rates are per device."""
+    """Measures speed and memory since the last reading; rates are per device."""
 
     def __init__(self, run: Run) -> None:
         training = run.config.training
@@ -73,26 +73,26 @@ class MetricsFile(Callback):
     """Appends one JSON object per logged step to metrics.jsonl.
 
     A resumed run continues the same file. Lines that an earlier session logged after the resumed
-    step, or that were logged before a rewind, are void: they go to metrics.undone.jsonl.
+    step, or that a rewind undoes, are moved to metrics.undone.jsonl.
 
-    No run ends because of a line: what a full disk does not take is kept, and written at a later
-    log.
+    A failed write never ends the run: lines that do not fit on a full disk are kept and written
+    later.
     """
 
     def __init__(self, run: Run) -> None:
         self.late: list[bytes] = []
         self.begun = 0
-        """Bytes of the first late line that are in the file."""
+        """Bytes of the first late line that are already in the file."""
         self._open(run)
 
     def _open(self, run: Run) -> None:
         drop_torn_line(run.folder.metrics)
         undo_lines(run.folder.metrics, run.folder.undone_metrics, run.progress.step)
-        # Without a buffer, which would not tell how much of it was written.
+        # Unbuffered, to know how many bytes were written.
         self.file: RawIOBase = run.folder.metrics.open("ab", buffering=0)
 
     def on_log(self, run: Run, record: Record) -> None:
-        # For whoever watches, and reports where the time went.
+        # For `overland watch`, and for reports of where the time went.
         seconds = seconds_by_use(run.beat, IN_LOOP)
         timed = {**record, "time": round(time.time(), 3), "seconds": seconds}
         is_first = not self.late
@@ -100,20 +100,20 @@ class MetricsFile(Callback):
         problem = self._write()
         if problem and is_first:
             words = f"{run.folder.metrics} cannot be written: {problem}; the run continues, and "
-            run.call("on_message", words + "keeps its lines until they can")
+            run.call("on_message", words + "its lines will be written later")
 
     on_validation = on_log
 
     def on_rewind(self, run: Run) -> None:
         self.file.close()
         self.late = [line for line in self.late if _step_of(line) <= run.progress.step]
-        self.begun = 0  # half a line is dropped from the file
+        self.begun = 0  # an incomplete line is dropped from the file
         self._open(run)
         self._write()
 
     def on_end(self, run: Run) -> None:
         if self.late and (problem := self._write()):
-            words = f"{run.folder.metrics} lacks its last {len(self.late):,} lines: {problem}"
+            words = f"{run.folder.metrics} is missing its last {len(self.late):,} lines: {problem}"
             run.call("on_message", words)
         self.file.close()
 
@@ -131,13 +131,13 @@ class MetricsFile(Callback):
 
 
 def seconds_by_use(beat: Heartbeat, uses: Collection[str] = tuple(USES)) -> dict[str, float]:
-    """Returns what this session's time was used for so far. The device computes ahead of the
-    host, which waits for it when it reads a loss."""
+    """Returns how this session's time has been spent so far. The device computes asynchronously;
+    the host waits for it when it reads a loss."""
     return {use: round(beat.seconds_in(*USES[use]), 3) for use in uses}
 
 
 def drop_torn_line(path: Path) -> None:
-    """Drops half a line at the end, which a session leaves that is killed or runs out of disk."""
+    """Drops an incomplete line at the end, left by a session that was killed or ran out of disk."""
     with path.open("ab+") as file:
         size = file.tell()
         file.seek(max(0, size - LONGEST_LINE))
@@ -147,8 +147,8 @@ def drop_torn_line(path: Path) -> None:
 
 
 def undo_lines(path: Path, undone: Path, step: int) -> None:
-    """Moves the lines of steps after `step` to the end of `undone`. The rest becomes a new file,
-    so that whoever follows the old one notices."""
+    """Moves the lines of steps after `step` to the end of `undone`. The rest becomes a new file, so
+    that programs that follow the old one notice."""
     with path.open("rb") as lines:
         if all(_step_of(line) <= step for line in lines):
             return
@@ -159,7 +159,7 @@ def undo_lines(path: Path, undone: Path, step: int) -> None:
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Returns the last record of a step and the last of a validation, as far as there are any."""
+    """Returns the last record of a step and the last record of a validation, if there are any."""
     newest: dict[bytes, bytes] = {}
     with path.open("rb") as lines:
         for line in lines:
@@ -172,22 +172,22 @@ def newest_records(path: Path) -> list[Record]:
 
 
 def _step_of(line: bytes) -> int:
-    found = STEP.match(line)  # a million lines are not worth parsing
+    found = STEP.match(line)  # parsing a million lines as JSON would take too long
     return int(found[1]) if found else 0
 
 
 class TensorBoard(Callback):
-    """Writes TensorBoard events. What a full disk does not take is kept here too. The writer is
-    lost then, and a new one begins a file of its own: so that is tried at checkpoints and at the
-    end, not at every log."""
+    """Writes TensorBoard events, and keeps what does not fit on a full disk for later. After such a
+    failure the writer is unusable, and a new one starts a new file: so it is retried only at
+    checkpoints and at the end, not at every log."""
 
     def __init__(self, run: Run) -> None:
         self.late: list[Record] = []
         self._open(run)
 
     def _open(self, run: Run) -> None:
-        """Voids what was logged past this step, for both of TensorBoard's readers: the one in
-        Python drops it because it is told to, the fast one because a step comes again."""
+        """Discards what was logged after this step, for both of TensorBoard's readers: the Python
+        reader honours `purge_step`, and the fast one drops data when a step is repeated."""
         self.writer = self._new_writer(run, purge_step=run.progress.step + 1)
         for record in newest_records(run.folder.metrics):
             self.on_log(run, record)
@@ -201,7 +201,7 @@ class TensorBoard(Callback):
         self.late.append(record)
         if self.writer is not None and (problem := self._write(run)):
             words = f"{run.folder.tb} cannot be written: {problem}; the run continues, and "
-            run.call("on_message", words + "keeps its numbers until they can")
+            run.call("on_message", words + "its metrics will be written later")
 
     on_validation = on_log
 
@@ -215,7 +215,7 @@ class TensorBoard(Callback):
 
     def on_end(self, run: Run) -> None:
         if self.late and (problem := self._write(run)):
-            words = f"{run.folder.tb} lacks its last {len(self.late):,} logs: {problem}"
+            words = f"{run.folder.tb} is missing its last {len(self.late):,} logs: {problem}"
             run.call("on_message", words)
         self._close()
 
@@ -227,7 +227,7 @@ class TensorBoard(Callback):
             for record in self.late:
                 for name, value in _numbers(record).items():
                     self.writer.add_scalar(name, value, record["step"])
-            self.writer.flush()  # a thread writes, whose errors show here
+            self.writer.flush()  # raises the errors of the writer thread
             self.late = []
         except OSError as error:
             self._close()
@@ -245,7 +245,7 @@ class LossPlot(Callback):
     """Draws the loss from metrics.jsonl, at every checkpoint and at the end."""
 
     def on_save(self, run: Run, path: object) -> None:
-        """Draws it, or reports why it cannot: no run ends because of a picture."""
+        """Draws the plot, or reports why it could not: a failed plot never ends the run."""
         try:
             plot_losses(run.folder.metrics, run.folder.plot, run.config.job.description)
         except OSError as error:
@@ -256,8 +256,9 @@ class LossPlot(Callback):
 
 
 class WeightsAndBiases(Callback):
-    """Logs to W&B, which takes no point back: so what continues from an earlier step is a run of
-    its own there. All of a run folder's form a group; each says which step it continues from."""
+    """Logs to W&B. It cannot undo a logged point, so each continuation from an earlier step becomes
+    a new W&B run. All runs of a run folder form a group, and each records the step it continues
+    from."""
 
     def __init__(self, run: Run) -> None:
         self.run = self._start(run)
@@ -276,7 +277,7 @@ class WeightsAndBiases(Callback):
             )
         except wandb.errors.Error as error:
             raise TrainingError(
-                f"Weights & Biases did not start: {error}; run `wandb login`, set "
+                f"Weights & Biases failed to start: {error}; run `wandb login`, set "
                 f"WANDB_MODE=offline, or turn metrics.enable_wandb off"
             ) from None
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before the first long wait."""
+"""The table that a run prints at its start, before the first long wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def opening(
     device: torch.device,
     folder: RunFolder,
 ) -> str:
-    """Returns a table: what is trained, on what, how it is spread, and where it is kept."""
+    """Returns a table with the model, the data, the hardware and layout, and the run folder."""
     training = config.training
     rows = training.global_batch_size
     rows = training.local_batch_size * degrees.dp if rows == -1 else rows
@@ -61,26 +61,26 @@ def data_in_words(config: JobConfig) -> str:
     names = _some([name for name, one in sources_of(config).items() if one.weight])
     held_out = list(held_out_sources(config))
     if validates_on_holdout(config):
-        held_out.insert(0, f"{config.data.holdout:g} of it")
+        held_out.insert(0, f"{config.data.holdout:g} of the training data")
     return f"{names}; held out: {_some(held_out)}" if held_out else names
 
 
 def memory_in_words(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> str:
-    """Estimates the peak of a step on a device, next to what that has."""
+    """Returns the estimated peak memory of a step on one device, and how much the device has."""
     if not can_estimate(architecture):
-        return "not estimated: the model does not say what a pass keeps"
+        return "no estimate: the model's config does not define activations"
     peak = estimate(config, architecture, degrees, device).peak
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
-        return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per device, by estimate"
+        return f"about {peak / GIB:.1f} of {there / GIB:.1f} GiB per device (estimate)"
     shown = f"{peak / GIB:.2f} GiB" if peak > GIB / 10 else f"{peak / 2**20:.1f} MiB"
-    return f"about {shown} per rank for the tensors of a step, by estimate"
+    return f"about {shown} per rank for the tensors of a step (estimate)"
 
 
 def run_in_words(config: JobConfig, folder: RunFolder) -> str:
-    """Where it is kept, and whether it goes on there."""
+    """Returns the run folder, and the checkpoint in it that the run resumes, if there is one."""
     found = committed(folder.checkpoints) if config.checkpoint.resume == "auto" else []
     return f"{folder.root}, resuming from {found[-1].name}" if found else str(folder.root)
 

@@ -1,4 +1,4 @@
-"""What to say when a run is out of memory: what was held, and ways out with estimates."""
+"""The message when a run is out of memory: what used it, and ways to use less, with estimates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. A GPU's allocator has an error class of its own; the CPU's raises a
+    """Whether memory ran out. The GPU allocator has its own error class; the CPU allocator raises a
     RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -34,29 +34,29 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> OutOfMemoryError:
-    """Returns an error of one sentence in place of a page of traces. For a model whose config has
-    no `activations` there are no estimates."""
+    """Returns a short error in place of a page of stack traces. A model whose config has no
+    `activations` gets no estimates."""
     where = "this GPU's" if device.type == "cuda" else "this machine's"
     what = f"out of {where} memory"
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         held = torch.cuda.max_memory_allocated(device)
-        what += f": {held / GIB:.1f} GiB of {total / GIB:.1f} GiB were held by tensors"
+        what += f": {held / GIB:.1f} GiB of {total / GIB:.1f} GiB were allocated by tensors"
     return OutOfMemoryError(with_ways_out(what, config, architecture, degrees, device))
 
 
 def rank_killed(
     config: JobConfig, architecture: Any, num_ranks: int, device: torch.device, free: float
 ) -> str:
-    """Returns what to say when a rank got SIGKILL, which the system sends where memory has run out.
-    `free`: bytes of the machine's memory before the ranks were started."""
-    what = "a rank was killed, probably for lack of memory"
-    if math.isfinite(free):  # known on Linux alone
+    """Returns the message for a rank that got SIGKILL, which the system sends when memory runs out.
+    `free`: bytes of free memory on the machine before the ranks were started."""
+    what = "a rank was killed, probably because the machine ran out of memory"
+    if math.isfinite(free):  # known only on Linux
         what += f": this machine had {free / GIB:.1f} GiB free for {num_ranks} ranks"
     if device.type == "cuda":  # the machine's memory ran out, not a GPU's
         return (
-            f"{what}. Ways out: checkpoint.async_mode=disabled, which keeps no copy of the state; "
-            "fewer data.tokenise_processes; a lower data.read_ahead"
+            f"{what}. To use less: checkpoint.async_mode=disabled, which keeps no copy of the "
+            "state; fewer data.tokenise_processes; a lower data.read_ahead"
         )
     degrees = resolve_degrees(config.parallelism, num_ranks, num_ranks)
     return with_ways_out(what, config, architecture, degrees, device)
@@ -65,11 +65,11 @@ def rank_killed(
 def with_ways_out(
     what: str, config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> str:
-    """Returns `what`, followed by what a step takes by estimate and by the ways to take less."""
+    """Returns `what`, followed by the estimated memory of a step and ways to reduce it."""
     if not can_estimate(architecture):
         return (
-            f"{what}. Lower training.local_batch_size (training.global_batch_size keeps the "
-            f"batch), set activation_checkpoint.mode=full, or use more devices"
+            f"{what}. Lower training.local_batch_size (set training.global_batch_size to keep the "
+            f"global batch), set activation_checkpoint.mode=full, or use more devices"
         )
     training = settle_dtype(config.training, device.type)
     config = config.model_copy(update={"training": training})
@@ -82,28 +82,28 @@ def with_ways_out(
     narrow = config.model_copy(update={"optimizer": moments})
     two = replace(degrees, dp_shard=2 * degrees.dp_shard)
     ways = [
-        (f"training.local_batch_size={rows} (with training.global_batch_size the batch stays "
-         f"what it is)", fewer, degrees),
+        (f"training.local_batch_size={rows} (set training.global_batch_size to keep the global "
+         f"batch)", fewer, degrees),
         ("activation_checkpoint.mode=full", recomputed, degrees),
         ("optimizer.bf16_moments=true", narrow, degrees),
-        ("twice as many devices to shard over", config, two),
+        ("sharding over twice as many devices", config, two),
     ]  # fmt: skip
     estimates = [(way, estimate(some, architecture, on, device).peak) for way, some, on in ways]
     helps = [(way, peak) for way, peak in estimates if peak < now.peak]
     listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
     listed = listed or "a smaller model or training.seq_len"
     return (
-        f"{what}. By estimate a step takes {now.peak / GIB:.2f} GiB per device: parameters and "
-        f"optimizer state {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, kept for the "
-        f"backward pass {now.kept / GIB:.2f}. Ways out: {listed}"
+        f"{what}. A step is estimated to take {now.peak / GIB:.2f} GiB per device: parameters and "
+        f"optimizer state {now.state / GIB:.2f}, gradients {now.gradients / GIB:.2f}, activations "
+        f"{now.kept / GIB:.2f}. To use less: {listed}"
     )
 
 
 def estimate(
     config: JobConfig, architecture: Any, degrees: Degrees, device: torch.device
 ) -> StepMemory:
-    """Estimates the run as this rank would start it. It asks no other rank: they may be
-    elsewhere."""
+    """Estimates the memory of a step as this rank would run it. It asks no other rank, since they
+    may be doing something else."""
     compiled = config.compile.enable is True
     compiled = compiled or (config.compile.enable == "auto" and compiles(config, device))
     mode = config.activation_checkpoint.mode

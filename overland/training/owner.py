@@ -1,9 +1,10 @@
-"""Who trains in a run folder: one at a time, whoever starts it.
+"""Ensures that only one run at a time trains in a run folder.
 
-`owner.json` names the process of rank 0, which renews it while it lives. Locks are not relied on:
-Lustre and NFS may have none. A hard link is made once, so of two that start at the same instant
-exactly one gets the folder. A dead owner has one heir, again by a link (`.owner.ID.heir`): of two
-that find the same dead owner, one follows it, and the other finds that one alive.
+`owner.json` names the process of rank 0, which renews the file while it lives. File locks are not
+used, since Lustre and NFS may have none. A hard link can be created only once, so of two runs that
+start at the same instant, exactly one gets the folder. A dead owner has one heir, again by a hard
+link (`.owner.ID.heir`): of two runs that find the same dead owner, one takes over, and the other
+finds that one alive.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from overland.slurm import squeue
 from overland.world.signals import leave
 
 RENEW_SECONDS = 15.0
-STALE_SECONDS = 300.0  # for an owner that neither this machine nor Slurm knows about
-LEAVING_SECONDS = 60.0  # a job that Slurm is ending has missed four renewals: its rank 0 is gone
-PATIENCE_SECONDS = 120.0  # for one that is on its way out; ranks wait for us all the while
+STALE_SECONDS = 300.0  # for an owner unknown to both this machine and Slurm
+LEAVING_SECONDS = 60.0  # a job that Slurm is ending missed four renewals: its rank 0 is gone
+PATIENCE_SECONDS = 120.0  # for an owner that is exiting; the other ranks wait for us meanwhile
 SQUEUE_SECONDS = 20.0
 BUSY = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -42,8 +43,8 @@ Owner = dict[str, Any]
 
 @contextlib.contextmanager
 def owned(folder: Path, is_first: bool) -> Iterator[None]:
-    """Rank 0 takes the folder, and gives it back at the end; if it is refused, every rank learns
-    why."""
+    """Has rank 0 take the folder and release it at the end; if the folder is taken, raises the
+    reason on every rank."""
     mine, problem, words = None, None, ""
     if is_first:
         try:
@@ -66,12 +67,12 @@ def owned(folder: Path, is_first: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OwnerRecord:
-    """An owner as its file names it."""
+    """An owner as described by its file."""
 
     owner: Owner
     id: str
     renewed: float
-    """By the clock of the file system, which all nodes share."""
+    """When it was last renewed, by the clock of the file system, which all nodes share."""
 
 
 class Ownership:
@@ -91,9 +92,10 @@ class Ownership:
             self.path.unlink(missing_ok=True)
 
     def renew(self) -> OwnerRecord | None:
-        """Shows that we live; returns who has the folder if it is not us any more."""
+        """Renews the file to show that we are alive; returns the new owner if we have lost the
+        folder."""
         held = read_owner(self.path)
-        if held is None:  # removed by hand, as if we were dead
+        if held is None:  # removed by hand by someone who thought we were dead
             with _written_beside(self.path, self.owner) as beside:
                 _link(beside, self.path)
         elif held.id != self.owner["id"]:
@@ -104,22 +106,22 @@ class Ownership:
 
     def _keep(self) -> None:
         while not self._over.wait(RENEW_SECONDS):
-            with contextlib.suppress(OSError):  # the next time may go better
+            with contextlib.suppress(OSError):  # try again next time
                 if (other := self.renew()) is not None:
-                    # We were taken for dead, as after minutes of a frozen machine. From now on
-                    # two would write.
+                    # We were taken for dead, as when a machine freezes for minutes. Continuing
+                    # would mean two writers.
                     leave(2, f"{self.path.parent} was taken over by {_who(other.owner)}")
 
 
 def take(folder: Path, env: Mapping[str, str] = os.environ) -> Ownership:
-    """Makes the folder ours, or raises a TakenError that says whose it is."""
+    """Takes the folder, or raises a TakenError that names its owner."""
     folder.mkdir(parents=True, exist_ok=True)
     path, mine = folder / OWNER, this_owner(env)
     deadline = time.monotonic() + PATIENCE_SECONDS
     with _written_beside(path, mine) as beside:
         while not _link(beside, path):
             line = succession(path)
-            if not line:  # given back just now
+            if not line:  # just released
                 continue
             held = line[-1]
             os.utime(beside)
@@ -142,7 +144,7 @@ def this_owner(env: Mapping[str, str]) -> Owner:
         "machine": socket.gethostname(),
         "since": time.time(),
         "job": env.get("SLURM_JOB_ID", ""),
-        # Each attempt of a job has its own: srun counts steps, and Slurm what it queued again.
+        # Unique to each attempt of a job: srun counts steps, and Slurm counts requeues.
         "attempt": f"{env.get('SLURM_RESTART_COUNT', '0')}.{env.get('SLURM_STEP_ID', '')}",
         "cluster": env.get("SLURM_CLUSTER_NAME", ""),
         "torchrun": env.get("TORCHELASTIC_RUN_ID", "none"),
@@ -155,13 +157,13 @@ def verdict(held: OwnerRecord, mine: Owner, now: float) -> str:
     owner = held.owner
     job = str(owner.get("job", ""))
     if job and job == mine["job"] and owner.get("attempt") != mine["attempt"]:
-        return "dead"  # whoever starts a job's next attempt has ended the one before
+        return "dead"  # a job's next attempt starts only after the previous one has ended
     if owner.get("host") == mine["host"]:
         return "alive" if is_running(owner) else "dead"
     same_torchrun = owner.get("torchrun", "none") == mine["torchrun"] != "none"
     if same_torchrun and mine["torchrun_restart"] > owner.get("torchrun_restart", 0):
-        return "dead"  # all workers are ended before any is started again
-    clusters = {owner.get("cluster", ""), mine["cluster"]} - {""}  # two may share the disk
+        return "dead"  # torchrun stops all workers before it restarts any
+    clusters = {owner.get("cluster", ""), mine["cluster"]} - {""}  # two clusters may share the disk
     state = slurm_state(job) if job.isdecimal() and len(clusters) < 2 else None
     if state == "COMPLETING":
         return "leaving" if now - held.renewed < LEAVING_SECONDS else "dead"
@@ -171,7 +173,8 @@ def verdict(held: OwnerRecord, mine: Owner, now: float) -> str:
 
 
 def slurm_state(job: str) -> str | None:
-    """Returns Slurm's word for a job; empty if it is gone; None if Slurm cannot be asked."""
+    """Returns the state of a job in Slurm's words; empty if it is gone; None if Slurm is
+    unavailable."""
     found = squeue("--jobs", job, form="%T", timeout=SQUEUE_SECONDS)
     return "\n".join(found) if found is not None else None
 
@@ -180,23 +183,23 @@ def refusal(folder: Path, held: OwnerRecord, now: float) -> str:
     job = str(held.owner.get("job", ""))
     stops = f"`touch {folder}/STOP`" + (f" or `scancel {job}`" if job else "")
     return (
-        f"{folder} is in use by {_who(held.owner)}, whose last sign of life is "
-        f"{max(0, round(now - held.renewed))} s old; stop it with {stops}, give this run another "
+        f"{folder} is in use by {_who(held.owner)}, last seen alive "
+        f"{max(0, round(now - held.renewed))} s ago; stop it with {stops}, give this run another "
         f"job.dump_folder, or, if it is certainly dead, remove {folder / OWNER}"
     )
 
 
 def _who(owner: Owner) -> str:
     if "process" not in owner:
-        return f"a process that {OWNER} does not name"
+        return f"an unknown process ({OWNER} cannot be read)"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner.get("since", 0))))
     job = f"job {owner['job']}, " if owner.get("job") else ""
     return f"{job}process {owner['process']} on {owner.get('machine')} (since {since})"
 
 
 def read_owner(path: Path) -> OwnerRecord | None:
-    """Returns None if nobody is there. A file that cannot be parsed may be just being written: it
-    has an owner, judged by its age alone."""
+    """Reads who owns the folder; None if nobody does. A file that cannot be parsed may be in the
+    middle of being written: it counts as an owner, judged by its age alone."""
     try:
         with path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -212,8 +215,7 @@ def read_owner(path: Path) -> OwnerRecord | None:
 
 
 def succession(path: Path) -> list[OwnerRecord]:
-    """Returns the owner; its heir, where one was about to take its place; that one's heir, and so
-    on."""
+    """Returns the owner, its heir if one was about to take over, that one's heir, and so on."""
     line = []
     held = read_owner(path)
     while held is not None:
@@ -223,13 +225,13 @@ def succession(path: Path) -> list[OwnerRecord]:
 
 
 def _inherit(path: Path, dead: OwnerRecord, beside: Path) -> bool:
-    """Takes the place of a dead owner, unless another one does."""
+    """Takes over from a dead owner, unless another process does; returns whether it did."""
     heir = _heir(path, dead)
     if not _link(beside, heir):
         return False
     line, mine = succession(path), read_owner(beside)
     if mine is None or not line or line[-1].id != mine.id:
-        # Somebody followed and tidied up since we looked, so that nothing leads to us.
+        # Another process took over and cleaned up since we looked, so nothing leads to us.
         heir.unlink(missing_ok=True)
         return False
     publish(beside, path, durable=False)
@@ -253,10 +255,11 @@ def _written_beside(path: Path, owner: Owner) -> Iterator[Path]:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Gives a file a second name, complete from the first moment, unless that name is taken."""
+    """Hard-links a file to a second name, which is complete from the start; returns False if that
+    name is taken."""
     try:
         os.link(source, target)
-    except FileExistsError:  # NFS may lose the answer to a link that it has made
+    except FileExistsError:  # NFS may lose the reply to a link that succeeded
         made, wanted = read_owner(target), read_owner(source)
         return made is not None and wanted is not None and made.id == wanted.id
     except OSError as error:

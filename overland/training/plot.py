@@ -13,9 +13,9 @@ from overland.training.history import History, thinned
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 52, 48
 COLOURS = ("#1f5fa8", "#c8553d", "#3d8b5f", "#7a5195", "#b58900")
-MOST_POINTS = 2000  # per line: more than a screen has pixels only makes the file large
-MOST_DOTS = 60  # a line of fewer points shows where they are
-SMALLEST = 1e-300  # distance of two ticks: float64 ends soon below
+MOST_POINTS = 2000  # per line: more than the pixels of a screen only makes the file larger
+MOST_DOTS = 60  # a line with at most this many points also marks each of them
+SMALLEST = 1e-300  # distance between two ticks, close to the smallest float64
 
 Points = Sequence[tuple[float, float]]
 
@@ -37,7 +37,7 @@ def line_chart(lines: Mapping[str, Points], title: str, x_label: str, y_label: s
     last = max(x for x, _ in flat)
     x_ticks = ticks(min(x for x, _ in flat), last)
     y_ticks = ticks(min(y for _, y in flat), max(y for _, y in flat))
-    # Lines run to the right edge; upwards the chart ends at a round number.
+    # Lines reach the right edge; the y axis ends at a round number.
     right = last if last > x_ticks[0] else x_ticks[-1]
 
     def at(x: float, y: float) -> tuple[float, float]:

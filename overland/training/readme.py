@@ -1,4 +1,4 @@
-"""The README.md of a run folder: what is trained here, how, and how to watch and go on."""
+"""The README.md of a run folder: what is trained here and how, and how to watch and resume it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def readme(
         length = f"| sequence length | {training.seq_len:,} tokens |\n"
         borders = "attention stays within each document"
         if data.packing in ("trunc", "overflow"):
-            borders = "each begins a sequence of its own"
+            borders = "each starts a new sequence"
         elif not data.document_mask:
-            borders = "packed, attention crosses borders"
+            borders = "packed, attention crosses document boundaries"
         documents = f"| documents | {borders} |\n"
         prompt = command("overland", "generate", run, "--prompt", "...")
         evaluate = f"## Evaluate\n\n    {prompt}\n\n"
@@ -74,7 +74,7 @@ def readme(
 | number formats | parameters {training.dtype}, computation {training.mixed_precision_param}, \
 gradient sums {training.mixed_precision_reduce} |
 {documents}
-## How it is spread
+# # Parallel layout
 
 | axis | degree |
 |---|---|
@@ -115,7 +115,7 @@ gradient sums {training.mixed_precision_reduce} |
 
 ## Resume
 
-The same command goes on from the newest checkpoint, on the same number of devices or another:
+The same command resumes from the newest checkpoint, on any number of devices:
 
     {command("overland", "train", folder.config)}
 
@@ -124,11 +124,11 @@ The same command goes on from the newest checkpoint, on the same number of devic
 
 {evaluate}## If something goes wrong
 
-- Out of memory: lower `training.local_batch_size` (the global batch stays what it is if \
+- Out of memory: lower `training.local_batch_size` (the global batch does not change if \
 `training.global_batch_size` is set), or set `activation_checkpoint.mode = "full"`.
-- A communication error: `comm.backend` and the environment variable `COMM_BACKEND` choose the \
-backend; on a CPU it is gloo.
-- Missing files: `{command("overland", "check", folder.config)}` names each, and what fetches it.
+- Communication error: `comm.backend` and the environment variable `COMM_BACKEND` select the \
+backend; on CPUs it is gloo.
+- Missing files: `{command("overland", "check", folder.config)}` lists them, and how to fetch each.
 """
 
 
@@ -149,7 +149,7 @@ def strategy_in_words(d: Degrees) -> str:
         )
     if d.dp_replicate > 1:
         what = "that group is replicated" if d.dp_shard > 1 else "the model is replicated"
-        parts.append(f"{what} {d.dp_replicate} times, gradients summed over the copies")
+        parts.append(f"{what} {d.dp_replicate} times, and gradients are summed over the replicas")
     if d.tp > 1:
         parts.append(f"each matrix is split over {d.tp} devices")
     if d.pp > 1:
@@ -165,14 +165,14 @@ def parameters_in_words(config: JobConfig, architecture: Any) -> str:
     if not config.lora.rank:
         return f"{total:,} parameters"
     trained = sum(map(prod, trained_parameters(architecture, config.lora).values()))
-    return f"{total:,} parameters, frozen; {trained:,} of its adapters are trained"
+    return f"{total:,} parameters (frozen) and {trained:,} in adapters (trained)"
 
 
 def optimizer_in_words(settings: Optimizer) -> str:
     options = ", ".join(f"{key} = {value}" for key, value in settings.options.items())
     words = f"{settings.name}{f' ({options})' if options else ''}, learning rate {settings.lr:g}"
     patterns = ", ".join(f"`{group.pattern}`" for group in settings.groups)
-    return f"{words}; other rates for {patterns}" if patterns else words
+    return f"{words}; other learning rates for {patterns}" if patterns else words
 
 
 def schedule_in_words(config: JobConfig) -> str:
@@ -195,11 +195,11 @@ def schedule_in_words(config: JobConfig) -> str:
 def recompute_in_words(settings: ActivationCheckpoint) -> str:
     if settings.mode == "selective":
         if settings.selective_ac_option == "op":
-            return "selective: matrix products and attention are kept, the rest is recomputed"
+            return "selective: everything but matrix products and attention is recomputed"
         number = settings.selective_ac_option
         which = "every block" if number == "1" else f"one block in {number}"
         return f"selective: {which} is recomputed"
     if settings.mode == "memory_budget":
-        return f"the compiler keeps {settings.memory_budget:.0%} of what it would keep otherwise"
+        return f"the compiler keeps {settings.memory_budget:.0%} of the activations it would keep"
     words = {"none": "off", "full": "full: every block is recomputed"}
     return words.get(settings.mode, settings.mode)

@@ -1,9 +1,9 @@
-"""What a reference says of pairs of answers, computed once before training
+"""The reference model's log-probabilities of pairs of answers, computed once before training
 (`preference.reference = "precomputed"`).
 
-The model goes once over the training and validation data as it starts, and its log-probabilities
-are kept in the run folder: a resumed run, whose weights have moved, finds them there. Pairs are
-known by the digest of their tokens, so layout, order, padding and size of batches do not matter.
+The initial model makes one pass over the training and validation data, and its log-probabilities
+are kept in the run folder, where a resumed run, whose weights have changed, finds them. Pairs are
+identified by the digest of their tokens, so layout, order, padding and batch size do not matter.
 """
 
 from __future__ import annotations
@@ -42,47 +42,48 @@ class Reference:
         self.rows, self.values = rows[order], values[order]
 
     def added_to(self, batch: Batch) -> Batch:
-        """The batch with a field of what the reference says of its rows."""
+        """Returns the batch with the reference's log-probabilities of its rows as a field."""
         wanted = digests_of_pairs(batch).cpu().numpy()
         place = np.searchsorted(self.rows, wanted).clip(max=len(self.rows) - 1)
         unknown = self.rows[place] != wanted
-        if (weight_B := batch.get("weight_B")) is not None:  # rows after the last epoch are not
+        if (weight_B := batch.get("weight_B")) is not None:  # rows after the last epoch have none
             unknown &= weight_B.cpu().numpy() != 0
         if unknown.any():
             raise DataError(
-                "the data holds pairs that were not there when the reference was computed, or that "
-                "a mixture did not get to in the steps that it had then: set preference.reference "
-                "to copy or adapter_off, or start anew with --resume none"
+                "the reference was not computed for some pairs: they were added to the data since "
+                "then, or a mixture now runs for more steps; set preference.reference to copy or "
+                "adapter_off, or start a new run with --resume none"
             )
         values = torch.from_numpy(self.values[place]).to(batch.device)
         return batch.replace(**{REFERENCE: values})
 
 
 def digests_of_pairs(batch: Batch) -> Tensor:
-    """Returns a number per row, of its pair alone: rows are padded, or cut to the longest of their
-    batch (`data.group_by_length`)."""
+    """Returns a digest per row, of its pair alone: the padding of rows varies, since they may be
+    cut to the longest in their batch (`data.group_by_length`)."""
     is_pair = batch["answers_BS"] != 0
     names = ("tokens_BS", "labels_BS", "weights_BS", "answers_BS")
     return digests(Batch({name: batch[name].where(is_pair, 0) for name in names}))
 
 
 def reference_for(run: Run, report: Callable[[str], None]) -> Reference:
-    """Reads what the run has computed, or computes it. All ranks together."""
+    """Reads the reference that the run has computed, or computes it. Called by all ranks
+    together."""
     path = run.folder.data / FILE
     if from_first_rank(path.is_file() and run.resumed_own):
         with np.load(path, allow_pickle=False) as kept:
             return Reference(kept["rows"], kept["values"])
     if run.progress.step:
         raise CheckpointError(
-            f"{path} is not there any more, and the weights that it was computed by have moved: "
-            "set preference.reference to copy or adapter_off, or start anew with --resume none"
+            f"{path} is missing, and cannot be computed again since the weights have changed: set "
+            "preference.reference to copy or adapter_off, or start a new run with --resume none"
         )
     run.beat.enter(Phase.VALIDATING)
     found: dict[int, tuple[float, float]] = {}
     for dataset in (run.dataset, *run.validation_sets):
         for batch in _once_over(run, dataset):
             found |= _looked_at(run, batch)
-    report(f"the reference has been computed for {len(found):,} rows (preference.reference)")
+    report(f"computed the reference for {len(found):,} rows (preference.reference)")
     rows = np.fromiter(found, np.int64, len(found))
     values = np.array(list(found.values())).reshape(-1, 2)
     if run.world.is_first:
@@ -94,9 +95,9 @@ def reference_for(run: Run, report: Callable[[str], None]) -> Reference:
 
 
 def _once_over(run: Run, dataset: Dataset) -> Iterator[Batch]:
-    """Yields this rank's share of each batch that holds something new for any rank. Of one source,
-    all is read, also if this session has fewer steps: the next may have more. Several have no
-    common end."""
+    """Yields this rank's share of each batch that holds new rows for any rank. A single source is
+    read completely, even if this session has fewer steps, since the next may have more. A mixture
+    of several has no common end."""
     seen: set[int] = set()
     sources = [one for one in sources_of(run.config).values() if one.weight]
     is_mixture = dataset is run.dataset and len(sources) > 1
@@ -112,13 +113,14 @@ def _once_over(run: Run, dataset: Dataset) -> Iterator[Batch]:
 
 @torch.no_grad()
 def _looked_at(run: Run, batch: Batch) -> dict[int, tuple[float, float]]:
-    """What the model says of a batch now: of all ranks' rows, on every rank."""
+    """Returns the current model's log-probabilities for a batch: those of all ranks, on every
+    rank."""
     run.beat.enter(Phase.VALIDATING)
     rows = digests_of_pairs(batch).tolist()
     with run.objective.finding(REFERENCE) as found:
         run.model.look(share_of_rows(batch, run.mesh))
     reshard(run.model.parts)
-    # Only the last stage of a pipeline has found anything.
+    # Only the last stage of a pipeline has results.
     mine = dict(zip(rows, torch.cat(found)[:, :2].tolist(), strict=True)) if found else {}
     together: dict[int, tuple[float, float]] = {}
     for one in all_of(mine):

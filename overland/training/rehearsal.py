@@ -1,7 +1,8 @@
-"""Opens what a run opens before its first step, and writes nothing: tokenizer, data, weights and
-checkpoints. `overland check` and `overland submit` find here what `overland train` would refuse.
+"""Opens everything that a run opens before its first step (tokenizer, data, weights, checkpoints)
+without writing anything. This is how `overland check` and `overland submit` find what `overland
+train` would refuse.
 
-Only the beginning of each source is read; a bad document further on still shows while training.
+Only the beginning of each source is read; a bad document further on is found only in training.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ FEW_CHARACTERS = 4 << 20
 
 
 def require_start(loaded: Loaded) -> list[Problem]:
-    """Raises `ConfigError` with all that a run would refuse before its first step; returns notes.
-    Files that are still to be fetched are left out: `checks` lists them."""
+    """Raises `ConfigError` with everything that would stop a run before its first step; returns
+    notes. Files that have yet to be fetched are left out: `checks` lists them."""
     rehearsal = Rehearsal(loaded)
     rehearsal.folders()
     rehearsal.data()
@@ -127,15 +128,15 @@ class Rehearsal:
     loaded: Loaded
     problems: list[Problem] = field(default_factory=list)
     given: Tokenizer | None = None
-    """The tokenizer, where it is there already."""
+    """The tokenizer, if it already exists."""
     tokens: set[str] = field(default_factory=set)
-    """Sources that hold token ids, so that no tokenizer is trained on them."""
+    """Sources that hold token ids, on which no tokenizer is trained."""
     taken: SampleFields | None = None
     """The arrays that the model takes; None: tokens."""
 
     @contextmanager
     def told(self, key: str) -> Iterator[None]:
-        """Makes an error a problem of that key, and lets the rehearsal continue."""
+        """Records an error as a problem of that key, and lets the rehearsal continue."""
         try:
             yield
         except (DataError, ModelError, CheckpointError, OSError) as error:
@@ -144,7 +145,7 @@ class Rehearsal:
                 self.problems.append(problem)
 
     def folders(self) -> None:
-        """Tries whether what a run writes has a place."""
+        """Checks that the folders a run writes to can be created and written."""
         config, folder = self.loaded.config, RunFolder.of(self.loaded.config)
         wanted = {"job.dump_folder": folder.root}
         if config.metrics.enable_tensorboard:
@@ -186,7 +187,7 @@ class Rehearsal:
                 self.tokens.add(name)
         with self.told("data"):
             kept = one_tokenizer(self.given, built, asked_policy(config))
-            # Text among the sources has one trained; without any, the corpora bring theirs.
+            # A tokenizer is trained if any source is text; otherwise the corpora bring theirs.
             if self.given is None and wanted.keys() <= built.keys() | self.tokens:
                 tokenizer = kept
         if config.validation.enable:
@@ -202,12 +203,12 @@ class Rehearsal:
                         one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
 
     def lacks_model(self) -> bool:
-        """Whether its config.json is still to be fetched, which `checks` reports."""
+        """Whether the model's config.json has yet to be fetched, which `checks` reports."""
         path = self.loaded.config.model.config
         return path is not None and not Path(path).expanduser().exists()
 
     def lacks_chats(self) -> bool:
-        """Whether the tokenizer is still to be fetched that conversations are written for."""
+        """Whether the tokenizer with the chat template has yet to be fetched."""
         path = self.loaded.config.model.hf_assets_path
         is_missing = path is not None and not Path(path).expanduser().exists()
         return is_missing and self.loaded.config.sft.shape != "off"
@@ -215,7 +216,7 @@ class Rehearsal:
     def tokenizer(
         self, wanted: Mapping[str, DataSource], vocab_size: int | None
     ) -> Tokenizer | None:
-        """Returns the tokenizer that the run will use, if it exists already."""
+        """Returns the tokenizer that the run will use, if it already exists."""
         config = self.loaded.config
         path = trained_path(config.data, wanted, trained_size(config.data, vocab_size))
         folder = RunFolder.of(config)
@@ -232,7 +233,7 @@ class Rehearsal:
     def source(
         self, table: str, name: str, wanted: DataSource, tokenizer: Any, vocab_size: int | None
     ) -> Corpus | None:
-        """Opens a source and reads its beginning. Returns it if it is a corpus that was built."""
+        """Opens a source and reads its beginning. Returns it if it is a built corpus."""
         data = self.loaded.config.data
         folder = registry.find_folder(name, wanted, data)
         if registry.is_made(name, wanted):
@@ -262,7 +263,7 @@ class Rehearsal:
         is_trained_here = isinstance(tokenizer, Untrained) and not is_given
         if layout.kind == "text" and is_trained_here and data.add_bos:
             raise DataError(
-                "a tokenizer that is trained here has no beginning-of-document token; leave "
+                "a tokenizer that is trained here has no beginning-of-document token; turn "
                 "data.add_bos off"
             )
         if layout.kind == "tokens":
@@ -277,7 +278,7 @@ class Rehearsal:
             message = f"{name}: of the first {documents:,} documents, {any_of(counted, 'and')}"
             self.problems.append(Problem(message, kind="note"))
         if is_all and not is_validation(table):
-            # Which documents it would be takes their tokens; how many is known well enough.
+            # Which documents are held out depends on their tokens; how many is known well enough.
             share = share_of_documents(data, name, lambda: documents)
             if share:
                 require_both_sides(name, share, round(share * documents), documents)
@@ -292,7 +293,7 @@ class Rehearsal:
         return None
 
     def made(self, table: str, name: str, wanted: DataSource) -> None:
-        """Says where random images take the place of a list that is not there."""
+        """Notes that random images replace a list that does not exist."""
         config = self.loaded.config
         images = None if self.lacks_model() else registry.made_images(name, wanted, config)
         self.fits(name, None if images is None else images.arrays)
@@ -303,7 +304,7 @@ class Rehearsal:
             self.problems.append(Problem(words, kind="note"))
 
     def images(self, table: str, name: str, source: ArrayList) -> None:
-        """Reads the first image, and says where there are too few for a batch."""
+        """Reads the first image, and notes if there are too few for a batch."""
         source.fill(0, np.empty(source.shape, source.dtype_of_all))
         training = self.loaded.config.training
         batch = max(training.global_batch_size, training.local_batch_size)
@@ -319,7 +320,7 @@ class Rehearsal:
             require_fields(name, held, self.taken, model_name(config), casts)
 
     def is_missing(self, name: str, wanted: DataSource) -> bool:
-        """Whether a source is still to be fetched, which `checks` reports."""
+        """Whether a source has yet to be fetched, which `checks` reports."""
         folder = registry.find_folder(name, wanted, self.loaded.config.data)
         if folder is None:
             return not registry.is_built_in(wanted.dataset or name)
@@ -331,8 +332,8 @@ class Rehearsal:
         return "training.dataset" if source.path is None else "training.dataset_path"
 
     def start(self) -> None:
-        """Tries whether what it would resume, or the weights that it would start from, fit model
-        and data."""
+        """Checks that the checkpoint to resume, or the weights to start from, fit model and
+        data."""
         config = self.loaded.config
         settings = config.checkpoint
         own = committed(RunFolder.of(config).checkpoints)
@@ -352,7 +353,7 @@ class Rehearsal:
                     try_weights(path, config)
 
     def room(self) -> None:
-        """Notes that the disk has no room for the checkpoints."""
+        """Notes if the disk has too little space for the checkpoints."""
         config = self.loaded.config
         if not config.checkpoint.enable:
             return
@@ -369,19 +370,19 @@ class Rehearsal:
 
 
 def require_place(folder: Path) -> None:
-    """Raises where a folder cannot be made or written to, without making it."""
+    """Raises if a folder cannot be created or written to, without creating it."""
     there = folder.absolute()
     while not (there.exists() or there.is_symlink()):
         there = there.parent
     if not there.is_dir():
-        raise NotADirectoryError(f"{folder} cannot be a folder: {there} is none")
+        raise NotADirectoryError(f"{folder} cannot be created: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} may not be written to")
+        raise PermissionError(f"no permission to write to {there}")
 
 
 def try_newest(checkpoints: list[Path], config: JobConfig, tokenizer: Tokenizer | None) -> None:
-    """Tries the newest checkpoint, as a run does: one that cannot be read is skipped for the one
-    before."""
+    """Tries the newest checkpoint, as a run does: one that cannot be read is skipped for an older
+    one."""
     for path in reversed(checkpoints):
         try:
             return try_checkpoint(path, config, tokenizer)
@@ -404,7 +405,7 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         kept = {} if config.checkpoint.skip_optimizer else state_shapes(model, config)
         if not config.checkpoint.skip_optimizer:
             check_same_optimizer(checkpoint, config.optimizer, kept)
-        if checkpoint.index.kind != "local":  # a local one is of pieces, which its ranks know
+        if checkpoint.index.kind != "local":  # a local one holds the ranks' own pieces
             refuse_unused(path, checkpoint.tensors, state_names(model))
             has = {name: tuple(entry.shape) for name, entry in checkpoint.tensors.items()}
             needs = {MODEL + name: shape for name, shape in shapes_of(model).items()}
@@ -421,7 +422,7 @@ def try_checkpoint(path: Path, config: JobConfig, tokenizer: Tokenizer | None) -
         if tokenizer is not None:
             check_same_tokenizer(saved, config, tokenizer)
         for name, source in sources_of(config).items():
-            share = config.data.holdout  # as a number of documents, it takes counting them
+            share = config.data.holdout  # a number of documents would require counting them
             is_share = isinstance(share, float) or not share
             if name in saved.sources and is_share and not registry.is_made(name, source):
                 check_same_holdout(name, saved.sources[name].holdout, float(share))
@@ -466,7 +467,7 @@ def state_names(model: nn.Module) -> set[str]:
 
 
 def state_shapes(model: nn.Module, config: JobConfig) -> Shapes:
-    """Returns what a checkpoint holds of the optimizer, for the parameters that are trained."""
+    """Returns the shapes of the optimizer state in a checkpoint, for the trained parameters."""
     freeze(model, config.model.freeze)
     rules, found = rules_of(config.optimizer), {}
     for name, parameter in named_parameters([model]).items():
@@ -483,5 +484,6 @@ def compare(path: Path, needs: Shapes, has: Shapes) -> None:
             raise CheckpointError(without(path, [n for n in needs if n not in has], "model"))
         if has[name] != shape:
             raise CheckpointError(
-                f"{path} has {name} in shape {list(has[name])}, and this model needs {list(shape)}"
+                f"{path} has {name} with shape {list(has[name])}, but this model needs "
+                f"{list(shape)}"
             )

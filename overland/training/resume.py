@@ -1,4 +1,5 @@
-"""Where a run starts: from a checkpoint of its own, from given weights, or from fresh ones."""
+"""Where a run starts: from its own checkpoint, from given weights, or from freshly initialised
+ones."""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ ADAPTER_FILES = (ADAPTER_CONFIG, WEIGHTS, OLD_WEIGHTS)
 
 
 def start_from(run: Run, report: Report) -> None:
-    """Resumes a checkpoint or loads weights, as the config asks; else the fresh weights stay."""
+    """Resumes a checkpoint or loads weights, as configured; otherwise the initial weights stay."""
     settings = run.config.checkpoint
-    if run.objective.keeps_start:  # a resumed run, too, is compared with where it once started
+    if run.objective.keeps_start:  # a resumed run is also compared with its original start
         load_start(run)
         run.objective.start(run.model.parts)
         run.start_marks = mark_start(run)
     if settings.resume not in ("auto", "none"):
-        path = Path(settings.resume).expanduser().resolve()  # it may be a link, by its time
+        path = Path(settings.resume).expanduser().resolve()  # it may be a link named by time
         path = from_first_rank(newest_in(path) if run.world.is_first else path)
         made = adopted(run, path, report)
         if problem := try_to_restore(run, made, report):
@@ -66,16 +67,16 @@ def start_from(run: Run, report: Report) -> None:
         run.origin = note_origin(run, source)
         if run.origin is not None:
             report(
-                f"{len(run.origin.names):,} frozen tensors stay in {source}: checkpoints leave "
-                "them out (checkpoint.type = full holds all)"
+                f"{len(run.origin.names):,} frozen tensors stay in {source}, and checkpoints omit "
+                "them (set checkpoint.type = full to include them)"
             )
     if run.config.lora.adapter is not None:
         report(f"starting from the adapters in {run.config.lora.adapter}")
 
 
 def adopted(run: Run, path: Path, report: Report) -> Path:
-    """Returns a checkpoint that can be resumed: `path`, or what is made of the training stub's four
-    files there. All ranks together."""
+    """Returns a checkpoint that can be resumed: `path`, or one converted from the training stub's
+    four files there. Called by all ranks together."""
     if not from_first_rank(is_four_files(path)):
         return path
     made, problem = path, ""
@@ -91,7 +92,7 @@ def adopted(run: Run, path: Path, report: Report) -> Path:
     run.beat.pulse.end()
     if problem:
         raise CheckpointError(problem)
-    report(f"{path} holds files of torch.save, which were copied to {made}")
+    report(f"{path} holds files written by torch.save; they were converted to {made}")
     return made
 
 
@@ -109,8 +110,8 @@ def load_start(run: Run) -> None:
 
 
 def mark_start(run: Run) -> dict[str, tuple[int, str]]:
-    """Returns size and digest of the files that a run starts from, as far as they are safetensors:
-    a resumed run that keeps its start must find the same. All ranks together."""
+    """Returns size and digest of the files that a run starts from, if they are safetensors: a
+    resumed run that keeps its start must find the same files. Called by all ranks together."""
     marks: dict[str, tuple[int, str]] = {}
     weights, adapter = run.config.checkpoint.initial_load_path, run.config.lora.adapter
     if run.world.is_first:
@@ -125,7 +126,7 @@ def mark_start(run: Run) -> dict[str, tuple[int, str]]:
 
 
 def together(run: Run, load: Callable[[], None]) -> None:
-    """Loads on every rank, and raises on all of them what went wrong on one."""
+    """Loads on every rank; an error on one rank is raised on all of them."""
     problem = ""
     run.beat.pulse.begin()
     try:
@@ -140,7 +141,7 @@ def together(run: Run, load: Callable[[], None]) -> None:
 
 
 def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
-    """Returns what is put around the documents of the run that is resumed, if one is."""
+    """Returns which tokens the resumed run, if there is one, adds around its documents."""
     if settings.resume == "auto":
         return kept_policy(folder.root) if committed(folder.checkpoints) else UNKNOWN
     if settings.resume == "none":
@@ -149,8 +150,8 @@ def policy_of_the_resumed(settings: Checkpoint, folder: RunFolder) -> Policy:
 
 
 def note_origin(run: Run, folder: Path) -> Origin | None:
-    """Returns which weights need not be saved, since they are frozen and stay where they were read
-    from. All ranks together."""
+    """Returns the weights that need not be saved, because they are frozen and stay where they were
+    loaded from. Called by all ranks together."""
     if run.config.checkpoint.type == "full" or not run.config.checkpoint.enable:
         return None
     if not from_first_rank(any((folder / name).is_file() for name in (INDEX, SINGLE))):
@@ -160,7 +161,7 @@ def note_origin(run: Run, folder: Path) -> Origin | None:
         for name, parameter in named_parameters(run.model.parts).items()
         if not parameter.requires_grad and not is_added(run, name)
     }
-    if new_rows_of(run.config) is not None:  # then they are not what the folder holds
+    if new_rows_of(run.config) is not None:  # these then differ from what the folder holds
         mine -= set().union(*map(vocabulary_matrices, run.model.parts))
     names: frozenset[str] = frozenset().union(*all_of(mine))
     if not names:
@@ -171,13 +172,15 @@ def note_origin(run: Run, folder: Path) -> Origin | None:
 
 
 def is_added(run: Run, name: str) -> bool:
-    """Whether a transform has added the parameter, so that no folder of weights has it."""
+    """Whether a transform added the parameter, so that no folder of weights has it."""
     return any(added_rule(part, name) is not None for part in run.model.parts)
 
 
 def load_weights(run: Run, path: Path) -> None:
-    """Reads weights alone, from any format that `overland convert` reads."""
-    if any((path / name).is_file() for name in (INDEX, SINGLE)):  # reads its own slices only
+    """Loads only weights, from any format that `overland convert` reads."""
+    if any(
+        (path / name).is_file() for name in (INDEX, SINGLE)
+    ):  # each rank reads only its own slices
         for part in run.model.parts:
             load_hf(
                 part,
@@ -195,8 +198,8 @@ def load_weights(run: Run, path: Path) -> None:
 def _load_foreign(run: Run, path: Path) -> None:
     if any(map(narrow_matrices, run.model.parts)):
         raise CheckpointError(
-            f"{path} is not a folder of Hugging Face safetensors, and only from those are weights "
-            "read into 4 bits (lora.base = nf4): overland convert it --to hf first"
+            f"{path} is not a folder of Hugging Face safetensors, which lora.base = nf4 needs to "
+            "load weights in 4 bits: run `overland convert` with `--to hf` first"
         )
     describe = getattr(run.model_config, "to_hf", None)
     source = open_any(path, describe() if describe else None)
@@ -217,7 +220,7 @@ def _load_foreign(run: Run, path: Path) -> None:
             lazy, new = weights[name], new_rows if name in vocabulary else None
             if lazy.shape != shape and not (new is not None and new.fits(lazy.shape, shape)):
                 raise CheckpointError(
-                    f"{path} has {name} in shape {list(lazy.shape)}, and this model needs "
+                    f"{path} has {name} with shape {list(lazy.shape)}, but this model needs "
                     f"{list(shape)}"
                 )
             if new is not None:
@@ -234,8 +237,8 @@ def _load_foreign(run: Run, path: Path) -> None:
 
 
 def load_adapter(run: Run, path: Path) -> None:
-    """Reads adapters, and modules that are trained whole beside them, of PEFT. Frozen weights that
-    lie with them, as PEFT stores embeddings, must be those that were loaded."""
+    """Loads PEFT adapters, and the modules that are trained in full alongside them. Frozen weights
+    in the same folder, such as embeddings stored by PEFT, must equal the loaded ones."""
     with counting(run.beat.pulse.moved):
         weights = open_peft(path).weights()
         named = named_parameters(run.model.parts)
@@ -247,7 +250,7 @@ def load_adapter(run: Run, path: Path) -> None:
             shard, box, shape = _box(parameter)
             if weights[name].shape != shape:
                 raise CheckpointError(
-                    f"{path} has {name} in shape {list(weights[name].shape)}, and this model "
+                    f"{path} has {name} with shape {list(weights[name].shape)}, but this model "
                     f"needs {list(shape)}"
                 )
             with torch.no_grad():
@@ -263,54 +266,54 @@ def load_adapter(run: Run, path: Path) -> None:
                 )
                 if not same:
                     raise CheckpointError(
-                        f"{path} has another {name} than the model that this run starts from"
+                        f"{name} in {path} differs from that of the model that this run starts from"
                     )
     check_finite(run, path, skip_optimizer=True)
 
 
 def _box(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...], tuple[int, ...]]:
-    """Returns what of a tensor is here, where it lies in the whole, and the shape of that."""
+    """Returns this rank's part of a tensor, its slices in the full tensor, and the full shape."""
     shard, offset, shape = local_part(tensor)
     box = tuple(slice(a, a + n) for a, n in zip(offset, shard.shape, strict=True))
     return shard, box, tuple(shape)
 
 
 def resume_newest(run: Run, report: Report) -> bool:
-    """Resumes the newest checkpoint that can be read, and names every damaged one on the way.
-    Returns whether there was one."""
+    """Resumes the newest readable checkpoint, reporting every damaged one on the way. Returns
+    whether there was one."""
     folder = run.store.folder
     names: list[str] = []
     if run.world.is_first:
         elsewhere = committed(run.folder.fallback) if run.folder.fallback is not None else []
         names = [str(path) for path in sorted([*committed(folder), *elsewhere], key=step_of)]
         for path in uncommitted(folder):
-            report(f"note: {path} was never committed, so it is no checkpoint")
+            report(f"note: {path} was never committed, so it is not a checkpoint")
     names = from_first_rank(names)
     for name in reversed(names):
         problem = try_to_restore(run, Path(name), report)
         if not problem:
             put_later_ones_aside(run, report)
             return True
-        report(f"{problem}. Looking for an older checkpoint")
+        report(f"{problem}. Trying an older checkpoint")
     if names:
         raise CheckpointError(
-            f"none of the {len(names)} checkpoints in {folder} can be read; "
-            f"`--resume none` starts a new run beside this one"
+            f"none of the {len(names)} checkpoints in {folder} can be read; start a new run "
+            f"in another folder with `--resume none`"
         )
     return False
 
 
 def try_to_restore(run: Run, path: Path, report: Report) -> str:
-    """Returns an empty string if every rank could restore it; else the problem of the first one
-    that could not."""
+    """Restores the checkpoint. Returns an empty string if every rank could, otherwise the problem
+    of the first rank that could not."""
     notes, problem = [], ""
     run.beat.pulse.begin()
     try:
         notes = restore(run, path, run.config.checkpoint.skip_optimizer)
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    except (KeyError, TypeError, ValueError) as error:  # a hand-made one, say
-        problem = f"{path} is not what a run saves: {type(error).__name__} {error}"
+    except (KeyError, TypeError, ValueError) as error:  # made by hand, for example
+        problem = f"{path} is not a checkpoint that a run has saved: {type(error).__name__} {error}"
     run.beat.pulse.wait()
     problem = first_problem(problem)
     run.beat.pulse.end()

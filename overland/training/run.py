@@ -1,4 +1,4 @@
-"""Everything that lives as long as a run, and how it is put together."""
+"""Everything that lives as long as a run, and how it is built."""
 
 from __future__ import annotations
 
@@ -98,20 +98,20 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     saved_step: int = -1
     resumed_own: bool = False
-    """Whether this session goes on from a checkpoint of its own run folder."""
+    """Whether this session resumed a checkpoint of its own run folder."""
     origin: Origin | None = None
+    """Where to find the frozen weights that checkpoints leave out."""
     start_marks: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Size and digest of the files whose weights the objective keeps; see `mark_start`."""
-    """Where the frozen weights are that checkpoints leave out."""
     reference: Reference | None = None
-    """What was computed beforehand for preference tuning."""
+    """Reference log-probabilities that were computed before training, for preference tuning."""
     beat: Heartbeat = field(default_factory=Heartbeat)
     screen: Screen = field(default_factory=Screen)
     callbacks: list[Callback] = field(default_factory=list)
 
     @cached_property
     def measure(self) -> Measure:
-        """What training is counted in."""
+        """The unit of training (tokens or samples), and its cost."""
         return measure_of(self.model_config, self.config.training.seq_len, self.config.lora)
 
     def call(self, hook: str, *args: Any) -> None:
@@ -119,7 +119,7 @@ class Run:
             getattr(callback, hook)(self, *args)
 
     def save(self, preempt: bool = False, validation_loss: float | None = None) -> None:
-        """Starts a save; the store reports how it went when it is done."""
+        """Starts a save; the store reports its outcome when it is done."""
         step, facts = self.progress.step, run_facts(self)
         tested = learned_names(self)
         self.store.save(step, saved_state(self), facts, preempt, validation_loss, tested)
@@ -134,8 +134,8 @@ def build_run(
     beat: Heartbeat | None = None,
     screen: Screen | None = None,
 ) -> Run:
-    """Builds the model on the meta device, makes it parallel, gives it memory and weights; then
-    builds all the rest. `screen`: where the run is shown; without, in plain lines of `log_ranks`.
+    """Builds the model on the meta device, makes it parallel, allocates and initialises it; then
+    builds the rest. `screen`: where the run prints; by default, plain lines from `log_ranks`.
     """
     beat = beat or Heartbeat()
     screen = screen or Screen(rank=world.rank, is_shown=world.rank in log_ranks, beat=beat)
@@ -171,8 +171,8 @@ def build_run(
         report(f"note: {unchecked}")
     if degrees.tp > world.local_size:
         report(
-            f"note: tensor parallelism over {degrees.tp} devices leaves a node's "
-            f"{world.local_size}; every matrix product then waits for the network"
+            f"note: tensor parallelism over {degrees.tp} devices extends beyond a node's "
+            f"{world.local_size}; every matrix product will wait for the network"
         )
     has_checkpoint = config.checkpoint.resume == "auto" and bool(committed(folder.checkpoints))
     place = Preparer(
@@ -191,7 +191,7 @@ def build_run(
     if dataset.tokenizer is not None:
         place = replace(place, policy=dataset.tokenizer.policy)
         say_padding(dataset.tokenizer, config, report)
-    # A pipeline's number of rows is fixed.
+    # A pipeline works on a fixed number of rows.
     held_out_rows = 0 if degrees.pp > 1 else config.validation.local_batch_size
     held_out_rows = (held_out_rows or model.rows_per_pass) * mesh.dp_size
     run = Run(
@@ -227,7 +227,7 @@ def build_run(
         require_fields(one.name, one.rows.arrays, fields, model_name(config), casts)
     beat.enter(Phase.LOADING)
     start_from(run, report)
-    counting = "counting the rows of an epoch" if config.training.epochs is not None else ""
+    counting = "counting the rows in an epoch" if config.training.epochs is not None else ""
     beat.enter(Phase.BUILDING, doing=counting)
     config = run.config = with_steps(config, run.dataset, place)
     if splits(mesh, config):
@@ -255,8 +255,8 @@ def build_run(
 
 
 def keep_adapters(run: Run, report: Callable[[str], None]) -> None:
-    """Has rank 0 write the adapters of every checkpoint as PEFT does, beginning with those of an
-    earlier session that was killed before it did."""
+    """Has rank 0 write the adapters of every checkpoint in PEFT's format, beginning with any that
+    an earlier session was killed before writing."""
 
     def write(newest: Path | None = None, moved: Moved = ignore) -> None:
         in_fallback = run.store.folder == run.folder.fallback
@@ -271,7 +271,7 @@ def keep_adapters(run: Run, report: Callable[[str], None]) -> None:
 
 
 def keep_links(run: Run, report: Callable[[str], None]) -> None:
-    """Has rank 0 name every checkpoint by its time, too."""
+    """Has rank 0 link every checkpoint under its time as well."""
 
     def write(newest: Path | None = None, moved: Moved = ignore) -> None:
         follow_links(run.folder.root, run.store.folder, run.store.disk)
@@ -284,7 +284,7 @@ def keep_links(run: Run, report: Callable[[str], None]) -> None:
 
 
 def once_for_all(make: Callable[[], T]) -> T:
-    """Calls `make` on rank 0 alone, and returns its result, or raises its error, on every rank."""
+    """Calls `make` on rank 0 only, and returns its result, or raises its error, on every rank."""
     value, problem = None, None
     if dist.get_rank() == 0:
         try:
@@ -300,20 +300,21 @@ def once_for_all(make: Callable[[], T]) -> T:
 
 
 def give_weights(parts: Sequence[nn.Module], config: JobConfig, device: torch.device) -> None:
-    """Gives memory, fresh weights and buffers to parts that were built on the meta device."""
+    """Allocates parts that were built on the meta device, and initialises their weights and
+    buffers."""
     for part in parts:
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         tie(part)
         init_buffers(part, device)
-        if isinstance(getattr(part, "seed", None), int):  # of random numbers that a model draws
+        if isinstance(getattr(part, "seed", None), int):  # for random numbers that the model draws
             part.seed = config.debug.seed  # type: ignore[assignment]
         init_weights(part, config.debug.seed, local_part)
 
 
 def describe_run(run: Run, asked: JobConfig) -> None:
-    """Writes what a reader of the run folder needs: config, README, tokenizer, the model's
+    """Writes the files that describe a run folder: config, README, tokenizer, the model's
     config.json."""
-    # What was asked for once is not asked for again when this config resumes the run.
+    # These apply once: they must not apply again when this config resumes the run.
     again = asked.checkpoint.model_copy(update={"resume": "auto", "skip_optimizer": False})
     config = asked.model_copy(update={"checkpoint": again})
     write_config(config, run.folder.config, full=True)
@@ -326,19 +327,19 @@ def describe_run(run: Run, asked: JobConfig) -> None:
 
 
 def say_padding(tokenizer: Tokenizer, config: JobConfig, report: Callable[[str], None]) -> None:
-    """Says which token is taken for padding where a tokenizer that goes on to chat names none."""
+    """Reports which token is used for padding if the tokenizer of a chat model has none."""
     pad = padding_of(tokenizer)
     if config.sft.shape != "off" and "pad_token" not in tokenizer.named and pad is not None:
         name = tokenizer.pieces([pad])[0]
-        report(f"the tokenizer names no padding token: exports name {name} (pad_token)")
+        report(f"the tokenizer has no padding token; exports will use {name} as pad_token")
 
 
 def keep_tokenizer(tokenizer: Tokenizer, folder: Path, config: JobConfig) -> None:
-    """Copies the tokenizer into the run folder, with the chat template that is learned."""
+    """Copies the tokenizer into the run folder, with the chat template used in training."""
     folder.mkdir(exist_ok=True)
     if tokenizer.path.parent.resolve() == folder.resolve():
-        return  # a resume opens the copy
-    # A model's generation config lies beside its tokenizer, and goes where it goes.
+        return  # a resumed run opened the copy
+    # A model's generation config lies next to its tokenizer, and is copied with it.
     beside = {file.name: file.read_bytes() for file in companions_in(tokenizer.path.parent)}
     files = {**beside, **tokenizer.files()}
     if config.sft.shape != "off" and (end := end_of_turn(config, tokenizer)) is not None:
@@ -353,8 +354,8 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path, config: JobConfig) -> Non
 
 
 def write_plan(run: Run) -> None:
-    """Writes the plan of the data, and where its corpora are, for `overland prove data`; the number
-    of steps, for `overland watch`."""
+    """Writes the data plan and the paths of its corpora for `overland prove data`, and the number
+    of steps for `overland watch`."""
     folder = run.folder.data
     folder.mkdir(exist_ok=True)
     places = corpora_of(run.folder.root)

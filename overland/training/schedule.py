@@ -1,9 +1,9 @@
 """The learning rate of a step, and how many steps there are.
 
-The rate is a pure function of the step, so there is nothing to save or restore. Epochs become steps
-by counting the batches that the data gives, before training starts. Where windows of text are
-packed, their tokens decide how many rows they give. So all of the text is tokenised once; its
-shards are kept, and so are the counts, in the run folder: a resume reads them.
+The rate is a pure function of the step, so there is nothing to save or restore. Epochs are turned
+into steps by counting the batches in the data before training starts. If windows of text are
+packed, the number of rows depends on their tokens, so all of the text is tokenised once. The
+shards are kept, and so are the counts, in the run folder, where a resumed run reads them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from overland.data.registry import sources_of
 from overland.data.sources.array_list import is_array_list
 from overland.errors import DataError
 
-ROUND_SECONDS = 10.0  # then the other ranks, who wait, hear of it: a collective may not take long
+ROUND_SECONDS = 10.0  # between messages to the waiting ranks, so that no collective times out
 
 
 def learning_rate(step: int, config: JobConfig) -> float:
-    """Returns the rate for update number `step` (counted from 0)."""
+    """Returns the learning rate of update number `step`, counted from 0."""
     settings, peak = config.lr_scheduler, config.optimizer.lr
     total = settings.total_steps or config.training.steps
     lowest = settings.min_lr_factor
@@ -56,7 +56,7 @@ def _remaining(progress: float, decay_type: str) -> float:
 
 
 def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfig:
-    """Returns the config with `training.steps`, where it asks for epochs."""
+    """Returns the config with `training.steps` filled in if it asks for epochs."""
     training = config.training
     if training.epochs is None:
         return config
@@ -64,20 +64,20 @@ def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfi
         pass
     steps = place.once(lambda: num_steps(dataset, training))
     name = source_name(dataset)
-    place.report(f"training.epochs = {training.epochs:g} of {name} comes to {steps:,} steps")
+    place.report(f"training.epochs = {training.epochs:g} of {name} is {steps:,} steps")
     schedule = config.lr_scheduler
     total = schedule.total_steps or steps
     if (warmup := schedule.warmup(total)) > min(steps, total):
         place.report(
-            f"the run ends in its warm-up of {warmup:,} steps, below the peak rate: set "
-            "lr_scheduler.warmup_ratio, such as 0.03, in place of warmup_steps"
+            f"the run ends during its warm-up of {warmup:,} steps, below the peak learning rate: "
+            "set lr_scheduler.warmup_ratio, such as 0.03, instead of warmup_steps"
         )
     settled = training.model_copy(update={"steps": steps})
     return config.model_copy(update={"training": settled})
 
 
 def known_steps(config: JobConfig, global_batch_size: int) -> int | None:
-    """Returns the steps of a run, if they can be told without tokenising anything."""
+    """Returns the number of steps, if it can be known without tokenising anything."""
     if config.training.epochs is None:
         return config.training.steps
     ((name, wanted),) = ((name, one) for name, one in sources_of(config).items() if one.weight)
@@ -102,7 +102,7 @@ def num_steps(dataset: Dataset, training: Training) -> int:
         size = rows.plan.segments[-1].global_batch_size
         raise DataError(
             f"training.epochs = {training.epochs:g} of {source_name(dataset)} does not fill one "
-            f'batch of {size:,} rows: set training.last_batch = "pad", or a smaller '
+            f'batch of {size:,} rows: set training.last_batch = "pad", or lower '
             "training.global_batch_size"
         )
     return steps
@@ -114,7 +114,7 @@ def source_name(dataset: Dataset) -> str:
 
 
 def count_windows(dataset: Dataset, epochs: float, report: Callable[[str], None]) -> bool:
-    """Counts the rows of windows for a while; returns whether all were counted."""
+    """Counts the rows of windows for up to `ROUND_SECONDS`; returns whether all were counted."""
     started = time.monotonic()
     for lane in dataset.rows.lanes(dataset.plan.segments[-1].first_batch).lanes:
         if not isinstance(lane, BlockStream):

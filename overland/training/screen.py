@@ -1,5 +1,5 @@
-"""Where a run shows itself. In a terminal of its own, a line at the bottom says what is being done,
-and what is printed stays above it. In pipes, under mpirun and in CI there are plain lines."""
+"""Where a run prints its output. In a terminal, a status line stays at the bottom and messages
+scroll above it. In pipes, under mpirun and in CI there are plain lines."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from overland.world.launchers import is_under_mpi
 
 FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 FRAMES_PER_SECOND = 8
-SILENT_SECONDS = (
-    30.0  # in plain lines: from then on it is said what takes so long, ever more rarely
-)
+# Without a status line, say what is taking so long after this time, then less and less often.
+SILENT_SECONDS = 30.0
 NO_TERMINALS = ("dumb", "unknown")
 
 Line = Callable[[int], Text]
 
 
 class Screen:
-    """Prints on ranks that are asked to, and draws the line at the bottom while it is open."""
+    """Prints on the ranks that should print, and draws the status line while it is open."""
 
     def __init__(
         self, *, rank: int = 0, is_shown: bool = True, is_live: bool = False,
@@ -42,7 +41,7 @@ class Screen:
         self.beat = beat or Heartbeat()
         self.line: Line = self.waiting
         self.trains = False
-        """Whether steps are being taken: then what a rank is at changes all the time."""
+        """Whether steps are running, during which the phase changes all the time."""
         self._prefix = f"[rank {rank}] " if rank else ""
         self._console = RichConsole(
             no_color=no_color or None, highlight=False, soft_wrap=True, emoji=False
@@ -90,13 +89,13 @@ class Screen:
 
     def print(self, text: str | Text) -> None:
         if self.is_shown:
-            with suppress(OSError):  # a terminal that was closed must not end a run before its save
+            with suppress(OSError):  # a closed terminal must not end the run before it saves
                 if isinstance(text, str):
                     text = self._prefix + text
                 self._console.print(text, markup=False)
 
     def waiting(self, width: int) -> Text:
-        """What is being done, and for how long."""
+        """Returns a line with the current activity and how long it has taken so far."""
         frame = int(time.monotonic() * FRAMES_PER_SECOND) % len(FRAMES)
         mark = "*" if self.is_ascii else FRAMES[frame]
         line = Text(no_wrap=True, overflow="crop")
@@ -109,7 +108,7 @@ class Screen:
         return self.line(self.width)
 
     def _speak_up(self) -> None:
-        """Says from time to time what takes so long, where no line at the bottom does."""
+        """Reports from time to time what is taking so long, where there is no status line."""
         said, patience = "", SILENT_SECONDS
         while not self._closed.wait(1.0):
             beat = self.beat
@@ -122,13 +121,13 @@ class Screen:
 
 
 def is_usual(phase: Phase) -> bool:
-    """Whether every step has it."""
+    """Whether this phase is part of every step."""
     return phase in (Phase.DATA, Phase.COMPUTING, Phase.REPORTING)
 
 
 def has_terminal(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody looks at a terminal that can move its cursor. mpirun gives its ranks one
-    that nobody looks at."""
+    """Whether the output goes to an interactive terminal that can move its cursor. mpirun gives its
+    ranks a terminal that nobody sees."""
     if not sys.stdout.isatty() or is_under_mpi():
         return False
     return env.get("TERM", "") not in NO_TERMINALS and env.get("CI", "") in ("", "0", "false")

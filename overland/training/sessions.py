@@ -1,5 +1,5 @@
-"""The sessions of a run, in sessions.jsonl: what each ran on, what it saved and said, and how it
-ended. One that was killed has no end.
+"""The sessions of a run, in sessions.jsonl: the hardware and software of each, its saves and
+messages, and how it ended. A session that was killed has no end event.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LONGEST_MESSAGE = 2000
 
 
 class SessionFile(Callback):
-    """Appends a line for everything that happens to a session. No run ends because of a line: what
-    a full disk does not take is written later."""
+    """Appends a line for each event of a session. A failed write never ends the run: lines that do
+    not fit on a full disk are written later."""
 
     def __init__(self, run: Run) -> None:
         self._late: list[bytes] = []
@@ -81,7 +81,7 @@ class SessionFile(Callback):
         self._write(run, "message", what=message[:LONGEST_MESSAGE])
 
     def on_end(self, run: Run) -> None:
-        error = sys.exc_info()[1]  # on its way out of the loop
+        error = sys.exc_info()[1]  # the error that is leaving the loop, if any
         is_over = run.progress.step >= run.config.training.steps
         how = "failed" if error is not None else "finished" if is_over else "stopped"
         what = ""
@@ -105,7 +105,7 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
 def _append(file: RawIOBase, line: bytes) -> None:
-    """Appends all of a line or nothing."""
+    """Appends the whole line or nothing."""
     size = file.tell()
     if (file.write(line) or 0) < len(line):
         file.truncate(size)
@@ -113,7 +113,7 @@ def _append(file: RawIOBase, line: bytes) -> None:
 
 
 def precision_of(training: Training) -> dict[str, str]:
-    """Returns the number formats, once "auto" is settled."""
+    """Returns the number formats, once "auto" is resolved."""
     return {
         "parameters": training.dtype,
         "computation": training.mixed_precision_param,
@@ -122,7 +122,7 @@ def precision_of(training: Training) -> dict[str, str]:
 
 
 def software() -> dict[str, str]:
-    """Returns the versions that a run's numbers may depend on."""
+    """Returns the software versions that a run's results may depend on."""
     found = {
         "overland": overland.__version__,
         "python": platform.python_version(),

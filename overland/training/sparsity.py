@@ -1,4 +1,4 @@
-"""How many weights sparse layers leave out (see models/sparse.py), for the logs."""
+"""Measures the sparsity of sparse layers (see models/sparse.py), for the logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "train/sparsity"
 
 
 class Sparsity:
-    """The share of weights that is zero, of all sparse layers and block by block."""
+    """The share of weights that are zero, over all sparse layers and per block."""
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         self._mesh = mesh
@@ -32,7 +32,7 @@ class Sparsity:
 
     @torch.no_grad()
     def logged(self) -> dict[str, float]:
-        """All ranks together."""
+        """Returns the shares by name. Called by all ranks together."""
         if not self._names:
             return {}
         device = torch.device(self._mesh.device_type)

@@ -1,8 +1,8 @@
-"""What a checkpoint of a run holds: tensors by name, random streams, and everything that is no
-tensor, such as the progress.
+"""What a checkpoint of a run holds: tensors by name, random streams, and everything else, such as
+the progress.
 
-Names are those of the undivided model, so that any layout can read what another one wrote; loading
-into the tensors is loading the run. Weights and data order draw from no random stream, being pure
+Names are those of the unsharded model, so that any layout can read what another one wrote; loading
+into the tensors restores the run. Weights and data order use no random stream, since they are pure
 functions of the seed; dropout, users' models and libraries do.
 """
 
@@ -48,8 +48,8 @@ from overland.training.vocabulary import new_rows_of
 if TYPE_CHECKING:
     from overland.training.run import Run
 
-# Changing these is what resuming on other hardware, or for longer, is about. Batch size and length
-# are part of the plan of the data, which tells of them.
+# These are expected to change when a run is resumed on other hardware, or for longer. Batch size
+# and length are part of the data plan, which reports their changes.
 EXPECTED_CHANGES = {
     ("training", "steps"),
     ("training", "epochs"),
@@ -61,13 +61,13 @@ EXPECTED_CHANGES = {
 
 @dataclass
 class Progress:
-    """How far a run has come. With the weights and the optimizer, this is all that a resume needs.
-    `batch` is the next global batch; it runs ahead of `step` where batches were left out."""
+    """The progress of a run. With the weights and the optimizer state, this is all that resuming
+    needs. `batch` is the next global batch; it runs ahead of `step` if batches were left out."""
 
     step: int = 0
     batch: int = 0
     tokens: int = 0
-    """Of samples that are arrays: their number."""
+    """For samples that are arrays: the number of samples."""
     best_validation_loss: float = math.inf
 
     def advance(self, tokens: int) -> None:
@@ -85,8 +85,8 @@ class Progress:
 
 
 def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
-    """Returns weights, persistent buffers, optimizer state and counters: what a checkpoint is
-    loaded into, inside of `optimizer.whole()`."""
+    """Returns weights, persistent buffers, optimizer state and counters: the tensors that a
+    checkpoint is loaded into, within `optimizer.whole()`."""
     parameters = named_parameters(run.model.parts)
     state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     state |= {f"model.{name}": buffer for name, buffer in named_buffers(run.model.parts).items()}
@@ -96,8 +96,8 @@ def run_tensors(run: Run, skip_optimizer: bool = False) -> dict[str, Tensor]:
 
 
 def saved_state(run: Run, whole: bool = False) -> State:
-    """Returns the same as it is saved, with this rank's random streams under names of its own;
-    without frozen weights that are elsewhere, unless it is to be `whole`."""
+    """Returns the same state in the form in which it is saved, with this rank's random streams
+    under their own names; without frozen weights that are stored elsewhere, unless `whole`."""
     parameters = named_parameters(run.model.parts)
     if run.origin is not None and not whole:
         parameters = {n: p for n, p in parameters.items() if n not in run.origin.names}
@@ -112,8 +112,8 @@ def saved_state(run: Run, whole: bool = False) -> State:
 
 
 def learned_names(run: Run) -> set[str]:
-    """Returns the names of the tensors that must be finite: parameters, and what the optimizer
-    keeps. A model's own buffers may hold what they like."""
+    """Returns the names of the tensors that must be finite: parameters and optimizer state. A
+    model's own buffers may hold anything."""
     return {f"model.{name}" for name in named_parameters(run.model.parts)} | {
         *run.optimizer.saved()
     }
@@ -125,7 +125,7 @@ def random_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def run_facts(run: Run) -> dict[str, Any]:
-    """Returns all but the tensors. The learning rate is a function of the step and the config."""
+    """Returns everything except the tensors."""
     return {
         "progress": run.progress.to_json(),
         "learning_rate": learning_rate(max(0, run.progress.step - 1), run.config),
@@ -153,8 +153,8 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 
 def position_in_epoch(run: Run) -> dict[str, int] | None:
-    """Returns the epoch that the next batch begins in and its segment there, as iter_state_dict.pt
-    tells them; None where an epoch is not counted in samples."""
+    """Returns the epoch and the segment in which the next batch begins, as iter_state_dict.pt
+    stores them; None if epochs are not counted in samples."""
     found = run.dataset.rows.position(run.progress.batch)
     if found is None:
         return None
@@ -166,7 +166,7 @@ def position_in_epoch(run: Run) -> dict[str, int] | None:
 
 
 def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
-    """Continues where the checkpoint was saved; returns what the user should know."""
+    """Restores the run from a checkpoint; returns notes for the user."""
     with open_together(path, run.store.group, run.beat.pulse.moved) as checkpoint:
         with run.optimizer.whole():
             notes = load_tensors(run, checkpoint, skip_optimizer)
@@ -182,28 +182,31 @@ def restore(run: Run, path: Path, skip_optimizer: bool = False) -> list[str]:
 
 
 def check_same_start(run: Run, facts: Mapping[str, Any], path: Path) -> None:
-    """Refuses other weights than those that the objective was shown when the run began."""
+    """Raises if the run would start from other weights than those that the objective saw
+    originally."""
     saved = facts.get("start_marks") or {}
     for name, mark in saved.items():
         if run.start_marks and run.start_marks.get(name) != tuple(mark):
             raise CheckpointError(
-                f"{path} was trained with a reference whose {name} had other contents than the one "
-                "that this run is to start from: put that back (model.from, lora.adapter), or "
-                "start a new run with --resume none"
+                f"{path} was trained with a reference whose {name} has changed since: restore the "
+                "original file (see model.from and lora.adapter), or start a new run with "
+                "--resume none"
             )
 
 
 def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -> list[str]:
-    """Reads weights, and unless told otherwise the optimizer's state; returns what the user should
-    know."""
-    run.store.wait_on_device()  # what is being copied must not change yet
+    """Loads the weights and, unless `skip_optimizer`, the optimizer state; returns notes for the
+    user."""
+    run.store.wait_on_device()  # what is still being copied must not change
     state = run_tensors(run, skip_optimizer)
     taken: set[str] = set().union(*all_of(set(state)))
     if checkpoint.index.kind != "local":
         refuse_unused(checkpoint.path, checkpoint.tensors, taken)
     if not skip_optimizer:
         check_same_optimizer(checkpoint, run.config.optimizer, state)
-    if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # a new one starts anew
+    if not (
+        run.scaler.enabled and checkpoint.run.get("loss_scaling")
+    ):  # a new scaler starts from scratch
         state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
     rank = run.world.rank
     local = checkpoint.index.kind == "local"
@@ -222,8 +225,8 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
         same_size = checkpoint.index.world_size == run.world.size
         if same_size and checkpoint.run.get("layout") != asdict(run.mesh.degrees):
             raise CheckpointError(
-                f"{checkpoint.path} was saved with checkpoint.type = local in another layout: only "
-                f"the same ranks in the same layout can read it"
+                f"{checkpoint.path} was saved with checkpoint.type = local in another layout: it "
+                f"can only be read by the same number of ranks in the same layout"
             )
         fill_local(checkpoint, state, rank, run.world.size)
     else:
@@ -236,12 +239,12 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
     if not missing:
         return []
     more = f" and {len(missing) - 1} more buffers" if len(missing) > 1 else ""
-    return [f"the checkpoint does not hold {missing[0]}{more}, which start again as they are built"]
+    return [f"the checkpoint lacks {missing[0]}{more}, which keep their initial values"]
 
 
 def load_left_out(run: Run, origin: Origin) -> None:
-    """Reads the frozen weights that the checkpoint leaves out. Those that are still frozen need not
-    be saved from here on either. All ranks together."""
+    """Loads the frozen weights that the checkpoint leaves out. Those that are still frozen need not
+    be saved from now on either. Called by all ranks together."""
     given = run.config.checkpoint.initial_load_path
     also = [Path(given).expanduser()] if given is not None else []
     folder, problem = origin.folder, ""
@@ -264,24 +267,25 @@ def load_left_out(run: Run, origin: Origin) -> None:
 def check_same_optimizer(
     checkpoint: CheckpointReader, settings: Optimizer, wanted: Collection[str]
 ) -> None:
-    """Refuses another optimizer's state, even under the same names."""
+    """Raises if the state belongs to another optimizer, even under the same names."""
     saved = (checkpoint.run.get("config") or {}).get("optimizer") or {}
     before, after = saved.get("name"), settings.name
     if before is None and (found := _of_another(checkpoint, wanted)) is not None:
         raise CheckpointError(
-            f"{checkpoint.path} holds {found}, which {after} does not keep, so it was trained with "
-            f"another optimizer; set checkpoint.skip_optimizer = true to start {after} afresh"
+            f"{checkpoint.path} holds {found}, which {after} does not use, so it was trained with "
+            f"another optimizer; set checkpoint.skip_optimizer = true to start {after} from scratch"
         )
     if before is not None and not same_state(before, after):
         raise CheckpointError(
-            f"{checkpoint.path} was trained with {before}, and this run with {after}, which cannot "
-            f"use its state; set checkpoint.skip_optimizer = true to start {after} afresh"
+            f"{checkpoint.path} was trained with {before}, but this run uses {after}, which cannot "
+            f"use its state; set checkpoint.skip_optimizer = true to start {after} from scratch"
         )
 
 
 def _of_another(checkpoint: CheckpointReader, wanted: Collection[str]) -> str | None:
-    """Returns a name of state that is not wanted, for a parameter of which other state is: a
-    conversion does not say whose it is, and Lion's average has the name of AdamW's."""
+    """Returns the name of a state tensor that is not wanted, for a parameter of which other state
+    is wanted: a converted checkpoint does not name its optimizer, and Lion's average has the same
+    name as AdamW's."""
     parameters = {name.rpartition(".")[0] for name in wanted if name.startswith(PREFIX)}
     return next(
         (
@@ -294,38 +298,43 @@ def _of_another(checkpoint: CheckpointReader, wanted: Collection[str]) -> str | 
 
 
 def check_finite(run: Run, path: Path, skip_optimizer: bool) -> None:
-    """Refuses weights or optimizer state that nothing can be learned from."""
+    """Raises if weights or optimizer state are not finite."""
     tested = learned_names(run)
     tensors = run_tensors(run, skip_optimizer).items()
     found = LargestValues((name, local_tensor(one)) for name, one in tensors if name in tested)
     if names := found.not_finite():
         raise CheckpointError(
-            f"{path} holds values that are not finite, in {tensors_in_words(names)}: nothing can "
-            f"be learned from there on"
+            f"{path} holds values that are not finite, in {tensors_in_words(names)}: training "
+            f"cannot continue from there"
         )
 
 
 def changes(run: Run, facts: dict[str, Any]) -> list[str]:
-    """Returns what is not as it was when the checkpoint was saved, and could surprise."""
+    """Returns the settings that have changed since the checkpoint was saved, except expected
+    changes."""
     notes = []
     before, after = facts.get("config") or {}, run.config.model_dump(mode="json")
     for section in ("model", "training", "optimizer", "lr_scheduler", "lora", "sft", "preference"):
         for key, value in after[section].items():
             old = before.get(section, after[section]).get(key, value)
             if old != value and (section, key) not in EXPECTED_CHANGES:
-                notes.append(f"{section}.{key} is {value}; when this was saved, it was {old}")
+                notes.append(
+                    f"{section}.{key} is {value}; it was {old} when the checkpoint was saved"
+                )
     return notes
 
 
 def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
-    """Continues with the next batch; what the config changes about the data begins there."""
+    """Continues with the next batch; changes of the data in the config take effect there."""
     before = facts["data"].get("plan")
-    if before is None:  # weights of a conversion, say
-        return ["this checkpoint does not say which data it has seen: the data starts anew there"]
+    if before is None:  # converted weights, for example
+        return ["the checkpoint does not record which data it has seen: the data starts over"]
     plan, asked = Plan.from_json(before), run.dataset.plan
     run.dataset = run.dataset.continued(before, run.progress.batch)
     former = former_names(plan, asked)
-    notes = [f"{name} is what this run knows as {known}" for name, known in former.items()]
+    notes = [
+        f"{name} is the source that this run knows as {known}" for name, known in former.items()
+    ]
     notes += [
         f"{name} is new to this run: it is read from its beginning"
         for name in asked.sources
@@ -334,12 +343,12 @@ def _find_place_in_data(run: Run, facts: dict[str, Any]) -> list[str]:
     segments = run.dataset.plan.segments
     if len(segments) > 1 and segments[-1].first_batch == run.progress.batch:
         what = ", ".join(differences(segments[-2], segments[-1]))
-        notes.append(f"from batch {run.progress.batch} on the data is made differently: {what}")
+        notes.append(f"from batch {run.progress.batch} on, the data changes: {what}")
     return notes
 
 
 def _restore_random(run: Run, checkpoint: CheckpointReader) -> None:
-    """Restores every rank's own random streams. If the number of ranks has changed, the streams
+    """Restores the random streams of every rank. If the number of ranks has changed, the streams
     start again from the seed."""
     if checkpoint.index.world_size != run.world.size:
         return
@@ -353,7 +362,7 @@ def _restore_random(run: Run, checkpoint: CheckpointReader) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns the random streams of this rank as tensors of a fixed size."""
+    """Returns the random states of this rank as tensors of a fixed size."""
     version, internal, gauss = random.getstate()
     python = [version, *internal, gauss is not None, _bits(gauss or 0.0)]
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -381,7 +390,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def _bits(number: float) -> int:
-    """Returns a float64 as the int64 of the same bits."""
+    """Returns the bits of a float64 as an int64."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
@@ -390,7 +399,7 @@ def _number(bits: int) -> float:
 
 
 def set_seeds(debug: Debug) -> None:
-    """Seeds every random stream, and asks torch for determinism where the config does."""
+    """Seeds every random stream, and makes torch deterministic if the config asks for it."""
     random.seed(debug.seed)
     np.random.seed(debug.seed % 2**32)
     torch.manual_seed(debug.seed)

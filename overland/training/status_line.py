@@ -1,5 +1,5 @@
-"""The line at the bottom of the terminal while a run trains: a bar as wide as the terminal, and the
-numbers next to it. In a narrow terminal those that matter least are left out."""
+"""The status line at the bottom of the terminal while a run trains: a bar as wide as the terminal,
+with numbers next to it. In a narrow terminal the least important numbers are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from overland.words import clock
 GAP = 2
 SHORTEST_BAR, SHORTEST_SPARKLINE, LONGEST_SPARKLINE = 8, 8, 24
 LEVELS = "▁▂▃▄▅▆▇█"
-# What is left out first comes last.
+# In order of importance: the last ones are dropped first.
 KEPT = ("doing", "step", "loss", "left", "sparkline", "speed", "bar", "elapsed", "lr", "grad",
         "mfu", "memory", "epoch", "others")  # fmt: skip
 SHOWN = ("doing", "bar", "step", "epoch", "loss", "sparkline", "lr", "grad", "speed", "mfu",
@@ -25,16 +25,16 @@ COLOURS = {"doing": "cyan", "step": "green", "sparkline": "cyan", "left": "cyan"
 
 @dataclass
 class Status:
-    """What is known of a run by now; None where it is not."""
+    """What is known about a run so far; None for what is not known yet."""
 
     step: int
     steps: int
     doing: str = ""
-    """What it waits for, where it does not just train."""
+    """What the run is waiting for, if it is not simply training."""
     epoch: float | None = None
     loss: float | None = None
     losses: Sequence[float] = field(default_factory=list)
-    """The last ones, for the sparkline."""
+    """Recent losses, for the sparkline."""
     lr: float | None = None
     grad_norm: float | None = None
     speed: str = ""
@@ -46,8 +46,8 @@ class Status:
 
 
 def draw(status: Status, width: int, is_ascii: bool = False) -> Text:
-    """Returns one line of `width` cells: the columns that fit, in the order of `KEPT`; the bar gets
-    the room that is left."""
+    """Returns one line of `width` cells with the columns that fit, chosen in the order of `KEPT`;
+    the bar fills the remaining space."""
     columns = {name: text for name, text in _columns(status, is_ascii).items() if text}
     chosen: dict[str, str] = {}
     room = width + GAP
@@ -103,8 +103,8 @@ def _bar(share: float, width: int, is_ascii: bool) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Returns the values as bars of eight heights, `width` at most; each is a mean of those next to
-    each other. What is not finite is a gap."""
+    """Returns the values as at most `width` bars of eight heights, each the mean of neighbouring
+    values. Values that are not finite leave a gap."""
     if len(values) < 2:
         return ""
     num = min(width, len(values))
@@ -126,8 +126,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def smoothed(losses: Sequence[float], weight: float = 0.9) -> float | None:
-    """Returns a mean in which each loss counts `weight` times as much as the one after it; the
-    last one itself where that is not finite."""
+    """Returns an exponential moving average of the losses, with decay `weight`; if the last loss is
+    not finite, returns that loss."""
     if not losses:
         return None
     if not math.isfinite(losses[-1]):

@@ -1,7 +1,7 @@
 """One optimizer step: accumulate gradients over the global batch, clip, update.
 
-What the loss is a mean of, and over what, is the objective's to say (see objectives/); what a step
-does for losses, statistics and state inside the model stands below, in `InnerState`.
+The objective defines the loss and what it is averaged over (see objectives/). `InnerState` below
+handles losses, statistics and state inside the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from overland.training.run import Run
 
 DRAWS = ("draws_BS", "noise_BS")
-"""What dropout and noise are drawn by."""
+"""The batch fields that seed dropout and noise."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class StepResult:
     grad_norm: torch.Tensor
     not_finite: torch.Tensor
     is_empty: torch.Tensor
-    """Whether nothing in the global batch counts. The loss, a mean over nothing, is then NaN."""
+    """Whether nothing in the global batch counts towards the loss, which is then NaN."""
     num_units: int
-    """Tokens, or samples that are arrays."""
+    """Number of tokens, or of samples for models of arrays."""
     metrics: torch.Tensor
-    """What the objective logs beside the loss, in the order of its names."""
+    """What the objective logs alongside the loss, in the order of its names."""
     spiked: bool = False
 
 
 def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepResult:
-    """Takes a step. One that is not finite, empty or a spike leaves the weights as they are."""
+    """Runs one step. The weights stay unchanged if it is not finite, empty or a loss spike."""
     run.beat.enter(Phase.COMPUTING)
     training, scaler, mesh = run.config.training, run.scaler, run.mesh
     share = share_of_rows(with_draws(run, with_known(run, batch)), mesh)
     count = sum_over(count_of(run.objective, share), mesh.token_group)
     is_empty = count == 0
-    count = count.masked_fill(is_empty, 1)  # 0 / 1 and not 0 / 0: no gradient becomes NaN
+    count = count.masked_fill(is_empty, 1)  # 0 / 1, not 0 / 0, so that no gradient becomes NaN
     share = with_passes(run, share)
     run.inner.begin_step(scaler.scale / run.global_batch_size)
     sums = run.model.loss_and_gradients(share, scaler.scale / count)
@@ -73,7 +73,7 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
     not_finite = ~(torch.isfinite(loss) & torch.isfinite(norm)) & ~is_empty
     spiked = guard is not None and from_first_rank(guard.is_spike(loss.item()))
     rate = learning_rate(run.progress.step, run.config)
-    run.store.wait_on_device()  # a checkpoint may still be copying what is about to change
+    run.store.wait_on_device()  # a save may still be copying what is about to change
     skip = not_finite | is_empty | spiked
     run.optimizer.update(rate, norm, training.max_norm, scaler.scale, skip)
     run.inner.after_step(skip, run.progress.step + 1)
@@ -84,11 +84,11 @@ def train_step(run: Run, batch: Batch, guard: SpikeGuard | None = None) -> StepR
 
 
 def with_passes(run: Run, share: Batch) -> Batch:
-    """Returns the batch with what the objective's passes without gradient find, as fields; away
-    from the last stage of a pipeline, where they are not needed, without. A reference is not
-    trained, so these passes have no dropout and no noise."""
+    """Runs the objective's passes without gradients and returns the batch with their results as
+    fields. Only the last stage of a pipeline needs and gets them. A reference is not trained, so
+    these passes have no dropout and no noise."""
     for field in run.objective.passes:
-        reshard(run.model.parts)  # else a copy that is gathered would stand for other values
+        reshard(run.model.parts)  # otherwise a gathered copy would hold stale values
         with (
             torch.no_grad(),
             run.objective.during(field, run.model.parts),
@@ -109,8 +109,8 @@ def total_sums(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Tensor:
     """Returns the 2-norm of all gradients together, over every shard and stage.
 
-    Gradients are grouped by the axes they are sharded over, so that it takes one small sum per
-    axis, however many parameters there are.
+    Gradients are grouped by the axes they are sharded over, so that there is one small all-reduce
+    per axis, however many parameters there are.
     """
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for parameter in optimizer.parameters:
@@ -124,13 +124,13 @@ def gradient_norm(optimizer: Optimizer, model: ParallelModel, mesh: Mesh) -> Ten
             summed = torch.stack([squares[axes] for axes in together])
             sum_over(summed, mesh.parameters.get_group(axis))
             squares.update(zip(together, summed, strict=True))
-    # A stage whose parameters are all frozen takes part in the sum too.
+    # A stage whose parameters are all frozen must still take part in the sum.
     total = torch.stack([no_squares(model), *squares.values()]).sum()
     return sum_over(total, mesh.parameters.get_group("pp")).sqrt()
 
 
 def no_squares(model: ParallelModel) -> Tensor:
-    """Returns zero, in the type and on the device of the sums."""
+    """Returns zero, with the dtype and device of the sums."""
     some = next(parameter for part in model.parts for parameter in part.parameters())
     wide = torch.promote_types(some.dtype, torch.float32)
     return torch.zeros((), dtype=wide, device=some.device)
@@ -145,7 +145,7 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 def with_draws(run: Run, batch: Batch) -> Batch:
-    """Adds what dropout and noise are drawn by, where the config asks for any."""
+    """Adds the seeds of dropout and noise, if the config asks for either."""
     amounts = (run.config.lora.dropout, run.config.sft.neftune_alpha)
     names = [name for name, amount in zip(DRAWS, amounts, strict=True) if amount]
     if not names:
@@ -156,7 +156,7 @@ def with_draws(run: Run, batch: Batch) -> Batch:
 
 
 def with_known(run: Run, batch: Batch) -> Batch:
-    """Adds what was computed beforehand, if anything was; makes images ready."""
+    """Adds the precomputed reference, if there is one, and prepares images."""
     batch = with_pixels(batch, run.config.images)
     return batch if run.reference is None else run.reference.added_to(batch)
 
@@ -178,7 +178,7 @@ class InnerState:
             for one in self._changing
             if inspect.signature(one.after_step).parameters  # type: ignore[arg-type]
         }
-        self._reduced = {  # each once, though several modules around it may read it
+        self._reduced = {  # each once, though several enclosing modules may read it
             inside: None
             for one in self._changing
             for inside in one.modules()
@@ -187,17 +187,16 @@ class InnerState:
         self._names = self._names_of_all_stages()
 
     def begin_step(self, scale: Tensor) -> None:
-        """Resets what a step sums up; `scale` is the loss scale, divided by the number of rows of
-        the global batch."""
+        """Resets what a step accumulates; `scale` is the loss scale divided by the number of rows
+        in the global batch."""
         for statistic in self._statistics:
             statistic.total.zero_()
         for loss in self._losses:
             loss.scale.copy_(scale * loss.weight)
 
     def after_step(self, skip: Tensor, step: int) -> None:
-        """Calls every `after_step()` with statistics that are summed over the global batch, and
-        with the number of the step where it takes that; a step that is skipped leaves buffers as
-        they were."""
+        """Calls every `after_step()` with statistics summed over the global batch, and with the
+        step number if it accepts one; a skipped step leaves buffers unchanged."""
         for statistic in self._reduced:
             sum_over(statistic.total, self._mesh.token_group)
         with torch.no_grad():
@@ -208,7 +207,8 @@ class InnerState:
                     buffer.copy_(torch.where(skip, before[name], buffer))
 
     def logged(self, num_rows: int) -> dict[str, float]:
-        """Returns the means of the losses inside the model in the last step. All ranks together."""
+        """Returns the mean of each loss inside the model in the last step. Called by all ranks
+        together."""
         if not self._names:
             return {}
         device = torch.device(self._mesh.device_type)

@@ -1,11 +1,12 @@
-"""Stopping and saving together: what one rank learns, all ranks do after the same step.
+"""Stopping and saving in step: a request seen by one rank is carried out by all after the same
+step.
 
 A run stops early, saves and can be resumed when
-- a signal comes to any rank: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP;
+- any rank receives a signal: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP;
 - a file STOP appears in the run folder;
 - the session has lasted `checkpoint.stop_after_minutes`, or the Slurm job is about to end.
-The last two, and saves by the clock, are for rank 0 to see. So is a save whose state turned out not
-to be finite, after which the run stops without another save.
+Rank 0 watches for the last two, and for saves by the clock. It also notices a save whose state is
+not finite, after which the run stops without saving again.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from overland.world.signals import (
     leave_terminal,
 )
 
-RETRY_FOR_SECONDS = 600.0  # at most, where no job ends before
-LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow to ask
+RETRY_FOR_SECONDS = 600.0  # at most; less if the job ends before
+LOOK_EVERY_SECONDS = 2.0  # for the file: shared file systems are slow
 
 
 class Wish(IntEnum):
-    """What to do after this step; of several wishes the greatest counts."""
+    """What to do after this step; of several wishes, the greatest wins."""
 
     NOTHING = 0
     SAVE = 1
@@ -56,10 +57,10 @@ class Wish(IntEnum):
     @property
     def reason(self) -> str:
         return {
-            Wish.STOP_FILE: f"a file {STOP} in the run folder",
-            Wish.SESSION_OVER: "checkpoint.stop_after_minutes is over",
+            Wish.STOP_FILE: f"found a file {STOP} in the run folder",
+            Wish.SESSION_OVER: "checkpoint.stop_after_minutes has passed",
             Wish.WALLTIME: "the job is about to end",
-            Wish.SIGNAL: "a signal",
+            Wish.SIGNAL: "received a signal",
             Wish.GIVE_UP: "the state is not finite",
         }.get(self, "")
 
@@ -75,16 +76,16 @@ class Clock:
         end = env.get("SLURM_JOB_END_TIME", "")
         self._job_end = float(end) if end.isdecimal() else float("inf")
         self._started = self._saved = time.monotonic()
-        self._looked = -LOOK_EVERY_SECONDS  # a file that lies there already counts at once
+        self._looked = -LOOK_EVERY_SECONDS  # so that an existing file is seen at once
         self._slowest_save = 0.0
         self.gives_up = False
-        """Set once the state is known not to be finite: it never recovers from that."""
+        """Set once the state is known not to be finite, from which training never recovers."""
 
     def wish(self) -> Wish:
         if self.gives_up:
             return Wish.GIVE_UP
         now = time.monotonic()
-        # Saving once more must fit in, whatever the margin says.
+        # There must be time for one more save, whatever the margin is.
         if time.time() + max(self._margin, 2 * self._slowest_save) >= self._job_end:
             return Wish.WALLTIME
         if now - self._started >= self._session:
@@ -96,7 +97,7 @@ class Clock:
         return Wish.SAVE if now - self._saved >= self._interval else Wish.NOTHING
 
     def seconds_for_retries(self) -> float:
-        """Returns how long a last save may be tried again, with one more save to spare."""
+        """Returns how long to retry the last save, leaving time for one more save."""
         left = self._job_end - time.time() - 2 * self._slowest_save
         return max(0.0, min(left, RETRY_FOR_SECONDS))
 
@@ -108,9 +109,9 @@ class Clock:
 
 
 class StopRequest:
-    """Lets the ranks agree on a stop: each step they `ask` before the computation, and have
-    `agreed` after it, so that the answer travels while the devices are busy. A second Ctrl-C ends
-    the process."""
+    """Lets the ranks agree on a stop: in each step they `ask` before the computation and read the
+    answer with `agreed` after it, so that it travels while the devices are busy. A second Ctrl-C
+    ends the process."""
 
     def __init__(self, clock: Clock | None) -> None:
         self.clock = clock
@@ -121,7 +122,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._previous = {}
-        if threading.current_thread() is threading.main_thread():  # others cannot have handlers
+        if threading.current_thread() is threading.main_thread():  # only this one can set handlers
             self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
         return self
 

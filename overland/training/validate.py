@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def sets_due(run: Run) -> list[Dataset]:
-    """Returns the sets that are validated on after this step; after the last one, all."""
+    """Returns the sets to validate on after this step; all of them after the last step."""
     step, settings = run.progress.step, run.config.validation
     is_last = step == run.config.training.steps
     return [
@@ -37,21 +37,22 @@ def sets_due(run: Run) -> list[Dataset]:
 
 
 def cadence(settings: Validation, name: str) -> tuple[int, int]:
-    """Returns the steps between two validations on a set, and the batches of one."""
+    """Returns the number of steps between two validations on a set, and the batches of each."""
     own = settings.sets.get(name, ValidationSet())
     return own.freq or settings.freq, settings.steps if own.steps is None else own.steps
 
 
 def judges(run: Run) -> set[str]:
-    """Returns the sets that "best" is judged by: those without a cadence of their own, if any."""
+    """Returns the sets that decide which checkpoint is best: those without their own cadence, if
+    any."""
     names, sets = [held.name for held in run.validation_sets], run.config.validation.sets
     usual = {name for name in names if name not in sets or sets[name].freq is None}
     return usual or {*names}
 
 
 def validate(run: Run, due: Sequence[Dataset]) -> Record:
-    """Returns loss and perplexity by set and, where all sets that "best" is judged by are among
-    these, their mean loss as `validation_loss`."""
+    """Returns loss and perplexity by set and, if these include all sets that decide which
+    checkpoint is best, the mean loss of those as `validation_loss`."""
     run.beat.enter(Phase.VALIDATING)
     losses = {held.name: loss_on(run, held) for held in due}
     record: Record = {"step": run.progress.step}

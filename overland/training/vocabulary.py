@@ -1,4 +1,4 @@
-"""Which rows of a run's vocabulary the model that it starts from was not trained with."""
+"""Finds the vocabulary rows that are new to the model that a run starts from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from overland.models.new_rows import NewRows
 
 
 def new_rows_of(config: JobConfig) -> NewRows | None:
-    """Returns the rows of `sft.new_tokens` that the tokenizer did not have."""
+    """Returns the rows of those `sft.new_tokens` that the tokenizer did not have."""
     if not config.sft.new_tokens or config.sft.shape == "off":
         return None
     tokenizer = tokenizer_for_chats(config)

@@ -63,7 +63,7 @@ def test_a_config_is_checked_previewed_trained_and_asked(folder: Path) -> None:
     assert "<|start_header_id|>user<|end_header_id|>" in shown
     assert f"128 tokens, {sum(page['has_loss'])} learned" in shown
     trained = overland("train", "run.toml", cwd=folder, NGPU="1")
-    assert "the tokenizer names no padding token: exports name <|eot_id|>" in trained.stdout
+    assert "the tokenizer has no padding token; exports will use <|eot_id|>" in trained.stdout
     assert "--chat" in trained.stdout
     asked = overland("generate", "run", "--chat", "Hi?", "--num-tokens", "4", cwd=folder).stdout
     assert "Hi?" not in asked

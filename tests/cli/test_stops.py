@@ -89,7 +89,7 @@ def test_a_signal_saves_and_stops(
     code, output = interrupt(process, number)
     assert code == STOPPED, output
     stopped = max(losses(tmp_path / RUN / "metrics.jsonl"))
-    assert f"stopping after step {stopped}: a signal ({number.name})" in output
+    assert f"stopping after step {stopped}: received a signal ({number.name})" in output
     assert newest(tmp_path).name == f"step_{stopped}.preempt"
     goes_on(tmp_path, unbroken, stopped)
 
@@ -202,7 +202,7 @@ def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path, unbroken: dict[int,
     (tmp_path / RUN / "STOP").touch()
     output, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == STOPPED, output
-    assert "a file STOP in the run folder" in output
+    assert "found a file STOP in the run folder" in output
     assert not (tmp_path / RUN / "STOP").exists()
     stopped = int(newest(tmp_path).name.removeprefix("step_").removesuffix(".preempt"))
     goes_on(tmp_path, unbroken, stopped)
@@ -211,7 +211,7 @@ def test_a_stop_file_saves_stops_and_is_gone(tmp_path: Path, unbroken: dict[int,
 def test_a_session_ends_when_its_time_is_over(tmp_path: Path) -> None:
     words = [*WORDS, *steps(100_000), "checkpoint.stop_after_minutes=0.02"]
     done = overland(*words, cwd=tmp_path, NGPU="1", code=STOPPED)
-    assert "checkpoint.stop_after_minutes is over" in done.stdout
+    assert "checkpoint.stop_after_minutes has passed" in done.stdout
     assert newest(tmp_path).name.endswith(".preempt")
 
 

@@ -213,7 +213,7 @@ def test_files_that_the_stub_itself_has_left_resume(place: Path) -> None:
     (place / CONFIG).write_text(TEXT.replace("path_chkpt_prev: null", f"path_chkpt_prev: {before}"))
     done = overland("train", CONFIG, *WORDS, cwd=place, NGPU="1")
     assert "at step 7" in done.stdout
-    assert "does not say which data it has seen" in done.stdout
+    assert "does not record which data it has seen" in done.stdout
     assert list(losses(place / RUN / "metrics.jsonl")) == [8, 9, 10]
     state = torch.load(links(place)["step_8"] / "optim_state_dict.pt", weights_only=True)
     assert {float(one["step"]) for one in state["state"].values()} == {8.0}

@@ -120,7 +120,7 @@ def test_state_of_another_optimizer_is_refused(ranks: RankPool, tmp_path: Path) 
     lion = job("Lion", "shard1", tmp_path, STEPS, save=True)
     lion.checkpoint.resume = str(path)
     (said,) = ranks.run(1, refusal, lion)
-    assert "was trained with AdamW, and this run with Lion" in said
+    assert "was trained with AdamW, but this run uses Lion" in said
     lion.checkpoint.skip_optimizer = True
     assert ranks.run(1, refusal, lion) == [""]
     # Files of others do not say whose state they hold.
@@ -129,6 +129,6 @@ def test_state_of_another_optimizer_is_refused(ranks: RankPool, tmp_path: Path) 
     lion.checkpoint.skip_optimizer = False
     lion.checkpoint.resume = str(tmp_path / "back")
     (said,) = ranks.run(1, refusal, lion)
-    assert "exp_avg_sq, which Lion does not keep" in said
+    assert "exp_avg_sq, which Lion does not use" in said
     adam = job("Adam", "shard1", tmp_path, STEPS, save=True)
     assert ranks.run(1, refusal, adam) == [""]

@@ -242,7 +242,7 @@ def refusal(world: World, config: JobConfig) -> str:
 
 def test_ranks_that_share_rows_must_be_given_the_same(ranks: RankPool, texts: Path) -> None:
     config = job(texts, parallelism={"tensor_parallel_degree": 2})
-    with pytest.raises(AssertionError, match="data-parallel rank 0 were given different ones"):
+    with pytest.raises(AssertionError, match="data-parallel rank 0 got different rows"):
         ranks.run(2, run_with_a_wrong_row, config)
 
 

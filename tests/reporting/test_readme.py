@@ -34,7 +34,11 @@ def page(config: JobConfig, num_devices: int = 1) -> str:
         (1, {}, ["One device holds the whole model."]),
         (8, {}, ["sharded over 8 devices (FSDP)", "gathered again for the backward pass"]),
         (8, {"sharding_stage": "zero2"}, ["sharded over 8 devices", "gathered once per step"]),
-        (8, {"sharding_stage": "zero0"}, ["The model is replicated 8 times, gradients summed"]),
+        (
+            8,
+            {"sharding_stage": "zero0"},
+            ["The model is replicated 8 times, and gradients are summed"],
+        ),
         (
             8,
             {"data_parallel_replicate_degree": 2},
@@ -70,9 +74,9 @@ def test_a_layout_is_told_in_words(
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({}, "packed, attention crosses borders"),
+        ({}, "packed, attention crosses document boundaries"),
         ({"packing": "best_fit", "document_mask": True}, "attention stays within each document"),
-        ({"packing": "trunc"}, "each begins a sequence of its own"),
+        ({"packing": "trunc"}, "each starts a new sequence"),
     ],
 )
 def test_it_says_what_documents_share(data: dict[str, Any], words: str) -> None:
@@ -104,7 +108,7 @@ def test_a_schedule_is_told_in_words(schedule: dict[str, Any], words: str) -> No
     [
         ({"mode": "none"}, "off"),
         ({"mode": "full"}, "full: every block is recomputed"),
-        ({"mode": "selective"}, "selective: matrix products and attention are kept"),
+        ({"mode": "selective"}, "selective: everything but matrix products"),
         (
             {"mode": "selective", "selective_ac_option": "2"},
             "selective: one block in 2 is recomputed",

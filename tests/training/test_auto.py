@@ -47,7 +47,7 @@ def settled(device: torch.device, **sections: dict[str, Any]) -> tuple[JobConfig
 def test_a_gpu_compiles_and_recomputes_as_little_as_fits() -> None:
     config, note = settled(GPU)
     assert (config.compile.enable, config.activation_checkpoint.mode) == (True, "none")
-    assert note == "blocks are compiled; nothing is recomputed: by estimate 127.9 of 139.8 GiB"
+    assert note == "blocks are compiled; nothing is recomputed: estimated 127.9 of 139.8 GiB"
 
 
 def test_less_memory_means_more_recomputation(gpu: SimpleNamespace) -> None:
@@ -55,7 +55,7 @@ def test_less_memory_means_more_recomputation(gpu: SimpleNamespace) -> None:
     config, note = settled(GPU)
     assert config.activation_checkpoint.mode == "selective"
     assert config.activation_checkpoint.selective_ac_option == "op"
-    assert "all but matrix products and attention is recomputed" in note
+    assert "everything but matrix products and attention is recomputed" in note
     gpu.total_memory = 80 * 2**30
     config, note = settled(GPU)
     assert config.activation_checkpoint.mode == "full"

@@ -101,7 +101,7 @@ def test_a_run_that_ends_in_its_warmup_says_so(tmp_path: Path, corpus: Path) -> 
         with_steps(asked, dataset, Preparer(report=said.append))
     dataset.close()
     (warned,) = (one for one in said if "warm-up" in one)
-    assert warned.startswith("the run ends in its warm-up of 200 steps, below the peak rate")
+    assert warned.startswith("the run ends during its warm-up of 200 steps, below the peak")
 
 
 def test_a_batch_that_is_not_filled_can_be_dropped(

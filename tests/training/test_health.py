@@ -69,7 +69,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     for seen, messages, error in ranks.run(2, run_with_losses_changed, config, nan_at_batch_2, {1}):
         assert not error
         assert [loss == loss for loss in seen] == [True, True, False, True, True, True]
-        assert messages == ["not finite, so skipped: step 3"]
+        assert messages == ["skipped because not finite: step 3"]
 
 
 def parameters_around_a_bad_step(world: World, config: JobConfig) -> bool:
@@ -145,7 +145,7 @@ def test_a_batch_in_which_nothing_counts_changes_nothing_and_is_no_bad_step(
     for seen, sums, messages in ranks.run(2, run_with_empty_batches, shared, {2, 3, 4}):
         assert seen == pytest.approx(expected, rel=1e-9, nan_ok=True)
         assert sums[1] == sums[2] == sums[3] == sums[4] != sums[5]
-        said = "nothing to learn from (nothing in the batch has a weight), so skipped: step"
+        said = "skipped because nothing in the batch has a loss weight: step"
         assert messages == [f"{said} {step}" for step in (3, 4, 5)]
 
 
@@ -166,7 +166,7 @@ def test_a_loss_spike_is_answered(ranks: RankPool, tmp_path: Path, action: str) 
         assert len(seen) == 16 + 3
         assert messages == [
             f"resumed {tmp_path}/checkpoint/step_10 at step 10",
-            f"loss spike at step 13 ({seen[12]:.4f}): back to step 10, going on with batch 13",
+            f"loss spike at step 13 ({seen[12]:.4f}): rewound to step 10, continuing with batch 13",
         ]
         undone = (tmp_path / "metrics.undone.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in undone] == [11, 12, 13]
@@ -266,7 +266,7 @@ def test_a_state_that_is_not_finite_ends_the_run_and_is_never_resumed(
     folder = tmp_path / "checkpoint"
     for messages, error in ranks.run(2, run_that_breaks, config, what):
         assert any(m.startswith("NOT FINITE: ") and "step_4.nonfinite" in m for m in messages)
-        assert error.startswith("the state is not finite any more (")
+        assert error.startswith("the state is no longer finite (")
         assert f"The newest good checkpoint is {folder / 'step_2'}" in error
     good = [one.path.name for one in list_checkpoints(folder)]
     assert good == ["step_2"]
@@ -294,6 +294,6 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(ranks: RankPool, tmp_pat
     folder = tmp_path / "checkpoint"
     assert messages[:2] == [
         f"{folder}/step_4 holds values that are not finite, in model.model.embed_tokens.weight: "
-        f"nothing can be learned from there on. Looking for an older checkpoint",
+        f"training cannot continue from there. Trying an older checkpoint",
         f"resumed {folder}/step_2 at step 2",
     ]

@@ -41,10 +41,10 @@ def test_a_way_out_that_frees_nothing_is_not_advised(tmp_path: Path) -> None:
     )
     degrees = resolve_degrees(config.parallelism, 1)
     said = str(out_of_memory(config, model_config(config.model), degrees, torch.device("cpu")))
-    assert re.search(r"Ways out: twice as many devices to shard over: about [\d.]+ GiB$", said)
+    assert re.search(r"To use less: sharding over twice as many devices: about [\d.]+ GiB$", said)
 
 
 def test_a_rank_that_was_killed_beside_gpus_lacked_the_machines_memory(tmp_path: Path) -> None:
     config = tiny_job(tmp_path)
     said = rank_killed(config, model_config(config.model), 8, torch.device("cuda"), 3 * 2**30)
-    assert "this machine had 3.0 GiB free for 8 ranks. Ways out: checkpoint.async_mode" in said
+    assert "this machine had 3.0 GiB free for 8 ranks. To use less: checkpoint.async_mode" in said

@@ -168,7 +168,7 @@ def test_a_full_disk_costs_neither_the_run_nor_its_numbers(
         assert len(said) == 1
         assert "cannot be written: No space left on device; the run continues" in said[0]
         metrics.on_end(run)
-        assert "lacks its last 2 l" in said[1]
+        assert "is missing its last 2 l" in said[1]
     if isinstance(metrics, MetricsFile):
         metrics.file = folder.metrics.open("ab", buffering=0)
     metrics.on_log(run, {"step": 4, "loss": 4.0})

@@ -61,7 +61,7 @@ def test_the_refusal_says_who_has_it_and_the_ways_out(tmp_path: Path) -> None:
         take(tmp_path)
     said = str(refused.value)
     assert f"{tmp_path} is in use by job 123, process 4711 on elsewhere (since 2" in said
-    assert "last sign of life is 42 s old" in said
+    assert "last seen alive 42 s ago" in said
     for way_out in (f"`touch {tmp_path}/STOP`", "`scancel 123`", "job.dump_folder",
                     f"remove {tmp_path}/owner.json"):  # fmt: skip
         assert way_out in said

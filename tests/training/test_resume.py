@@ -151,7 +151,7 @@ def test_moments_may_become_narrow_and_wide_again(ranks: RankPool, tmp_path: Pat
 
     ranks.run(1, plain_story, narrow(False, 3))
     _, said = ranks.run(1, start, narrow(True, 5))[0]
-    assert "optimizer.bf16_moments is True; when this was saved, it was False" in "\n".join(said)
+    assert "optimizer.bf16_moments is True; it was False when" in "\n".join(said)
     ranks.run(1, plain_story, narrow(True, 5))
     ranks.run(1, plain_story, narrow(False, STEPS))
     before, after = weights(tmp_path / "run", 5), weights(tmp_path / "run", STEPS)
@@ -393,8 +393,8 @@ def test_what_changed_since_the_save_is_told(ranks: RankPool, tmp_path: Path) ->
     other = job(tmp_path, optimizer={"lr": 5e-3}, data={"document_mask": True})
     _, said = ranks.run(1, start, other)[0]
     text = "\n".join(said)
-    assert "optimizer.lr is 0.005; when this was saved, it was 0.01" in text
-    assert "from batch 3 on the data is made differently: document_mask False → True" in text
+    assert "optimizer.lr is 0.005; it was 0.01 when the checkpoint was saved" in text
+    assert "from batch 3 on, the data changes: document_mask False → True" in text
 
 
 def test_another_seed_would_be_another_run(ranks: RankPool, tmp_path: Path) -> None:
@@ -532,7 +532,7 @@ def test_a_last_save_is_tried_again_and_then_elsewhere(
     refusals = 2 if where == "there after all" else 10**6
     ((messages, error),) = ranks.run(1, save_on_a_full_disk, config, refusals)
     assert any("No space left on device" in message for message in messages)
-    assert any(message.startswith("trying that save again") for message in messages)
+    assert any(message.startswith("retrying the save") for message in messages)
     if where == "nowhere":
         assert error.startswith("the last save failed")
         return
@@ -576,7 +576,7 @@ def test_no_checkpoint_is_newer_than_the_ledger(ranks: RankPool, tmp_path: Path)
     config = job(tmp_path / "run", 4, checkpoint={"interval": 2, "keep_latest_k": 0})
     (messages, error), _ = ranks.run(2, train_without_room_for_the_ledger, config, 3)
     assert error == ""
-    assert [message for message in messages if "the run continues, and saves nothing" in message]
+    assert [message for message in messages if "the run continues, but cannot save" in message]
     assert [message for message in messages if "step_2 was not saved: " in message]
     assert [one.path.name for one in list_checkpoints(tmp_path / "run/checkpoint")] == ["step_4"]
     assert list(read_ledger(tmp_path / "run/data/ledger.bin").fed) == [1, 2, 3, 4]
@@ -587,7 +587,7 @@ def test_a_run_whose_ledger_is_not_written_is_not_saved(ranks: RankPool, tmp_pat
     ((messages, error),) = ranks.run(1, train_without_room_for_the_ledger, config, 100)
     assert "the last save failed" in error
     assert "ledger.bin cannot be written: No space left on device" in error
-    assert any("`overland prove data` will lack steps" in message for message in messages)
+    assert any("`overland prove data` will miss some steps" in message for message in messages)
     assert not list_checkpoints(tmp_path / "run" / "checkpoint")
 
 
