@@ -1,8 +1,8 @@
 """A run's adapters as PEFT stores them: `checkpoint-N/` in the run folder for every `step_N`.
 
-They are made of committed checkpoints, so layouts do not matter and no rank waits; rank 0 writes
-them, each whole or not at all. They come and go with their checkpoints: `follow` puts right what a
-killed session left undone, too.
+They are made from committed checkpoints, so the layout does not matter and no rank waits; rank 0
+writes each of them atomically. They are created and deleted with their checkpoints: `follow` also
+repairs what a killed session left undone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def follow(
     disk: Disk | None = None,
     moved: Moved = ignore,
 ) -> None:
-    """Writes the adapters of every checkpoint that has none yet, and of `newest` again; removes
-    those whose checkpoint is gone. `root` is where they are written."""
+    """Writes to `root` the adapters of every checkpoint that has none yet, and those of `newest`
+    again; removes those whose checkpoint is gone."""
     disk = disk or Disk()
     for pattern in (".checkpoint-*.tmp", ".checkpoint-*.deleted"):
         for path in root.glob(pattern):
@@ -55,7 +55,7 @@ def follow(
 
 
 def set_later_adapters_aside(root: Path, after_step: int, disk: Disk) -> None:
-    """As is done with their checkpoints."""
+    """Sets adapters of later steps aside, as is done with their checkpoints."""
     for path, step in _written(root):
         if step > after_step:
             set_aside(path, disk)
@@ -63,7 +63,7 @@ def set_later_adapters_aside(root: Path, after_step: int, disk: Disk) -> None:
 
 def _write(step: Path, target: Path, tokenizer: Path, disk: Disk, moved: Moved) -> None:
     if target.exists() and not _is_ours(target):
-        raise CheckpointError(f"{target} is not of this run, so it stays as it is")
+        raise CheckpointError(f"{target} was not written by this run, so it is not overwritten")
     beside = target.with_name(f".{target.name}.tmp")
     disk.remove_folder(beside)
     disk.make_folder(beside)
@@ -77,7 +77,7 @@ def _write(step: Path, target: Path, tokenizer: Path, disk: Disk, moved: Moved) 
     disk.write_file(beside / README, CARD.format(**about).encode())
     disk.sync_folder(beside)
     moved(0)
-    if target.exists():  # of a run that went another way from an earlier step
+    if target.exists():  # from before the run went back to an earlier step
         _remove(target, disk)
     disk.rename(beside, target)
 
@@ -97,6 +97,6 @@ def _written(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Other trainers give their checkpoints the same names."""
+    """Whether we wrote it: other trainers give their checkpoints the same names."""
     readme = path / README
     return readme.is_file() and WRITTEN_BY in readme.read_text(encoding="utf-8", errors="replace")

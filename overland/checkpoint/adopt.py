@@ -1,5 +1,5 @@
-"""Resuming from the training stub's four files alone, ours or the stub's own: they become a
-checkpoint of the run first, and are not touched themselves."""
+"""Resumes from the training stub's four files alone, written by us or by the stub: they are first
+copied into a checkpoint of the run, and are not changed themselves."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def is_four_files(path: Path) -> bool:
 
 
 def open_four_files(path: Path) -> LazyCheckpoint:
-    """What they hold, if they say at which step."""
+    """Opens the four files; raises if their step is not a valid number."""
     source = open_torch(path)
     step = source.extras.get("step", 0)
     if not isinstance(step, int) or step < 0:
         raise CheckpointError(
-            f"{path / PROGRESS} gives {step!r:.40} as its step, expected a number from 0 on"
+            f"{path / PROGRESS} has step {step!r:.40}, expected an integer of at least 0"
         )
     return source
 
 
 def adopt(path: Path, checkpoints: Path, disk: Disk) -> Path:
-    """Writes what the files hold as a checkpoint, and returns where it is."""
+    """Writes the contents of the files as a checkpoint, and returns its path."""
     source = open_four_files(path)
     target = checkpoints / checkpoint_name(source.extras.get("step", 0))
     beside = checkpoints / f".{target.name}.tmp"

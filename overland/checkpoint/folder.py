@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: what is in it, what is kept, what is put aside.
+"""The folder of a run's checkpoints: what it contains, what is kept, and what is set aside.
 
 checkpoint/
   step_100/            committed
   step_137.preempt/    committed; saved because the session was ending
   latest -> step_137.preempt
-  step_200.set-aside/  of a later step than the one that was resumed by hand
-  step_220.nonfinite/  with values that are not finite: kept to be looked at, never resumed
-  .step_250.tmp/       being written, or left over by a killed session
+  step_200.set-aside/  later than the step that was resumed by hand
+  step_220.nonfinite/  with values that are not finite: kept for inspection, never resumed
+  .step_250.tmp/       being written, or left behind by a killed session
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from overland.words import size
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed checkpoint and what its marker says."""
+    """A committed checkpoint and the contents of its marker."""
 
     path: Path
     step: int
@@ -44,7 +44,7 @@ class CommittedCheckpoint:
 
 
 def broken(path: Path) -> Path:
-    """The name that the state of a checkpoint gets if it is not finite."""
+    """Returns the name of a checkpoint whose state is not finite."""
     return path.with_name(f"{path.name}.nonfinite")
 
 
@@ -60,12 +60,12 @@ def list_checkpoints(folder: Path) -> list[CommittedCheckpoint]:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Returns everything that was committed, oldest first, even if it was damaged since."""
+    """Returns everything that was committed, oldest first, even if it has been damaged since."""
     return [path for path in _named(folder) if (path / COMMITTED).is_file()]
 
 
 def uncommitted(folder: Path) -> list[Path]:
-    """Returns folders that look like checkpoints and are none."""
+    """Returns folders that are named like checkpoints but were never committed."""
     return [path for path in _named(folder) if not (path / COMMITTED).is_file()]
 
 
@@ -80,7 +80,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_in(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest of the run or folder that it is."""
+    """Returns `path` if it is a checkpoint, otherwise the newest one in the run or folder there."""
     if (path / COMMITTED).is_file():
         return path
     found = [one for folder in (path, *path.glob("*/")) for one in committed(folder)]
@@ -96,8 +96,8 @@ def step_of(path: Path) -> int:
 def superfluous(
     found: Sequence[CommittedCheckpoint], settings: Checkpoint, newest: str
 ) -> list[CommittedCheckpoint]:
-    """Returns what the settings do not keep; `found` is ordered, oldest first. The one that was
-    just written stays whatever its number: a run may have gone back."""
+    """Returns the checkpoints that the settings do not keep; `found` is ordered, oldest first. The
+    one just written always stays, since a run may have gone back to an earlier step."""
     if not settings.keep_latest_k:
         return []
     kept = [one for one in found if one.path.name == newest]
@@ -110,10 +110,11 @@ def superfluous(
 
 
 def lack_of_room(folder: Path, settings: Checkpoint, num_bytes: int) -> str:
-    """Says that the disk has no room for the checkpoints of this size that are kept at a time, or
-    not even for one; nothing if it has. A new one is written before an old one goes, and one of
-    whole tensors is written twice. A quota is seen once the folder is there, by setting room for
-    one aside, where the file system can do that without writing."""
+    """Returns a warning if the disk has too little space for the checkpoints of this size that are
+    kept at a time, or even for one; otherwise an empty string. A new one is written before an old
+    one is deleted, and one of whole tensors is written twice. A quota is detected once the folder
+    exists, by reserving space for one checkpoint, if the file system can do that without
+    writing."""
     place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(place).free
     room_of_one = num_bytes * (2 if settings.type == "full" else 1)
@@ -122,20 +123,20 @@ def lack_of_room(folder: Path, settings: Checkpoint, num_bytes: int) -> str:
     if free >= more:
         if folder.exists() and not _can_reserve(folder, room_of_one):
             return (
-                f"{folder} cannot take the {size(room_of_one)} of a checkpoint, though its disk "
-                f"has {size(free)} free (a quota?): saves will fail unless you make room, or set "
-                f"checkpoint.fallback_folder for the last one"
+                f"{folder} has no room for a checkpoint of {size(room_of_one)}, although its disk "
+                f"has {size(free)} free (is there a quota?): saves will fail unless you free some "
+                f"space; the last one can go to checkpoint.fallback_folder"
             )
         return ""
     has = f"{folder} has {size(free)} free"
     if free < room_of_one:
         return (
-            f"{has}, and a checkpoint needs {size(room_of_one)}: saves will fail unless you "
-            f"make room, or set checkpoint.fallback_folder for the last one"
+            f"{has}, but a checkpoint needs {size(room_of_one)}: saves will fail unless you free "
+            f"some space; the last one can go to checkpoint.fallback_folder"
         )
     return (
-        f"{has}, and {size(more)} will be needed for checkpoints of {size(num_bytes)} each: make "
-        f"room, or lower checkpoint.keep_latest_k = {settings.keep_latest_k}"
+        f"{has}, but checkpoints of {size(num_bytes)} each will need {size(more)}: free some "
+        f"space, or lower checkpoint.keep_latest_k = {settings.keep_latest_k}"
     )
 
 
@@ -148,7 +149,7 @@ def _can_reserve(folder: Path, num_bytes: int) -> bool:
 
 
 def delete(path: Path, disk: Disk) -> None:
-    """Deletes a checkpoint. The marker goes first: from then on nobody takes what is left for a
+    """Deletes a checkpoint. The marker goes first, so that nothing mistakes the rest for a
     checkpoint."""
     disk.remove(path / COMMITTED)
     doomed = path.with_name(f".{path.name}.deleted")
@@ -158,17 +159,17 @@ def delete(path: Path, disk: Disk) -> None:
 
 
 def tidy(folder: Path, disk: Disk) -> None:
-    """Removes what a killed session left half written or half deleted."""
+    """Removes what a killed session left partly written or partly deleted."""
     for pattern in (".step_*.tmp", ".step_*.deleted", ".step_*.shards"):
         for path in folder.glob(pattern):
             disk.remove_folder(path)
     for path in uncommitted(folder):
-        if (path / INDEX).is_file():  # its deletion was cut off; a folder gets its name complete
+        if (path / INDEX).is_file():  # partly deleted: a folder gets this name only when complete
             disk.remove_folder(path)
 
 
 def set_aside(path: Path, disk: Disk) -> Path:
-    """Gives a checkpoint a name that is not looked for. Nothing is lost."""
+    """Renames a checkpoint so that it is no longer found. Nothing is lost."""
     number, target = 1, path.with_name(f"{path.name}.set-aside")
     while target.exists():
         number += 1
@@ -178,7 +179,7 @@ def set_aside(path: Path, disk: Disk) -> Path:
 
 
 def set_later_aside(folder: Path, after_step: int, disk: Disk) -> list[Path]:
-    """Sets later checkpoints aside, so that none of them is taken for the newest one of the run
+    """Sets later checkpoints aside, so that none of them is mistaken for the newest one of the run
     that continues from here."""
     later = [set_aside(path, disk) for path in _named(folder) if step_of(path) > after_step]
     newest = latest_checkpoint(folder)

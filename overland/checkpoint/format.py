@@ -1,11 +1,11 @@
-"""The format of a checkpoint: what lies in its folder.
+"""The format of a checkpoint folder.
 
     step_100/
       rank_00000.safetensors …   parts of tensors, plain safetensors files
-      index.json                 which part of which tensor lies where, with its checksums; the run
+      index.json                 where each part of each tensor is, with checksums; the run
       COMMITTED                  written last: the checksum of index.json, the step, the loss
 
-A folder without COMMITTED is no checkpoint. Nothing here can run code: JSON and raw numbers.
+A folder without COMMITTED is not a checkpoint. There is only JSON and raw data: no code can run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from overland.errors import CheckpointError
 INDEX = "index.json"
 FORMAT = "overland checkpoint"
 VERSION = 1
-# Checksums are of blocks, so that a reader of some rows verifies those rows and no more.
+# There is a checksum per block, so that reading some rows verifies only those rows.
 BLOCK = 16 * 2**20
 
-# safetensors' names of types.
+# The names of dtypes in safetensors.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -54,10 +54,10 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Part(NamedTuple):
-    """A box of a tensor, lying in one piece in one file. A large run has a million of them.
+    """A box of a tensor, contiguous in one file. A large run has a million of them.
 
-    `offset` is that of its first byte, from the start of the file; `start` that of its first
-    element, in the tensor; there is a checksum per block of bytes, counted from the first byte.
+    `offset` is the position of its first byte in the file; `start` is the position of its first
+    element in the tensor; there is a checksum per block of bytes, counted from the first byte.
     """
 
     file: str
@@ -82,8 +82,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file of parts. `blocks` are checksums of all of it, where there is more in it than a header
-    and tensors; for the others header and tensors are all."""
+    """A file of parts. `blocks` are checksums of the whole file, if it holds more than a header and
+    tensors; otherwise the checksums of header and tensors cover it."""
 
     num_bytes: int
     header: int
@@ -93,7 +93,7 @@ class FileInfo:
 
 @dataclass
 class Index:
-    """All that a checkpoint holds: tensors, files, and `run`, which is what is not a tensor:
+    """The contents of a checkpoint: tensors, files, and `run`, which holds everything else:
     progress, data state, config, versions."""
 
     kind: str
@@ -103,8 +103,8 @@ class Index:
     run: dict[str, Any]
 
     def to_json(self) -> bytes:
-        """Made tensor by tensor: one call for all of a large run's would hold up every other
-        thread."""
+        """Returns the index as JSON, encoded tensor by tensor: one call for all tensors of a large
+        run would block every other thread."""
         number = {name: i for i, name in enumerate(self.files)}
         document = {
             "format": FORMAT,
@@ -161,10 +161,10 @@ class Index:
         for name, entry in tensors.items():
             # Parts are checked as they are read, since there may be a million of them.
             if not _is_shape(entry.shape) or entry.num_bytes > stored:
-                raise ValueError(f"{name} cannot have the shape {list(entry.shape)!s:.100}")
+                raise ValueError(f"{name} has the impossible shape {list(entry.shape)!s:.100}")
         kind, world_size, run = (document[key] for key in ("type", "world_size", "run"))
         if type(kind) is not str or type(world_size) is not int or not isinstance(run, dict):
-            raise ValueError("it does not say whose it is")
+            raise ValueError("it does not describe its run")
         return cls(kind, world_size, tensors, files, run)
 
 
@@ -178,25 +178,24 @@ def _is_shape(shape: tuple[Any, ...]) -> bool:
 
 
 def check_part(entry: TensorEntry, part: Part, info: FileInfo) -> None:
-    """Raises ValueError if a part does not lie in its tensor and in its file, with its
-    checksums."""
+    """Raises ValueError unless a part lies within its tensor and its file and has its checksums."""
     inside = len(part.start) == len(part.shape) == len(entry.shape) and all(
         type(first) is type(size) is int and 0 <= first <= first + size <= whole
         for first, size, whole in zip(part.start, part.shape, entry.shape, strict=True)
     )
     if not inside:
-        raise ValueError("a part of it lies outside of it")
+        raise ValueError("one of its parts lies outside the tensor")
     size = math.prod(part.shape) * entry.dtype.itemsize
     if type(part.offset) is not int or not 0 <= part.offset <= info.num_bytes - size:
-        raise ValueError("a part of it lies outside of its file")
+        raise ValueError("one of its parts lies outside its file")
     if not isinstance(part.checksums, (list, tuple)) or len(part.checksums) != -(-size // BLOCK):
-        raise ValueError("a part of it lacks checksums")
+        raise ValueError("one of its parts lacks checksums")
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Switches it off for a million small objects that all stay: looking for garbage among them
-    took four fifths of the time."""
+    """Disables garbage collection while a million small objects are created that all stay alive:
+    scanning them took four fifths of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -207,8 +206,8 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def header_of(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """A safetensors header for tensors that follow each other in this order. Parts of a tensor
-    bear its name and their box: `model.norm.weight[0:16]`."""
+    """Returns a safetensors header for tensors stored in this order. Parts of a tensor are named by
+    the tensor and their box: `model.norm.weight[0:16]`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, dtype, shape in parts:
@@ -220,18 +219,18 @@ def header_of(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> byte
         }
         position = end
     text = _json(header).encode()
-    text += b" " * (-len(text) % 64)  # so that the numbers begin on a round address
+    text += b" " * (-len(text) % 64)  # so that the data is aligned
     return len(text).to_bytes(8, "little") + text
 
 
-# Parts of a tensor that lie in no grid are compared in pairs; no layout makes so many of them.
+# Parts of a tensor that form no grid are compared in pairs; no layout has this many of them.
 MOST_UNEVEN = 2000
 
 
 def is_tiled_by(
     shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
-    """Whether boxes (start, shape) fill a tensor, each element once."""
+    """Whether boxes (start, shape) cover each element of a tensor exactly once."""
     boxes = [box for box in boxes if math.prod(box[1])]
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
@@ -242,8 +241,8 @@ def is_tiled_by(
 
 
 def _apart(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dim: int, num_dims: int) -> bool:
-    """Whether no two boxes overlap, given that they do in all dims before `dim`. Boxes of a grid,
-    as every layout makes them, take no pairs to compare."""
+    """Whether no two boxes overlap, given that they do in all dims before `dim`. Boxes that form a
+    grid, as in every layout, need no pairwise comparison."""
     if len(boxes) < 2:
         return True
     if dim == num_dims:
@@ -272,13 +271,14 @@ def name_of_part(
 
 
 def marker(index: bytes, about: dict[str, Any]) -> bytes:
-    """The contents of COMMITTED: it vouches for the index, and for itself."""
+    """Returns the contents of COMMITTED, with checksums of the index and of itself."""
     document = {**about, "index_bytes": len(index), "index_crc32": zlib.crc32(index)}
     return (json.dumps({**document, "crc32": _sum_of(document)}, indent=2) + "\n").encode()
 
 
 def parse_marker(text: bytes) -> dict[str, Any]:
-    """Returns what COMMITTED says; raises ValueError if it is not as it was written."""
+    """Returns the contents of COMMITTED; raises ValueError if it has changed since it was
+    written."""
     document = json.loads(text)
     if not isinstance(document, dict) or document.pop("crc32", None) != _sum_of(document):
         raise ValueError("it does not match its checksum")
@@ -297,16 +297,16 @@ def _json(value: Any) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """Refuses a name that leads out of the folder of its index."""
+    """Raises if a file name leads out of the folder of its index."""
     if name != Path(name).name or name in ("", ".", ".."):
         raise ValueError(f"it names a file outside its folder: {name!r}")
     return name
 
 
 def checksum(data: memoryview | bytes) -> int:
-    """CRC-32 from the standard library: every flipped bit and every burst of up to 32 bits is found
-    for sure, anything else but once in four billion. It runs at 3 GB/s per thread without the
-    interpreter's lock; SHA-256 reached 1.3 GB/s on the same core."""
+    """Returns the CRC-32 from the standard library. It detects every flipped bit and every burst of
+    up to 32 bits with certainty, and misses anything else once in four billion. It runs at 3 GB/s
+    per thread without the GIL; SHA-256 reached 1.3 GB/s on the same core."""
     return zlib.crc32(data)
 
 

@@ -1,7 +1,7 @@
 """`checkpoint.type = full`: whole tensors in files that need no index to be read.
 
-The ranks write their parts as always; rank 0 then puts them together, tensor by tensor, still in
-the background. It costs the bytes twice, and no device and no rank ever holds more than one tensor.
+The ranks write their parts as usual; rank 0 then assembles them, tensor by tensor, still in the
+background. The bytes are written twice, but no rank ever holds more than one whole tensor.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def write_four_files(
     disk: Disk,
     moved: Moved = ignore,
 ) -> None:
-    """model_state_dict.pt and its companions. Tensors lie in such files as plain bytes, so an index
-    can name their places, and we read and verify them as we do our own."""
+    """Writes model_state_dict.pt and its companions. Tensors are plain bytes in such files, so an
+    index can point to them, and we read and verify them like our own."""
     disk.make_folder(folder)
     write_torch(as_lazy_checkpoint(parts, with_random_state=True), folder)
     disk.sync_folder(folder)
@@ -75,7 +75,7 @@ def write_four_files(
 
 
 def _file_info(path: Path, moved: Moved) -> FileInfo:
-    """A zip has more in it than tensors, so all of it has checksums of its own."""
+    """Returns the checksums of a whole file: a zip holds more than tensors."""
     size = path.stat().st_size
     return FileInfo(size, 0, checksum(b""), tuple(_checksums(path, 0, size, moved)))
 

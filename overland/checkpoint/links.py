@@ -1,12 +1,12 @@
-"""`checkpoint.link_by_time`: checkpoints under the names that the training stub gives them.
+"""`checkpoint.link_by_time`: links to checkpoints, named as the training stub names them.
 
 experiments/chkpts/
   dummy-0.1/                                  the run folder
   dummy-0.1.2026_1117_2031_07                 a link to its checkpoint/step_100
   dummy-0.1.2026_1117_2044_51.preempt         a link to its checkpoint/step_137.preempt
 
-The names follow from what is there alone, so that a killed session leaves nothing to repair but
-links that the next one makes or removes.
+The names depend only on the existing checkpoints, so after a killed session the next one only has
+to create or remove links.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIME = "%Y_%m%d_%H%M_%S"
 
 
 def follow_links(root: Path, checkpoints: Path, disk: Disk) -> None:
-    """Links to every checkpoint of a run, and to nothing that is gone."""
+    """Creates a link to every checkpoint of a run, and removes links to deleted ones."""
     root, checkpoints = root.absolute(), checkpoints.absolute()
     wanted = link_names(root, checkpoints)
     for link in sorted(root.parent.glob(f"{_literal(root.name)}.*")):
@@ -37,8 +37,8 @@ def follow_links(root: Path, checkpoints: Path, disk: Disk) -> None:
 
 
 def link_names(root: Path, checkpoints: Path) -> dict[str, Path]:
-    """The name of each checkpoint by the time of its save; of two in one second the later has its
-    number behind it."""
+    """Returns link names, by the time of each save, and their checkpoints. If two were saved in the
+    same second, a number is appended to the later one."""
     names: dict[str, Path] = {}
     for one in list_checkpoints(checkpoints):
         saved = datetime.fromisoformat(one.about["saved"]).astimezone()

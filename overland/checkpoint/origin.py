@@ -1,8 +1,8 @@
-"""Frozen weights that a checkpoint leaves out, because they are where the run took them from.
+"""Frozen weights that a checkpoint leaves out, because they stay where the run loaded them from.
 
-A run that trains adapters beside a frozen model of 140 GB saves the adapters. The index says what
-is left out: the folder, the size and digest of each of its weight files, and the names of the
-tensors. Whoever reads the checkpoint reads those from there, after comparing the digests.
+A run that trains adapters on a frozen model of 140 GB saves only the adapters. The index records
+what is left out: the folder, the size and digest of each weight file, and the names of the
+tensors. A reader of the checkpoint loads those from there, after comparing the digests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from overland.errors import CheckpointError
 
-LEFT_OUT = "left_out"  # of the run's facts in the index
+LEFT_OUT = "left_out"  # key in the run's facts in the index
 READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Tensors that are in a folder of safetensors, by the names that they have in the model."""
+    """Tensors in a folder of safetensors, by their names in the model."""
 
     folder: Path
     files: Mapping[str, tuple[int, str]]
@@ -39,7 +39,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Origin | None:
-        """Returns what a checkpoint has left out, by its facts; None if it is whole."""
+        """Returns what a checkpoint leaves out, according to its facts; None if it is complete."""
         found = facts.get(LEFT_OUT)
         if not found:
             return None
@@ -50,12 +50,12 @@ class Origin:
             return cls(Path(found["folder"]), files, frozenset(map(str, found["names"])))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"what the index says of weights that it leaves out cannot be read: {error!r}"
+                f"the index entry for weights that are left out cannot be read: {error!r}"
             ) from None
 
     def find(self, also: Iterable[Path] = (), look_only: bool = False) -> Path:
-        """The folder that still holds these very weights: where they were, or one of `also`, which
-        a run is told to start from when they have moved. `look_only` reads no file: sizes must do.
+        """Returns the folder that still holds exactly these weights: the original one, or one of
+        `also`, where a run may be told to look if they have moved. `look_only` compares only sizes.
         """
         problems = []
         for folder in dict.fromkeys([self.folder, *also]):
@@ -64,13 +64,13 @@ class Origin:
                 return folder
             problems.append(problem)
         raise CheckpointError(
-            f"this checkpoint leaves out {len(self.names):,} frozen tensors, which were read from "
-            f"{self.folder}, and they are not there any more: {problems[0]}. Put them back, or set "
+            f"this checkpoint leaves out {len(self.names):,} frozen tensors that were loaded from "
+            f"{self.folder}, and they are no longer there: {problems[0]}. Restore them, or set "
             "checkpoint.initial_load_path to where they are now"
         )
 
     def _difference(self, folder: Path, look_only: bool) -> str:
-        """Returns how the folder differs; nothing if it has these files."""
+        """Returns how the folder differs; an empty string if it has exactly these files."""
         for name, (size, _) in self.files.items():
             try:
                 found = (folder / name).stat().st_size
@@ -82,11 +82,11 @@ class Origin:
             return ""
         marks = mark_files(folder, self.files)
         changed = [name for name in self.files if marks[name] != self.files[name]]
-        return f"{folder / changed[0]} has other contents" if changed else ""
+        return f"{folder / changed[0]} has different contents" if changed else ""
 
 
 def mark_files(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Size and digest of some files, several at a time: 1 GB/s for each."""
+    """Returns size and digest of the files, reading several at a time at 1 GB/s each."""
     names = list(names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "digest") as pool:
         return dict(zip(names, pool.map(lambda name: _mark(folder / name), names), strict=True))

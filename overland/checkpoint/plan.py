@@ -1,10 +1,10 @@
-"""Who writes what: worked out once per run, since a run's tensors do not change.
+"""Plans which rank writes what, once per run, since a run's tensors do not change.
 
-PyTorch's DCP says which box of which tensor a rank holds. Of several ranks that hold the same box
-one is chosen by the tensor's name, without asking anyone; only what is left goes to rank 0, which
-drops what still comes twice (plain tensors, and tied ones at both ends of a pipeline). DCP's own
-way through rank 0 took 83 µs for each box of each rank, which is minutes for a thousand ranks. Then
-the boxes are laid out in files.
+PyTorch's DCP tells which box of which tensor a rank holds. Of several ranks that hold the same box,
+one is chosen by the tensor's name, without communication; only the rest goes to rank 0, which drops
+the remaining duplicates (plain tensors, and tied ones at both ends of a pipeline). DCP's own
+deduplication on rank 0 took 83 µs for each box of each rank, which is minutes for a thousand ranks.
+Then the boxes are laid out in files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from overland.checkpoint.format import header_of, name_of_part
 from overland.errors import CheckpointError
 
-# One file is written by one thread at a time in most file systems, so a rank with much to write
-# spreads it over a few (measured: 1.6 GB/s into one file, 2.2 into four).
+# Most file systems let only one thread at a time write to a file, so a rank with much to write uses
+# several files (measured: 1.6 GB/s into one file, 2.2 into four).
 MAX_FILES_PER_RANK = 4
 FILE_BYTES = 2**30
 
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor that its owner keeps in others: they are copied to the host as they are, and
-    `unpack` makes of them there what is saved. `like` has its shape and placement. Each block of so
-    many numbers is unpacked by itself; the first dimension of what is kept counts the blocks, and
-    where a block is one number, all dimensions do."""
+    """A tensor that is stored packed in other tensors: these are copied to the host as they are,
+    and `unpack` turns them into what is saved. `like` has its shape and placement. Each block of
+    `block` elements is unpacked independently; the first dimension of the packed tensors counts the
+    blocks, and if a block is a single element, all dimensions do."""
 
     like: Tensor
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """This rank's files; rank 0 also has everyone's, because it writes the index."""
+    """This rank's files; rank 0 also has those of all ranks, because it writes the index."""
 
     files: list[FilePlan]
     files_of_ranks: list[list[FilePlan]]
@@ -96,7 +96,8 @@ class SavePlan:
 
 
 def plan_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
-    """Plans who writes what, all ranks together. `group` is None for a process that is alone."""
+    """Plans which rank writes what; called by all ranks together. `group` is None for a single
+    process."""
     rank = dist.get_rank(group) if group else 0
     boxes = boxes_to_write(state)
     boxes_of_ranks = gather(boxes, group)
@@ -110,7 +111,7 @@ def plan_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
 
 
 def boxes_to_write(state: State) -> list[Box]:
-    """The boxes on this rank, but for those that the same box's other holders write."""
+    """Returns the boxes on this rank, except those that another holder of the same box writes."""
     shaped = {name: _shaped(value) for name, value in state.items()}
     mine = {name: value for name, value in shaped.items() if _is_writer(name, value)}
     boxes = []
@@ -124,7 +125,7 @@ def boxes_to_write(state: State) -> list[Box]:
 
 
 def drop_copies(boxes_of_ranks: Sequence[Sequence[Box]]) -> list[set[int]]:
-    """Returns, for each rank, which of its boxes a rank before it has, too."""
+    """Returns, for each rank, which of its boxes an earlier rank also has."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
     dropped: list[set[int]] = []
     for boxes in boxes_of_ranks:
@@ -138,7 +139,7 @@ def without(boxes: Sequence[Box], dropped: set[int]) -> list[Box]:
 
 
 def check_whole(boxes_of_ranks: Sequence[Sequence[Box]]) -> None:
-    """Refuses boxes that do not add up to their tensors. Only rank 0 has all of them."""
+    """Raises if boxes do not add up to their tensors. Only rank 0 has all of them."""
     volumes: dict[str, int] = {}
     for boxes in boxes_of_ranks:
         for box in boxes:
@@ -146,11 +147,11 @@ def check_whole(boxes_of_ranks: Sequence[Sequence[Box]]) -> None:
             volumes[box.name] = left - math.prod(box.shape)
     wrong = [name for name, left in volumes.items() if left]
     if wrong:
-        raise CheckpointError(f"the ranks' parts of {wrong[0]} do not add up to it")
+        raise CheckpointError(f"the ranks' parts of {wrong[0]} do not add up to the whole tensor")
 
 
 def plan_local_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
-    """Plans that each rank writes what it holds (see `local_state`); nothing is shared out."""
+    """Plans that each rank writes everything it holds (see `local_state`)."""
     rank = dist.get_rank(group) if group else 0
     boxes = []
     for name, value in state.items():
@@ -163,7 +164,7 @@ def plan_local_save(state: State, group: dist.ProcessGroup | None) -> SavePlan:
 
 
 def lay_out_files(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
-    """Files of about equal size."""
+    """Distributes boxes over files of about equal size."""
     boxes = [box for box in boxes if box.num_bytes]
     num_files = min(MAX_FILES_PER_RANK, 1 + sum(box.num_bytes for box in boxes) // FILE_BYTES)
     groups: list[list[Box]] = [[] for _ in range(num_files)]
@@ -180,7 +181,7 @@ def lay_out_files(boxes: Sequence[Box], rank: int) -> list[FilePlan]:
 
 
 def local_state(state: State, rank: int) -> State:
-    """Returns what this rank holds, under names of its own."""
+    """Returns what this rank holds, under names that include the rank."""
     return {
         local_name(name, rank): replace(value, like=local_tensor(value.like))
         if isinstance(value, PackedTensor)
@@ -198,12 +199,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _shaped(value: Tensor | PackedTensor) -> Tensor:
-    """Returns a tensor with the shape and placement to plan with."""
+    """Returns a tensor with the shape and placement of the value."""
     return value.like if isinstance(value, PackedTensor) else value
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Returns everyone's value on rank 0, and nothing elsewhere."""
+    """Returns the values of all ranks on rank 0, and an empty list elsewhere."""
     if group is None:
         return [value]
     if dist.get_rank(group):
@@ -231,7 +232,7 @@ def broadcast(value: T, group: dist.ProcessGroup | None, source: int = 0) -> T:
 
 
 def _is_writer(name: str, tensor: Tensor) -> bool:
-    """Whether this rank writes its box of a tensor; of ranks that hold the same, one does."""
+    """Whether this rank writes its box of a tensor; exactly one of the ranks that hold it does."""
     if not isinstance(tensor, DTensor):
         return True
     copies, number = 1, 0

@@ -1,7 +1,7 @@
-"""Reads committed checkpoints: every byte is verified, and nothing that is read can run.
+"""Reads committed checkpoints: every byte is verified, and nothing that is read can run code.
 
-A tensor may be asked for in any box, whatever boxes it was written in. Each rank reads its own
-bytes; the index, which all need, is read by one (`open_together`).
+Any box of a tensor can be read, whatever boxes it was written in. Each rank reads its own bytes;
+the index, which all ranks need, is read by one of them (`open_together`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from overland.files import Moved, ignore
 from overland.run_folder import CHECKPOINT, COMMITTED
 
 NUM_THREADS = max(2, min(8, os.cpu_count() or 2))
-PIECE = 4 * BLOCK  # what one thread reads at a time
+PIECE = 4 * BLOCK  # read by one thread at a time
 READ_BYTES = 2**22  # between two signs of progress
 
 
@@ -74,7 +74,7 @@ class CheckpointReader:
         self._descriptors.clear()
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """Reads a whole tensor."""
         entry = self._entry(name)
         return self.read_slice(name, (0,) * len(entry.shape), entry.shape)
 
@@ -85,7 +85,7 @@ class CheckpointReader:
         return tensor
 
     def jobs(self, name: str, target: Tensor, start: Sequence[int]) -> Iterator[Callable[[], None]]:
-        """Pieces of work that together fill `target`, which begins at `start` in the tensor."""
+        """Yields jobs that together fill `target`, which begins at `start` in the tensor."""
         entry = self._entry(name)
         if not target.numel():
             return
@@ -107,8 +107,8 @@ class CheckpointReader:
     def _copies(
         self, name: str, entry: TensorEntry, part: Part, offsets: Sequence[int], target: Tensor
     ) -> Iterator[Callable[[], None]]:
-        """Copies of the box at `offsets` of a part. Where the box lies in one piece, piece by
-        piece, so that memory stays small; where it does not, in one go."""
+        """Yields jobs that copy the box at `offsets` of a part. A contiguous box is copied piece by
+        piece to use little memory; any other box is copied at once."""
         size = entry.dtype.itemsize
         box = tuple(target.shape)
         strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
@@ -136,7 +136,7 @@ class CheckpointReader:
     def read_verified(
         self, name: str, part: Part, begin: int, end: int, device: torch.device
     ) -> Tensor:
-        """Bytes of a part, with the blocks they lie in verified, on their way to a device."""
+        """Reads bytes of a part for a device, and verifies the blocks that contain them."""
         first = begin // BLOCK * BLOCK
         upto = min(part_bytes(self.tensors[name], part), -(-end // BLOCK) * BLOCK)
         data = self.read_raw(part.file, part.offset + first, upto - first, device)
@@ -154,8 +154,8 @@ class CheckpointReader:
     def read_raw(
         self, file: str, offset: int, size: int, device: torch.device | None = None
     ) -> Tensor:
-        """Bytes as they lie in a file."""
-        # Page-locked memory comes from PyTorch's cache, which knows when a copy is done with it.
+        """Reads bytes of a file without verifying them."""
+        # Pinned memory comes from PyTorch's cache, which knows when a copy no longer needs it.
         pinned = device is not None and device.type == "cuda"
         data = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         view = memoryview(data.numpy().data)
@@ -169,8 +169,8 @@ class CheckpointReader:
                 check_part(entry, part, self.index.files[part.file])
         except (ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{self.path / INDEX} is wrong about {name}: {error}; the checkpoint was changed "
-                "after it was written"
+                f"{self.path / INDEX} has an invalid entry for {name}: {error}; the checkpoint was "
+                "changed after it was written"
             ) from None
 
     def _entry(self, name: str) -> TensorEntry:
@@ -183,7 +183,7 @@ class CheckpointReader:
         if file not in self._descriptors:
             descriptor = open_file(self.path / file, self.index.files[file].num_bytes)
             if self._descriptors.setdefault(file, descriptor) != descriptor:
-                os.close(descriptor)  # another thread was first
+                os.close(descriptor)  # another thread opened it first
         return self._descriptors[file]
 
 
@@ -194,9 +194,9 @@ def open_checkpoint(path: Path, moved: Moved = ignore) -> CheckpointReader:
 def open_together(
     path: Path, group: dist.ProcessGroup | None, moved: Moved = ignore
 ) -> CheckpointReader:
-    """Opens a checkpoint by all ranks of a group: one of them reads marker and index, and the
-    others get their bytes from it, to verify them as if they had read them. The index names every
-    part of every rank; at 5,120 ranks one file would be asked for 59 GB."""
+    """Opens a checkpoint on all ranks of a group: one of them reads marker and index and broadcasts
+    the bytes, which the others verify as if they had read them. The index lists every part of every
+    rank; if 5,120 ranks read it, that one file would have to serve 59 GB."""
     read, problem = None, ""
     if group is None or dist.get_rank(group) == 0:
         try:
@@ -210,7 +210,7 @@ def open_together(
 
 
 def _read_index(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Returns what COMMITTED says, and the bytes of the index."""
+    """Returns the contents of COMMITTED, and the bytes of the index."""
     return read_marker(path), read_bytes(path / INDEX)
 
 
@@ -218,35 +218,34 @@ def _open(path: Path, about: dict[str, Any], data: bytes, moved: Moved) -> Check
     named = CHECKPOINT.match(path.name)
     if named and int(named[1]) != about["step"]:
         raise CheckpointError(
-            f"{path} holds step {about['step']}, whatever its name says; rename it, or take it away"
+            f"{path} holds step {about['step']}, which its name contradicts; rename or move it"
         )
     if len(data) != about["index_bytes"] or zlib.crc32(data) != about["index_crc32"]:
-        raise CheckpointError(
-            f"{path / INDEX} is damaged: it is not the one that {COMMITTED} was written for"
-        )
+        raise CheckpointError(f"{path / INDEX} is damaged: it does not match {COMMITTED}")
     return CheckpointReader(path, Index.from_json(data, path / INDEX), about, moved)
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """Returns what COMMITTED says about a checkpoint; a folder without it is none."""
+    """Returns the contents of COMMITTED; a folder without it is not a checkpoint."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not there, or is no folder")
+        raise CheckpointError(f"{path} does not exist or is not a folder")
     try:
         return parse_marker((path / COMMITTED).read_bytes())
     except RecursionError:
-        raise CheckpointError(f"{path / COMMITTED} is damaged: it nests too deep") from None
+        raise CheckpointError(f"{path / COMMITTED} is damaged: it is nested too deeply") from None
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a committed checkpoint: no {COMMITTED}") from None
     except ValueError:
         raise CheckpointError(
-            f"{path / COMMITTED} is damaged: it is not as it was written"
+            f"{path / COMMITTED} is damaged: it changed after it was written"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path / COMMITTED} cannot be read: {error.strerror}") from None
 
 
 def load(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Fills the tensors of `state`, however they are sharded; returns what is not a tensor."""
+    """Fills the tensors of `state`, however they are sharded; returns everything that is not a
+    tensor."""
     with open_checkpoint(path) as checkpoint:
         fill(checkpoint, state)
         return checkpoint.run
@@ -262,7 +261,7 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
             saved, shard = checkpoint.tensors[name].shape, local_tensor(tensor)
             if saved != tuple(tensor.shape):
                 raise CheckpointError(
-                    f"{checkpoint.path} has {name} in shape {list(saved)}, and this run needs "
+                    f"{checkpoint.path} has {name} with shape {list(saved)}, but this run needs "
                     f"{list(tensor.shape)}"
                 )
             for job in checkpoint.jobs(name, shard, box_start(tensor)):
@@ -279,18 +278,19 @@ def fill(checkpoint: CheckpointReader, state: Mapping[str, Tensor]) -> None:
 
 def without(path: Path, missing: Sequence[str], what: str) -> str:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    out = ": `--skip_optimizer` starts a new one" if missing[0].startswith("optimizer.") else ""
+    is_state = missing[0].startswith("optimizer.")
+    out = ": `--skip_optimizer` starts with a new optimizer" if is_state else ""
     return f"{path} has no {missing[0]}{more}, which this {what} needs{out}"
 
 
 def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> None:
-    """Raises where weights would be left behind: the model would be another one."""
+    """Raises if saved weights would be left unused, since that would be a different model."""
     unused = [name for name in saved if name.startswith("model.") and name not in taken]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise CheckpointError(
-            f"{path} has {unused[0]}{more}, which the model of this config has no place for: "
-            "resume with the model that was saved, or start a new run from its weights "
+            f"{path} has {unused[0]}{more}, which the model in this config does not have: resume "
+            "with the model that was saved, or start a new run from its weights "
             "(checkpoint.initial_load_path)"
         )
 
@@ -298,12 +298,12 @@ def refuse_unused(path: Path, saved: Iterable[str], taken: Collection[str]) -> N
 def fill_local(
     checkpoint: CheckpointReader, state: Mapping[str, Tensor], rank: int, world_size: int
 ) -> None:
-    """Loads what a local save wrote: this rank's own tensors, and no other layout will do."""
+    """Loads what a local save wrote: this rank's own tensors, which require the same layout."""
     if checkpoint.index.world_size != world_size:
         raise CheckpointError(
             f"{checkpoint.path} was saved with checkpoint.type = local by "
-            f"{checkpoint.index.world_size} ranks, and here are {world_size}: only the same ranks "
-            f"in the same layout can read it; run on {checkpoint.index.world_size} again"
+            f"{checkpoint.index.world_size} ranks, but this run has {world_size}: it can only be "
+            f"read in the same layout; run on {checkpoint.index.world_size} ranks again"
         )
     shards = {local_name(name, rank): local_tensor(tensor) for name, tensor in state.items()}
     fill(checkpoint, {name: shard for name, shard in shards.items() if shard.numel()})
@@ -329,7 +329,7 @@ def open_file(path: Path, num_bytes: int) -> int:
     found = os.fstat(descriptor).st_size
     if found != num_bytes:
         os.close(descriptor)
-        raise CheckpointError(f"{path} is damaged: {found} bytes long, and not {num_bytes}")
+        raise CheckpointError(f"{path} is damaged: it has {found} bytes, not {num_bytes}")
     return descriptor
 
 
@@ -357,7 +357,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _on_device(device: torch.device, job: Callable[[], None]) -> None:
-    """Runs a job without gradients, on its device: both switches are each thread's own."""
+    """Runs a job without gradients and on its device: both settings are per thread."""
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         job()
 

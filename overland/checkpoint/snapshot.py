@@ -1,15 +1,15 @@
-"""A copy of a rank's tensors in host memory, taken while training goes on.
+"""A copy of a rank's tensors in host memory, taken while training continues.
 
-On a GPU a thread queues the copies on a stream of their own, into page-locked memory: they go at
-the speed of the link and hide behind the next forward and backward pass. Only what would overwrite
-the tensors, the update, waits for them (`wait_on_device`). They are plain copies, because a kernel
-on that stream would wait for its turn among training's own (measured: 30 in place of 55 GB/s).
-The memory is taken once, when the run starts, and used again.
+On a GPU a thread queues the copies on a separate stream, into pinned memory: they run at the speed
+of the link and overlap with the next forward and backward pass. Only the update, which would
+overwrite the tensors, waits for them (`wait_on_device`). They are plain copies, because a kernel on
+that stream would compete with training's own (measured: 30 instead of 55 GB/s).
 
-Whoever takes a snapshot names the tensors to test for values that are not finite. On a GPU the test
-is queued with training's own kernels, before the copy; tensors in host memory are tested in the
-copy, by the thread that writes it, and packed ones as they are unpacked. The loop waits for none of
-these.
+The memory is allocated once, when the run starts, and reused.
+
+The caller names the tensors to test for values that are not finite. On a GPU the test is queued
+with training's own kernels, before the copy; tensors in host memory are tested in the copy, by the
+thread that writes it, and packed ones when they are unpacked. The loop waits for none of these.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from overland.checkpoint.plan import Box, PackedTensor, SavePlan, State, local_t
 from overland.world.devices import available_memory
 
 ALIGNMENT = 64
-SPARE_SHARE = 0.1  # of the memory that is free, left for everything else
-# A device's queue takes about a thousand commands, and whoever adds one more is held up (measured:
-# 0.23 s in the loop). So copies are queued a few hundred at a time.
+SPARE_SHARE = 0.1  # of the free memory, left for everything else
+# A device's queue holds about a thousand commands, and adding one more blocks (measured: 0.23 s in
+# the loop). So copies are queued a few hundred at a time.
 COPIES_AT_ONCE = 256
 
 
@@ -50,12 +50,12 @@ class Snapshot:
         self._queued = threading.Event()
         self._queued.set()
         self._locked = False
-        # Locking 39 GB takes 10 s (measured), so a thread does it while the model compiles.
+        # Pinning 39 GB takes 10 s (measured), so a thread does it while the model compiles.
         self._locking = threading.Thread(target=self._lock, name="checkpoint-memory", daemon=True)
         self._locking.start()
 
     def take(self, state: State, tested: Collection[str] = ()) -> None:
-        """Starts to copy `state`, or copies it. `copy` must follow, in another thread."""
+        """Copies `state`, or on a GPU starts to; then `copy` must be called in another thread."""
         self._locking.join()
         self._tested = tested
         self._broken = set()
@@ -91,7 +91,7 @@ class Snapshot:
         self._copied.synchronize()
 
     def not_finite(self) -> list[str]:
-        """Returns which of the tested tensors hold values that are not finite; once all are
+        """Returns which of the tested tensors hold values that are not finite. Call it once all are
         written."""
         done = self._largest.names | self._unpacks.keys()
         in_host_memory = LargestValues(
@@ -100,12 +100,12 @@ class Snapshot:
             if box.name in self._tested and box.name not in done
             for room in rooms
         )
-        with torch.cuda.stream(self._stream):  # training's own stream is far ahead by now
+        with torch.cuda.stream(self._stream):  # training's own stream is far ahead
             found = self._largest.not_finite() + in_host_memory.not_finite()
         return sorted(self._broken & set(self._tested)) + found
 
     def wait_on_device(self) -> None:
-        """Makes what is queued on the device after this call run after the copy."""
+        """Makes everything queued on the device after this call wait for the copy."""
         self._queued.wait()
         if self._copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self._copied)
@@ -123,11 +123,11 @@ class Snapshot:
             self._locked = False
 
     def _make_rooms(self, state: State) -> None:
-        """Places for the tensors, in memory that is not touched yet."""
+        """Reserves places for the tensors, in memory that is not touched yet."""
         values = [_kept(state[box.name]) for box in self.boxes]
         size = sum(_aligned(tensor.nbytes) for kept in values for tensor in kept)
         region = mmap.mmap(-1, max(1, size))
-        with suppress(AttributeError, OSError):  # not every system has large pages
+        with suppress(AttributeError, OSError):  # not every system has huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(region, dtype=torch.uint8)
         self._number = {(box.name, box.start): i for i, box in enumerate(self.boxes)}
@@ -144,12 +144,12 @@ class Snapshot:
 
     def _lock(self) -> None:
         if self._stream is not None:
-            self._memory.zero_()  # on all cores, where locking would touch page after page on one
+            self._memory.zero_()  # touches the pages on all cores; pinning would do it on one
             with torch.cuda.device(self.device):
                 result = torch.cuda.cudart().cudaHostRegister(
                     self._memory.data_ptr(), self._memory.nbytes, 0
                 )
-            self._locked = int(result) == 0  # else copies are slower and no less right
+            self._locked = int(result) == 0  # otherwise copies are slower, but still correct
 
     def _queue_all(self) -> None:
         assert self._stream is not None
@@ -159,14 +159,15 @@ class Snapshot:
             for room, tensor in zip(rooms, _kept(self._state[box.name]), strict=True):
                 room.copy_(tensor, non_blocking=True)
                 queued += 1
-                if queued % COPIES_AT_ONCE == 0:  # the batch before this one must be done
+                if queued % COPIES_AT_ONCE == 0:  # the previous batch of copies must be done
                     if before is not None:
                         before.synchronize()
                     before = self._stream.record_event()
 
 
 class Direct:
-    """No copy: bytes are fetched block by block while training waits. For want of memory."""
+    """Used without a copy, for lack of memory: bytes are fetched block by block while training
+    waits."""
 
     def __init__(self) -> None:
         self._state: State = {}
@@ -200,7 +201,7 @@ class Direct:
 
 
 def _kept(value: Tensor | PackedTensor) -> list[Tensor]:
-    """The tensors that a value is kept in, on this rank."""
+    """Returns the tensors on this rank that hold a value."""
     return list(value.kept) if isinstance(value, PackedTensor) else [local_tensor(value).detach()]
 
 
@@ -212,8 +213,8 @@ def _bytes(
     end: int,
     broken: set[str],
 ) -> memoryview:
-    """Bytes of what is saved, from the tensors it is kept in. The name of a packed tensor that is
-    not finite is added to `broken`: only unpacked does it show."""
+    """Returns bytes of what is saved, from the tensors that hold it. A packed tensor that is not
+    finite is added to `broken`, since that shows only when it is unpacked."""
     first, last = begin // box.dtype.itemsize, end // box.dtype.itemsize
     if unpack is None:
         whole = kept[0].reshape(-1)[first:last].cpu()
@@ -234,16 +235,16 @@ def _aligned(num_bytes: int) -> int:
 
 
 def fits_in_memory(num_bytes: int, num_ranks: int) -> bool:
-    """Whether every rank of this machine can have so much."""
+    """Whether every rank of this machine can allocate that much memory."""
     return num_bytes * num_ranks <= available_memory() * (1 - SPARE_SHARE)
 
 
 class LargestValues:
-    """The largest absolute values of tensors, each with the name it is reported by.
+    """The largest absolute values of tensors, each with the name used to report it.
 
-    Such a value is not finite if any value of its tensor is not. Finding it takes one pass at the
-    speed of the memory and no extra memory worth mentioning. On a GPU the pass is queued when this
-    is made; only `not_finite` waits for it. Tensors of integers and empty ones are always finite.
+    The largest value is not finite if any value of its tensor is not. Finding it takes one pass at
+    memory speed and almost no extra memory. On a GPU the pass is queued on construction; only
+    `not_finite` waits for it. Integer tensors and empty ones are always finite.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -258,7 +259,7 @@ class LargestValues:
             self._values.append((names, torch.stack(torch._foreach_norm(some, math.inf))))
 
     def not_finite(self) -> list[str]:
-        """Names of the tensors with a value that is not finite; waits for the device."""
+        """Returns the names of tensors with a value that is not finite; waits for the device."""
         found: list[str] = []
         for names, values in self._values:
             bad = (~values.isfinite()).tolist()

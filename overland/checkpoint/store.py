@@ -1,18 +1,19 @@
-"""Saves a run's state, mostly while the run goes on.
+"""Saves a run's state, mostly in the background.
 
 1. The loop calls `save`: a snapshot of this rank's tensors is started (see snapshot.py), and the
-   loop goes on.
+   loop continues.
 2. A thread writes the snapshot to `.step_N.tmp/`, block by block with checksums, and syncs it.
-3. Rank 0 gathers everyone's checksums, writes the index and then COMMITTED, and renames the folder
-   to `step_N`. From this moment the checkpoint exists. `latest` is pointed at it. A state with
-   values that are not finite is kept as `step_N.nonfinite`, which nobody resumes, and nothing else
-   changes.
-4. Old checkpoints that nobody asked to keep are deleted. What else is made of checkpoints
-   (`then`) follows.
-5. `poll` tells the loop how it went. An error is told, and never ends the run.
+3. Rank 0 gathers the checksums of all ranks, writes the index and then COMMITTED, and renames the
+      folder to `step_N`. From this moment the checkpoint exists, and `latest` points to it. A state
+   with values that are not finite is kept as `step_N.nonfinite`, which is never resumed; nothing
+   else changes.
+4. Old checkpoints that the settings do not keep are deleted. Then anything that is derived from
+   checkpoints follows (`then`).
+5. `poll` tells the loop the outcome. An error is reported, and never ends the run.
 
-Two saves never overlap: the second waits for the first. A save may take as long as it needs, but it
-must move: if a rank has neither read nor written a byte for `stall_seconds`, all ranks give it up.
+Two saves never overlap: the second waits for the first. A save may take as long as it needs if it
+makes progress: if a rank has neither read nor written a byte for `stall_seconds`, all ranks abandon
+it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ from overland.files import Disk, Moved
 from overland.run_folder import LATEST, checkpoint_name
 from overland.world.heartbeat import Heartbeat, node_name
 
-# Ranks hear from each other every few seconds during a save, however long it takes. Only a rank
-# whose process is stopped is silent for longer, and the training itself notices that first.
+# During a save ranks communicate every few seconds, however long it takes. Only a rank whose
+# process is stopped is silent for longer, and training itself notices that first.
 TICK_SECONDS = 5.0
 PATIENCE = timedelta(minutes=30)
 PATIENT = 10.0  # × stall_seconds, for a save that training does not wait for
@@ -70,18 +71,18 @@ T = TypeVar("T")
 
 
 class Stalled(CheckpointError):
-    """A rank has moved no byte for too long. Raised on all ranks alike."""
+    """Raised on all ranks when one of them has neither read nor written a byte for too long."""
 
 
-# A full disk, a quota, a file system that stumbled: what a second try may not meet.
+# A full disk, a quota, a hiccup of the file system: errors that may be gone at a second attempt.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended. `seconds` from the call to the commit; `waited` is what the loop lost. An
-    error: there is no such checkpoint. A note: there is, but something about it went wrong. Names
-    that are not finite: the state is kept in `path`, but it is none to resume from."""
+    """How a save ended. `seconds` is the time from the call to the commit; `waited` is the time
+    that the loop lost. `error`: the checkpoint does not exist. `note`: it exists, but something
+    else went wrong. `not_finite`: the state is kept in `path`, but cannot be resumed."""
 
     path: Path
     seconds: float
@@ -93,12 +94,13 @@ class Outcome:
 
     @property
     def may_pass(self) -> bool:
-        """Whether the error may be gone in a while."""
+        """Whether the error may be temporary."""
         return any(os.strerror(number) in self.error for number in PASSING)
 
 
 class Store:
-    """The checkpoints of one run. Every rank has one, and all call it at the same steps."""
+    """The checkpoints of one run. Every rank has a store, and all of them call it at the same
+    steps."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class Store:
         return isinstance(self._snapshot, Snapshot)
 
     def prepare(self, state: State) -> None:
-        """Plans and takes memory, so that no save has to. All ranks together."""
+        """Plans and allocates memory, so that no save has to. Called by all ranks together."""
         state = self._named(state)
         if self._rank == 0:
             self.disk.make_folder(self.folder)
@@ -152,13 +154,13 @@ class Store:
         else:
             gigabytes = self._plan.num_bytes * self._local_ranks / 1e9
             self.notes.append(
-                f"host memory has no room for a copy of the state ({gigabytes:.0f} GB on this "
-                f"node), so training waits while checkpoints are written"
+                f"host memory is too small for a copy of the state ({gigabytes:.0f} GB on this "
+                f"node), so training will wait while checkpoints are written"
             )
 
     def _make_snapshot(self, plan: SavePlan, state: State) -> Snapshot | None:
-        """Makes one on all ranks or on none: one that waits for the disk would make all others
-        wait."""
+        """Allocates a snapshot on all ranks or on none: a rank that waits for the disk would make
+        all others wait."""
         snapshot = None
         if fits_in_memory(plan.num_bytes, self._local_ranks):
             with suppress(OSError):
@@ -180,8 +182,8 @@ class Store:
         validation_loss: float | None = None,
         tested: Collection[str] | None = None,
     ) -> None:
-        """Starts a save; `poll` or `finish` tell its outcome. `tested` names the tensors that must
-        be finite, which are all of them unless told otherwise."""
+        """Starts a save; `poll` or `finish` returns its outcome. `tested` names the tensors that
+        must be finite; by default, all of them."""
         started = time.monotonic()
         if self._plan is None:
             self.prepare(state)
@@ -208,17 +210,17 @@ class Store:
             self._write(*arguments)
 
     def give_up(self, step: int, error: str, preempt: bool = False) -> None:
-        """Notes a save that cannot be begun."""
+        """Records a save that could not be started."""
         self.wait()
         self.last = Outcome(self.folder / checkpoint_name(step, preempt), 0.0, 0.0, 0, error)
         self._outcomes.put(self.last)
 
     def wait_on_device(self) -> None:
-        """Must be called before anything overwrites the state; costs the host nothing."""
+        """Must be called before anything overwrites the state; the host does not wait."""
         self._snapshot.wait_on_device()
 
     def poll(self) -> list[Outcome]:
-        """The saves that ended since the last call."""
+        """Returns the saves that have ended since the last call."""
         return [self._outcomes.get() for _ in range(self._outcomes.qsize())]
 
     def wait(self) -> None:
@@ -228,7 +230,7 @@ class Store:
             self._writing = None
 
     def finish(self) -> list[Outcome]:
-        """Waits for a save that is under way."""
+        """Waits for a save in progress; returns the saves that have ended since the last call."""
         self.wait()
         return self.poll()
 
@@ -252,19 +254,20 @@ class Store:
         started: float,
         waited: float | None = None,
     ) -> None:
-        """`waited`: what the loop has lost; without it, the loop waits for all of this."""
+        """Writes the snapshot. `waited`: the time that the loop has lost; if None, the loop is
+        waiting for this call."""
         beside, error, note = self.folder / f".{name}.tmp", "", ""
         not_finite: list[str] = []
 
         def write(moved: Moved) -> tuple[str, list[str], list[Written]]:
             try:
-                self.pulse.wait()  # for the device, if this is a copy
+                self.pulse.wait()  # for the device, if there is a copy
                 self._snapshot.copy()
                 moved(0)
                 written = write_files(
                     beside, plan.files, self._snapshot.read, self.disk, moved=moved
                 )
-                self.pulse.wait()  # for the device, or this processor
+                self.pulse.wait()  # for the device or the CPU
                 return "", self._snapshot.not_finite(), written
             except Exception as problem:
                 return f"rank {self._rank}: {sentence(problem)}", [], []
@@ -284,7 +287,7 @@ class Store:
             reports = gather(self.together(write), self.group)
             error, not_finite, note = self.together(conclude)
             error, not_finite = broadcast((error, not_finite), self.group)
-        except (Stalled, RuntimeError) as problem:  # or the group has failed
+        except (Stalled, RuntimeError) as problem:  # RuntimeError: the process group failed
             error = sentence(problem)
         finally:
             self.pulse.end()
@@ -297,14 +300,15 @@ class Store:
         self._outcomes.put(self.last)
 
     def together(self, work: Callable[[Moved], T]) -> T:
-        """Does `work` on every rank, in a thread of its own; returns when all ranks are through.
-        Stalled if one of them moves no byte for too long; its thread is then left to itself."""
+        """Does `work` on every rank, in a separate thread; returns when all ranks are done. Raises
+        Stalled if one of them neither reads nor writes for too long; its thread is then
+        abandoned."""
         done, results, errors = threading.Event(), [], []
         is_given_up = False
 
         def moved(num_bytes: int) -> None:
             if is_given_up:
-                raise CheckpointError("this save was given up")
+                raise CheckpointError("this save was abandoned")
             self.pulse.moved(num_bytes)
 
         def run() -> None:
@@ -331,7 +335,7 @@ class Store:
         return results[0]
 
     def _others_work(self, is_done: bool) -> bool:
-        """Whether any rank is still at it. All ranks call this every few seconds."""
+        """Whether any rank is still working. All ranks call this every few seconds."""
         quiet = 0.0 if is_done else self.pulse.quiet_seconds
         is_urgent = self._is_waited_for and not self._is_watched  # a supervisor can do more
         limit = self._stall_seconds * (1.0 if is_urgent else PATIENT)
@@ -345,7 +349,7 @@ class Store:
         return bool(unfinished)
 
     def _greatest(self, *values: float) -> list[float]:
-        """Returns the greatest of all ranks' values, one by one."""
+        """Returns the elementwise maximum of all ranks' values."""
         if self.group is None:
             return list(values)
         together = torch.tensor(values, dtype=torch.float64)
@@ -362,7 +366,8 @@ class Store:
         written: list[list[Written]],
         moved: Moved,
     ) -> str:
-        """Rank 0 only. Whatever goes wrong here leaves the earlier checkpoints as they are."""
+        """Commits the save, on rank 0 only. Whatever goes wrong here leaves earlier checkpoints
+        unchanged."""
         beside, path = self.folder / f".{name}.tmp", self.folder / name
         try:
             kind = self.settings.type
@@ -372,11 +377,11 @@ class Store:
                 write_full(beside, index, about, self.settings.full_format, self.disk, moved)
             else:
                 commit(beside, index, about, self.disk)
-            moved(0)  # the last moment to give it up
+            moved(0)  # the last chance to abandon it
             if about.get("not_finite"):
                 path = broken(path)
-                self.disk.remove_folder(path)  # of an earlier attempt that went the same way
-            elif path.exists():  # damaged, or of a run that went another way from here
+                self.disk.remove_folder(path)  # from an earlier attempt that ended the same way
+            elif path.exists():  # damaged, or from before the run went back to an earlier step
                 set_aside(path, self.disk)
             self.disk.rename(beside, path)
         except Exception as problem:
@@ -384,19 +389,19 @@ class Store:
         return ""
 
     def _tidy_up(self, name: str, error: str, is_good: bool, moved: Moved) -> str:
-        """Rank 0 only, once the new checkpoint is safe, or is known not to be."""
+        """Cleans up, on rank 0 only, once the new checkpoint is safe or has failed."""
         try:
-            if error:  # on a full disk, the room is needed
+            if error:  # on a full disk, the space is needed
                 self.disk.remove_folder(self.folder / f".{name}.tmp")
                 return ""
-            if not is_good:  # what is there is better
+            if not is_good:  # the existing checkpoints are better
                 return ""
             self.disk.point(self.folder / LATEST, name)
             for old in superfluous(list_checkpoints(self.folder), self.settings, name):
                 delete(old.path, self.disk)
                 moved(0)
-        except Exception as problem:  # the other ranks wait for word from this one
-            return f"{LATEST} or an older checkpoint could not be put right: {sentence(problem)}"
+        except Exception as problem:  # the other ranks wait for this one
+            return f"updating {LATEST} or deleting an old checkpoint failed: {sentence(problem)}"
         try:
             for call in self.then:
                 call(self.folder / name, moved)

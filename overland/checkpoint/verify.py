@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint and says what is wrong with it."""
+"""Reads every byte of a checkpoint and reports what is wrong with it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _WRITER = re.compile(r"rank_(\d{5})")
 _STREAM = re.compile(r"(?:rank_\d{5}/)?rng\.(\d+)\.")
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes verified since the last call; from several threads."""
+"""Called with the number of bytes verified since the last call, from several threads."""
 
 
 def verify(path: Path, progress: Progress = lambda _: None) -> list[str]:
-    """Returns what is wrong, a sentence each; nothing, if all of it is as it was committed."""
+    """Returns the problems, one sentence each; none if everything is as it was committed."""
     try:
         checkpoint = open_checkpoint(path)
     except CheckpointError as error:
@@ -56,27 +56,28 @@ def verify(path: Path, progress: Progress = lambda _: None) -> list[str]:
     with checkpoint, ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as pool:
         found = [*_unknown_files(checkpoint), *_contradictions(checkpoint)]
         impossible = list(_gaps(checkpoint))
-        if impossible:  # then there is no telling which bytes to read
+        if impossible:  # then it is unknown which bytes to read
             return [*found, *impossible]
         found += _other_headers(checkpoint)
         found += pool.map(problem_of, [*_headers(checkpoint), *_pieces(checkpoint)])
-    return list(dict.fromkeys(text for text in found if text))  # a missing file is told once
+    return list(dict.fromkeys(text for text in found if text))  # report a missing file only once
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoint that `path` is, or those of the run or folder that it is, oldest first."""
+    """Returns `path` if it is a checkpoint, otherwise those in the run or folder there, oldest
+    first."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not there, or is no folder")
+        raise CheckpointError(f"{path} does not exist or is not a folder")
     if any((path / name).exists() for name in (COMMITTED, INDEX)):
         return [path]
     for pattern in ("step_*", "*/step_*"):
         if found := sorted(path.glob(pattern), key=_by_step):
             return found
-    raise CheckpointError(f"{path} is neither a checkpoint nor a folder that holds any")
+    raise CheckpointError(f"{path} is neither a checkpoint nor a folder of checkpoints")
 
 
 def total_bytes(path: Path) -> int:
-    """Returns how much there is to verify; nothing, if the checkpoint cannot even be opened."""
+    """Returns the number of bytes to verify; 0 if the checkpoint cannot even be opened."""
     try:
         with open_checkpoint(path) as checkpoint:
             return sum(info.num_bytes for info in checkpoint.index.files.values())
@@ -92,7 +93,9 @@ def _headers(checkpoint: CheckpointReader) -> Iterator[Callable[[], int]]:
         ) -> int:
             data = checkpoint.read_raw(file, 0, size)
             if checksum(memoryview(data.numpy().data)) != right:
-                raise CheckpointError(f"{checkpoint.path / file} is damaged: its header is another")
+                raise CheckpointError(
+                    f"{checkpoint.path / file} is damaged: its header has changed"
+                )
             return size
 
         yield job
@@ -135,7 +138,7 @@ def _unknown_files(checkpoint: CheckpointReader) -> Iterator[str]:
 
 
 def _gaps(checkpoint: CheckpointReader) -> Iterator[str]:
-    """A tensor whose parts do not add up to it, or lie where they cannot."""
+    """Yields tensors whose parts do not add up to the whole, or lie outside tensor or file."""
     for name, entry in checkpoint.tensors.items():
         try:
             checkpoint.check_parts(name)
@@ -143,26 +146,26 @@ def _gaps(checkpoint: CheckpointReader) -> Iterator[str]:
             yield str(error)
             continue
         if not is_tiled_by(entry.shape, [(part.start, part.shape) for part in entry.parts]):
-            yield f"{checkpoint.path}: the parts of {name} do not make up the whole"
+            yield f"{checkpoint.path}: the parts of {name} do not add up to the whole tensor"
 
 
 def _contradictions(checkpoint: CheckpointReader) -> Iterator[str]:
-    """Yields what marker, index and files contradict each other about: an edit that made
-    the checksums right again does not make these agree."""
+    """Yields contradictions between marker, index and files: an edit that recomputed the checksums
+    does not make these agree."""
     index, where = checkpoint.index, checkpoint.path / INDEX
     marked, ranks = checkpoint.about["step"], index.world_size
     progress = checkpoint.run.get("progress")
     if isinstance(progress, dict) and progress.get("step", marked) != marked:
-        yield f"{where} is of step {progress['step']!s:.50}, and {COMMITTED} of step {marked}"
+        yield f"{where} is for step {progress['step']!s:.50}, but {COMMITTED} for step {marked}"
     if index.kind not in ("shard", "full", "local"):
-        yield f"{where} is of type {index.kind!r:.50}, which is not known"
+        yield f"{where} has the unknown type {index.kind!r:.50}"
     writers = {int(found[1]) for file in index.files if (found := _WRITER.match(file))}
     if writers and max(writers) >= (1 if index.kind == "full" else ranks):
-        yield f"{where} is of {ranks} ranks, and has a file of rank {max(writers)}"
+        yield f"{where} is for {ranks} ranks, but lists a file of rank {max(writers)}"
     streams = {int(found[1]) for name in index.tensors if (found := _STREAM.match(name))}
     if streams and streams != set(range(ranks)):
-        yield f"{where} is of {ranks} ranks, and has the random streams of {len(streams)}"
-    converted = index.kind == "full" and ranks == 1  # it keeps the layout of the run it came from
+        yield f"{where} is for {ranks} ranks, but has the random streams of {len(streams)}"
+    converted = index.kind == "full" and ranks == 1  # it keeps the layout of the original run
     layout = checkpoint.run.get("layout")
     if isinstance(layout, dict) and not converted:
         yield from _other_layout(checkpoint, layout)
@@ -173,20 +176,21 @@ def _other_layout(checkpoint: CheckpointReader, layout: dict[str, Any]) -> Itera
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     shown = ", ".join(f"{axis} {layout.get(axis)!s:.50}" for axis in axes)
     if any(type(layout.get(axis)) is not int for axis in axes):
-        yield f"{where} has no layout of numbers: {shown}"
+        yield f"{where} has a layout with values that are not numbers: {shown}"
         return
     if math.prod(layout[axis] for axis in axes) != index.world_size:
-        yield f"{where} is of {index.world_size} ranks, and its layout is of others: {shown}"
+        yield f"{where} is for {index.world_size} ranks, which its layout does not match: {shown}"
     most = layout["dp_shard"] * layout["cp"] * layout["tp"]
     for name, entry in checkpoint.tensors.items():
         if index.kind == "shard" and len(entry.parts) > most:
             count = len(entry.parts)
-            yield f"{where} has {name} in {count} parts, more than its layout makes: {shown}"
+            yield f"{where} has {name} in {count} parts, more than its layout allows: {shown}"
             return
 
 
 def _other_headers(checkpoint: CheckpointReader) -> Iterator[str]:
-    """Yields what headers contradict: every file of tensors says itself which parts it holds."""
+    """Yields contradictions between index and headers: every file of tensors lists its own
+    parts."""
     in_index: dict[str, dict[str, Any]] = {
         file: {} for file in checkpoint.index.files if file.endswith(".safetensors")
     }
@@ -217,6 +221,6 @@ def _other_headers(checkpoint: CheckpointReader) -> Iterator[str]:
             name for name in expected if expected[name] != found[name]
         ]:
             yield (
-                f"{checkpoint.path / file} does not hold what {INDEX} says of it: {wrong[0]} is "
-                "another one in its header"
+                f"{checkpoint.path / file} does not hold what {INDEX} lists: {wrong[0]} differs in "
+                "its header"
             )

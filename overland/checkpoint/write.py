@@ -1,4 +1,4 @@
-"""Writes one rank's files: each block is checksummed and written by one of a few threads."""
+"""Writes one rank's files: several threads checksum and write the blocks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from overland.files import Disk, Moved, ignore
 from overland.run_folder import COMMITTED
 
 NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
-# What is written between two signs of progress: a block would take long on a slow disk that a
-# node's ranks share.
+# Bytes written between two signs of progress: a whole block takes too long on a slow disk that the
+# ranks of a node share.
 PIECE = 2**22
-# The kernel may keep tens of GB to itself, and one sync at the end would then last for minutes
-# without a sign of progress. So files are synced whenever this much was written to them. On an
-# H200's machine, 16 GB in 4 files: 2.5 GB/s without, 2.2 with 64 MiB, 2.4 with 256, 2.5 with 512.
+# The kernel may buffer tens of GB, and a single sync at the end would then take minutes without a
+# sign of progress. So files are synced whenever this much has been written. On a machine with an
+# H200, 16 GB in 4 files: 2.5 GB/s without, 2.2 with 64 MiB, 2.4 with 256, 2.5 with 512.
 SYNC_BYTES = 2**29
 
 Bytes = Callable[[Box, int, int], memoryview]
@@ -44,7 +44,7 @@ Bytes = Callable[[Box, int, int], memoryview]
 
 
 class Written(NamedTuple):
-    """A file as it turned out: its header's length and checksum, and the checksums of its boxes."""
+    """A written file: length and checksum of its header, and the checksums of its boxes."""
 
     header: int
     header_checksum: int
@@ -59,7 +59,7 @@ def write_files(
     num_threads: int = NUM_THREADS,
     moved: Moved = ignore,
 ) -> list[Written]:
-    """Writes and syncs the files."""
+    """Writes and syncs the files; returns their checksums."""
     disk.make_folder(folder)
     written = [
         Written(
@@ -77,7 +77,7 @@ def write_files(
         jobs: list[Callable[[], None]] = []
         for file, target in zip(files, opened, strict=True):
             jobs.append(partial(target.write, memoryview(file.header), 0))
-        # The files take turns, so that threads seldom wait for one another's file.
+        # The files take turns, so that threads rarely wait for the same file.
         for i, number, box, offset in _in_turns(files):
             for block in range(num_blocks(box.num_bytes)):
                 sums = written[i].sums[number]
@@ -94,8 +94,8 @@ def write_files(
 
 
 def in_threads(jobs: Iterable[Callable[[], None]], num_threads: int, name: str) -> None:
-    """Does all jobs; the first error ends the rest. The threads are daemons: one that hangs in a
-    file system must not keep the process from ending."""
+    """Runs all jobs; the first error cancels the rest. The threads are daemons, so that one that
+    hangs in a file system cannot keep the process alive."""
     left, errors = deque(jobs), deque[BaseException]()
 
     def work() -> None:
@@ -134,7 +134,7 @@ class _Open:
             piece = data[begin : begin + PIECE]
             self._disk.write_at(self.descriptor, piece, offset + begin, self._path)
             self._moved(len(piece))
-        # Send it to the disk at once: the kernel alone would let a tenth of all memory fill up.
+        # Start writing to disk now: the kernel would otherwise let a tenth of all memory fill up.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
         with self._lock:
@@ -151,7 +151,7 @@ class _Open:
 
 
 def _in_turns(files: list[FilePlan]) -> Iterable[tuple[int, int, Box, int]]:
-    """(file, number of the box in it, box, the box's offset), one of each file in turn."""
+    """Yields (file, number of the box in it, box, offset of the box), from each file in turn."""
     queues = []
     for i, file in enumerate(files):
         placed = enumerate(_placed(file.boxes, len(file.header)))
@@ -161,7 +161,7 @@ def _in_turns(files: list[FilePlan]) -> Iterable[tuple[int, int, Box, int]]:
 
 
 def _placed(boxes: list[Box], start: int) -> Iterator[tuple[Box, int]]:
-    """Boxes and where each begins in its file, the first at `start`."""
+    """Yields boxes and their offsets in the file; the first is at `start`."""
     for box in boxes:
         yield box, start
         start += box.num_bytes
@@ -182,7 +182,7 @@ def build_index(
     written: list[list[Written]],
     run: dict[str, Any],
 ) -> Index:
-    """The index of files that lie written, from everyone's plans and checksums."""
+    """Builds the index of the written files from the plans and checksums of all ranks."""
     tensors: dict[str, TensorEntry] = {}
     infos: dict[str, FileInfo] = {}
     for files, done in zip(files_of_ranks, written, strict=True):
@@ -216,7 +216,7 @@ def write_whole_tensors(
     world_size: int = 1,
     moved: Moved = ignore,
 ) -> None:
-    """Writes a committed checkpoint of whole tensors, each asked for in its turn and held alone."""
+    """Writes a committed checkpoint of whole tensors, loading one at a time."""
     disk = disk or Disk()
     listed = list(tensors)
     boxes = [Box(name, dtype, shape, (0,) * len(shape), shape) for name, dtype, shape, _ in listed]
@@ -233,7 +233,7 @@ def write_whole_tensors(
     written = write_files(folder, files, read, disk, num_threads=1, moved=moved)
     missing = [box for box in boxes if not box.num_bytes]
     index = build_index("full", [files], [written], run)
-    index.world_size = world_size  # of the run: its random streams are in here, too
+    index.world_size = world_size  # of the run, since its random streams are included
     index.tensors |= {box.name: TensorEntry(box.dtype, box.whole) for box in missing}
     commit(folder, index, about, disk)
 

@@ -227,7 +227,7 @@ def test_without_memory_for_a_copy_training_waits_and_is_told_so(
     store.save(1, some_state(1), {"progress": {"step": 1}})
     (outcome,) = store.poll()
     assert not outcome.error
-    assert "training waits while checkpoints are written" in store.notes[0]
+    assert "training will wait while checkpoints are written" in store.notes[0]
     loads_as(tmp_path, 1)
 
 
@@ -471,7 +471,7 @@ def test_a_quota_is_named_before_the_first_save(
     store.prepare({"model.w": torch.ones(1_000_000)})
     store.close()
     assert len(store.notes) == (code == errno.EDQUOT)
-    assert all("(a quota?): saves will fail" in one for one in store.notes)
+    assert all("(is there a quota?): saves will fail" in one for one in store.notes)
 
 
 def test_room_is_set_aside_and_given_back(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_room_is_set_aside_and_given_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("room", "note"),
-    [(0.9, "and a checkpoint needs"), (2.5, "lower checkpoint.keep_latest_k = 3"), (4.5, "")],
+    [(0.9, "but a checkpoint needs"), (2.5, "lower checkpoint.keep_latest_k = 3"), (4.5, "")],
 )
 def test_a_disk_without_room_is_named_before_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: float, note: str

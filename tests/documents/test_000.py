@@ -242,9 +242,9 @@ def of_a_larger_model(files: Path) -> None:
     ("change", "says"),
     [
         (without_optimizer, "has no optimizer.vit.embeddings.cls_token.exp_avg and .*optimizer`"),
-        (at_a_step_that_is_no_number, "gives 'x' as its step"),
-        (at_a_step_below_zero, "gives -3 as its step"),
-        (of_a_larger_model, "has model.vit.encoder.layer.2.weight, which the model of this config"),
+        (at_a_step_that_is_no_number, "has step 'x', expected"),
+        (at_a_step_below_zero, "has step -3, expected"),
+        (of_a_larger_model, "has model.vit.encoder.layer.2.weight, which the model in this config"),
     ],
 )
 def test_half_of_the_four_files_is_refused_and_leaves_nothing_behind(

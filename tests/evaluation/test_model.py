@@ -109,7 +109,7 @@ def test_a_relative_path_inside_the_run_is_found(
 @pytest.mark.parametrize("name", ["nothing_there", "checkpoint", "checkpoint/step_99", "logs"])
 def test_a_folder_that_is_no_checkpoint_is_named(run: Path, name: str) -> None:
     with pytest.raises(
-        CheckpointError, match=f"{name} (does not exist|is no checkpoint of a known)"
+        CheckpointError, match=f"{name} (does not exist|is not a checkpoint in a known)"
     ):
         open_model(run / name)
 

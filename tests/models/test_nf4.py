@@ -145,7 +145,7 @@ def test_a_run_beside_4_bits_goes_on_generates_and_is_not_merged(
     tokens_BS = torch.arange(24).view(2, 12)
     with torch.no_grad():
         assert torch.allclose(model(tokens_BS), same(tokens_BS), rtol=0, atol=1e-5)
-    with pytest.raises(CheckpointError, match="trained beside weights in 4 bits"):
+    with pytest.raises(CheckpointError, match="was trained on 4-bit weights"):
         convert(tmp_path / "two", tmp_path / "merged", "hf", merge_lora=True)
 
 

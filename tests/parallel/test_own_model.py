@@ -265,7 +265,7 @@ def test_a_model_is_not_exported_as_the_plain_one_that_it_inherits_from(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = saved_run(ranks, tmp_path / "run", "own")
-    with pytest.raises(CheckpointError, match=r"OwnConfig.*has no to_hf\(\) of its own"):
+    with pytest.raises(CheckpointError, match=r"OwnConfig.*does not define to_hf\(\)"):
         convert(run, tmp_path / "hf", "hf")
     (tmp_path / "config.json").write_text(json.dumps(NamedConfig(**SIZES).to_hf()))
     convert(run, tmp_path / "hf", "hf", config=tmp_path / "config.json")

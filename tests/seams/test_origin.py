@@ -98,7 +98,7 @@ def test_an_export_is_whole_and_a_changed_origin_is_found(
 
     moved = tmp_path / "moved"
     base.rename(moved)
-    with pytest.raises(CheckpointError, match=r"does not exist\. Put them back"):
+    with pytest.raises(CheckpointError, match=r"does not exist\. Restore them"):
         convert(tmp_path / "run", tmp_path / "hf2", to="hf")
     assert ranks.run(1, curve, job(tmp_path / "run", moved, 3))[0]  # it was told where they are
     shutil.copytree(moved, base)
@@ -106,7 +106,7 @@ def test_an_export_is_whole_and_a_changed_origin_is_found(
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     step = tmp_path / "run" / "checkpoint" / "step_2"
-    with pytest.raises(CheckpointError, match="has other contents"):
+    with pytest.raises(CheckpointError, match="has different contents"):
         convert(step, tmp_path / "hf3", to="hf")
 
 
@@ -125,7 +125,7 @@ def test_check_knows_what_a_checkpoint_leaves_out(
     assert rehearsed(config(4, 2)) == ""
     assert "but this model needs [3, 32]" in rehearsed(config(4, 3))
     base.rename(tmp_path / "moved")
-    assert "frozen tensors, which were read from" in rehearsed(config(4, 2))
+    assert "frozen tensors that were loaded from" in rehearsed(config(4, 2))
 
 
 def test_adapters_alone_are_saved(ranks: RankPool, tmp_path: Path, base: Path) -> None:

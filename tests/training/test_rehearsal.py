@@ -387,5 +387,5 @@ def test_check_notes_a_disk_without_room_for_the_checkpoints(
     config = tiny_job(tmp_path / "run", training=TRAIN, checkpoint={"enable": True})
     notes = require_start(Loaded(config, [], "run.toml"))
     assert [
-        note.key for note in notes if "1.0 kB free, and a checkpoint needs" in note.message
+        note.key for note in notes if "1.0 kB free, but a checkpoint needs" in note.message
     ] == ["job.dump_folder"]

@@ -216,7 +216,7 @@ def test_a_local_checkpoint_wants_its_own_ranks(ranks: RankPool, tmp_path: Path)
     assert "none of the 1 checkpoints" in error
     path = str(tmp_path / "checkpoint" / "step_3")
     error = ranks.run(1, refusal, job(tmp_path, checkpoint={**how, "resume": path}))[0]
-    assert "by 2 ranks, and here are 1: only the same ranks" in error
+    assert "by 2 ranks, but this run has 1: it can only be read in the same" in error
 
 
 def refusal(world: World, config: JobConfig) -> str:
@@ -310,7 +310,7 @@ def test_a_copy_under_another_steps_name_is_passed_over(ranks: RankPool, tmp_pat
     shutil.copytree(folder / "step_3", folder / "step_30")
     step, said = ranks.run(1, start, job(tmp_path))[0]
     assert step == 6
-    assert any("step_30 holds step 3, whatever its name says" in line for line in said)
+    assert any("step_30 holds step 3, which its name contradicts" in line for line in said)
 
 
 def test_a_folder_that_was_never_committed_is_named(ranks: RankPool, tmp_path: Path) -> None:

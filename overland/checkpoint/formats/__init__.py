@@ -1,6 +1,7 @@
-"""Checkpoints of other programs, and of ours, read and written. See docs/convert.md.
+"""Reads and writes checkpoints of other programs and our own. See docs/convert.md.
 
-Here are the formats by name, and which of them a path is. A new format is a module and a line here.
+This file lists the formats by name and detects the format of a path. A new format needs a module
+and a line here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["FORMATS", "TARGETS", "LazyCheckpoint", "Options", "open_any"]
 
 @dataclass(frozen=True)
 class Format:
-    """`weights_only`: it has no place for an optimizer. `is_file`: one file, not a folder."""
+    """`weights_only`: the format cannot store an optimizer. `is_file`: one file, not a folder."""
 
     detect: Callable[[Path], bool]
     open: Callable[[Path, Config], LazyCheckpoint]
@@ -55,15 +56,15 @@ FORMATS = {
 TARGETS = [name for name, one in FORMATS.items() if one.write is not None]
 
 
-# Files can hold anything: a list where a dict should be, a key that is not there.
+# Files can hold anything: a list instead of a dict, a missing key.
 _NOT_AS_IT_SHOULD_BE = (
     KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError, OverflowError,
 )  # fmt: skip
 
 
 def open_any(path: str | Path, config: Config = None, whole: bool = True) -> LazyCheckpoint:
-    """A checkpoint of whatever format. `config`: a config.json's contents, where it has none. Not
-    `whole`: without frozen weights that it leaves out."""
+    """Opens a checkpoint of any format. `config`: the contents of a config.json, if the checkpoint
+    has none. `whole`: whether to add frozen weights that it leaves out."""
     path = Path(path).expanduser()
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -74,11 +75,11 @@ def open_any(path: str | Path, config: Config = None, whole: bool = True) -> Laz
                 return complete(opened) if whole else opened
             except _NOT_AS_IT_SHOULD_BE as error:
                 raise CheckpointError(
-                    f"{path} looks like a {name} checkpoint, but what is in it does not fit "
-                    f"together: {type(error).__name__} {error!s:.100}"
+                    f"{path} looks like a {name} checkpoint, but its contents are inconsistent: "
+                    f"{type(error).__name__} {error!s:.100}"
                 ) from error
     raise CheckpointError(
-        f"{path} is no checkpoint of a known format. Known: a run folder or one of its step_N; a "
-        "Hugging Face folder; a DCP folder with .metadata; a Meta folder with params.json; a "
+        f"{path} is not a checkpoint in a known format. Known: a run folder or one of its step_N; "
+        "a Hugging Face folder; a DCP folder with .metadata; a Meta folder with params.json; a "
         "DeepSpeed folder; a PEFT adapter; model_state_dict.pt; a .safetensors or .pt file"
     )

@@ -1,8 +1,8 @@
-"""A checkpoint of any format, as all readers give it and all writers take it.
+"""A checkpoint of any format: the type that all readers return and all writers accept.
 
-Its tensors have the names of a run's own state and are read one by one: `model.<Hugging Face
-name>`, `optimizer.<name>.<state>` (of AdamW: exp_avg and exp_avg_sq), `optimizer.num_updates`.
-Whatever else a file holds keeps the name it has there.
+Its tensors are read one by one and named like a run's own state: `model.<Hugging Face name>`,
+`optimizer.<name>.<state>` (for AdamW: exp_avg and exp_avg_sq), `optimizer.num_updates`. Everything
+else in a file keeps its name.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from overland.errors import CheckpointError
 from overland.files import leads_out, new_file, read_json, sync
 
 Config = dict[str, Any] | None
-"""The contents of a config.json, where there is one."""
+"""The contents of a config.json, if there is one."""
 
 MODEL, OPTIMIZER, NUM_UPDATES = "model.", "optimizer.", "optimizer.num_updates"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state, as torch and DeepSpeed name it
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
 
-# What lies beside weights and belongs to them.
+# Files next to weights that belong to them.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,11 +47,11 @@ COMPANIONS = (
 
 @dataclass
 class LazyCheckpoint:
-    """What readers give and writers take. `extras`: step, batch, tokens, best_validation_loss,
-    learning rates and `param_groups` (torch's, with parameter names) where the format has them.
-    `config`: a config.json's contents. `companions`: tokenizer and generation config. `adapter`: an
-    adapter_config.json's contents, where there are adapters. `left_out`: weights that are needed
-    and are elsewhere."""
+    """What readers return and writers accept. `extras`: step, batch, tokens, best_validation_loss,
+    learning rates and `param_groups` (torch's, with parameter names) if the format has them.
+    `config`: the contents of a config.json. `companions`: tokenizer and generation config.
+    `adapter`: the contents of an adapter_config.json, if there are adapters. `left_out`: weights
+    that are needed but stored elsewhere."""
 
     format: str
     folder: Path
@@ -64,19 +64,19 @@ class LazyCheckpoint:
 
     @property
     def own_model(self) -> str | None:
-        """The config class of a run's model, if it is one that a user registered."""
+        """The config class of a run's model, if a user registered it."""
         name: str | None = (self.extras.get("run") or {}).get("own_model")
         return name
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """Returns the whole tensor, on the CPU."""
         return self.tensors[name].load()
 
     def read_slice(self, name: str, slices: Slices) -> Tensor:
         return self.tensors[name].load_slice(slices)
 
     def weights(self) -> dict[str, Lazy]:
-        """The model's tensors by their Hugging Face names."""
+        """Returns the model's tensors by their Hugging Face names."""
         return {
             name.removeprefix(MODEL): lazy
             for name, lazy in self.tensors.items()
@@ -84,7 +84,7 @@ class LazyCheckpoint:
         }
 
     def states(self) -> Iterator[tuple[str, str, Lazy]]:
-        """Yields what an optimizer has kept: (parameter, name of the state, tensor)."""
+        """Yields the optimizer state: (parameter, name of the state, tensor)."""
         for name, lazy in self.tensors.items():
             if (state := split_state(name, self.tensors)) is not None:
                 yield *state, lazy
@@ -94,15 +94,15 @@ class LazyCheckpoint:
 
 
 def split_state(name: str, tensors: Container[str]) -> tuple[str, str] | None:
-    """`optimizer.<parameter>.<state>` taken apart, if the parameter is one of the model's."""
+    """Splits `optimizer.<parameter>.<state>`; None if there is no such parameter in the model."""
     parameter, _, kind = name.removeprefix(OPTIMIZER).rpartition(".")
     is_state = name.startswith(OPTIMIZER) and (MODEL + parameter in tensors or kind in MOMENTS)
     return (parameter, kind) if is_state else None
 
 
 def num_updates(steps: list[float]) -> dict[str, Lazy]:
-    """The optimizer's count of updates as an entry; Overland has one, other formats one per
-    parameter, which differ only for those that were frozen for a time."""
+    """Returns the optimizer's count of updates as an entry. Overland has one; other formats have
+    one per parameter, which differ only for parameters that were frozen for a time."""
     if not steps:
         return {}
     return {NUM_UPDATES: held(torch.tensor(float(max(steps)), dtype=torch.float32))}
@@ -116,12 +116,12 @@ def companions_in(folder: Path) -> list[Path]:
 
 
 def refuse_link_out(path: Path) -> None:
-    """Refuses a link out of its folder: what is copied beside weights must be a file of their
-    folder: a folder that came from others could name any file of this machine by a link."""
+    """Raises for a link that leads out of its folder. Only files of the folder itself may be copied
+    with the weights: a folder from somebody else could link to any file on this machine."""
     if leads_out(path, path.parent):
         raise CheckpointError(
-            f"{path} is a link out of its folder, to {path.resolve()}: put a copy in its place if "
-            "it belongs there, or remove it"
+            f"{path} is a link that leads out of its folder, to {path.resolve()}: replace it with "
+            "a copy if it belongs there, or remove it"
         )
 
 
@@ -136,7 +136,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def config_near(*folders: Path) -> Config:
-    """config.json of the first folder that has one."""
+    """Returns the config.json of the first folder that has one."""
     for folder in folders:
         if (folder / "config.json").is_file():
             refuse_link_out(folder / "config.json")
@@ -146,8 +146,8 @@ def config_near(*folders: Path) -> Config:
 
 @dataclass(frozen=True)
 class Options:
-    """What can be chosen about a target. `names` and `key_prefix` are for DCP; `partial`: tensors
-    were left out on purpose."""
+    """Options of the target format. `names` and `key_prefix` are for DCP; `partial`: tensors were
+    left out on purpose."""
 
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     names: str = "hf"
@@ -156,8 +156,8 @@ class Options:
 
 
 def split_by_size(tensors: Mapping[str, Lazy], max_bytes: int) -> list[dict[str, Lazy]]:
-    """Splits tensors, in order, as many into each file as fit; a tensor that is larger gets a file
-    of its own."""
+    """Splits tensors, in order, into files of at most `max_bytes`; a larger tensor gets its own
+    file."""
     shards: list[dict[str, Lazy]] = [{}]
     size = 0
     for name, lazy in tensors.items():
@@ -184,8 +184,8 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 def write_companions(
     config: dict[str, Any] | None, companions: Iterable[Path], folder: Path
 ) -> None:
-    """config.json and tokenizer beside weights of a format that has no place for them: so that
-    the folder still says what it holds."""
+    """Writes config.json and tokenizer next to weights in a format that cannot store them, so that
+    the folder still describes its model."""
     if config is not None:
         write_json(folder / "config.json", config)
     copy_files(companions, folder)

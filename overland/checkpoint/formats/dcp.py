@@ -1,8 +1,8 @@
-"""Plain torch.distributed.checkpoint folders, read and written, as `dcp.save` and `dcp.load` do.
+"""Reads and writes plain torch.distributed.checkpoint folders, as `dcp.save` and `dcp.load` do.
 
-`.metadata` is a pickle that says which boxes each tensor consists of and where they lie; each box
-is a small torch.save file somewhere inside a `.distcp` file. The metadata is taken as inert data.
-torch's own writer keeps every tensor until the end, so files are written here, tensor by tensor.
+`.metadata` is a pickle that lists the boxes of each tensor and where they are; each box is a small
+torch.save file inside a `.distcp` file. The metadata is read as inert data. torch's own writer
+keeps every tensor in memory until the end, so here files are written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from overland.errors import CheckpointError
 from overland.files import new_file
 
 METADATA = ".metadata"
-# Some 140 bytes for every part of a tensor: ten million parts.
+# About 140 bytes per part of a tensor: this allows for ten million parts.
 MAX_METADATA_BYTES = 2**30
 
 Key = tuple[str, ...]
-"""Where an entry stands in the nested state dict; its flat name is the same with dots."""
+"""The path of an entry in the nested state dict; its flat name joins it with dots."""
 
 
 def detect_dcp(path: Path) -> bool:
@@ -61,7 +61,7 @@ def detect_dcp(path: Path) -> bool:
 
 
 def open_dcp(path: Path, config: Config = None) -> LazyCheckpoint:
-    """The config is needed for torchtitan's names: it says how rotary rows lie."""
+    """Opens a DCP folder. Torchtitan's names require the config, for the order of rotary rows."""
     tensors, objects = read_dcp(path)
     config = config or config_near(path, path.parent)
     names = set(tensors) | set(objects)
@@ -90,7 +90,7 @@ def open_dcp(path: Path, config: Config = None) -> LazyCheckpoint:
 
 
 def read_dcp(path: Path) -> tuple[dict[str, Lazy], dict[str, Any]]:
-    """Tensors and other objects by their own keys."""
+    """Returns tensors and other objects by their own keys."""
     metadata = _read_metadata(path)
     places = {
         (index.get("fqn"), _shape(index.get("offset"))): info
@@ -108,7 +108,7 @@ def read_dcp(path: Path) -> tuple[dict[str, Lazy], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Box:
-    """The place of an item in a file."""
+    """The position of an item in a file."""
 
     path: Path
     offset: int
@@ -117,11 +117,13 @@ class _Box:
     @classmethod
     def at(cls, folder: Path, info: Any) -> _Box:
         if info.get("transform_descriptors"):
-            raise CheckpointError(f"{folder} was saved through an extension (compression?)")
+            raise CheckpointError(
+                f"{folder} was saved with a DCP extension (compression?), which is not supported"
+            )
         path = _file_inside(folder, info.get("relative_path"), folder / METADATA)
         offset, length = info.get("offset"), info.get("length")
         if type(offset) is not int or type(length) is not int:
-            raise CheckpointError(f"{folder / METADATA} has no place for an item of {path.name}")
+            raise CheckpointError(f"{folder / METADATA} has no position for an item in {path.name}")
         return cls(path, offset, length)
 
     def content(self) -> Any:
@@ -129,7 +131,7 @@ class _Box:
 
 
 def _file_inside(folder: Path, name: Any, named_by: Path) -> Path:
-    """A file that another one names: in the same folder, and nowhere else."""
+    """Returns the path of a file that another file names; it must be in the same folder."""
     if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
         raise CheckpointError(
             f"{named_by} names the file {name!r}, which is not a plain file name; files outside "
@@ -143,7 +145,7 @@ def _file_inside(folder: Path, name: Any, named_by: Path) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class _BoxTensor(Lazy):
-    """A box that is opened when it is read: there may be hundreds of thousands."""
+    """A box that is opened only when it is read, since there may be hundreds of thousands."""
 
     box: _Box
 
@@ -156,7 +158,7 @@ class _BoxTensor(Lazy):
             )
         if stored.dtype != self.dtype:
             raise CheckpointError(
-                f"{self.box.path} has {stored.dtype} where its metadata says {self.dtype}"
+                f"{self.box.path} holds {stored.dtype}, but its metadata says {self.dtype}"
             )
         return stored.load()
 
@@ -168,7 +170,7 @@ def _short(stored: Any) -> str:
 def _read_metadata(path: Path) -> StandIn:
     file = path / METADATA
     if file.stat().st_size > MAX_METADATA_BYTES:
-        raise CheckpointError(f"{file} is larger than any metadata")
+        raise CheckpointError(f"{file} is too large to be the metadata of a checkpoint")
     metadata = load_pickle(file.read_bytes(), str(file), SAFE_GLOBALS)
     if not isinstance(metadata, StandIn) or not metadata.kind.endswith(".Metadata"):
         raise CheckpointError(f"{file} is not the metadata of a DCP checkpoint")
@@ -179,20 +181,20 @@ def _tensor(path: Path, name: str, entry: StandIn, places: dict[Any, Any]) -> La
     shape = _shape(entry.get("size"))
     dtype = entry.get("properties").state[0]
     if shape is None or not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{path / METADATA}: {name} has no shape or type")
+        raise CheckpointError(f"{path / METADATA}: {name} has no shape or dtype")
     tiles: list[tuple[Shape, Lazy]] = []
     for chunk in entry.get("chunks"):
         corner, size = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
         if corner is None or size is None or not _fits(corner, size, shape):
-            raise CheckpointError(f"{path / METADATA}: a part of {name} lies outside of it")
+            raise CheckpointError(f"{path / METADATA}: a part of {name} lies outside the tensor")
         info = places.get((name, corner))
-        if 0 in size:  # ranks beyond the last row hold nothing, and write it down
+        if 0 in size:  # ranks beyond the last row write empty boxes
             continue
         if info is None:
-            raise CheckpointError(f"{path / METADATA} does not say where {name} {corner} lies")
+            raise CheckpointError(f"{path / METADATA} does not say where {name} {corner} is stored")
         tile = _BoxTensor(size, dtype, _Box.at(path, info))
         if tile.nbytes > tile.box.length:
-            raise CheckpointError(f"{path / METADATA}: {name} claims more than is stored of it")
+            raise CheckpointError(f"{path / METADATA}: {name} claims more bytes than are stored")
         tiles.append((corner, tile))
     whole = Tiled(shape, dtype, tiles)
     if not is_tiled_by(shape, [(corner, part.shape) for corner, part in tiles]):
@@ -218,7 +220,7 @@ def _shape(value: Any) -> Shape | None:
 
 
 def _model_prefix(names: set[str]) -> str:
-    """Returns what stands before a model's own names: `model.` of {"model": …}, or nothing."""
+    """Returns the prefix of a model's names: `model.` if saved as {"model": …}, or none."""
     inner = ("model.embed_tokens.weight", "lm_head.weight", "tok_embeddings.weight")
     if any(name in names for name in inner):
         return ""
@@ -226,7 +228,8 @@ def _model_prefix(names: set[str]) -> str:
 
 
 def _is_other(name: str, prefix: str) -> bool:
-    """Without a prefix, the model's names lie among those of optimizer, scheduler and so on."""
+    """Whether a name belongs to the optimizer, scheduler and so on, which without a prefix are
+    mixed with the model's names."""
     outer = ("optimizer.", "optim.", "lr_scheduler", "train_state", "dataloader", "rng", "scaler.")
     return not prefix and name.startswith(outer)
 
@@ -237,8 +240,7 @@ _STATE = re.compile(r"(?:optimizer|optim)\.(?:state\.)?(.+)\.(\w+)")
 def _states(
     tensors: dict[str, Lazy], objects: dict[str, Any], weights: Container[str]
 ) -> tuple[dict[tuple[str, str], Lazy], list[float], dict[str, Lazy]]:
-    """Returns what an optimizer has kept of its parameters, its counts of steps, and what is
-    neither."""
+    """Returns the optimizer state of each parameter, its step counts, and everything else."""
     states: dict[tuple[str, str], Lazy] = {}
     steps: list[float] = []
     rest: dict[str, Lazy] = {}
@@ -285,8 +287,8 @@ def _extras(tensors: dict[str, Lazy], objects: dict[str, Any]) -> dict[str, Any]
 
 
 def _param_groups(objects: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields parameter groups, from either form: `param_groups.0.lr` with `.params`, or flattened,
-    one lr per parameter."""
+    """Yields parameter groups, from either form: `param_groups.0.lr` with `.params`, or flattened
+    with one lr per parameter."""
     settings: dict[str, dict[str, Any]] = {}
     for name, value in objects.items():
         match = re.fullmatch(r"(?:optimizer|optim)\.param_groups\.(.+)\.(\w+)", name)
@@ -296,7 +298,7 @@ def _param_groups(objects: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for owner, values in settings.items():
         names = values.pop("params", [owner])
         names = [str(one) for one in names] if isinstance(names, list) else [owner]
-        # Parameters of one group have the same settings; that is all there is to tell by.
+        # Groups can only be recognised by the settings that their parameters share.
         key = owner if owner.isdigit() else repr(sorted(values.items(), key=str))
         together.setdefault(key, {**values, "names": []})["names"] += names
     yield from together.values()
@@ -348,9 +350,9 @@ def write_dcp(source: LazyCheckpoint, folder: Path, options: Options) -> None:
 
 
 def _entries(source: LazyCheckpoint, options: Options) -> tuple[dict[Key, Lazy], dict[Key, Any]]:
-    """Tensors and objects under the keys that {"model": …, "optimizer": …} gets from torch:
-    `optimizer.state.<name>.exp_avg`, with a step for each parameter. Other optimizers' state keeps
-    its own names."""
+    """Returns tensors and objects under the keys that torch gives {"model": …, "optimizer": …}:
+    `optimizer.state.<name>.exp_avg`, with a step for each parameter. The state of other optimizers
+    keeps its own names."""
     tensors, groups = source.tensors, source.extras.get("param_groups", [])
     is_titan = options.names == "torchtitan"
     if is_titan:

@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO folders, stages 0 to 3, read without DeepSpeed.
+"""Reads DeepSpeed's ZeRO folders, stages 0 to 3, without DeepSpeed.
 
-Parameters, and both Adam moments, lie as pieces of long vectors, one or a few per rank. Stages 1
-and 2: the ranks' vectors of a group, one after another, hold the group's parameters in order.
-Stage 3: each parameter is cut into equal pieces, one per rank, at the same place in every rank's
-vector. What remains at the end of either is padding.
+Parameters and both Adam moments are stored as pieces of long vectors, one or a few per rank. In
+stages 1 and 2, the ranks' vectors of a group, concatenated, hold the group's parameters in order.
+In stage 3, each parameter is split into equal pieces, one per rank, at the same position in every
+rank's vector. The rest at the end is padding.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_deepspeed(path: Path, config: Config = None) -> LazyCheckpoint:
     if optimizers:
         zero = _Zero(folder, states, optimizers)
         weights, moments, steps = zero.weights(), zero.moments(), zero.steps()
-    else:  # stage 0: the weights are whole, in the type they were trained in
+    else:  # stage 0: the weights are whole, in the dtype of training
         weights, moments, steps = dict(tensors_in(first["module"], folder)), {}, []
     for name in first.get("buffer_names") or ():
         buffer = first["module"].get(name)
@@ -110,7 +110,7 @@ class _Zero:
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
-            raise CheckpointError(f"{self.folder}: ZeRO stage {self.stage} is not known")
+            raise CheckpointError(f"{self.folder} has the unknown ZeRO stage {self.stage}")
         counts = self.optimizers[0].get("partition_count", self.world)
         wanted = max(counts) if isinstance(counts, (list, tuple)) else counts
         if wanted != self.world:
@@ -140,7 +140,8 @@ class _Zero:
         return [float(scalar(one["step"])) for one in self._adam(0).values() if "step" in one]
 
     def _adam(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Per group, or sub-group in stage 3, in the order of the vectors of weights."""
+        """Returns the state of each group, or sub-group in stage 3, in the order of the weight
+        vectors."""
         saved = self.optimizers[rank]
         base = saved["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
         if isinstance(base, list):  # elastic checkpoints keep only the state
@@ -160,8 +161,8 @@ class _Zero:
     def _in_order(
         self, group: int, named: dict[str, Shape], vector: _Vector, own: list[Stored]
     ) -> Iterator[tuple[str, Lazy]]:
-        # With DeepSpeed's parameter_alignment there are gaps; then every rank says where each
-        # piece lies.
+        # With DeepSpeed's parameter_alignment there are gaps, and every rank records where each
+        # piece is.
         paddings = self.optimizers[0].get("param_alignment_paddings") or []
         has_gaps = any(any(padding) for padding in paddings)
         place = 0
@@ -255,7 +256,7 @@ def _extras(state: dict[str, Any], optimizers: list[dict[str, Any]]) -> dict[str
 
 
 def _tag_folder(path: Path) -> Path | None:
-    """The folder with the files: the one that `latest` names, or the path itself."""
+    """Returns the folder with the files: the path itself, or the one that `latest` names."""
     if any(path.glob("*mp_rank_*_model_states.pt")):
         return path
     if (path / "latest").is_file():
@@ -266,7 +267,7 @@ def _tag_folder(path: Path) -> Path | None:
 
 
 def _by_rank(folder: Path, ending: str) -> list[Path]:
-    """Files of one kind, by data-parallel rank."""
+    """Returns the files of one kind, ordered by data-parallel rank."""
     found: dict[int, Path] = {}
     for file in folder.glob(f"*mp_rank_*_{ending}"):
         match = re.search(r"(?:pp_rank_(\d+)_)?mp_rank_(\d+)_", file.name)
@@ -278,5 +279,7 @@ def _by_rank(folder: Path, ending: str) -> list[Path]:
             )
         found[int(match[1] or 0)] = file
     if sorted(found) != list(range(len(found))):
-        raise CheckpointError(f"{folder} lacks the {ending} file of some rank: has {sorted(found)}")
+        raise CheckpointError(
+            f"{folder} lacks the {ending} of some rank: only {sorted(found)} found"
+        )
     return [found[rank] for rank in sorted(found)]

@@ -1,11 +1,11 @@
-"""Hugging Face folders: weights in safetensors (or, read only, `pytorch_model.bin`), config.json,
+"""Hugging Face folders: weights in safetensors (or, for reading, `pytorch_model.bin`), config.json,
 tokenizer and generation config.
 
-Which tokens begin, end and pad a text is said where Hugging Face looks for it: `config.json` and
-`generation_config.json` name them by id, and `generate` stops at the latter's `eos_token_id`;
-`tokenizer_config.json` names them as text, and without that file `AutoTokenizer` does not know
-them. A tokenizer that was trained here has no such file, and the config of a model that was
-trained here says nothing about a tokenizer that was chosen with the data.
+The tokens that begin, end and pad a text are written where Hugging Face looks for them:
+`config.json` and `generation_config.json` have their ids, and `generate` stops at the latter's
+`eos_token_id`; `tokenizer_config.json` has them as text, and without that file `AutoTokenizer` does
+not know them. A tokenizer that was trained here has no such file, and the config of a model that
+was trained here says nothing about a tokenizer that was chosen with the data.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def open_hf(path: Path, config: Config = None) -> LazyCheckpoint:
 
 
 def _names(config: Config) -> Callable[[str], str]:
-    """Returns how a tensor of a file is called here: versions of transformers differ."""
+    """Returns a function from a tensor's name in a file to our name: versions of transformers
+    differ."""
     try:
         known = read_hf_config(config) if config is not None else None
     except ModelError:
@@ -72,20 +73,20 @@ def _names(config: Config) -> Callable[[str], str]:
 def write_hf(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     if source.config is None and source.own_model:
         raise CheckpointError(
-            f"{source.own_model}, the config of this model, has no to_hf() of its own, and Hugging "
-            "Face would read the weights as another model: write one (docs/extending.md), or name "
-            "a config.json that describes it with --config"
+            f"{source.own_model}, the config of this model, does not define to_hf(), so Hugging "
+            "Face would read the weights as another model: define it (docs/extending.md), or give "
+            "a config.json that describes the model with --config"
         )
     if source.config is None:
         raise CheckpointError(
-            f"{source.folder} does not say what model it holds; name its config.json, or a folder "
+            f"{source.folder} does not say what model it holds; give its config.json, or a folder "
             "with config and tokenizer, with --config"
         )
     require_known(source.config)
     weights = source.weights()
     if source.config.get("tie_word_embeddings"):
         weights = without_head(weights)
-    if not options.partial and not source.own_model:  # which may have more than the family has
+    if not options.partial and not source.own_model:  # which may have more tensors than its family
         _check_complete(source.config, weights, source.folder)
     shards = split_by_size(weights, options.max_shard_bytes)
     count = len(shards)
@@ -108,12 +109,12 @@ def write_hf(source: LazyCheckpoint, folder: Path, options: Options) -> None:
 
 
 def require_known(config: Mapping[str, Any]) -> None:
-    """Refuses a config that transformers would read, without a word, as another model."""
+    """Raises for a config that transformers would silently read as another model."""
     norm = config.get("norm_type", RMSNORM)
     if norm != RMSNORM:
         raise CheckpointError(
             f"a model with norm_type = '{norm}' cannot be exported to Hugging Face, whose "
-            f"{config.get('model_type')} has RMSNorm and would compute something else with these "
+            f"{config.get('model_type')} uses RMSNorm and would compute something else with these "
             "weights"
         )
 
@@ -141,7 +142,8 @@ def _open(file: Path) -> dict[str, Lazy]:
 
 
 def without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
-    """A tied head is not stored; it must be the embedding, though, or something would be lost."""
+    """Returns the weights without a tied head; raises if it differs from the embedding and would be
+    lost."""
     if HEAD in weights and EMBEDDING in weights:
         head, embedding = weights[HEAD], weights[EMBEDDING]
         if head is not embedding and digest(head.load()) != digest(embedding.load()):
@@ -154,8 +156,7 @@ def without_head(weights: dict[str, Lazy]) -> dict[str, Lazy]:
 
 
 def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Path) -> None:
-    """Refuses weights that lack a parameter, or have it in another shape, where the family is one
-    that Overland knows."""
+    """Raises if a parameter is missing or has another shape, for families that Overland knows."""
     try:
         parameters, buffers = shapes_in_files(read_hf_config(config))
     except ModelError:
@@ -163,23 +164,23 @@ def _check_complete(config: dict[str, Any], weights: dict[str, Lazy], where: Pat
     shapes = parameters | {name: shape for name, shape in buffers.items() if name in weights}
     for name, shape in shapes.items():
         if name not in weights:
-            raise CheckpointError(f"{where} lacks {name}, which its config.json asks for")
+            raise CheckpointError(f"{where} lacks {name}, which its config.json requires")
         if weights[name].shape != tuple(shape):
             raise CheckpointError(
-                f"{where} has {name} in shape {list(weights[name].shape)}, but its config.json "
-                f"asks for {list(shape)}"
+                f"{where} has {name} with shape {list(weights[name].shape)}, but its config.json "
+                f"requires {list(shape)}"
             )
     unexpected = [name for name in weights if name not in shapes]
     if unexpected:
         raise CheckpointError(
-            f"{where} has {unexpected[0]}, which its config.json does not ask for; leave it out "
+            f"{where} has {unexpected[0]}, which its config.json does not describe; leave it out "
             f"with --exclude {unexpected[0]}"
         )
 
 
 def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool) -> dict[str, Any]:
-    """Completes the tokenizer's and the generation config in `folder`; returns the model's config
-    with the ids. What a model from elsewhere says about itself is only completed; a model that was
+    """Completes the tokenizer config and the generation config in `folder`; returns the model's
+    config with the ids. For a model from elsewhere only missing values are added; a model that was
     trained here ends its documents as its tokenizer does."""
     tokenizer = _tokenizer_in(folder)
     if tokenizer is None:
@@ -207,8 +208,8 @@ def name_special_tokens(folder: Path, config: dict[str, Any], trained_here: bool
 
 
 def padding_of(tokenizer: Tokenizer) -> int | None:
-    """The token that pads, where the model's config does not say: the tokenizer's, or one with a
-    usual name, or the end of a document."""
+    """Returns the padding token if the model's config has none: the tokenizer's, or one with a
+    usual name, or the end-of-document token."""
     name = tokenizer.named.get("pad_token")
     for one in ([name] if name else []) + list(PADS):
         if one in tokenizer.specials:
@@ -217,11 +218,11 @@ def padding_of(tokenizer: Tokenizer) -> int | None:
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer | None:
-    """Returns None where there is no tokenizer, or one of a kind that Overland cannot read."""
+    """Returns the tokenizer; None if there is none, or one that Overland cannot read."""
     if not any((folder / name).is_file() for name in FILES):
         return None
     try:
-        return Tokenizer(folder, add_eos=False)  # which one may do without
+        return Tokenizer(folder, add_eos=False)  # a tokenizer may have no eos token
     except (DataError, ImportError):
         return None
 
@@ -229,7 +230,8 @@ def _tokenizer_in(folder: Path) -> Tokenizer | None:
 def _write_tokenizer_config(
     folder: Path, tokenizer: Tokenizer, ids: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    """Keeps what is there. AutoTokenizer needs a class, and the special tokens as text."""
+    """Adds the class and the special tokens as text, which AutoTokenizer needs; keeps existing
+    values."""
     path = folder / TOKENIZER
     given = read_json_object(path) if path.is_file() else {}
     names = {i: name for name, i in tokenizer.specials.items()}
@@ -245,13 +247,13 @@ def _write_tokenizer_config(
 
 
 def _class_of(path: Path) -> str:
-    """transformers' name for the kind of tokenizer; it converts tiktoken's files itself."""
+    """Returns the tokenizer class for transformers, which converts tiktoken's files itself."""
     is_fast = path.suffix == ".json" or is_ranks(path.read_bytes())
     return "PreTrainedTokenizerFast" if is_fast else "LlamaTokenizer"
 
 
 def _write_generation(folder: Path, ids: dict[str, Any]) -> None:
-    """Temperatures and the like stay as they came with the model."""
+    """Adds the special token ids; temperatures and the like stay as they came with the model."""
     path = folder / GENERATION
     given = read_json_object(path) if path.is_file() else {"_from_model_config": True}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -268,6 +270,6 @@ def _kept(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> list[int]:
-    """`eos_token_id` is a number, a list of numbers, or nothing."""
+    """Returns a list of ids: `eos_token_id` is a number, a list of numbers, or None."""
     some = value if isinstance(value, list | tuple) else [value]
     return [one for one in some if isinstance(one, int)]

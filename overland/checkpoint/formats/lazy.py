@@ -1,8 +1,8 @@
-"""Tensors that lie in files: shape and type are known, bytes are read when asked for.
+"""Lazy tensors in files: shape and dtype are known, bytes are read on demand.
 
-Everything that a checkpoint holds is one of these, and what a conversion does to it (joining
-shards, permuting rows, casting) is one wrapped around another. One tensor is in memory at a time.
-Files are read, not mapped: pages of a mapped file count as memory of the process.
+All tensors of a checkpoint are lazy, and a conversion (joining shards, permuting rows, casting)
+wraps one in another. One tensor is in memory at a time. Files are read, not mapped, since pages of
+a mapped file count as memory of the process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from overland.files import Moved, ignore
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
 
-# Torch has no tensors with more.
+# The maximum in torch.
 MAX_DIMS = 64
-# At once: on a slow disk it is still told in time that bytes move.
+# Read at once: small enough to report progress in time on a slow disk.
 READ_BYTES = 1 << 24
 
 _moved: ContextVar[Moved] = ContextVar("moved", default=ignore)
@@ -34,7 +34,7 @@ _moved: ContextVar[Moved] = ContextVar("moved", default=ignore)
 
 @contextmanager
 def counting(moved: Moved) -> Iterator[None]:
-    """Calls `moved` with the bytes of every file that is read meanwhile, as they are read."""
+    """Calls `moved` with the number of bytes whenever a file is read within this context."""
     before = _moved.set(moved)
     try:
         yield
@@ -43,14 +43,14 @@ def counting(moved: Moved) -> Iterator[None]:
 
 
 def counter() -> Moved:
-    """Returns what is told of bytes that are read. A thread has none of its own, and must be given
-    it."""
+    """Returns the function that counts bytes read. A new thread does not inherit it, and must be
+    given it."""
     return _moved.get()
 
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """A tensor that is not in memory. By default a slice costs as much as the whole."""
+    """A tensor that is not in memory. By default reading a slice costs as much as the whole."""
 
     shape: Shape
     dtype: torch.dtype
@@ -72,7 +72,8 @@ class Lazy:
 
 @dataclass(frozen=True, eq=False)
 class Stored(Lazy):
-    """A range of a file. `offset` is the byte of its first element; no stride: contiguous."""
+    """A range of a file. `offset` is the position of its first byte; without `stride` it is
+    contiguous."""
 
     path: Path
     offset: int
@@ -99,10 +100,10 @@ class Stored(Lazy):
         return rows[(slice(None), *slices[1:])]
 
     def part(self, start: int, count: int) -> Stored:
-        """Elements of a contiguous tensor, as a vector."""
+        """Returns a range of elements of a contiguous tensor, as a vector."""
         assert self.stride is None
         if not 0 <= start <= start + count <= self.numel:
-            raise CheckpointError(f"{self.path} is shorter than its parameters need")
+            raise CheckpointError(f"{self.path} is too short for its parameters")
         return Stored((count,), self.dtype, self.path, self.offset + start * self.dtype.itemsize)
 
     def _read(self, shape: Shape, first: int) -> Tensor:
@@ -124,7 +125,7 @@ class Stored(Lazy):
 
 @dataclass(frozen=True, eq=False)
 class Joined(Lazy):
-    """One vector after another, seen in another shape: how DeepSpeed stores parameters."""
+    """Several vectors, concatenated and reshaped, as DeepSpeed stores parameters."""
 
     parts: Sequence[Stored]
 
@@ -141,7 +142,8 @@ class Joined(Lazy):
 
 @dataclass(frozen=True, eq=False)
 class Tiled(Lazy):
-    """Boxes that fill a tensor, each with the place of its first corner: how shards lie."""
+    """Boxes that together fill a tensor, such as shards, each with the position of its first
+    corner."""
 
     tiles: Sequence[tuple[Shape, Lazy]]
 
@@ -157,7 +159,7 @@ class Tiled(Lazy):
 
 @dataclass(frozen=True, eq=False)
 class Changed(Lazy):
-    """Another tensor, put through a function once it is read."""
+    """Another tensor, transformed by a function once it is read."""
 
     before: Lazy
     change: Callable[[Tensor], Tensor]
@@ -171,7 +173,7 @@ class Changed(Lazy):
 
 @dataclass(frozen=True, eq=False)
 class InMemory(Lazy):
-    """A small tensor that is in memory after all: a count, a scalar."""
+    """A small tensor that is in memory, such as a count or a scalar."""
 
     tensor: Tensor = field(repr=False)
 
@@ -190,7 +192,7 @@ def cast_lazily(lazy: Lazy, dtype: torch.dtype) -> Lazy:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, without a copy."""
+    """Returns the bytes of a contiguous tensor, without a copy."""
     view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return view
 

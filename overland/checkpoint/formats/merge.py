@@ -1,7 +1,7 @@
-"""Adapters put into the weights that they were trained beside: one tensor at a time, some rows of
-it at a time, in float32 or wider, whatever the weights are stored in.
+"""Merges adapters into the weights that they were trained with: one tensor at a time, some rows at
+a time, in float32 or wider, whatever the dtype of the weights.
 
-Afterwards each merged matrix is compared with its two parts by what they make of some numbers
+Afterwards each merged matrix is compared with its two parts by applying both to random vectors
 (`compare`), which needs no model and works for any size.
 """
 
@@ -29,12 +29,12 @@ from overland.models.lora_targets import ALL_LINEAR, is_target
 from overland.models.sizes import EMBEDDING, HEAD
 
 ROWS_ELEMENTS = 1 << 22  # 16 MiB in float32
-SAMPLES = 4  # vectors that a matrix is compared by
+SAMPLES = 4  # random vectors used to compare a matrix
 
 
 @dataclass(frozen=True, eq=False)
 class Merged(Lazy):
-    """W + scale · B · A, with the lengths of rows that DoRA has trained."""
+    """W + scale · B · A, with the row norms that DoRA has trained."""
 
     before: Lazy
     adapter: Adapter
@@ -48,14 +48,14 @@ class Merged(Lazy):
             out[rows] = parts.added_to(weight_OD[rows], rows).to(self.dtype)
             if not bool(out[rows].isfinite().all()):
                 raise CheckpointError(
-                    f"{self.name} with its adapter, which counts {self.adapter.scale:g} (alpha and "
-                    f"rank), holds values that are not finite in {self.dtype}"
+                    f"{self.name} merged with its adapter, scaled by {self.adapter.scale:g} (from "
+                    f"alpha and rank), holds values that are not finite in {self.dtype}"
                 )
         return out
 
 
 class _Parts:
-    """An adapter in memory, in a type that is wide enough."""
+    """An adapter in memory, in a dtype of sufficient precision."""
 
     def __init__(self, adapter: Adapter, dtype: torch.dtype, name: str) -> None:
         lazies = [adapter.a, adapter.b, *([adapter.lengths] if adapter.lengths else [])]
@@ -78,7 +78,7 @@ class _Parts:
 
 
 def join(base: LazyCheckpoint, adapters: LazyCheckpoint) -> LazyCheckpoint:
-    """A model with adapters that are stored elsewhere."""
+    """Combines a model with adapters that are stored elsewhere."""
     require_adapter(adapters)
     weights, config = base.weights(), base.config
     added = adapters.weights() if adapters.format == "peft" else trained(adapters)
@@ -93,20 +93,20 @@ def join(base: LazyCheckpoint, adapters: LazyCheckpoint) -> LazyCheckpoint:
         else:
             raise CheckpointError(
                 f"{adapters.folder} has {name}, which {base.folder} does not have: the adapters "
-                "are another model's"
+                "belong to another model"
             )
         if name in (EMBEDDING, HEAD) and known.shape[1:] == lazy.shape[1:] and config:
             config = {**config, "vocab_size": lazy.shape[0]}  # tokens may have been added
         elif known.shape != lazy.shape:
             raise CheckpointError(
-                f"{adapters.folder} has {name} in shape {list(lazy.shape)}, and {base.folder} in "
-                f"{list(known.shape)}: the adapters are another model's"
+                f"{adapters.folder} has {name} with shape {list(lazy.shape)}, but {base.folder} "
+                f"has {list(known.shape)}: the adapters belong to another model"
             )
     if EMBEDDING in added and HEAD not in added and is_tied(config):  # PEFT trains a copy
         weights.setdefault(HEAD, weights[EMBEDDING])
         config = {**config, "tie_word_embeddings": False} if config else config
     tensors = {MODEL + name: lazy for name, lazy in {**weights, **added}.items()}
-    own = {file.name for file in adapters.companions}  # a tokenizer may have got new tokens
+    own = {file.name for file in adapters.companions}  # the tokenizer may have new tokens
     companions = [*adapters.companions, *(one for one in base.companions if one.name not in own)]
     return replace(
         base, tensors=tensors, config=config, companions=companions, adapter=adapters.adapter
@@ -114,7 +114,7 @@ def join(base: LazyCheckpoint, adapters: LazyCheckpoint) -> LazyCheckpoint:
 
 
 def merge(source: LazyCheckpoint, dtype: torch.dtype | None = None) -> LazyCheckpoint:
-    """The weights with their adapters put in, as `dtype` or as they are stored: rounded once."""
+    """Merges adapters into the weights, in `dtype` or as they are stored, rounding only once."""
     contents = require_adapter(source)
     refuse_quantised(source)
     weights = source.weights()
@@ -127,8 +127,8 @@ def merge(source: LazyCheckpoint, dtype: torch.dtype | None = None) -> LazyCheck
         is_named = settings.targets != ALL_LINEAR and is_target(module, settings)
         if is_named and len(lazy.shape) == 2 and name not in adapters:
             raise CheckpointError(
-                f"{source.folder} has {module}, which target_modules names, and there is no "
-                "adapter of it: part of the adapters is missing"
+                f"{source.folder} has no adapter for {module}, which target_modules names: some of "
+                "the adapters are missing"
             )
     for name, adapter in adapters.items():
         before = merged.get(name)
@@ -137,10 +137,10 @@ def merge(source: LazyCheckpoint, dtype: torch.dtype | None = None) -> LazyCheck
         if before is None or before.shape != adapter.shape:
             has = "nothing of that name" if before is None else f"shape {list(before.shape)}"
             raise CheckpointError(
-                f"the adapter of {name} is for a matrix of shape {list(adapter.shape)}, and the "
-                f"model has {has}: the adapters are another model's"
+                f"the adapter of {name} is for a matrix of shape {list(adapter.shape)}, but the "
+                f"model has {has}: the adapters belong to another model"
             )
-        if name in (EMBEDDING, HEAD) and is_tied(config):  # they are one matrix no longer
+        if name in (EMBEDDING, HEAD) and is_tied(config):  # no longer one shared matrix
             config = {**config, "tie_word_embeddings": False} if config else config
             merged.setdefault(HEAD, merged[EMBEDDING])
         merged[name] = Merged(before.shape, dtype or before.dtype, before, adapter, name)
@@ -154,7 +154,7 @@ def is_tied(config: Mapping[str, Any] | None) -> bool:
 
 
 def refuse_quantised(source: LazyCheckpoint) -> None:
-    """Refuses weights in 4 or 8 bits."""
+    """Raises for weights in 4 or 8 bits."""
     bits = (source.config or {}).get("quantization_config")
     weights = source.weights()
     matrices = [name for name in weights if name.endswith(".weight")]
@@ -162,23 +162,23 @@ def refuse_quantised(source: LazyCheckpoint) -> None:
     if bits or narrow:
         what = "has a quantization_config" if bits else f"has {narrow} quantised"
         raise CheckpointError(
-            f"{source.folder} {what}, and an adapter is far finer than the steps between such "
-            "values: it would be rounded away. Merge it into the weights in 16 bits that these "
-            "were made of: overland convert MODEL OUT --adapter DIR --merge-lora"
+            f"{source.folder} {what}, and rounding to so few bits would lose the adapter. Merge it "
+            "into the original 16-bit weights instead: overland convert MODEL OUT --adapter DIR "
+            "--merge-lora"
         )
     run = ((source.extras.get("run") or {}).get("config") or {}).get("lora") or {}
     if run.get("base") == "nf4" and source.format == "overland":
         raise CheckpointError(
-            f"{source.folder} was trained beside weights in 4 bits (lora.base = nf4), and with the "
-            "full ones the adapters compute something else than what was trained. If that is what "
-            "you want, write them with --to peft, and then: overland convert MODEL OUT --adapter "
-            "DIR --merge-lora"
+            f"{source.folder} was trained on 4-bit weights (lora.base = nf4), and its adapters "
+            "would compute something else on the full weights. If that is what you want, write "
+            "them with --to peft, and then run: overland convert MODEL OUT --adapter DIR "
+            "--merge-lora"
         )
 
 
 def compare(merged: Merged, written: Tensor) -> float:
-    """The largest difference between what a written matrix and its two parts make of random
-    vectors, relative to the largest of the results."""
+    """Returns the largest difference between a written matrix and its two parts, applied to random
+    vectors, relative to the largest result."""
     generator = torch.Generator().manual_seed(0)
     x_Dn = torch.randn(merged.shape[1], SAMPLES, generator=generator)
     weight_OD, adapter = merged.before.load(), merged.adapter

@@ -1,5 +1,5 @@
-"""Meta's Llama folders (`consolidated.NN.pth` and `params.json`), both ways, and Meta's names of
-tensors, which torchtitan uses, too.
+"""Reads and writes Meta's Llama folders (`consolidated.NN.pth` and `params.json`), and translates
+Meta's tensor names, which torchtitan also uses.
 
 Meta rotates neighbouring rows of a head (0 with 1, 2 with 3, …); Hugging Face rotates row i with
 row i + half. Both compute the same if the rows of wq and wk are ordered accordingly.
@@ -53,10 +53,10 @@ _INNER = {
 _OUTER_BACK = {hf: meta for meta, hf in _OUTER.items()}
 _INNER_BACK = {hf: meta for meta, hf in _INNER.items()}
 
-# Tables of rotary angles, which follow from the config.
+# Tables of rotary angles, which are computed from the config.
 COMPUTED = ("rope.freqs", "freqs_cis", "rotary_emb.inv_freq")
 
-# How Meta's shards of a matrix lie: one below the other, or side by side.
+# Whether Meta's shards of a matrix are stacked vertically or side by side.
 _COLUMNS = re.compile(r"\.(wq|wk|wv|w1|w3)\.weight$|^output\.weight$")
 _ROWS = re.compile(r"\.(wo|w2)\.weight$")
 
@@ -91,7 +91,7 @@ def write_meta(source: LazyCheckpoint, folder: Path, options: Options) -> None:
     weights = {name: lazy for name, lazy in source.tensors.items() if name.startswith(MODEL)}
     embedding, head = f"{MODEL}model.embed_tokens.weight", f"{MODEL}lm_head.weight"
     if config.get("tie_word_embeddings") and embedding in weights:
-        weights[head] = weights[embedding]  # Meta's model has an output matrix always
+        weights[head] = weights[embedding]  # Meta's model always has an output matrix
     named = {
         name.removeprefix(MODEL): lazy for name, lazy in to_meta_names(weights, head_dim).items()
     }
@@ -102,7 +102,7 @@ def write_meta(source: LazyCheckpoint, folder: Path, options: Options) -> None:
 
 
 def _merged(name: str, shards: list[Stored], params: dict[str, Any], path: Path) -> Lazy:
-    """One tensor from its shards: side by side, one below the other, or the same everywhere."""
+    """Joins the shards of a tensor: side by side, one below the other, or all the same."""
     first = shards[0]
     if _COLUMNS.search(name):
         dim = 0
@@ -128,7 +128,8 @@ def _merged(name: str, shards: list[Stored], params: dict[str, Any], path: Path)
 
 
 def _config(params: dict[str, Any], tensors: dict[str, Lazy]) -> dict[str, Any]:
-    """config.json of the same model. Sizes come from the tensors: Llama 2 says vocab_size -1."""
+    """Returns the config.json of the model. Sizes come from the tensors, since Llama 2 has
+    vocab_size -1."""
     width, heads = int(params["dim"]), int(params["n_heads"])
     kv_heads = int(params.get("n_kv_heads") or heads)
     vocab_size = tensors["tok_embeddings.weight"].shape[0]
@@ -136,7 +137,7 @@ def _config(params: dict[str, Any], tensors: dict[str, Lazy]) -> dict[str, Any]:
     rows = tensors["layers.0.attention.wk.weight"].shape[0]
     if rows != kv_heads * (width // heads):
         raise CheckpointError(
-            f"wk has {rows} rows in all, but {kv_heads} heads of {width // heads} are expected"
+            f"wk has {rows} rows in total, expected {kv_heads} heads of {width // heads}"
         )
     is_third = theta >= 500000 or vocab_size >= 128000
     scaled = bool(params.get("use_scaled_rope"))
@@ -154,7 +155,7 @@ def _config(params: dict[str, Any], tensors: dict[str, Lazy]) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_theta": theta,
         "rope_scaling": _scaling(params, width) if scaled else None,
-        # Not in params.json; what the models of each generation were trained for.
+        # Not in params.json; these are the lengths that each generation was trained for.
         "max_position_embeddings": 131072 if scaled else 8192 if is_third else 4096,
         "bos_token_id": 128000 if vocab_size >= 128002 else 1,
         "eos_token_id": 128001 if vocab_size >= 128002 else 2,
@@ -164,8 +165,8 @@ def _config(params: dict[str, Any], tensors: dict[str, Lazy]) -> dict[str, Any]:
 
 
 def _scaling(params: dict[str, Any], width: int) -> dict[str, Any]:
-    """Llama 3.1's numbers, which are in Meta's code and not in params.json. Hugging Face has
-    factor 32 for the 3.2 models, which are the ones with a width of 2048 or 3072."""
+    """Returns Llama 3.1's RoPE scaling, which is in Meta's code but not in params.json. Hugging
+    Face has factor 32 for the 3.2 models, which are those with a width of 2048 or 3072."""
     return {
         "rope_type": "llama3",
         "factor": float(params.get("rope_scaling_factor") or (32 if width in (2048, 3072) else 8)),
@@ -208,7 +209,8 @@ def feed_forward_size(width: int, multiplier: float | None, multiple: int) -> in
 
 
 def _feed_forward(width: int, wanted: int) -> tuple[float | None, int]:
-    """A multiplier and a multiple that give the wanted size; those of known models first."""
+    """Returns a multiplier and a multiple that give the wanted size, trying those of known models
+    first."""
     known = [None, 1.3, 1.5, 1.4, 1.2, 1.1]
     for multiple in (256, 1024, 4096, 512, 128, 64, 32, 16):
         for multiplier in known:
@@ -250,7 +252,7 @@ def meta_name(name: str) -> str:
 
 
 def rows_for_hf(name: str, tensor: Lazy, head_dim: int) -> Lazy:
-    """A tensor under its Hugging Face name, from Meta's order of rows."""
+    """Returns a tensor, given by its Hugging Face name, with rows reordered from Meta's order."""
     return _reordered(name, tensor, head_dim, (head_dim // 2, 2))
 
 
@@ -259,7 +261,7 @@ def rows_for_meta(name: str, tensor: Lazy, head_dim: int) -> Lazy:
 
 
 def to_hf_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]:
-    """Weights with Hugging Face's names and rows, from Meta's."""
+    """Converts weights from Meta's names and row order to Hugging Face's."""
     renamed: dict[str, Lazy] = {}
     for name, tensor in tensors.items():
         if not is_computed(name):
@@ -269,7 +271,8 @@ def to_hf_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]:
 
 
 def to_meta_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]:
-    """A run's entries with Meta's names and rows: `layers.0…`, `optimizer.layers.0….exp_avg`."""
+    """Converts a run's entries to Meta's names and row order: `layers.0…`,
+    `optimizer.layers.0….exp_avg`."""
     renamed: dict[str, Lazy] = {}
     for name, tensor in tensors.items():
         state = split_state(name, tensors)
@@ -285,18 +288,18 @@ def to_meta_names(tensors: Mapping[str, Lazy], head_dim: int) -> dict[str, Lazy]
 
 
 def head_dim_of(config: Mapping[str, Any] | None, why: str) -> int:
-    """Rows per head; without it nobody can tell how rows are to be reordered."""
+    """Returns the number of rows per head, which is needed to reorder rows."""
     if config is None:
         raise CheckpointError(
-            f"{why} needs the model's config.json to put rotary rows in order; name it with "
-            "--config"
+            f"{why} needs the model's config.json to reorder rotary rows; give it with --config"
         )
     given = config.get("head_dim")
     return int(given or config["hidden_size"] // config["num_attention_heads"])
 
 
 def check_is_plain_llama(config: Mapping[str, Any], target: str) -> None:
-    """Meta's model has no switches for what other families, or newer Llamas, do differently."""
+    """Raises if the model differs from Meta's Llama, which has no options for other families or
+    newer features."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -310,15 +313,19 @@ def check_is_plain_llama(config: Mapping[str, Any], target: str) -> None:
     elif kind not in ("default", "llama3"):
         problem = f"its rope_type is {kind}"
     if problem is not None:
-        raise CheckpointError(f"{target} holds Llama models only, and of this one {problem}")
+        raise CheckpointError(
+            f"{target} supports only plain Llama models, but for this one {problem}"
+        )
 
 
 def _reordered(name: str, tensor: Lazy, head_dim: int, split: tuple[int, int]) -> Lazy:
     if not re.search(r"self_attn\.[qk]_proj\.weight$", name) or not tensor.shape:
-        return tensor  # no rotary rows: another matrix, or a scalar that an optimizer keeps
+        return tensor  # no rotary rows: another matrix, or a scalar of the optimizer
     rows = tensor.shape[0]
     if rows % head_dim or head_dim % 2:
-        raise CheckpointError(f"{name} has {rows} rows, which are no heads of {head_dim} each")
+        raise CheckpointError(
+            f"{name} has {rows} rows, which cannot be split into heads of {head_dim}"
+        )
 
     def reorder(whole: Tensor) -> Tensor:
         heads = whole.view(rows // head_dim, *split, *whole.shape[1:])

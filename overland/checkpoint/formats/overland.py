@@ -1,4 +1,4 @@
-"""Overland's own checkpoints: a `step_N` folder, or a run folder and its newest one."""
+"""Overland's own checkpoints: a `step_N` folder, or a run folder, of which the newest is taken."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ def open_overland(path: Path, config: Config = None) -> LazyCheckpoint:
 
 
 def require_readable(checkpoint: CheckpointReader) -> None:
-    """Refuses what only the ranks that wrote it can read."""
+    """Raises for a checkpoint that only the ranks that wrote it can read."""
     if checkpoint.index.kind == "local":
         raise CheckpointError(
             f"{checkpoint.path} was saved with checkpoint.type = local, which only the same ranks "
-            "can read; resume the run there and save it with checkpoint.type = shard"
+            "can read; resume the run on these and save it with checkpoint.type = shard"
         )
 
 
 def as_lazy_checkpoint(
     checkpoint: CheckpointReader, with_random_state: bool = False
 ) -> LazyCheckpoint:
-    """An open checkpoint as a source; random streams are of no use to anyone but its run."""
+    """Returns an open checkpoint as a source; random streams are only useful to its own run."""
     run = checkpoint.run
     tensors: dict[str, Lazy] = {
         name: _Kept(tuple(entry.shape), entry.dtype, checkpoint, name)
@@ -101,8 +101,7 @@ def as_lazy_checkpoint(
 
 
 def complete(source: LazyCheckpoint, also: Iterable[Path] = ()) -> LazyCheckpoint:
-    """Adds the frozen weights that a checkpoint leaves out, from where they are, or from one of
-    `also`."""
+    """Adds the frozen weights that a checkpoint leaves out, from their folder or one of `also`."""
     origin = source.left_out
     if origin is None:
         return source
@@ -135,7 +134,8 @@ def _adapter(run: dict[str, Any], tensors: dict[str, Lazy]) -> Config:
 
 
 def write_overland(source: LazyCheckpoint, folder: Path, options: Options) -> None:
-    """Progress starts at the source's step; the data and the config of a run it never had."""
+    """Writes a checkpoint whose progress starts at the source's step. Without a run in the source,
+    there is no data plan and no config."""
     extras = source.extras
     step = int(extras.get("step", 0))
     batch = int(extras.get("batch", step))
@@ -159,7 +159,7 @@ def write_overland(source: LazyCheckpoint, folder: Path, options: Options) -> No
         "validation_loss": None,
     }
     tensors = dict(source.tensors)
-    if any(True for _ in source.states()):  # a run that resumes asks for a loss scale, too
+    if any(True for _ in source.states()):  # a resumed run also needs a loss scale
         tensors = _NO_SCALING | tensors
     listed = ((name, lazy.dtype, lazy.shape, lazy.load) for name, lazy in tensors.items())
     write_whole_tensors(folder, listed, run, about)
@@ -192,7 +192,7 @@ class _Kept(Lazy):
 
 
 def step_of_export(path: Path) -> Path | None:
-    """Returns the checkpoint whose adapters a run has written to this `checkpoint-N`."""
+    """Returns the checkpoint whose adapters a run wrote to this `checkpoint-N`."""
     named, run = ADAPTERS.fullmatch(path.absolute().name), path.absolute().parent
     if named is None or not (run / CONFIG).is_file():
         return None
@@ -215,12 +215,12 @@ def _newest(run_folder: Path) -> Path:
 def _param_groups(
     config: dict[str, Any], run: dict[str, Any], tensors: dict[str, Lazy]
 ) -> list[dict[str, Any]]:
-    """The run's parameter groups as torch writes them, matrices before vectors."""
+    """Returns the run's parameter groups in torch's form, matrices before vectors."""
     saved = config.get("optimizer") or {}
     known = {key: value for key, value in saved.items() if key in Optimizer.model_fields}
     try:
         settings = Optimizer.model_validate(known)
-    except ValidationError:  # of a later version, say: then all parameters are one group
+    except ValidationError:  # from a later version, for example: then all parameters are one group
         known = {}
     if not known:
         return []

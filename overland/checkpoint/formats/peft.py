@@ -1,8 +1,8 @@
 """PEFT's LoRA adapters: `adapter_model.safetensors` and `adapter_config.json`.
 
-Our names of an adapter's tensors are PEFT's without `base_model.model.` in front. In the state of a
-model that PEFT has wrapped, as DeepSpeed saves it, there is more to take off: `base_layer`, the
-adapter's own name, and `modules_to_save` with an untrained copy beside it.
+Our names of an adapter's tensors are PEFT's without the prefix `base_model.model.`. In the state of
+a model wrapped by PEFT, as DeepSpeed saves it, there is more to strip: `base_layer`, the adapter's
+own name, and `modules_to_save` with its untrained copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from overland.models.sizes import EMBEDDING, HEAD
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 
-# The end of a name, and what of it PEFT's own files have. What stands last is the adapter's name.
+# The end of a name, how PEFT's own files have it, and which group is the adapter's name.
 _ENDS = [
     (re.compile(r"\.lora_([AB])(?:\.([^.]+))?\.weight$"), r".lora_\1.weight", 2),
     (re.compile(r"\.lora_embedding_([AB])(?:\.([^.]+))?$"), r".lora_embedding_\1", 2),
@@ -53,8 +53,8 @@ _SAVED = re.compile(r"\.modules_to_save\.([^.]+)\.")
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to one matrix W: scale · B · A; of a table, the same turned round. With
-    `lengths`, the rows of the sum get these (DoRA)."""
+    """What is added to one matrix W: scale · B · A, or its transpose for an embedding table. With
+    `lengths`, the rows of the sum are scaled to these norms (DoRA)."""
 
     a: Lazy
     b: Lazy
@@ -64,7 +64,7 @@ class Adapter:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix that it belongs to."""
+        """The shape of the matrix that it belongs to."""
         shape = self.b.shape[0], self.a.shape[1]
         return shape[::-1] if self.is_table else shape
 
@@ -101,13 +101,13 @@ def open_peft(path: Path, config: Config = None) -> LazyCheckpoint:
 
 
 def write_peft(source: LazyCheckpoint, folder: Path, options: Options) -> None:
-    """Takes adapters and modules that are trained whole, and leaves the rest."""
+    """Writes the adapters and the modules that are trained in full, and nothing else."""
     tensors = trained(source)
     contents = dict(require_adapter(source))
     saved = contents.get("modules_to_save") or []
     tied = (source.config or {}).get("tie_word_embeddings")
     if tied and EMBEDDING in tensors and HEAD not in tensors:
-        # One matrix here; PEFT would go on with the untrained one as its output.
+        # Here it is one matrix; PEFT would use the untrained one as its output.
         tensors[HEAD] = tensors[EMBEDDING]
         contents["modules_to_save"] = [*saved, HEAD.removesuffix(".weight")]
     named = {PREFIX + name: tensors[name] for name in sorted(tensors)}
@@ -118,11 +118,11 @@ def write_peft(source: LazyCheckpoint, folder: Path, options: Options) -> None:
 
 
 def require_adapter(source: LazyCheckpoint) -> dict[str, Any]:
-    """The adapter_config.json of a source that has adapters."""
+    """Returns the adapter_config.json of a source; raises if it has no adapters."""
     if source.adapter is None and has_adapters(source.weights()):
         raise CheckpointError(
-            f"{source.folder} has adapters, and no {ADAPTER_CONFIG} beside it says what they "
-            "count: put it there"
+            f"{source.folder} has adapters, but no {ADAPTER_CONFIG} with their rank and alpha: put "
+            "it there"
         )
     if source.adapter is None:
         raise CheckpointError(f"{source.folder} has no adapters")
@@ -130,8 +130,8 @@ def require_adapter(source: LazyCheckpoint) -> dict[str, Any]:
 
 
 def trained(source: LazyCheckpoint) -> dict[str, Lazy]:
-    """A source's adapters, and its modules that are trained whole, by their plain names; also
-    embeddings that have got rows for new tokens, which the model itself does not have."""
+    """Returns a source's adapters and the modules that are trained in full, by their plain names;
+    also embeddings with rows for new tokens, which the base model does not have."""
     settings = settings_of(require_adapter(source), source.folder)
     run = (source.extras.get("run") or {}).get("config") or {}
     grown = (EMBEDDING, HEAD) if (run.get("sft") or {}).get("new_tokens") else ()
@@ -147,13 +147,13 @@ def trained(source: LazyCheckpoint) -> dict[str, Lazy]:
 def _check_others(
     tensors: Mapping[str, Lazy], known: Collection[str], settings: Lora, where: Path
 ) -> None:
-    """Of a file's tensors that are no adapters. Beside saved modules, PEFT stores embeddings that
-    have adapters or were resized."""
+    """Checks the tensors of a file that are not adapters. Besides saved modules, PEFT stores
+    embeddings that have adapters or were resized."""
     others = [name for name in tensors if not is_adapter(name)]
     for name in others:
         if name not in known and not is_saved_whole(name, settings):
             raise CheckpointError(
-                f"{where} has {name!r:.100}, which is no adapter, and not among modules_to_save"
+                f"{where} has {name!r:.100}, which is neither an adapter nor in modules_to_save"
             )
     for module in settings.modules_to_save:
         if not any(f"{module}." in name for name in others):
@@ -169,7 +169,7 @@ def has_adapters(names: Iterable[str]) -> bool:
 
 
 def plain_names(tensors: Mapping[str, Lazy], where: Path) -> dict[str, Lazy]:
-    """Tensors of a model that PEFT has wrapped, or of one of its files, by our names."""
+    """Returns the tensors of a model wrapped by PEFT, or of one of its files, by our names."""
     plain: dict[str, Lazy] = {}
     adapters: set[str] = set()
     for name, lazy in tensors.items():
@@ -183,12 +183,14 @@ def plain_names(tensors: Mapping[str, Lazy], where: Path) -> dict[str, Lazy]:
     adapters.discard("")
     if len(adapters) > 1:
         names = ", ".join(sorted(adapters))
-        raise CheckpointError(f"{where} has several adapters ({names:.200}); one is read")
+        raise CheckpointError(
+            f"{where} has several adapters ({names:.200}), but only one can be read"
+        )
     return plain
 
 
 def plain_name(name: str) -> tuple[str, str]:
-    """Our name of a tensor of a model that PEFT has wrapped, and the name of its adapter."""
+    """Returns our name of a tensor of a model wrapped by PEFT, and the name of its adapter."""
     short, adapter = name.removeprefix(PREFIX).replace(".base_layer.", "."), ""
     if saved := _SAVED.search(short):
         return _SAVED.sub(".", short), saved[1]
@@ -199,8 +201,8 @@ def plain_name(name: str) -> tuple[str, str]:
 
 
 def adapters_in(tensors: Mapping[str, Lazy], settings: Lora, where: Path) -> dict[str, Adapter]:
-    """The adapters among tensors, by the name of the weight that they belong to; refuses what does
-    not fit together."""
+    """Returns the adapters among the tensors, by the name of their weight; raises if they are
+    inconsistent."""
     found: dict[str, dict[str, Lazy]] = {}
     for name, lazy in tensors.items():
         module, is_part, part = name.partition(".lora_")
@@ -211,7 +213,7 @@ def adapters_in(tensors: Mapping[str, Lazy], settings: Lora, where: Path) -> dic
     for module in found:
         if not is_target(module, settings):
             raise CheckpointError(
-                f"{where} has an adapter of {module!s:.100}, which {ADAPTER_CONFIG} does not name "
+                f"{where} has an adapter for {module!s:.100}, which {ADAPTER_CONFIG} does not name "
                 "(target_modules, exclude_modules, layers_to_transform, modules_to_save)"
             )
     return {f"{module}.weight": _adapter(module, parts, settings, where)
@@ -228,7 +230,7 @@ def _adapter(module: str, parts: dict[str, Lazy], settings: Lora, where: Path) -
             raise CheckpointError(f"{where} lacks {module!s:.100}.lora_{part}")
     for part in parts:
         if part not in names:
-            reason = "DoRA of embeddings is not read" if is_table else "which is not read"
+            reason = "DoRA of embeddings is not supported" if is_table else "this is not supported"
             raise CheckpointError(f"{where} has {module!s:.100}.lora_{part!s:.50}: {reason}")
     a, b, *lengths = (parts[part] for part in names)
     rank, alpha = rank_and_alpha(module, settings)
@@ -236,21 +238,21 @@ def _adapter(module: str, parts: dict[str, Lazy], settings: Lora, where: Path) -
         if len(lazy.shape) != 2:
             raise CheckpointError(
                 f"{where}: {module!s:.100}.lora_{part} has {len(lazy.shape)} dims; adapters of "
-                "convolutions are not read"
+                "convolutions are not supported"
             )
         if (lazy.shape[0] if part.endswith(("A.weight", "_A")) else lazy.shape[1]) != rank:
             raise CheckpointError(
-                f"{where}: {module!s:.100}.lora_{part} has shape {list(lazy.shape)}, and "
+                f"{where}: {module!s:.100}.lora_{part} has shape {list(lazy.shape)}, but "
                 f"{ADAPTER_CONFIG} says that its rank is {rank}"
             )
     for lazy in lengths:
         if lazy.shape != b.shape[:1]:
             raise CheckpointError(
                 f"{where}: {module!s:.100}.lora_magnitude_vector has shape {list(lazy.shape)}, "
-                f"and {list(b.shape[:1])} is needed"
+                f"but {list(b.shape[:1])} is needed"
             )
     for part, lazy in parts.items():
         if not lazy.dtype.is_floating_point:
-            raise CheckpointError(f"{where}: {module!s:.100}.lora_{part} is of {lazy.dtype}")
+            raise CheckpointError(f"{where}: {module!s:.100}.lora_{part} has dtype {lazy.dtype}")
     scale = alpha / (math.sqrt(rank) if settings.rslora else rank)
     return Adapter(a, b, scale, lengths[0] if lengths else None, is_table)

@@ -1,15 +1,15 @@
 """Reads pickles without running them.
 
 A pickle is a program for a small stack machine, and Python's own machine lets that program import
-and call anything. This one knows the opcodes that data needs and nothing else. A name in a pickle
-gives what a table says (`safe_globals.py` has the one for checkpoints) and is refused if the table
-lacks it; only a `Maker` from that table can be called, and only stand-ins take a state. So nothing
-of what a file names is ever imported, and no Python object of ours can be changed by a file.
+and call anything. This one knows only the opcodes that data needs. A name in a pickle is looked up
+in a table (`safe_globals.py` has the one for checkpoints) and refused if the table lacks it; only a
+`Maker` from that table can be called, and only stand-ins accept a state. So nothing that a file
+names is ever imported, and a file cannot change any Python object of ours.
 
 Data can do harm without running: a value that refers to another one over and over grows to any
-size, and Python hashes, compares and prints nested values by recursion in C. So what reading may
-cost is bounded by the length of the pickle, keys are flat, and the result is neither deep nor
-large when everything that is shared in it is written out.
+size, and Python hashes, compares and prints nested values by recursion in C. So the cost of reading
+is bounded by the length of the pickle, keys are flat, and the result is neither deep nor large even
+when everything shared in it is expanded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Persistent = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Maker:
-    """Stands for a class or function of the table; `make` is what calling it gives."""
+    """Stands for a class or function of the table; calling it returns the result of `make`."""
 
     name: str
     make: Callable[..., Any]
 
 
 class StandIn:
-    """An object of a known class, as data: which class, its arguments, its state."""
+    """An object of a known class as inert data: its class, arguments and state."""
 
     __slots__ = ("args", "kind", "state")
 
@@ -56,17 +56,17 @@ def stand_in(kind: str) -> Maker:
 
 
 def load_pickle(data: bytes, where: str, names: Names, persistent: Persistent | None = None) -> Any:
-    """The object in `data`; `where` is what errors call it. `persistent` gives what the pickle
-    refers to by a key: the storages of torch's files."""
+    """Returns the object in `data`; `where` names it in errors. `persistent` resolves keys that the
+    pickle refers to: the storages of torch's files."""
     return _Machine(data, where, names, persistent).run()
 
 
 _MARK = object()
 
-# Objects made, weighted by some 100 bytes of memory, and elements copied by makers, per byte of the
-# pickle. Files of torch, DeepSpeed and DCP need less than 0.5.
+# Objects created, in units of about 100 bytes of memory, and elements copied by makers, per byte of
+# the pickle. Files of torch, DeepSpeed and DCP need less than 0.5.
 COST_PER_BYTE, COST_OF_ANY = 1, 2**16
-# The same for the result with everything shared written out, as converting or printing it does.
+# The same for the result with everything shared expanded, as converting or printing it does.
 EXTENT_PER_BYTE, EXTENT_OF_ANY = 64, 2**20
 MAX_DEPTH = 100
 MAX_INTEGER_BYTES = 1024
@@ -87,14 +87,14 @@ class _Machine:
             while (opcode := self.take(1)) != pickle.STOP:
                 action = _ACTIONS.get(opcode)
                 if action is None:
-                    raise self.refusal(f"has opcode {opcode!r}, which data does not need")
+                    raise self.refusal(f"has opcode {opcode!r}, which plain data does not need")
                 action(self)
             (value,) = self.stack
             self.check_extent(value)
             return value
         except _DAMAGE as error:
             raise CheckpointError(
-                f"{self.where} is not a pickle that can be read: {type(error).__name__} "
+                f"{self.where} is not a readable pickle: {type(error).__name__} "
                 f"at byte {self.at}; the file is damaged"
             ) from None
 
@@ -105,15 +105,15 @@ class _Machine:
         self.budget -= cost
         if self.budget < 0:
             raise self.refusal(
-                f"would grow far beyond its {len(self.data)} bytes, as a file made to fill the "
-                "memory does"
+                f"would grow far beyond its {len(self.data)} bytes, like a file designed to "
+                "exhaust memory"
             )
 
     def check_extent(self, value: Any) -> None:
-        """Refuses what a walk through the result would not survive: depth, loops, and values
-        shared so often that they are endless when written out. Itself no recursion."""
+        """Raises for results that cannot be traversed safely: too deep, cyclic, or with values
+        shared so often that expanding them never ends. It does not recurse itself."""
         limit = EXTENT_PER_BYTE * len(self.data) + EXTENT_OF_ANY
-        extents: dict[int, int] = {}  # by identity; 0 while it is being looked at
+        extents: dict[int, int] = {}  # by identity; 0 while in progress
         path = [(value, 1, _inside(value))]
         while path:
             container, extent, rest = path.pop()
@@ -126,7 +126,7 @@ class _Machine:
                     extent += known
                 elif id(child) in extents or len(path) >= MAX_DEPTH:
                     raise self.refusal(
-                        f"holds values inside each other, more than {MAX_DEPTH} deep or in a loop"
+                        f"holds values nested more than {MAX_DEPTH} deep or in a cycle"
                     )
                 else:
                     extents[id(container)] = extents[id(child)] = 0
@@ -139,8 +139,8 @@ class _Machine:
                     path[-1] = (outer, before + extent, others)
             if extent > limit:
                 raise self.refusal(
-                    f"refers to the same values so often that its {len(self.data)} bytes would "
-                    "be endless when written out"
+                    f"refers to the same values so often that its {len(self.data)} bytes would be "
+                    "endless when expanded"
                 )
 
     def take(self, count: int) -> bytes:
@@ -175,7 +175,7 @@ class _Machine:
         return int.from_bytes(self.take(count), "little", signed=True)
 
     def named(self, module: Any, name: Any) -> Any:
-        # Only strings are looked up: the hash of a nested tuple can take for ever, or crash.
+        # Only strings are looked up: hashing a nested tuple can take forever, or crash.
         is_name = type(module) is type(name) is str
         if not is_name or (module, name) not in self.names:
             shown = f"{module:.100}.{name:.100}" if is_name else "something"
@@ -189,7 +189,7 @@ class _Machine:
         return function.make(*args)
 
 
-# What a broken or truncated program makes Python raise, in us or in a maker.
+# What a damaged or truncated pickle makes Python raise, in our code or in a maker.
 _DAMAGE = (
     EOFError, IndexError, TypeError, ValueError, KeyError, AttributeError, OverflowError,
     RecursionError, struct.error,
@@ -203,7 +203,7 @@ def _push(value: Callable[[_Machine], Any]) -> Action:
 
 
 def _make(value: Callable[[_Machine], Any], cost: int = 1) -> Action:
-    """Pushes a new object, which costs memory of its own."""
+    """Pushes a new object, which costs memory."""
 
     def action(machine: _Machine) -> None:
         machine.spend(cost)
@@ -233,9 +233,9 @@ MAX_ODD_KEYS = 1000
 
 
 def as_keys(values: Iterable[Any], already: int = 0) -> list[Any]:
-    """Returns what may be keys, or members of a set that has some already. Hashes of strings are
-    salted, small numbers are their own; other numbers, and tuples, can be chosen to hash alike,
-    which makes a large dict as slow as a list."""
+    """Returns values that may be keys, or members of a set that already has `already` members;
+    raises for others. Hashes of strings are salted, and small numbers are their own hashes; other
+    numbers, and tuples, can be chosen to collide, which makes a large dict as slow as a list."""
     keys = list(values)
     for key in keys:
         if isinstance(key, (str, bytes, StandIn)) or key is None:
@@ -302,7 +302,7 @@ def _build(machine: _Machine) -> None:
     built = machine.stack[-1]
     if isinstance(built, StandIn):
         built.state = state
-    elif not isinstance(built, OrderedDict):  # a state_dict's _metadata, which nobody needs
+    elif not isinstance(built, OrderedDict):  # the _metadata of a state_dict is not needed
         raise machine.refusal(f"gives a state to {type(built).__name__}")
 
 
@@ -319,7 +319,7 @@ def _new_with_keywords(machine: _Machine) -> Any:
 
 
 def _ignore(value: Any) -> None:
-    """A frame is a hint for streams; what is popped is gone."""
+    """Discards a value, such as a frame, which is only a hint for streams."""
 
 
 def _integer(text: str) -> Any:
@@ -389,4 +389,4 @@ _ACTIONS: dict[bytes, Action] = {
 
 def _check_protocol(machine: _Machine, protocol: int) -> None:
     if protocol > 5:
-        raise machine.refusal(f"has pickle protocol {protocol}, and 5 is the newest known")
+        raise machine.refusal(f"has pickle protocol {protocol}, but 5 is the newest known")

@@ -1,7 +1,7 @@
-"""The names that a pickle in a checkpoint may use, and what each one gives. See docs/convert.md.
+"""The names that a pickle in a checkpoint may use, and what each one creates. See docs/convert.md.
 
-Tensors become `Lazy` ones, checked against the storage they claim; containers become themselves;
-objects of a few classes that real files hold become inert stand-ins. There is nothing else.
+Tensors become `Lazy` tensors, checked against the storage they claim; containers stay as they are;
+objects of a few classes found in real files become inert stand-ins. Nothing else is allowed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _tensor(storage: Any, first: Any, shape: Any, stride: Any, *_: Any) -> Store
 def _tensor_of_type(
     storage: Any, first: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
 ) -> Stored:
-    """The form for types that have no storage class of their own, such as float8."""
+    """The form for dtypes that have no storage class, such as float8."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError
     return _stored(storage, dtype, first, shape, stride)
@@ -54,13 +54,13 @@ def _stored(storage: Storage, dtype: torch.dtype, first: Any, shape: Any, stride
         type(number) is int and 0 <= number < 2**63 for number in (first, *shape, *stride)
     )
     if not plausible:
-        raise CheckpointError(f"{where} holds a tensor with a shape that cannot be")
+        raise CheckpointError(f"{where} holds a tensor with an impossible shape")
     result = Stored(tuple(shape), dtype, where, storage.offset + first * dtype.itemsize)
     if not result.numel:
         return result
     last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    # An expanded tensor (stride 0) claims more elements than it has; no checkpoint needs that, and
-    # with it a file of a kilobyte could ask for terabytes.
+    # An expanded tensor (stride 0) claims more elements than it stores; no checkpoint needs that,
+    # and a file of a kilobyte could use it to allocate terabytes.
     if max((last + 1) * dtype.itemsize, result.nbytes) > storage.nbytes:
         raise CheckpointError(
             f"{where} holds a tensor of shape {list(shape)}, more than the {storage.nbytes} bytes "
@@ -81,7 +81,7 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 def _typed_tensor(function: Any, kind: Any, args: Any, _state: Any) -> Any:
-    """A tensor with attributes of its own (DeepSpeed puts some on); the attributes are dropped."""
+    """Returns a tensor that has attributes, as DeepSpeed adds some, without them."""
     if (
         not isinstance(function, Maker)
         or function.make not in (_tensor, _tensor_of_type, _parameter)
@@ -104,7 +104,7 @@ def _pairs(pairs: Any) -> dict[Any, Any]:
 
 
 def _bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
-    """How older protocols write bytes and bytearrays."""
+    """Returns bytes or a bytearray as older protocols write them."""
     if isinstance(text, bytes):
         return text
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
@@ -113,7 +113,8 @@ def _bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
 
 
 def _word(part: Any) -> str:
-    """A nested tuple, made of itself a few times, would be written out as gigabytes."""
+    """Returns a string or number as text. Anything else is refused: a few levels of nested tuples
+    could expand to gigabytes."""
     if not isinstance(part, str | int):
         raise TypeError
     return str(part)
@@ -172,9 +173,9 @@ _STAND_INS = {
         "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    # Where torch 2.0 to 2.3 kept two of the above.
+    # torch 2.0 to 2.3 had two of the above here.
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
-    # Random states of NumPy lie beside weights in many files.
+    # Many files hold random states of NumPy along with the weights.
     "numpy": ("ndarray", "dtype"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
@@ -187,7 +188,7 @@ def _table() -> dict[tuple[str, str], Any]:
         for (module, name), function in _FUNCTIONS.items()
     }
     for module, name in list(_FUNCTIONS):
-        if module == "builtins":  # as Python 2, and protocol 2, call it
+        if module == "builtins":  # the name in Python 2 and in protocol 2
             table["__builtin__", name] = table[module, name]
     for module in ("pathlib", "pathlib._local"):  # Python 3.13 moved it
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):

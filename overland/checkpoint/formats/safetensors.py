@@ -1,6 +1,6 @@
-"""safetensors files: the header checked before a byte is believed, and written as a stream.
+"""Reads safetensors files, checking the header before trusting it, and writes them as a stream.
 
-One file with all weights, as DeepSpeed's `zero_to_fp32` makes it, is a format of its own.
+One file with all weights, as DeepSpeed's `zero_to_fp32` writes it, is a separate format.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from overland.checkpoint.formats.lazy import MAX_DIMS, Lazy, Stored, counter, me
 from overland.errors import CheckpointError
 from overland.files import new_file, what_is_wrong
 
-# As the format's own library has it.
+# The limit of the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
-    """The tensors of a file. Offsets must tile it: no gap, no overlap, nothing beyond its end."""
+    """Returns the tensors of a file. They must fill it: no gap, no overlap, nothing beyond its
+    end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -44,7 +45,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
         tensors = {name: _entry(path, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not a safetensors file: its header is wrong ({what_is_wrong(error)})"
+            f"{path} is not a safetensors file: its header is invalid ({what_is_wrong(error)})"
         ) from None
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
@@ -57,13 +58,14 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Lazy]) -> None:
-    """Header first, since shapes and types are known; then one tensor after the other."""
-    # Wide types first keeps every tensor aligned to its own width.
+    """Writes the header first, since shapes and dtypes are known, then one tensor after the
+    other."""
+    # Writing wide dtypes first keeps every tensor aligned to its own width.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     for name in order:
         if tensors[name].dtype not in DTYPE_NAMES:
             raise CheckpointError(
-                f"{name} is of type {tensors[name].dtype}, which safetensors cannot hold"
+                f"{name} has dtype {tensors[name].dtype}, which safetensors cannot store"
             )
     with new_file(path) as file:
         file.write(header_of((name, tensors[name].dtype, tensors[name].shape) for name in order))
@@ -76,7 +78,7 @@ def _entry(path: Path, data: int, entry: Any) -> Stored:
     shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
     numbers = (start, end, *shape)
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise ValueError("sizes and offsets are natural numbers")
+        raise ValueError("sizes and offsets must be natural numbers")
     if len(shape) > MAX_DIMS:
         raise ValueError(f"a tensor with {len(shape)} dims")
     tensor = Stored(shape, dtype, path, data + start)
@@ -88,7 +90,7 @@ def _entry(path: Path, data: int, entry: Any) -> Stored:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     contents = dict(pairs)
     if len(contents) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name occurs twice")
     return contents
 
 

@@ -1,4 +1,4 @@
-"""Sparse matrices as others know them: dense, with zeros where the mask is (models/sparse.py)."""
+"""Converts sparse matrices (models/sparse.py) to dense ones, with zeros where they are masked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def has_masks(names: Iterable[str]) -> bool:
 
 
 def densify(source: LazyCheckpoint) -> LazyCheckpoint:
-    """The checkpoint with its masks put into the weights."""
+    """Returns the checkpoint with its masks applied to the weights."""
     if not has_masks(source.tensors):
         return source
     found = {name: lazy for name, lazy in source.tensors.items() if not name.endswith(f".{MASK}")}
@@ -37,6 +37,6 @@ def densify(source: LazyCheckpoint) -> LazyCheckpoint:
         key = f"{name.removesuffix(MASK)}weight"
         weight = found.get(key)
         if weight is None or weight.shape[:1] != mask.shape[:1] or weight.shape[1] % mask.shape[1]:
-            raise CheckpointError(f"{source.folder} has {name}, and no weight that it fits")
+            raise CheckpointError(f"{source.folder} has {name}, but no weight of matching shape")
         found[key] = Masked(weight.shape, weight.dtype, weight, mask)
     return source.with_tensors(found)

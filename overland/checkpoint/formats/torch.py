@@ -2,11 +2,11 @@
 
 model_state_dict.pt   parameter → tensor
 optim_state_dict.pt   torch.optim's own form: {"state": {0: {step, exp_avg, exp_avg_sq}, …},
-                      "param_groups": […]}, numbered through the groups, names in param_names;
-                      other optimizers than Adam keep their state under its own names
+                      "param_groups": […]}, numbered across the groups, names in param_names;
+                      optimizers other than Adam keep their state under its own names
 lr_state_dict.pt      torch's schedulers' form: last_epoch, _step_count, base_lrs, _last_lr
-iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch, tokens; of a run
-                      also all else that it resumes by (as JSON in `run`)
+iter_state_dict.pt    epoch, seg, start_idx, end_idx, loss_min; and step, batch, tokens; for a run
+                      also everything else that it needs to resume (as JSON in `run`)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RATES, PROGRESS = "lr_state_dict.pt", "iter_state_dict.pt"
 
 WRAPPED = re.compile(r"((module|_orig_mod)\.)*")
 
-# What torch.optim.AdamW starts with, where a checkpoint does not say.
+# The defaults of torch.optim.AdamW, for checkpoints that do not record them.
 ADAMW = {
     "lr": 1e-3,
     "betas": (0.9, 0.999),
@@ -71,7 +71,7 @@ def detect_torch(path: Path) -> bool:
 
 
 def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
-    """The four files, of which only the first must be there; or one file with a state dict."""
+    """Opens the four files, of which only the first is required, or one file with a state dict."""
     folder = path.parent if path.is_file() else path
     config = config or config_near(folder, folder.parent)
     weights = _named(path if path.is_file() else path / WEIGHTS)
@@ -99,8 +99,8 @@ def open_torch(path: Path, config: Config = None) -> LazyCheckpoint:
 
 
 def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = None) -> None:
-    """Writes all that the source has of the four files. The first two are written tensor by
-    tensor."""
+    """Writes the four files, as far as the source has their contents. The first two are written
+    tensor by tensor."""
     _write(folder / WEIGHTS, source.weights())
     if any(True for _ in source.states()):
         _write(folder / STATE, _torch_state(source))
@@ -138,7 +138,7 @@ def write_torch(source: LazyCheckpoint, folder: Path, options: Options | None = 
 
 
 def _others(tensors: dict[str, Lazy]) -> dict[str, Lazy]:
-    """Returns what has no place in the other files: the count of updates, the loss scale of a
+    """Returns what does not fit in the other files: the count of updates, the loss scale of a
     run."""
     kept = {NUM_UPDATES} & set(tensors)
     kept |= {name for name in tensors if not name.startswith((MODEL, OPTIMIZER))}
@@ -172,7 +172,8 @@ def _torch_state(source: LazyCheckpoint) -> dict[str, Any]:
 
 
 def _groups(source: LazyCheckpoint) -> list[dict[str, Any]]:
-    """The source's parameter groups; one of all parameters where it names none, or others."""
+    """Returns the source's parameter groups; a single group of all parameters if they do not
+    match."""
     trained = list(dict.fromkeys(name for name, _, _ in source.states()))
     groups = source.extras.get("param_groups") or []
     named = {name for group in groups for name in group["names"]}
@@ -182,7 +183,7 @@ def _groups(source: LazyCheckpoint) -> list[dict[str, Any]]:
 
 
 def wrapper_of(names: Iterable[str]) -> str:
-    """What DDP and torch.compile put in front of every name of the model that they wrap."""
+    """Returns the prefix that DDP and torch.compile add to every name of a wrapped model."""
     found = {WRAPPED.match(name) for name in names}
     prefixes = {match.group() if match else "" for match in found}
     return prefixes.pop() if len(prefixes) == 1 else ""
@@ -214,8 +215,8 @@ def _state(
 
 
 def _names(groups: Any, parameters: list[str], path: Path) -> Iterator[tuple[Any, str]]:
-    """Key in the state → parameter. Keys are names (FSDP's form) or numbers, and then names are
-    beside them or numbers count the model's parameters."""
+    """Yields (key in the state, parameter). Keys are names (FSDP's form) or numbers; for numbers,
+    names are stored alongside, or the numbers count the model's parameters."""
     keys = [key for group in groups for key in group["params"]]
     given = [name for group in groups for name in group.get("param_names") or ()]
     if all(isinstance(key, str) for key in keys):
@@ -226,8 +227,8 @@ def _names(groups: Any, parameters: list[str], path: Path) -> Iterator[tuple[Any
         yield from zip(keys, parameters, strict=True)
     else:
         raise CheckpointError(
-            f"{path} numbers {len(keys)} parameters in {len(groups)} groups and names none, so "
-            "their state cannot be told apart; convert with --weights-only"
+            f"{path} numbers {len(keys)} parameters in {len(groups)} groups without names, so "
+            "their state cannot be assigned; convert with --weights-only"
         )
 
 
@@ -243,19 +244,17 @@ def _progress(saved: Any, path: Path) -> dict[str, Any]:
         try:
             extras["run"] = dict(json.loads(text))
         except (ValueError, TypeError, RecursionError):
-            raise CheckpointError(
-                f"{path} is damaged: what it says of its run is no JSON"
-            ) from None
+            raise CheckpointError(f"{path} is damaged: its `run` entry is not valid JSON") from None
     return extras
 
 
 def _named(path: Path) -> dict[str, Lazy]:
-    """A state dict, be it below one of the usual keys."""
+    """Reads a state dict, at the top level or under one of the usual keys."""
     saved = read_torch_file(path)
     for key in ("model", "state_dict", "model_state_dict", "module"):
         if isinstance(saved, dict) and isinstance(saved.get(key), dict):
             saved = saved[key]
     tensors = tensors_in(saved, path)
     if not tensors:
-        raise CheckpointError(f"{path} holds no tensors under names of parameters")
+        raise CheckpointError(f"{path} holds no named tensors")
     return dict(tensors)

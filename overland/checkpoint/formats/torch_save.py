@@ -1,9 +1,9 @@
-"""Files of `torch.save`: opened without running or loading them, and written tensor by tensor.
+"""Opens files of `torch.save` without running or loading them, and writes them tensor by tensor.
 
 Such a file is a zip of stored (not compressed) records: `data.pkl`, and one record of raw bytes
 for each storage. The pickle is read by our own machine, and tensors stay in the file. `torch.save`
-wants everything in memory; here the object is pickled first, with a reference in place of each
-tensor (which is what torch does, too), and then the tensors follow as records, one at a time.
+needs everything in memory; here the object is pickled first, with a reference in place of each
+tensor (as torch does), and then the tensors follow as records, one at a time.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ from overland.checkpoint.formats.safe_globals import (
 )
 from overland.errors import CheckpointError
 
-# A pickle describes tensors, a few hundred bytes each; so much of it is an attack or a mistake.
+# A pickle describes tensors in a few hundred bytes each; a larger one is an attack or a mistake.
 MAX_PICKLE_BYTES = 2**28
 # torch aligns records so that a mapped file can be used as tensors directly.
 ALIGNMENT = 64
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """Returns what was saved, with `Stored` in place of tensors. With an offset, a file within a
-    file."""
+    """Returns what was saved, with `Stored` in place of tensors. `offset` and `length` select a
+    file within a file."""
     size = path.stat().st_size
     length = size - offset if length is None else length
     if min(offset, length) < 0 or offset + length > size:
         raise CheckpointError(
-            f"{path} has {size} bytes, but {length} from byte {offset} on are asked of it"
+            f"{path} has {size} bytes, but {length} bytes from byte {offset} on are needed"
         )
     with path.open("rb") as file:
         records = _records(_Window(file, offset, length), path, length)
         (root,) = (name[: -len("data.pkl")] for name in records if name.endswith("/data.pkl"))
         start, count = records[f"{root}data.pkl"]
         if count > MAX_PICKLE_BYTES:
-            raise CheckpointError(f"{path} has a pickle of {count} bytes, which is refused")
+            raise CheckpointError(
+                f"{path} has a pickle of {count} bytes, which is too large to be safe"
+            )
         _check_byte_order(file, path, offset, records.get(f"{root}byteorder"))
         file.seek(offset + start)
         pickled = file.read(count)
@@ -61,7 +63,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
         kind, type_, name, _device, numel = key[:5]
         if kind != "storage" or not isinstance(type_, StorageType) or type(numel) is not int:
             raise TypeError
-        # Only a short string is looked up: records are numbered, and a file may ask many times.
+        # Only short strings are looked up: records are numbered, and a file may refer to many.
         if type(name) is not str or len(name) > 128:
             raise TypeError
         place = records.get(f"{root}data/{name}")
@@ -78,21 +80,22 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
 
 
 def tensors_in(saved: Any, path: Path) -> dict[str, Stored]:
-    """The tensors of a state dict by name."""
+    """Returns the tensors of a state dict by name."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path} holds a {type(saved).__name__}, expected a state dict")
     return {str(name): value for name, value in saved.items() if isinstance(value, Stored)}
 
 
 def scalar(value: Any) -> Any:
-    """A number, whether it was saved as one or as a tensor with one element."""
+    """Returns a number, whether it was saved as such or as a tensor with one element."""
     if isinstance(value, Stored) and value.numel == 1:
         return value.load().item()
     return value
 
 
 def _records(window: _Window, path: Path, length: int) -> dict[str, tuple[int, int]]:
-    """Record name → (first byte, number of bytes), none compressed, none over another."""
+    """Returns (first byte, number of bytes) by record name; raises if records are compressed or
+    overlap."""
     if length >= 2 and window.peek(2) != b"PK":
         raise CheckpointError(
             f"{path} is not a zip file: it was saved by torch before 1.6 or is damaged. Load it "
@@ -107,22 +110,23 @@ def _records(window: _Window, path: Path, length: int) -> dict[str, tuple[int, i
     end = 0
     for name, (start, count) in records.items():
         if start < end or start + count > length:
-            raise CheckpointError(f"{path} has record {name} over another or beyond its end")
+            raise CheckpointError(f"{path} has record {name} overlapping another or beyond its end")
         end = start + count
     if len(records) != len(entries) or sum(n.endswith("/data.pkl") for n in records) != 1:
-        raise CheckpointError(f"{path} is a zip file, but not one of torch.save")
+        raise CheckpointError(f"{path} is a zip file, but was not written by torch.save")
     return records
 
 
 def _place(window: _Window, entry: zipfile.ZipInfo, path: Path) -> tuple[int, int]:
-    """A record begins after its own header, whose length the zip's index does not tell."""
+    """Returns where a record begins, after its own header (whose length is not in the zip's index),
+    and its size."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 0x1:
         raise CheckpointError(
-            f"{path} has compressed record {entry.filename}; torch.save never compresses, and "
-            "what it would grow to is unknown"
+            f"{path} has a compressed record, {entry.filename}, which torch.save never writes; it "
+            "is refused because its uncompressed size is unknown"
         )
     if entry.compress_size != entry.file_size:
-        raise CheckpointError(f"{path} states two sizes for record {entry.filename}")
+        raise CheckpointError(f"{path} gives two different sizes for record {entry.filename}")
     window.seek(entry.header_offset)
     header = window.read(30)
     if header is None or len(header) != 30 or header[:4] != b"PK\x03\x04":
@@ -140,7 +144,7 @@ def _check_byte_order(file: Any, path: Path, offset: int, place: tuple[int, int]
 
 
 class _Window(RawIOBase):
-    """A range of a file as a file of its own, for zipfile."""
+    """A range of a file that acts as a file itself, for zipfile."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         self.file, self.offset, self.length, self.place = file, offset, length, 0
@@ -174,8 +178,8 @@ class _Window(RawIOBase):
 
 
 def write_torch_file(file: BinaryIO, saved: Any, root: str = "archive") -> int:
-    """Writes at the file's place an object with `Lazy` in place of tensors; returns its length.
-    The same `Lazy` twice is one storage, as with tied weights."""
+    """Writes an object, with `Lazy` in place of tensors, at the file's current position; returns
+    its length. The same `Lazy` twice becomes one storage, as with tied weights."""
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(saved)
@@ -225,7 +229,7 @@ class _Pickler(pickle.Pickler):
 
 def _write(archive: zipfile.ZipFile, target: _From, name: str, data: Any) -> None:
     entry = zipfile.ZipInfo(name)
-    # 30 bytes of header, 20 for the 64-bit sizes that are always there, 4 before the padding.
+    # 30 bytes of header, 20 for the 64-bit sizes, which are always present, 4 before the padding.
     used = target.tell() + 30 + len(name.encode()) + 20 + 4
     padding = -used % ALIGNMENT
     entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
@@ -234,7 +238,7 @@ def _write(archive: zipfile.ZipFile, target: _From, name: str, data: Any) -> Non
 
 
 class _From(io.RawIOBase):
-    """A file seen from its current place on: a zip counts from its own beginning."""
+    """A file seen from its current position on, since offsets in a zip count from its beginning."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.start = file, file.tell()
@@ -258,4 +262,4 @@ class _From(io.RawIOBase):
         self.file.flush()
 
     def close(self) -> None:
-        """The file stays open: more may follow."""
+        """Keeps the file open, since more may follow."""

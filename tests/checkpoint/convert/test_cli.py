@@ -66,7 +66,7 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     code, _, error = overland(tmp_path / "notes", tmp_path / "out", "--to", "hf")
     assert code == 2
-    assert "no checkpoint of a known format" in error
+    assert "not a checkpoint in a known format" in error
     code, _, error = overland(tmp_path / "gone", tmp_path / "out", "--to", "hf")
     assert code == 2
     assert "does not exist" in error

@@ -163,10 +163,10 @@ def test_dcp_sizes_that_lie(tmp_path: Path) -> None:
         entry(metadata).size = entry(metadata).chunks[0].sizes = torch.Size([2, 4])
 
     for change, match in (
-        (huge, "claims more than is stored"),
+        (huge, "claims more bytes than are stored"),
         (outside, "lies outside"),
         (hole, "missing or overlap"),
-        (beyond, "are asked of it"),
+        (beyond, "are needed"),
         (other_shape, "should hold a tensor of shape"),
     ):
         assert_refused(damaged(change), tmp_path, match)
@@ -180,7 +180,7 @@ def test_an_hf_index_stays_in_its_folder(file: Any, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     index = {"weight_map": {"w": file}}
     (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_refused(tmp_path / "a", tmp_path, "not a plain file name|does not fit together")
+    assert_refused(tmp_path / "a", tmp_path, "not a plain file name|are inconsistent")
 
 
 def test_deepspeed_latest_stays_in_its_folder(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_deepspeed_latest_stays_in_its_folder(tmp_path: Path) -> None:
     outside = os.path.relpath(saved(folder) / "global_step3", tmp_path / "a")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "latest").write_text(outside)
-    assert_refused(tmp_path / "a", tmp_path, "no checkpoint of a known format")
+    assert_refused(tmp_path / "a", tmp_path, "not a checkpoint in a known format")
 
 
 def safetensors_file(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
@@ -281,9 +281,9 @@ class _Tensor:
         (4, (2,), (4,), "more than the 16 bytes"),
         (4, (10**12,), (0,), "more than the 16 bytes"),
         (4, (2**62, 2**62), (1, 1), "more than the 16 bytes"),
-        (4, (-1,), (1,), "cannot be"),
-        (4, (2,), (-1,), "cannot be"),
-        (4, (2, 2), (1,), "cannot be"),
+        (4, (-1,), (1,), "impossible shape"),
+        (4, (2,), (-1,), "impossible shape"),
+        (4, (2, 2), (1,), "impossible shape"),
         (-4, (4,), (1,), "elements"),
     ],
 )
@@ -327,7 +327,7 @@ def test_zip_records_over_each_other(tmp_path: Path) -> None:
     assert data[place : place + 4] == struct.pack("<I", second)
     data[place : place + 4] = struct.pack("<I", first)
     path.write_bytes(data)
-    assert_refused(path, tmp_path, "over another|not one of torch.save")
+    assert_refused(path, tmp_path, "overlapping another|not written by torch.save")
 
 
 def test_files_that_are_something_else(tmp_path: Path, sentinel: Path) -> None:
@@ -447,7 +447,7 @@ def test_a_linked_file_is_not_copied_into_the_target(name: str, tmp_path: Path) 
     (tmp_path / "private.json").write_text('{"password": 1}')
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(tmp_path / "private.json")
-    assert_refused(source, tmp_path, f"{name} is a link out of its folder")
+    assert_refused(source, tmp_path, f"{name} is a link that leads out of its folder")
     (source / name).unlink()
     (source / "real.json").write_text(json.dumps(tiny_config()))
     (source / name).symlink_to("real.json")

@@ -219,7 +219,9 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     config = hf("qwen2")
     (tmp_path / "a").mkdir()
     FORMATS["hf"].write(tiny_source(config), tmp_path / "a", Options())
-    with pytest.raises(CheckpointError, match="Llama models only, and of this one model_type"):
+    with pytest.raises(
+        CheckpointError, match="only plain Llama models, but for this one model_type"
+    ):
         convert(tmp_path / "a", tmp_path / "b", "meta")
     assert not (tmp_path / "b").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]  # and no leftovers
