@@ -1,6 +1,6 @@
 """Models: plain PyTorch with Hugging Face parameter names, and nothing about parallelism.
 
-Importing this package costs no torch; `build_model` and the modules below it bring it in.
+Importing this package does not import torch; `build_model` and the modules it needs do.
 """
 
 from overland.errors import ModelError

@@ -1,19 +1,19 @@
 """The attention core: queries, keys, values and a mask to outputs. No parameters, no state.
 
-Each layer calls its own `Attention` instance as a module, so parallel code can hook it or put
-another in its place. Who sees whom is a `Mask`, made once per forward pass and distinct window and
-shared by layers. A key is visible to a query if it does not come after it, if it is nearer than the
+Each layer calls its own `Attention` instance as a module, so that parallel code can hook or replace
+it. Which keys a query sees is described by a `Mask`, built once per forward pass and window size
+and shared by layers. A key is visible to a query if it does not come after it, if it is within the
 window, and if both belong to the same document:
 
     k_position <= q_position,   q_position - k_position < window,   q_document == k_document
 
-Positions here are places in the row, not rotary positions (those may restart with each document).
-Queries and keys carry their own, so that context parallel can give permuted queries of one rank
-against the gathered keys of all. Documents are runs: the same number side by side.
+Positions here are places in the row, not rotary positions (which may restart with each document).
+Queries and keys carry their own, so that context parallelism can pass permuted queries of one rank
+with the gathered keys of all. The tokens of a document are adjacent and have the same number.
 
-The form of a mask is how the core is told: `causal` (nothing to store), `dense` (a bool per pair),
-`varlen` (run lengths, flash), `block` (flex attention's sparse blocks). Which backend computes
-which mask is decided when the mask is made, never per layer:
+A mask has one of these forms: `causal` (nothing to store), `dense` (a bool per pair), `varlen` (run
+lengths, flash), `block` (flex attention's sparse blocks). Which backend computes which mask is
+decided when the mask is built, never per layer:
 
 | backend | device | plain causal | sliding window, documents | moved positions |
 |---|---|---|---|---|
@@ -23,10 +23,11 @@ which mask is decided when the mask is made, never per layer:
 | `flash` | CUDA, ROCm | SDPA pinned to flash | varlen flash (half precision)         | refused |
 | `flex`  | CUDA, ROCm | flex attention       | flex attention, sparse blocks         | flex    |
 
-Moved positions are those of context parallel: queries in another order than keys. For them `auto`
-takes flex on GPUs and a dense mask elsewhere.
-A backend that cannot compute what is asked raises a ModelError; a mask is never weakened. All of
-them work under `torch.compile(fullgraph=True)` per layer.
+Moved positions occur in context parallelism, where queries are in another order than keys. For them
+`auto` uses flex on GPUs and a dense mask elsewhere.
+
+A backend that cannot compute a mask raises a ModelError; a mask is never weakened. All of them work
+under `torch.compile(fullgraph=True)` per layer.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from overland.words import did_you_mean
 
 BACKENDS = ("auto", "cudnn", "flash", "flex", "sdpa")
 HALF = (torch.float16, torch.bfloat16)
-FEWEST_RUNS = 128  # that varlen attention is told of
+FEWEST_RUNS = 128  # passed to varlen attention
 
-# Kernels that SDPA may take for a plain causal mask, best first; empty: as it likes.
+# Kernels that SDPA may use for a plain causal mask, best first; if empty, SDPA chooses.
 CAUSAL_KERNELS: dict[str, tuple[str, ...]] = {
     "auto": (),
     "sdpa": (),
@@ -79,8 +80,8 @@ def _causal(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
 
 
 def _dense(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
-    # Only the memory-efficient kernel takes a mask on GPUs, and it knows no grouped heads:
-    # with enable_gqa SDPA would fall back to holding all scores.
+    # On GPUs only the memory-efficient kernel accepts a mask, and it does not support grouped
+    # heads: with enable_gqa, SDPA would fall back to materialising all scores.
     assert mask.visible_BQK is not None
     group = q_BHSd.shape[1] // k_BKSd.shape[1]
     k_BHSd, v_BHSd = k_BKSd, v_BKSd
@@ -106,7 +107,7 @@ def _varlen(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
         v_BKSd.transpose(1, 2).flatten(0, 1),
         mask.run_starts_R,
         mask.run_starts_R,
-        seq_len,  # a bound, not the longest run: finding that one would wait for the device
+        seq_len,  # an upper bound: computing the longest run would wait for the device
         seq_len,
         window_size=(left, 0),
         **grouped,
@@ -118,7 +119,7 @@ def _varlen(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tenso
 def _block(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Mask) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Uncompiled flex attention holds all scores; inside a compiled layer it is traced as it is.
+    # Uncompiled flex attention materialises all scores; inside a compiled layer it is traced.
     attend: Callable[..., Tensor] = flex_attention
     if not torch.compiler.is_compiling():
         attend = _compiled_flex_attention()
@@ -146,15 +147,15 @@ class Mask:
     form: str  # causal | dense | varlen | block
     kernels: tuple[str, ...] = ()  # SDPA kernels, best first, that may compute `causal`
     window: int | None = None
-    visible_BQK: Tensor | None = None  # dense: True where visible; leading 1 if rows are alike
+    visible_BQK: Tensor | None = None  # dense: True where visible; B is 1 if rows are alike
     run_starts_R: Tensor | None = None  # varlen: int32 offsets into the flattened batch
-    tell_gqa: bool = False  # varlen: torch 2.11 takes grouped heads as they come, later ones ask
+    tell_gqa: bool = False  # varlen: torch after 2.11 must be told about grouped heads
     block_mask: Any = None  # block
 
 
 class Masks(nn.Module):
-    """Makes the masks of a forward pass. Parallel code that changes who holds which queries and
-    keys replaces this module (`decoder.model.masks`) and calls `build_mask` with its positions."""
+    """Builds the masks of a forward pass. Parallel code that redistributes queries and keys
+    replaces this module (`decoder.model.masks`) and calls `build_mask` with its positions."""
 
     def __init__(self, attention: str, windows: list[int | None]) -> None:
         super().__init__()
@@ -185,10 +186,10 @@ def build_mask(
     q_positions_BQ: Tensor | None = None,
     k_positions_BK: Tensor | None = None,
 ) -> Mask:
-    """Builds a mask in the form that the backend computes; raises a ModelError where it cannot.
+    """Builds a mask in the form that the backend computes; raises a ModelError if it cannot.
 
-    Without positions, queries and keys are the same `seq_len` places in order. With them, both
-    must be given ([B, Q] and [B, K], or [1, Q] and [1, K] if all rows are alike).
+    Without positions, queries and keys are the same `seq_len` positions in order. Otherwise both
+    positions must be given ([B, Q] and [B, K], or [1, Q] and [1, K] if all rows are alike).
     """
     if window is not None and q_positions_BQ is None and window >= seq_len:
         window = None
@@ -209,7 +210,7 @@ def build_mask(
             run_starts_R = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq_len
         else:
             run_starts_R = run_starts(q_documents_BQ)
-        # Asked here and not where it is called: signatures cannot be traced by torch.compile.
+        # Checked here and not at the call: torch.compile cannot trace signatures.
         tell_gqa = "enable_gqa" in varlen_parameters()
         return Mask(form, window=window, run_starts_R=run_starts_R, tell_gqa=tell_gqa)
 
@@ -229,7 +230,7 @@ def visible_keys(
     k_documents_BK: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Defines the mask, pair by pair: True where the query sees the key."""
+    """Returns the mask for each pair: True where the query sees the key."""
     distance_BQK = q_positions_BQ[:, :, None] - k_positions_BK[:, None, :]
     seen_BQK = distance_BQK >= 0
     if window is not None:
@@ -240,11 +241,11 @@ def visible_keys(
 
 
 def run_starts(documents_BS: Tensor) -> Tensor:
-    """Where each run of equal documents starts in the flattened batch, then the total.
+    """Returns where each run of equal documents starts in the flattened batch, then the total.
 
-    Padded with empty runs, which cost next to nothing, to a power of two that is seldom exceeded:
-    compiled layers see few shapes, not one per batch. Finding the starts waits for the device once
-    per forward.
+    The result is padded with empty runs, which cost almost nothing, to a power of two that is
+    rarely exceeded: compiled layers see few shapes, not one per batch. Finding the starts waits for
+    the device once per forward pass.
     """
     starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
@@ -257,8 +258,8 @@ def run_starts(documents_BS: Tensor) -> Tensor:
 
 
 def compute_dtype(x_BSD: Tensor) -> torch.dtype:
-    """Returns the type that queries will have: autocast makes the projections of float32 inputs
-    narrower."""
+    """Returns the dtype that queries will have: autocast computes projections of float32 inputs in
+    lower precision."""
     kind = x_BSD.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -295,14 +296,15 @@ def _block_mask(
 def _block_mask_maker() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Compiled: eager evaluation holds every pair, 16 GB of them at 128k tokens.
+    # Compiled, because eager evaluation materialises every pair, 16 GB of them at 128k tokens.
     return torch.compile(create_block_mask)
 
 
 @cache
 def varlen_parameters() -> frozenset[str]:
-    """Returns the parameters that this torch's varlen attention takes; none where there is no such
-    function. Importing it brings the compiler, for which a CPU need not wait."""
+    """Returns the parameters that varlen attention accepts in this version of torch; none if there
+    is no such function. The import is slow because it loads the compiler, which a CPU does not
+    need."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -327,10 +329,10 @@ def choose_form(
     moved: bool,
     deterministic: bool | None = None,
 ) -> str:
-    """Returns the form of mask for this backend and this mask."""
+    """Returns the form of mask for this backend and these requirements."""
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    on_gpu = device.type == "cuda"  # ROCm calls itself cuda too
+    on_gpu = device.type == "cuda"  # also for ROCm
     if attention in ("cudnn", "flash", "flex") and not on_gpu:
         raise ModelError(
             f"attention backend '{attention}' needs a GPU, but the model runs on {device.type}; "
@@ -370,7 +372,7 @@ def choose_form(
         return "varlen"
     if attention == "sdpa" or not on_gpu:
         return "dense"
-    # varlen flash on ROCm has not been tried, flex has Triton there.
+    # varlen flash has not been tested on ROCm; flex uses Triton there.
     if moved or dtype not in HALF or torch.version.hip:
         return "block"
     return "varlen" if "window_size" in varlen_parameters() else "block"

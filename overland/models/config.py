@@ -1,7 +1,7 @@
-"""What a dense decoder is: one frozen record with Hugging Face's field names, read from a
-config.json and written to one.
+"""The config of a dense decoder: one frozen record with Hugging Face's field names, read from and
+written to a config.json.
 
-The families differ by switches, never by copies of the model:
+The families differ only by options, never by copies of the model:
 
 | model_type | qkv bias | o_proj bias | mlp bias | qk-norm | sliding window | head_dim |
 |---|---|---|---|---|---|---|
@@ -10,11 +10,11 @@ The families differ by switches, never by copies of the model:
 | qwen2   | always         | no             | no       | no  | chosen layers, or none | free |
 | qwen3   | attention_bias | attention_bias | no       | yes | chosen layers, or none | free |
 
-One switch is not Hugging Face's: a llama may have `norm_type = "layernorm"`, LayerNorm with a
-weight and no bias, as older torchtitan had. No config.json says so to transformers, so such a model
-is not exported.
+One option is not Hugging Face's: a llama may have `norm_type = "layernorm"`, LayerNorm with a
+weight and no bias, as in older torchtitan. No config.json can express it for transformers, so such
+a model is not exported.
 
-Imports no torch, so that the config room and `--help` stay quick.
+Does not import torch, so that the config package and `--help` stay fast.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DecoderConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
-    # One of FULL or SLIDING per layer; empty means that all layers agree (SLIDING if there is a
-    # window), which is what keeps an override of num_hidden_layers a single key.
+    # FULL or SLIDING for each layer; empty means the same for all layers (SLIDING if there is a
+    # window), so that overriding num_hidden_layers takes a single key.
     layer_types: tuple[str, ...] = ()
     rope: RopeConfig = field(default_factory=RopeConfig)
     bos_token_id: int | None = None
@@ -81,12 +81,11 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> DecoderConfig:
-        """Reads the contents of a config.json, given as a dict, its path, or the folder that holds
-        it."""
+        """Reads a config.json, given as its contents, its path, or the folder that holds it."""
         config = _from_dict(*contents_of(source))
         if cls is DecoderConfig:
             return config
-        # A user's subclass is built by its own function, so it must stay what it is.
+        # A user's subclass is built by its own function, so its type must be kept.
         return cls(**{item.name: getattr(config, item.name) for item in fields(DecoderConfig)})
 
     def to_hf(self) -> dict[str, Any]:
@@ -94,8 +93,8 @@ class DecoderConfig:
         return _config_as_hf(self)
 
     def override(self, overrides: Mapping[str, Any]) -> DecoderConfig:
-        """Returns this config with some Hugging Face keys replaced; an unknown key
-        is a ModelError."""
+        """Returns this config with some Hugging Face keys replaced; raises a ModelError for an
+        unknown key."""
         return _override_config(self, overrides)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,19 +103,19 @@ class DecoderConfig:
         return sizes.parameter_shapes(self)
 
     def structure(self) -> Structure:
-        """Returns what the model is made of. A subclass has a `build` of its own, which may change
-        what blocks do."""
+        """Returns the structure of the model. A subclass has its own `build`, which may change the
+        blocks."""
         return sizes.decoder_structure(self, plain=type(self) is DecoderConfig)
 
     def attention_flops(self, seq_len: int, causal: bool) -> float:
-        """Returns the training FLOP per token of attention itself; `causal` counts visible keys
-        alone."""
+        """Returns the training FLOP per token of attention itself; `causal` counts only visible
+        keys."""
         windows = [self.window_of(layer) for layer in range(self.num_hidden_layers)]
         keys = sum(_mean_visible_keys(seq_len, window) if causal else seq_len for window in windows)
         return 12 * self.num_attention_heads * self.head_dim * keys
 
     def activations(self, one: sizes.Pass) -> sizes.Activations:
-        """Returns the memory that a pass takes beside parameters and gradients."""
+        """Returns the memory that a pass takes in addition to parameters and gradients."""
         return sizes.decoder_activations(self, one)
 
     @property
@@ -136,7 +135,7 @@ class DecoderConfig:
         return self.attention_bias
 
     def window_of(self, layer: int) -> int | None:
-        """Returns the sliding window of a layer, None where it sees everything before it."""
+        """Returns the sliding window of a layer; None if it sees everything before it."""
         if self.layer_types and self.layer_types[layer] == FULL:
             return None
         return self.sliding_window
@@ -146,7 +145,7 @@ class DecoderConfig:
             raise ModelError(
                 f"model_type '{self.model_type}' is not supported; known: {', '.join(FAMILIES)}"
             )
-        # Frozen, so derived sizes are put in by the back door, once.
+        # The class is frozen, so derived sizes are set through object.__setattr__.
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if not self.head_dim and self.num_attention_heads:
@@ -205,11 +204,11 @@ def _check_switches(config: DecoderConfig) -> None:
             f"norm_type '{config.norm_type}' is not supported; known: {RMSNORM}, {LAYERNORM}"
         )
     if config.norm_type != RMSNORM and not family.chooses_norm:
-        raise ModelError(f"model_type '{kind}' has no norm_type switch; a llama has")
+        raise ModelError(f"model_type '{kind}' has no norm_type option; only llama has")
     if config.attention_bias and not family.chooses_attention_bias:
-        raise ModelError(f"model_type '{kind}' has no attention_bias switch")
+        raise ModelError(f"model_type '{kind}' has no attention_bias option")
     if config.mlp_bias and not family.chooses_mlp_bias:
-        raise ModelError(f"model_type '{kind}' has no mlp_bias switch")
+        raise ModelError(f"model_type '{kind}' has no mlp_bias option")
     if config.sliding_window is not None:
         if family.window == "none":
             raise ModelError(f"model_type '{kind}' has no sliding_window")
@@ -228,7 +227,7 @@ def _check_switches(config: DecoderConfig) -> None:
             f"{config.num_hidden_layers} layers"
         )
     if SLIDING in config.layer_types and config.sliding_window is None:
-        raise ModelError(f"layer_types asks for {SLIDING} but sliding_window is off")
+        raise ModelError(f"layer_types has {SLIDING}, but sliding_window is off")
     if len(set(config.layer_types)) > 1 and family.window != "layers":
         raise ModelError(f"model_type '{kind}' cannot mix layer types")
 
@@ -237,7 +236,7 @@ def _from_dict(hf: dict[str, Any], where: str) -> DecoderConfig:
     try:
         return _described(hf, where)
     except (TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ModelError(f"{where} holds something else than a config.json: {error}") from None
+        raise ModelError(f"{where} is not a valid config.json: {error}") from None
 
 
 def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
@@ -254,7 +253,7 @@ def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
             raise ModelError(f"{where} has no {name}")
         check_type(DecoderConfig, name, hf[name], where)
         if hf[name] > MOST.get(name, 2**31):
-            raise ModelError(f"{where}: {name} = {hf[name]} is beyond any model")
+            raise ModelError(f"{where}: {name} = {hf[name]} is unreasonably large")
 
     family, defaults = FAMILIES[model_type], _DEFAULTS[model_type]
     values: dict[str, Any] = {"model_type": model_type}
@@ -276,11 +275,11 @@ def _described(hf: dict[str, Any], where: str) -> DecoderConfig:
 
 
 def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Reads Qwen's keys: there is a window only where use_sliding_window is true, and then in
-    layers >= max_window_layers."""
+    """Reads Qwen's keys: there is a window only if use_sliding_window is true, and then in layers
+    >= max_window_layers."""
     given = hf.get("layer_types")
     if not hf.get("use_sliding_window", False):
-        # Refused below if it names a sliding layer, harmless if it says "full" everywhere.
+        # Refused below if it has a sliding layer, harmless if all are full.
         return {"layer_types": tuple(given or ()) if SLIDING in (given or ()) else ()}
     window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 28)
     types = given or [
@@ -296,8 +295,8 @@ def _window_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_as_hf(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the contents of a config.json. Rope is written in both forms: transformers 4 reads
-    only `rope_theta` + `rope_scaling`, and tools of the v5 time may read only `rope_parameters`."""
+    """Returns the contents of a config.json. RoPE is written in both forms: transformers 4 reads
+    only `rope_theta` and `rope_scaling`, and newer tools may read only `rope_parameters`."""
     family = config.family
     hf: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.model_type]],
@@ -315,7 +314,7 @@ def _config_as_hf(config: DecoderConfig) -> dict[str, Any]:
         hf["attention_bias"] = config.attention_bias
     if family.chooses_mlp_bias:
         hf["mlp_bias"] = config.mlp_bias
-    if config.norm_type != RMSNORM:  # ours alone, so it is never exported
+    if config.norm_type != RMSNORM:  # only in Overland, so it is never exported
         hf["norm_type"] = config.norm_type
     if family.window == "all":
         hf["sliding_window"] = config.window_of(0)
@@ -338,13 +337,13 @@ def _window_as_hf(config: DecoderConfig) -> dict[str, Any]:
     window = {"use_sliding_window": True, "sliding_window": config.sliding_window}
     if not config.layer_types:
         return window | {"max_window_layers": 0}
-    # transformers 4 before layer_types knew only "from this layer on"; the list is exact.
+    # Early transformers 4 supported only "from this layer on"; the list is exact.
     first = config.layer_types.index(SLIDING) if SLIDING in config.layer_types else 0
     return window | {"max_window_layers": first, "layer_types": list(config.layer_types)}
 
 
 def _override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> DecoderConfig:
-    """Returns the config with Hugging Face keys replaced; sizes that were derived follow along."""
+    """Returns the config with Hugging Face keys replaced; derived sizes are updated."""
     overrides = dict(overrides)
     rope = overrides.pop("rope", None)
     if rope is not None:
@@ -357,7 +356,7 @@ def _override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> Dec
                 f"'{name}' is not a field of a {config.model_type} model{did_you_mean(name, valid)}"
             )
     hf = _config_as_hf(config)
-    del hf["rope_parameters"]  # the old form carries everything, and one form is easier to replace
+    del hf["rope_parameters"]  # the old form has everything, and one form is easier to replace
     if "rope_parameters" in overrides:
         del hf["rope_theta"], hf["rope_scaling"]
     ungrouped = config.num_key_value_heads == config.num_attention_heads
@@ -372,7 +371,7 @@ def _override_config(config: DecoderConfig, overrides: Mapping[str, Any]) -> Dec
     changed = _from_dict(hf | overrides, "the overridden model")
     if type(config) is DecoderConfig:
         return changed
-    # A user's subclass stays what it is, with fields of its own.
+    # A user's subclass keeps its type and its own fields.
     return replace(config, **{f.name: getattr(changed, f.name) for f in fields(DecoderConfig)})
 
 
@@ -383,7 +382,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-# What transformers' config classes assume where a key is absent.
+# The defaults of transformers' config classes for absent keys.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     "mistral": {

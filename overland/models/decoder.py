@@ -1,9 +1,8 @@
-"""One dense decoder for every family: the switches are in its config (see config.py).
+"""One dense decoder for every family: the options are in its config (see config.py).
 
-The module tree and the parameter names are Hugging Face's. Parts may be missing, so that a
-pipeline stage is the same class with less in it: without `embed_tokens` the input is hidden
-states, without `norm` and `lm_head` the output is. Layers keep their number as name whatever
-else is removed.
+The module tree and the parameter names are Hugging Face's. Parts may be missing, so that a pipeline
+stage is the same class with fewer modules: without `embed_tokens` the input is hidden states, and
+without `norm` and `lm_head` the output is. Layers keep their numbers as names whatever is removed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class HeadLoss(Protocol):
     """The loss that a head computes (see overland/objectives)."""
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """Returns the summed loss, a number, or followed by sums of what else is to be logged."""
+        """Returns the summed loss as a scalar, or as a vector followed by sums of other metrics."""
 
 
 class Decoder(nn.Module):
@@ -39,7 +38,7 @@ class Decoder(nn.Module):
         self.config = config
         self.model = DecoderModel(config, check_backend(attention))
         self.lm_head: Head | None = Head(config.hidden_size, config.vocab_size, bias=False)
-        # What the head makes of hidden states and labels: the trainer puts its own here.
+        # Computes the loss from hidden states and labels; the trainer replaces it.
         self.objective: HeadLoss = SummedCrossEntropy()
         tie(self)
 
@@ -53,15 +52,15 @@ class Decoder(nn.Module):
         noise_BS: Tensor | None = None,
         **others: Tensor,
     ) -> Tensor:
-        """Logits, or with labels what the objective makes of them: by default, the sum of the
+        """Returns logits, or with labels what the objective computes: by default, the sum of the
         cross-entropy over labels other than -100.
 
         `labels_BS[b, s]` is the token that should follow `tokens_BS[b, s]` (already shifted).
         `positions_BS` are rotary positions (default 0, 1, 2 ...); `documents_BS` numbers the
-        document of each token, and tokens see only their own document. `draws_BS` is what dropout
-        is drawn by, `noise_BS` noise on embeddings; without them there is none. `others` are fields
-        of the batch that the objective may want. `tokens_BS` holds hidden states [B, S, D] where
-        this stage has no embedding; the hidden states are returned where it has no head.
+        document of each token, and tokens see only their own document. `draws_BS` seeds dropout
+        and `noise_BS` seeds noise on embeddings; without them there is none. `others` are batch
+        fields that the objective may use. `tokens_BS` holds hidden states [B, S, D] if this stage
+        has no embedding; the hidden states are returned if it has no head.
         """
         hidden_BSD = self.model(tokens_BS, positions_BS, documents_BS, draws_BS, noise_BS)
         if self.lm_head is None:
@@ -77,23 +76,23 @@ class Decoder(nn.Module):
         return self.config.structure()
 
     def init_rule(self, name: str) -> Rule:
-        """Returns how a parameter starts (see init.py)."""
+        """Returns how a parameter is initialised (see init.py)."""
         return decoder_rule(self.config, name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
-        # to_empty() from the meta device makes a new parameter per module, which unties them.
+        # to_empty() from the meta device creates a new parameter per module, which unties them.
         super()._apply(fn, recurse)
         tie(self)
         return self
 
 
 class DecoderModel(nn.Module):
-    """Tokens (or the hidden states of an earlier stage) to hidden states."""
+    """Maps tokens (or the hidden states of an earlier stage) to hidden states."""
 
     def __init__(self, config: DecoderConfig, attention: str) -> None:
         super().__init__()
         layers = range(config.num_hidden_layers)
-        # Of weights that are there: to draw them on the meta device would import the compiler.
+        # From existing weights: random initialisation on the meta device would import the compiler.
         self.embed_tokens: nn.Embedding | None = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size), freeze=False
         )
@@ -103,7 +102,7 @@ class DecoderModel(nn.Module):
         windows = dict.fromkeys(config.window_of(i) for i in layers)
         self.masks = Masks(attention, list(windows))
         self.noise: nn.Module | None = None
-        """On embeddings, see neftune.py."""
+        """Noise on embeddings, see neftune.py."""
 
     def forward(
         self,
@@ -118,10 +117,10 @@ class DecoderModel(nn.Module):
             x_BSD = self.noise(x_BSD, noise_BS)
         if positions_BS is None:
             positions_BS = torch.arange(x_BSD.shape[1], device=x_BSD.device)[None]
-        seq_len = positions_BS.shape[1]  # x may hold a part of it only, between two layers
+        seq_len = positions_BS.shape[1]  # x may hold only a part of it between layers
         rotation = self.rotary(positions_BS, seq_len, x_BSD.dtype)
         masks = self.masks(x_BSD, seq_len, documents_BS)
-        # Only blocks that draw, by what a transform has put in, take what they draw by.
+        # Only blocks with dropout, which a transform has added, accept its seeds.
         draws = {} if draws_BS is None else {"draws_BS": draws_BS}
         for layer in self.layers.values():
             x_BSD = layer(x_BSD, *rotation, masks[layer.window], **draws)
@@ -157,7 +156,7 @@ class SelfAttention(nn.Module):
         self.core = Attention()
 
     def forward(self, x_BSD: Tensor, cos_BSd: Tensor, sin_BSd: Tensor, mask: Mask) -> Tensor:
-        # The number of heads is read off the projections: under tensor parallel they are fewer.
+        # The number of heads follows from the projections: tensor parallelism reduces it.
         q_BSHd = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKd = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKd = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -195,7 +194,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Hugging Face's order: normalise wide, round, then multiply by the weight.
+        # Hugging Face's order: normalise in high precision, round, then multiply by the weight.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
@@ -217,8 +216,8 @@ class Head(nn.Linear):
 
 
 class SummedCrossEntropy:
-    """What a decoder trains on by itself. Summed, not averaged, because only the trainer knows the
-    number of valid tokens of the global batch."""
+    """The default loss of a decoder. It is summed, not averaged, because only the trainer knows the
+    number of valid tokens in the global batch."""
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         return head.weighted_sum(hidden_BSD, fields["labels_BS"])[0]

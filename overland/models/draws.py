@@ -1,8 +1,8 @@
-"""Random numbers of a pass that depend on nothing but their place: for dropout, and noise.
+"""Random numbers for dropout and noise that depend only on their position.
 
-Every token of a batch has a number of its own, made of the seed, the sample, the epoch and the
-token's place in its row. What draws makes its own numbers of that, by its name. So they are the
-same in every layout, when a pass is recomputed, and after a restart.
+Every token of a batch has its own number, a hash of the seed, the sample, the epoch and the token's
+position in its row. Each module derives its own random numbers from it and from its name. So they
+are the same in every layout, when a pass is recomputed, and after a restart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Keys = tuple[int, int] | Tensor
 
 
 def draws_of(seed: int, sample_B: Tensor, epoch_B: Tensor, length: int) -> Tensor:
-    """[rows, length]: a number for each token."""
+    """Returns a number for each token, [rows, length]."""
     first, second = keys_of(f"{seed}/samples"), keys_of(f"{seed}/tokens")
     row_B = hash_bits(hash_bits(sample_B, first) + epoch_B, second)
     places_S = torch.arange(length, device=sample_B.device)
@@ -26,8 +26,8 @@ def draws_of(seed: int, sample_B: Tensor, epoch_B: Tensor, length: int) -> Tenso
 
 
 def uniform(draws: Tensor, keys: Keys, width: int, first: int = 0) -> Tensor:
-    """[…, width]: numbers from [0, 1) for each token, with 24 bits each, which float32 holds
-    exactly; those from `first` on of whoever has these keys."""
+    """Returns numbers from [0, 1) for each token, […, width], with 24 bits each, which float32
+    holds exactly. They start at number `first` of the stream with these keys."""
     places = torch.arange(first, first + width, device=draws.device)
     bits = hash_bits(draws[..., None] + places, keys)
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24

@@ -1,6 +1,6 @@
 """Named sizes of the known models, as data; values are those of the released config.json files.
 
-`debugmodel` (alias `debug`) has torchtitan's sizes, so that its recipes mean the same model here.
+`debugmodel` (alias `debug`) has torchtitan's sizes, so that its recipes give the same model here.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     grad_x = grad · w      e5m2 · e4m3
     grad_w = gradᵀ · x     e5m2 · e4m3
 
-Scales are found anew in every pass, so there is no state: nothing to save, nothing to go stale. The
-weight is cast where it is used, once each way per pass. What is kept for the backward pass is x in
-8 bits, half of what bfloat16 keeps. Embeddings, norms, attention and the head stay as they are.
+Scales are computed in every pass, so there is no state to save or to go stale. The weight is cast
+where it is used, once in each direction per pass. Only x in 8 bits is kept for the backward pass,
+half as much as with bfloat16. Embeddings, norms, attention and the head are unchanged.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from overland.models.lora import LoRALinear
 from overland.models.structure import blocks_of
 from overland.models.transform import Transform
 
-GRADIENT = E5M2  # more range, fewer digits: e4m3 brought the loss no nearer in 300 steps
+GRADIENT = E5M2  # more range, less precision: e4m3 gave no better loss in 300 steps
 
 
 class Float8(Transform):
-    """Makes the linear layers of the blocks multiply in 8 bits; parameters and names stay."""
+    """Makes the linear layers of the blocks multiply in 8 bits; parameters and names stay the
+    same."""
 
     def apply(self, model: nn.Module) -> None:
         for block in blocks_of(model).values():
@@ -57,7 +58,8 @@ def biased8(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def linear8(x: Tensor, weight_OD: Tensor) -> Tensor:
-    """Computes x · weightᵀ in 8 bits, or as usual where a side is too odd for the matrix units."""
+    """Computes x · weightᵀ in 8 bits, or in the usual precision if a size does not suit the matrix
+    units."""
     x_ND = x.flatten(0, -2)
     if any(size % MULTIPLE for size in (x_ND.shape[0], *weight_OD.shape)):
         return F.linear(x, weight_OD)

@@ -1,10 +1,10 @@
-"""Parameter and FLOP counts of a model, and the unit that its training is counted in,
-from what its config or its module says of itself.
+"""Parameter and FLOP counts of a model, and the unit that its training is counted in, from the
+description in its config or its module.
 
-The headline figure is the one that papers and torchtitan report, so that MFU can be compared:
-FLOP/token = 6 (N - N_input_embedding) + 12 L H d S. A tied embedding is kept, since it is also the
-output matrix. It counts attention as if every token saw every other; the causal figure counts what
-is really computed: half of it, and less under a sliding window.
+The main figure is the one that papers and torchtitan report, so that MFU can be compared:
+FLOP/token = 6 (N - N_input_embedding) + 12 L H d S. A tied embedding is included, since it is also
+the output matrix. It counts attention as if every token saw every other; the causal figure counts
+what is really computed: half of that, and less with a sliding window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SampleFields = Mapping[str, tuple[str, tuple[int, ...]]]
 @dataclass(frozen=True)
 class ParameterCount:
     total: int  # a tied embedding counts once
-    input_embedding: int  # a table only looked up: 0 when it is also the output matrix
+    input_embedding: int  # a table used only for lookup: 0 if it is also the output matrix
     head: int  # the output matrix, shared or not
     blocks: tuple[int, ...]  # of each block
 
@@ -38,7 +38,8 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Multiplications per token: of each block's matrices, and of those after the last block."""
+    """Multiplications per token in the matrices of each block, and in those after the last
+    block."""
 
     blocks: tuple[float, ...]
     after: float
@@ -46,12 +47,12 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Measure:
-    """What training is counted in: tokens, or samples that are named arrays."""
+    """The unit of training: tokens, or samples that are named arrays."""
 
     unit: Literal["tokens", "samples"]
     per_row: int
     flops: float | None
-    """Training FLOP per unit; None where the model does not say."""
+    """Training FLOP per unit; None if the model does not define it."""
 
 
 def count_parameters(config: Any) -> ParameterCount:
@@ -76,13 +77,13 @@ def count_parameters(config: Any) -> ParameterCount:
 
 
 def stage_costs(config: Any) -> StageCosts:
-    """Returns what pipeline stages are balanced by; refuses a model that cannot be cut."""
+    """Returns the costs used to balance pipeline stages; raises if a model cannot be split."""
     structure, shapes = outline_of(config)
     if structure is None or structure.between is None:
         raise ModelError(
             f"the model of {type(config).__name__} does not say what passes between its blocks "
-            "(structure(), see docs/extending.md), so a pipeline cannot cut it; it can be sharded "
-            "and replicated"
+            "(structure(), see docs/extending.md), so it cannot be split into pipeline stages; it "
+            "can be sharded and replicated"
         )
     sizes = {name: float(prod(shape)) for name, shape in shapes.items() if len(shape) > 1}
     after = [name for name in shapes if inside(name, structure.after)]
@@ -97,8 +98,8 @@ def stage_costs(config: Any) -> StageCosts:
 
 
 def trained_parameters(config: Any, lora: Lora) -> Shapes:
-    """Returns the shapes of the parameters that are trained: all, or adapters and what else is
-    trained beside them."""
+    """Returns the shapes of the trained parameters: all of them, or adapters and whatever else is
+    trained alongside."""
     structure, shapes = outline_of(config)
     if not lora.rank:
         return shapes
@@ -114,9 +115,9 @@ def flops_per_token(
     config: Any, seq_len: int, lora: Lora | None = None, causal: bool = False
 ) -> float:
     """Returns the training FLOP per token by the reporting convention (attention not halved), or
-    with attention counted only where a key is visible (`causal`). Without an
-    `attention_flops(seq_len, causal)` of the config only the parameters count. Frozen matrices have
-    no gradient of their own: 4 FLOP per parameter instead of 6."""
+    with attention counted only for visible keys (`causal`). If the config has no
+    `attention_flops(seq_len, causal)`, only the parameters count. Frozen matrices have no weight
+    gradient: 4 FLOP per parameter instead of 6."""
     number = count_parameters(config).in_matmuls
     products = 6.0 * number
     if lora is not None and lora.rank:
@@ -131,9 +132,9 @@ def causal_flops_per_token(config: Any, seq_len: int, lora: Lora | None = None) 
 
 
 def outline_of(config: Any) -> tuple[Structure | None, Shapes]:
-    """Returns structure and parameter shapes. A config that states both itself is believed; for
-    any other, the model is built without memory. What a config class inherits describes another
-    model."""
+    """Returns structure and parameter shapes. They come from the config if its own class defines
+    both (inherited methods describe another model); otherwise the model is built on the meta
+    device."""
     if describes_itself(config):
         return config.structure(), config.parameter_shapes()
     import torch
@@ -148,14 +149,14 @@ def describes_itself(config: Any) -> bool:
 
 
 def sample_fields(config: Any) -> SampleFields | None:
-    """Returns the type and shape of each array that the model takes, by name; None: it takes
+    """Returns dtype and shape of each array that the model takes, by name; None if it takes
     tokens."""
     describe = getattr(config, "sample_fields", None)
     return None if describe is None else describe()
 
 
 def casts_samples(config: Any) -> bool:
-    """Whether the model takes those arrays in any type of numbers."""
+    """Whether the model accepts those arrays in any dtype."""
     return bool(getattr(config, "casts_samples", False))
 
 
@@ -167,7 +168,7 @@ def measure_of(config: Any, seq_len: int, lora: Lora | None = None) -> Measure:
 
 
 def _by_block(structure: Structure, shapes: Shapes) -> dict[str, list[str]]:
-    """Names of the parameters of each block, in the blocks' order."""
+    """Returns the parameter names of each block, in the order of the blocks."""
     found: dict[str, list[str]] = {}
     for path in structure.blocks:
         for name in shapes:

@@ -1,7 +1,8 @@
-"""Loads a model's weights from a Hugging Face folder: safetensors files, and an index of several.
+"""Loads a model's weights from a Hugging Face folder: safetensors files, and an index if there are
+several.
 
-Only the slice that lives here is taken from a file, one tensor at a time. Conversions read the same
-folders by `overland.checkpoint.formats.hf`, which also writes them.
+Only the slice that this rank needs is read, one tensor at a time. Conversions read the same folders
+with `overland.checkpoint.formats.hf`, which also writes them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from overland.models.transform import added_rule
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-READ_BYTES = 1 << 24  # at once, or a row
+READ_BYTES = 1 << 24  # at a time, but at least a row
 
 
 def load_hf(
@@ -40,14 +41,14 @@ def load_hf(
     only: Collection[str] | None = None,
     new_rows: NewRows | None = None,
 ) -> None:
-    """Fill the model's parameters from a folder of safetensors, cast to the parameters' types, 4
-    bits included.
+    """Fills the model's parameters from a folder of safetensors, cast to the parameters' dtypes,
+    including 4 bits.
 
     The model may be a part of the whole (a pipeline stage, shards through `local_part`). A tensor
-    that is missing or has another shape is always an error; `strict` also refuses tensors in the
-    files that no part of the model asks for, if its config is known. `moved` is told of bytes as
-    they are read; `only` names the parameters that are wanted. `new_rows` are of tokens that the
-    folder's model was not trained with: it may lack them.
+    that is missing or has another shape is always an error; with `strict`, so are tensors in the
+    files that no part of the model needs, if its config is known. `moved` is called with the number
+    of bytes as they are read; `only` names the parameters to load. `new_rows` belong to tokens that
+    the folder's model was not trained with, and may be missing.
     """
     folder = Path(folder)
     file_of = _files_by_tensor(folder)
@@ -90,13 +91,14 @@ def load_hf(
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The files of weights in a folder, and their index if there is one."""
+    """Returns the weight files in a folder, and their index if there is one."""
     index = [INDEX] if (folder / INDEX).is_file() else []
     return [*index, *dict.fromkeys(_files_by_tensor(folder).values())]
 
 
 def shapes_in_files(config: Any) -> tuple[Shapes, Shapes]:
-    """Shapes of the parameters, which a folder must hold, and of the buffers, which it may."""
+    """Returns the shapes of the parameters, which a folder must hold, and of the buffers, which it
+    may."""
     if describes_itself(config):
         return config.parameter_shapes(), {}
     with torch.device("meta"):
@@ -106,7 +108,8 @@ def shapes_in_files(config: Any) -> tuple[Shapes, Shapes]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Which file holds each tensor, by the index of a folder of several; all of them are there."""
+    """Returns which file holds each tensor, from the index of a folder; raises if a file is
+    missing."""
     try:
         file_of: dict[str, str] = read_json(index)["weight_map"]
         files = list(file_of.values())
@@ -115,8 +118,7 @@ def read_index(index: Path) -> dict[str, str]:
     for file in files:
         if not isinstance(file, str) or file != Path(file).name or file in ("", ".."):
             raise ModelError(
-                f"{index} names {file!r:.100}, which is not a plain file name, so "
-                "it is not a file of its folder"
+                f"{index} names {file!r:.100}, which is not a plain file name in the same folder"
             )
     absent = sorted({file for file in files if not (index.parent / file).is_file()})
     if absent:
@@ -139,7 +141,8 @@ def _files_by_tensor(folder: Path) -> dict[str, str]:
 def _source(
     name: str, file_of: dict[str, str], ties: Mapping[str, str], other_names: Sequence[str]
 ) -> str:
-    """The tensor in the files that holds this parameter; of tied ones any may be there."""
+    """Returns the tensor in the files that holds this parameter; for tied parameters, any of
+    them."""
     owner = ties.get(name, name)
     alike = [owner, *(tied for tied in ties if ties[tied] == owner), *other_names]
     return next((one for one in alike if one in file_of), name)
@@ -154,15 +157,15 @@ def _read(
     new_rows: NewRows | None = None,
     narrow: int | None = None,
 ) -> Iterator[int]:
-    """Fills a parameter, some rows at a time; yields how many bytes they had. Where it is kept in 4
-    bits, `narrow` is the number of its columns."""
+    """Fills a parameter, some rows at a time; yields the number of bytes read. For a parameter
+    stored in 4 bits, `narrow` is its number of columns."""
     target, offsets, full_shape = local_part(parameter)
     if narrow is not None:
         full_shape = (full_shape[0], narrow)
     try:
         stored = tensors.get_slice(source)
     except SafetensorError as error:
-        raise ModelError(f"{file} does not hold {source}, though its index says so") from error
+        raise ModelError(f"{file} does not hold {source}, which its index lists") from error
     shape = tuple(stored.get_shape())
     is_smaller = new_rows is not None and new_rows.fits(shape, tuple(full_shape))
     if shape != tuple(full_shape) and not is_smaller:

@@ -1,8 +1,8 @@
 """The pieces of a Hugging Face config.json: model families, their keys, rotary embeddings.
 
 A key that Overland does not know may change the mathematics (Granite's multipliers, Gemma's
-soft-caps, a MoE's experts), and a model that trains with it dropped in silence is wrong for weeks.
-So unknown keys are errors unless their value is null. Imports no torch.
+soft-caps, a MoE's experts), and silently dropping it would train a wrong model for weeks. So
+unknown keys are errors unless their value is null. Does not import torch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PLAIN = (
     "pad_token_id",
 )
 
-# Layers are built one by one, so a number beyond reason would take hours and all memory.
+# Layers are built one by one, so an absurd number would take hours and all memory.
 MOST = {"num_hidden_layers": 100_000}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a model_type fixes, and what its config.json may choose."""
+    """What a model_type determines, and what its config.json may choose."""
 
     qk_norm: bool = False
     qkv_bias: bool = False  # always on, whatever config.json says
@@ -66,8 +66,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def contents_of(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
-    """Returns a config.json's contents, from its path or the folder that holds it, and where it
-    was."""
+    """Returns the contents of a config.json, given its path or the folder that holds it, and its
+    path."""
     if isinstance(source, Mapping):
         return dict(source), "config.json"
     path = Path(source)
@@ -125,7 +125,7 @@ def _short(value: Any) -> str:
 
 
 def check_type(owner: type, name: str, value: Any, where: str) -> None:
-    """Refuses a value of another type: JSON says "32" and 32 as easily, and only one of them is a
+    """Raises if a value has the wrong type: JSON may hold "32" instead of 32, and only one is a
     size."""
     (expected,) = (str(item.type) for item in fields(owner) if item.name == name)
     for one in expected.split(" | "):
@@ -139,7 +139,7 @@ def check_type(owner: type, name: str, value: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: the kind and its numbers; those that a kind does not use stay None."""
+    """A rotary embedding: its type and its numbers; those that a type does not use stay None."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -159,7 +159,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ModelError(
-                f"rope_type '{self.rope_type}' is not supported; known kinds: "
+                f"rope_type '{self.rope_type}' is not supported; known types: "
                 f"{', '.join(ROPE_TYPES)}"
             )
         if not 0 < self.rope_theta < math.inf:
@@ -207,7 +207,7 @@ def rope_from_hf(hf: dict[str, Any], values: dict[str, Any]) -> RopeConfig:
     # one outside.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise ModelError(f"rope_scaling = {rope!r:.100} is no object")
+        raise ModelError(f"rope_scaling = {rope!r:.100} is not an object")
     rope = dict(rope)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError("rope_parameters per layer type are not supported")
@@ -244,7 +244,7 @@ _LAYER_WINDOW_KEYS = frozenset(
     {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
 )
 
-_MOE = "mixtures of experts are not built yet"
+_MOE = "mixtures of experts are not implemented yet"
 _REASONS = {
     "quantization_config": "load the unquantized weights",
     "auto_map": "the repository brings its own model code",

@@ -1,16 +1,16 @@
-"""Initial weights as a pure function of (seed, parameter name, element), and of buffers.
+"""Initial weights, as a pure function of (seed, parameter name, element), and initial buffers.
 
-The scheme: embeddings, linears and the output matrix are normal with mean 0 and standard deviation
-`initializer_range`; `o_proj` and `down_proj`, which write into the residual stream, have it divided
-by sqrt(2 x number of layers); norms start at 1, biases at 0.
+The scheme: embeddings, linear layers and the output matrix are normal with mean 0 and standard
+deviation `initializer_range`; for `o_proj` and `down_proj`, which write into the residual stream,
+it is divided by sqrt(2 x number of layers); norms start at 1, biases at 0.
 
-Each element is a hash of its place turned into a normal number, so a rank computes its own shard
-alone and every layout starts from the same bits. It takes no state, no communication and no
+Each element is a hash of its position turned into a normal number, so a rank computes its own shard
+alone and every layout starts from the same bits. This needs no state, no communication and no
 full-size tensor anywhere.
 
-Models are built on the meta device, where no tensor has values, and get memory afterwards. A
-parameter then starts by `init_rule(name)`; a buffer (a table of angles, a running mean) starts by
-`init_buffers()` of the module that registered it, or of any module around that one.
+Models are built on the meta device, where no tensor has values, and are allocated afterwards. Then
+`init_rule(name)` tells how a parameter starts; a buffer (a table of angles, a running mean) is
+filled by `init_buffers()` of the module that registered it, or of any enclosing module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from overland.models.config import DecoderConfig
 from overland.models.structure import ties_of
 from overland.models.transform import added_rule
 
-# A parameter's part that lives here: the tensor to fill, where it starts in each dim of the full
+# The local part of a parameter: the tensor to fill, where it starts in each dim of the full
 # parameter, and the full shape.
 Part = tuple[Tensor, Sequence[int], Sequence[int]]
 LocalPart = Callable[[Tensor], Part]
@@ -38,15 +38,15 @@ LocalPart = Callable[[Tensor], Part]
 @dataclass(frozen=True)
 class Normal:
     std: float
-    name: str  # whose numbers
+    name: str  # of the random stream
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """From -bound to bound; None: 1 / √n, for a matrix of n inputs."""
+    """Uniform from -bound to bound; None means 1 / √n, for a matrix with n inputs."""
 
     bound: float | None
-    name: str  # whose numbers
+    name: str  # of the random stream
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def whole(parameter: Tensor) -> Part:
 
 
 def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> None:
-    """Fills every parameter by `model.init_rule(name)`; sharded ones through `local_part`."""
+    """Fills every parameter according to `model.init_rule(name)`; sharded ones through
+    `local_part`."""
     ties = ties_of(model)
     with torch.no_grad():
         for wrapped_name, parameter in model.named_parameters():
@@ -71,10 +72,10 @@ def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> 
             tensor, offsets, shape = local_part(parameter)
             if tensor.is_meta:
                 raise ModelError(f"{name} is on the meta device; call to_empty() before init")
-            # Alone on a last pipeline stage, a tied parameter starts as the one that it is.
+            # Alone on a last pipeline stage, a tied parameter starts like the one it is tied to.
             rule = rule_of(model, ties.get(name, name))
             if not tensor.is_floating_point():
-                tensor.zero_()  # frozen, in bits of its own: such weights are loaded
+                tensor.zero_()  # frozen and quantised: such weights are loaded later
             elif isinstance(rule, Constant):
                 tensor.fill_(rule.value)
             else:
@@ -82,19 +83,19 @@ def init_weights(model: nn.Module, seed: int, local_part: LocalPart = whole) -> 
 
 
 def rule_of(model: nn.Module, name: str) -> Rule:
-    """Returns the rule of the transform that has added the parameter, or else of the
-    model itself."""
+    """Returns the rule of the transform that added the parameter, otherwise that of the model
+    itself."""
     rule: Rule = added_rule(model, name) or model.init_rule(name)  # type: ignore[operator]
     return rule
 
 
 def require_rules(model: nn.Module) -> None:
-    """Refuses a model that does not say how each parameter starts."""
+    """Raises if a model does not define how each parameter starts."""
     name_of_model = type(model).__name__
     if not callable(getattr(model, "init_rule", None)):
         raise ModelError(
-            f"{name_of_model} has no method init_rule(name), which says how each parameter starts "
-            "(docs/extending.md)"
+            f"{name_of_model} has no method init_rule(name), which defines how each parameter "
+            "starts (docs/extending.md)"
         )
     for name, _ in model.named_parameters():
         rule = rule_of(model, name)
@@ -124,12 +125,12 @@ def fill_random(
     offsets: Sequence[int],
     shape: Sequence[int],
 ) -> None:
-    """Puts the numbers of (seed, name) into a rectangle of a parameter of this full shape."""
+    """Fills a rectangle of a parameter of this full shape with the numbers of (seed, name)."""
     if tensor.numel() == 0:
         return
     digest = hashlib.blake2b(f"{seed}/{rule.name}".encode(), digest_size=16).digest()
     key = (signed(int.from_bytes(digest[:8])), signed(int.from_bytes(digest[8:])))
-    # MPS has no float64; what is made on the CPU has the same bits.
+    # MPS has no float64; computing on the CPU gives the same bits.
     device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
     row_numel = tensor[0].numel() if tensor.dim() else 1
     rows = tensor if tensor.dim() else tensor[None]
@@ -142,17 +143,17 @@ def fill_random(
         else:
             bound = shape[-1] ** -0.5 if rule.bound is None else rule.bound
             numbers = _uniform(index, key) * bound
-        # Rounded to float32 whatever the parameter's type, so that all types start alike and the
-        # last bit of a device's log and cos is gone.
+        # Rounded to float32 whatever the parameter's dtype, so that all dtypes start alike and
+        # differences in the last bit of log and cos between devices disappear.
         chunk.copy_(numbers.to(torch.float32))
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's name without what wrappers (recompute, compile) put into it."""
+    """Returns a parameter's name without the prefixes of wrappers (recompute, compile)."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-# Elements at a time: 4 M int64 are 32 MB, and about five such temporaries are alive at once.
+# Elements at a time: 4 M int64 are 32 MB, and about five such temporaries exist at once.
 _CHUNK = 1 << 22
 _M32 = (1 << 32) - 1
 
@@ -171,8 +172,8 @@ def _places(
 
 
 def _normal(index: Tensor, key: tuple[int, int]) -> Tensor:
-    """Makes a normal number of one hash per element; its two halves are the two uniforms of Box and
-    Muller."""
+    """Returns a normal number from one hash per element, by Box-Muller: the two halves of the hash
+    are its two uniform numbers."""
     bits = hash_bits(index, key)
     radius = ((bits >> 32) & _M32).to(torch.float64).add_(0.5).mul_(2.0**-32)
     angle = (bits & _M32).to(torch.float64).mul_(2 * math.pi * 2.0**-32)
@@ -180,15 +181,15 @@ def _normal(index: Tensor, key: tuple[int, int]) -> Tensor:
 
 
 def _uniform(index: Tensor, key: tuple[int, int]) -> Tensor:
-    """Makes a number between -1 and 1 of one hash per element."""
+    """Returns a number between -1 and 1 from one hash per element."""
     bits = (hash_bits(index, key) >> 11) & ((1 << 53) - 1)
     return bits.to(torch.float64).mul_(2.0**-52).sub_(1.0)
 
 
 def hash_bits(index: Tensor, key: tuple[int, int] | Tensor) -> Tensor:
-    """splitmix64 in wrapping int64, with a second key half way.
+    """Returns splitmix64 in wrapping int64, with a second key in the middle.
 
-    The first key alone would make all parameters pieces of one stream, which may overlap.
+    With the first key alone, all parameters would be pieces of one stream, which may overlap.
     """
     bits = index * signed(0x9E3779B97F4A7C15) + key[0]
     bits = (bits ^ _shift(bits, 30) ^ key[1]) * signed(0xBF58476D1CE4E5B9)
@@ -221,15 +222,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_starts(model: nn.Module) -> None:
-    """Refuses a model with a buffer that no `init_buffers()` is responsible for."""
+    """Raises if a model has a buffer that no `init_buffers()` is responsible for."""
     without = list(_without_start(model))
     if without:
         name, owner = without[0]
         more = f" and {len(without) - 1} more" if len(without) > 1 else ""
         raise ModelError(
-            f"nothing sets the values of the buffer {name}{more}: models are built without memory, "
-            f"so {type(owner).__name__}, or a module around it, needs a method init_buffers() that "
-            "fills it"
+            f"nothing sets the values of the buffer {name}{more}: models are built on the meta "
+            f"device, so {type(owner).__name__}, or an enclosing module, needs a method "
+            "init_buffers() that fills it"
         )
 
 
@@ -240,7 +241,7 @@ def init_buffers(model: nn.Module, device: torch.device) -> None:
     for name, owner, own, buffer in _buffers(model):
         was[name] = buffer
         plain = buffer.to_local() if isinstance(buffer, DTensor) else buffer
-        plain = torch.empty_like(plain, device=device)  # parameters may be kept in host memory
+        plain = torch.empty_like(plain, device=device)  # parameters may be in host memory
         owner._buffers[own] = plain.fill_(_unset(plain.dtype))
     with torch.no_grad(), torch.device(device):
         for module in model.modules():
@@ -261,7 +262,7 @@ def has_start(module: nn.Module) -> bool:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields the full name of each buffer, the module that registered it, its name there, and the
+    """Yields each buffer's full name, the module that registered it, its name there, and the
     buffer."""
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
@@ -280,7 +281,7 @@ def _without_start(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """Returns a value that no module fills a buffer with, where the type has one."""
+    """Returns a value that no module would set in a buffer, if the dtype has one."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min

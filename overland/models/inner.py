@@ -1,10 +1,10 @@
 """Losses and statistics inside a model, such as the balance of a router's experts.
 
-A loss inside a block is not added to the loss at the end, which may be computed on another device:
-its gradient enters at its block. It is a number per row (sequence), and what it is divided by, the
-rows of the whole global batch, is known before the first pass; so neither accumulation, nor data
-parallelism, nor a pipeline can change it. Both are noted in the backward pass: a block that is
-recomputed counts once, and validation does not count at all.
+A loss inside a block is not added to the final loss, which may be computed on another device: its
+gradient enters at its block. It is one number per row (sequence), divided by the number of rows in
+the global batch, which is known before the first pass; so neither accumulation, nor data
+parallelism, nor a pipeline can change it. Both are recorded in the backward pass, so a recomputed
+block counts once, and validation does not count at all.
 
     class Router(nn.Module):
         def __init__(self, experts):
@@ -20,7 +20,7 @@ recomputed counts once, and validation does not count at all.
         def after_step(self):                        # statistics of the whole global batch
             self.bias += 1e-3 * (self.load.total.mean() - self.load.total).sign()
 
-`after_step(self, step)` is told how many steps there were, this one included.
+`after_step(self, step)` is given the number of steps so far, including this one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from overland.run_folder import first_taken
 
 
 class Statistic(nn.Module):
-    """Numbers that are summed up over all tokens of a step."""
+    """Numbers that are summed over all tokens of a step."""
 
     total: Tensor
 
@@ -48,17 +48,17 @@ class Statistic(nn.Module):
         self.total.zero_()
 
     def forward(self, x: Tensor, values: Tensor) -> Tensor:
-        """Returns `x`; the values are added up when its gradient comes by."""
+        """Returns `x`; the values are added when its gradient passes through."""
         if values.shape != self.total.shape:
             raise ModelError(
-                f"a Statistic of the shape {tuple(self.total.shape)} was given values of the shape "
+                f"a Statistic of shape {tuple(self.total.shape)} was given values of shape "
                 f"{tuple(values.shape)}"
             )
         noted: Tensor = _Note.apply(_with_gradient(x), values, None, self.total)
         return noted
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Statistic:
-        """Sums and scales stay wide in a model of a narrow type."""
+        """Keeps sums and scales in float32 or wider, even in a low-precision model."""
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
             assert buffer is not None
@@ -67,8 +67,8 @@ class Statistic(nn.Module):
 
 
 class InnerLoss(Statistic):
-    """A loss per row, averaged over the rows of the global batch, times `weight`. What is logged
-    under `name` is the mean, without the weight, summed over all places of that name."""
+    """A loss per row, averaged over the rows of the global batch, times `weight`. The mean without
+    the weight is logged under `name`, summed over all losses of that name."""
 
     scale: Tensor
 
@@ -76,7 +76,7 @@ class InnerLoss(Statistic):
         super().__init__()
         if first_taken([name]):
             raise ModelError(
-                f"a loss inside a model cannot be logged as '{name}': name it otherwise"
+                f"a loss inside a model cannot be logged as '{name}': choose another name"
             )
         self.name, self.weight = name, weight
         self.register_buffer("scale", torch.empty(()), persistent=False)
@@ -89,7 +89,7 @@ class InnerLoss(Statistic):
         """Returns `x`; the gradient of the loss enters with the gradient of `x`."""
         if loss_B.shape != x.shape[:1]:
             raise ModelError(
-                f"the inner loss {self.name} has the shape {tuple(loss_B.shape)}, and must be one "
+                f"the inner loss {self.name} has shape {tuple(loss_B.shape)}, but must be one "
                 f"number for each of the {len(x)} rows: a mean over rows would depend on how they "
                 "are split"
             )
@@ -98,8 +98,8 @@ class InnerLoss(Statistic):
 
 
 def _with_gradient(x: Tensor) -> Tensor:
-    """Makes sure that there is a gradient, so that all is noted. What stands behind frozen
-    parameters alone has none of its own in one process, and one in a later stage of a pipeline."""
+    """Ensures that there is a gradient, so that everything is recorded. After frozen parameters
+    only, there is none in a single process, but there is one in a later stage of a pipeline."""
     if x.requires_grad or not torch.is_grad_enabled():
         return x
     return x.detach().requires_grad_()

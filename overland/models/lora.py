@@ -1,10 +1,10 @@
-"""Low-rank adapters beside frozen matrices (LoRA, Hu et al. 2021), as PEFT computes and names them.
+"""Low-rank adapters for frozen matrices (LoRA, Hu et al. 2021), as PEFT computes and names them.
 
     out = x · Wᵀ  +  scale · (x · Aᵀ) · Bᵀ        A: rank × in,  B: out × rank, which starts at zero
 
 `scale` is alpha / rank, or alpha / √rank (rsLoRA, Kalajdzievski 2023). With DoRA (Liu et al. 2024)
-the sum is divided by the lengths of the rows of W + scale · B · A, and multiplied by lengths that
-are trained. Dropout leaves out some of what an adapter is given, not of what the matrix is.
+the sum is divided by the row norms of W + scale · B · A, and multiplied by norms that are trained.
+Dropout applies to the input of the adapter, not to that of the matrix.
 
 Parameters are called `….q_proj.lora_A.weight`, `….q_proj.lora_B.weight`; PEFT's files have these
 names after `base_model.model.`. The matrix keeps its own name, so weights load and export as
@@ -39,18 +39,19 @@ from overland.models.structure import Role, blocks_of, find_module, structure_of
 from overland.models.transform import Transform
 from overland.words import did_you_mean
 
-# Of a decoder's block. With dropout each is given something else.
+# Modules of a decoder's block that share their input. With dropout, each has a different one.
 SAME_INPUT = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
 )
-# A product whose output is so many times as wide as its input is made together with the adapter's.
-# On an H200, Llama 3 8B: 17.3 k tokens/s with the MLP's two, 17.0 k with none, 17.1 k with all.
+# A product whose output is at least this many times as wide as its input is fused with the
+# adapter's. On an H200, Llama 3 8B: 17.3 k tokens/s with the two of the MLP, 17.0 k with none, 17.1
+# k with all.
 WIDE = 2
 
 
 class LoRA(Transform):
-    """Puts adapters beside the matrices that `lora.targets` names, and freezes all else."""
+    """Adds adapters to the matrices that `lora.targets` names, and freezes everything else."""
 
     only_new = True
 
@@ -78,7 +79,7 @@ class LoRA(Transform):
                 put_together([find_module(block, name) for name in names])
 
     def targets(self, model: nn.Module) -> list[str]:
-        """Names of the modules that get adapters, in the model's order."""
+        """Returns the names of the modules that get adapters, in the model's order."""
         settings = self.settings
         named = {name: one for name, one in model.named_modules() if name}
         fitting = [name for name, one in named.items() if isinstance(one, nn.Linear | nn.Embedding)]
@@ -89,12 +90,12 @@ class LoRA(Transform):
             self._require(key, getattr(settings, key), fitting if key == "targets" else [*named])
         found = [name for name in fitting if is_target(name, settings)]
         if not found:
-            raise ModelError("lora.exclude and lora.layers leave no matrix of lora.targets over")
+            raise ModelError("lora.exclude and lora.layers exclude every matrix of lora.targets")
         for name in found:
             if not isinstance(named[name], nn.Embedding) and type(named[name]) is not nn.Linear:
                 raise ModelError(
-                    f"{name} computes its product by itself ({type(named[name]).__name__}), so an "
-                    "adapter would change nothing: train it whole (lora.modules_to_save), or "
+                    f"{name} computes its own product ({type(named[name]).__name__}), so an "
+                    "adapter would have no effect: train it in full (lora.modules_to_save), or "
                     "leave it out (lora.exclude)"
                 )
         return found
@@ -113,19 +114,19 @@ class LoRA(Transform):
     def start(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, LoRALinear) and module.lora_magnitude_vector is not None:
-                # Of the rows that are here: a matrix is sharded by rows, and so are its lengths.
+                # Only the local rows: a matrix is sharded by rows, and so are its norms.
                 here_O = _here(module.lora_magnitude_vector)
                 here_O.copy_(row_lengths(module.dense(_here(module.weight)).to(here_O.dtype)))
 
     @staticmethod
     def _require(key: str, wanted: str | Sequence[str], names: Sequence[str]) -> None:
-        """Refuses a name that no module has."""
+        """Raises for a name that no module has."""
         for one in [wanted] if isinstance(wanted, str) else wanted:
             is_pattern = isinstance(wanted, str)
             if not any(is_named(name, one if is_pattern else [one]) for name in names):
                 near = did_you_mean(one, {name.rpartition(".")[2] for name in names})
                 if is_pattern and "," in one:
-                    near = '; several names are a list: ["q_proj", "v_proj"]'
+                    near = '; write several names as a list: ["q_proj", "v_proj"]'
                 raise ModelError(f"lora.{key} names {one!r}, which the model does not have{near}")
 
 
@@ -134,17 +135,17 @@ class Small(nn.Linear):
 
 
 class LoRALinear(nn.Linear):
-    """A frozen matrix with two small ones beside it."""
+    """A frozen matrix with an adapter of two small ones."""
 
     lora_A: Small
     lora_B: Small
     lora_magnitude_vector: nn.Parameter | None
-    """With DoRA: the length of each row."""
+    """With DoRA: the norm of each row."""
     scale: float
     enabled = True
     dropout = 0.0
     draws_BS: Tensor | None = None
-    """What dropout is drawn by, in the pass that is under way; None: nothing is left out."""
+    """The seeds of dropout in the current pass; None means no dropout."""
     together: Together | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,9 +156,10 @@ class LoRALinear(nn.Linear):
     def adapted(
         self, x: Tensor, weight_OD: Tensor, bias_O: Tensor | None, first: int = 0
     ) -> Tensor:
-        """`first` is the number of x's first feature, where only some of them are here."""
+        """Returns the output with the adapter. `first` is the index of x's first feature, if only
+        some of them are local."""
         given = self.drop(x, first)
-        small = self.small(given) * self.scale  # where it is the least work
+        small = self.small(given) * self.scale  # scaled here, where it is the smallest
         if self.lora_magnitude_vector is not None:
             return self.with_lengths(x, given, small, weight_OD, bias_O)
         is_plain = bias_O is None and self.product is F.linear
@@ -169,7 +171,7 @@ class LoRALinear(nn.Linear):
     def with_lengths(
         self, x: Tensor, given: Tensor, small: Tensor, weight_OD: Tensor, bias_O: Tensor | None
     ) -> Tensor:
-        """DoRA. Lengths have no gradient, as its authors propose."""
+        """Computes DoRA. The row norms have no gradient, as its authors propose."""
         assert self.lora_magnitude_vector is not None
         with torch.no_grad():
             lengths_O = row_lengths(self.dense(weight_OD) + self.scale * (self.b() @ self.a()))
@@ -180,22 +182,23 @@ class LoRALinear(nn.Linear):
         return out if bias_O is None else out + bias_O
 
     def small(self, given: Tensor) -> Tensor:
-        """The product with A; those of modules that are given the same are made at once."""
+        """Returns the product with A; those of modules with the same input are computed at once."""
         if self.together is None:
             return F.linear(given, self.a())
         return self.together.take(self, given)
 
     def a(self) -> Tensor:
-        """A, as far as it is here."""
+        """Returns the local part of A."""
         return self.lora_A.weight
 
     def b(self) -> Tensor:
         return self.lora_B.weight
 
     def drop_by(self, dropout: float, name: str) -> None:
-        """Leaves out this share of what the adapter is given; which, depends on its name."""
+        """Enables dropout of the adapter's input, with random numbers that depend on its name."""
         self.dropout, self.name = dropout, name
-        # A tensor, since compiled blocks share their code: numbers would be constants of it.
+        # A tensor, since compiled blocks share their code, and plain numbers would be constants in
+        # it.
         self.register_buffer("keys", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     def init_buffers(self) -> None:
@@ -209,22 +212,22 @@ class LoRALinear(nn.Linear):
         return x * kept.to(x.dtype) / (1 - self.dropout)
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
-    """Of the frozen matrix; in 8 or 4 bits, another one."""
+    """The product with the frozen matrix; replaced for 8 or 4 bits."""
 
     def dense(self, weight_OD: Tensor) -> Tensor:
         return weight_OD
 
     def roles(self, role: Role) -> dict[str, Role]:
-        """What the small matrices do, by what the large one does: where its output can be split,
-        so can that of B; where its input can be, so can that of A."""
+        """Returns the roles of the small matrices, given that of the large one: if its output can
+        be split, so can that of B; if its input can be split, so can that of A."""
         if role is Role.COLUMN:
             return {"lora_A": Role.REPLICATED, "lora_B": Role.COLUMN}
         return {"lora_A": Role.ROW, "lora_B": Role.REPLICATED}
 
 
 class Widened(torch.autograd.Function):
-    """x · Wᵀ + small · Bᵀ as one product of [x, small] and [W, B], so that a wide output is written
-    once. W is frozen; x is kept for the adapter's own product alone."""
+    """Computes x · Wᵀ + small · Bᵀ as one product of [x, small] and [W, B], so that a wide output
+    is written once. W is frozen; x is kept only for the adapter's own product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, small: Tensor, weight_OD: Tensor, b_Or: Tensor) -> Tensor:
@@ -245,9 +248,9 @@ class Widened(torch.autograd.Function):
 
 
 class Together:
-    """Adapters of modules that are given the same tensor, such as the queries', keys' and values'
-    projections. The first one that is called makes the small products of all: what it is given is
-    read once, there and in the backward pass."""
+    """Adapters of modules with the same input, such as the projections of queries, keys and values.
+    The first one called computes the small products of all, so the input is read once, there and in
+    the backward pass."""
 
     def __init__(self, adapters: Sequence[LoRALinear]) -> None:
         self.adapters = list(adapters)
@@ -268,7 +271,7 @@ class Together:
 
 
 class LoRAEmbedding(nn.Embedding):
-    """A frozen table with a narrow one beside it."""
+    """A frozen embedding table with an adapter."""
 
     lora_embedding_A: nn.Parameter
     lora_embedding_B: nn.Parameter
@@ -284,7 +287,7 @@ class LoRAEmbedding(nn.Embedding):
 
 
 def adapt(module: nn.Module, rank: int, scale: float, dora: bool = False) -> LoRALinear:
-    """Makes a linear layer an adapted one, in place."""
+    """Turns a linear layer into one with an adapter, in place."""
     assert isinstance(module, nn.Linear)
     module.__class__ = LoRALinear
     assert isinstance(module, LoRALinear)
@@ -327,8 +330,8 @@ def forward_with_draws(
     *args: Any,
     draws_BS: Tensor | None = None,
 ) -> Tensor:
-    """Of a block whose adapters leave something out. What they draw by is given to the block, so
-    that it is there again when the block is recomputed."""
+    """The forward pass of a block whose adapters have dropout. The seeds are passed to the block,
+    so that they are available again when the block is recomputed."""
     for adapter in adapters:
         adapter.draws_BS = draws_BS
     return forward(*args)
@@ -336,7 +339,7 @@ def forward_with_draws(
 
 @contextmanager
 def without_adapters(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the parts compute what their frozen weights alone do."""
+    """Disables the adapters of the parts within this context."""
     found = [
         m for part in parts for m in part.modules() if isinstance(m, LoRALinear | LoRAEmbedding)
     ]

@@ -1,4 +1,4 @@
-"""Which matrices get adapters, by their names, and what shapes these have. Imports no torch.
+"""Which matrices get adapters, by name, and the shapes of the adapters. Does not import torch.
 
 Names are matched by PEFT's rules, so that its configs mean the same here.
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def is_target(name: str, settings: Lora) -> bool:
-    """Whether a module gets an adapter, if it is one that can have one."""
+    """Whether a module gets an adapter, if it can have one."""
     layer = LAYER.search(name)
     in_layers = settings.layers is None or (layer is not None and int(layer[1]) in settings.layers)
     is_saved = any(is_named(module, settings.modules_to_save) for module in (name, *above(name)))
@@ -28,21 +28,21 @@ def is_target(name: str, settings: Lora) -> bool:
 
 
 def is_saved_whole(name: str, settings: Lora) -> bool:
-    """Whether a parameter of the model is trained beside the adapters: one of a module whose name
-    ends as is said, or of a module in it. PEFT asks for no dot before the end: `norm` is every
-    norm."""
+    """Whether a parameter of the model is trained in full alongside the adapters: one in a module
+    whose name ends as given in `modules_to_save`, or in a module inside it. As in PEFT, the ending
+    need not follow a dot: `norm` means every norm."""
     return any(module.endswith(one) for module in above(name) for one in settings.modules_to_save)
 
 
 def above(name: str) -> list[str]:
-    """The names of the modules that a module or parameter is in."""
+    """Returns the names of the modules that contain a module or parameter."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def is_named(name: str, wanted: str | Sequence[str]) -> bool:
-    """Whether a module is meant: a text is a regular expression for whole names, and those of a
-    list are names or their ends."""
+    """Whether a module is meant: a string is a regular expression for full names, and the entries
+    of a list are names or endings of names."""
     if wanted == ALL_LINEAR:
         return True
     if isinstance(wanted, str):
@@ -58,8 +58,8 @@ def rank_and_alpha(name: str, settings: Lora) -> tuple[int, float]:
 
 
 def by_pattern(name: str, patterns: Mapping[str, T], otherwise: T) -> T:
-    """The value of the first pattern that a name or its end matches; ^ begins one for whole
-    names."""
+    """Returns the value of the first pattern that matches a name or its ending; a pattern that
+    begins with ^ matches only full names."""
     for pattern, value in patterns.items():
         if re.match(rf"(?:.*\.)?(?:{pattern})$", name):
             return value
@@ -69,9 +69,9 @@ def by_pattern(name: str, patterns: Mapping[str, T], otherwise: T) -> T:
 def trained_shapes(
     settings: Lora, shapes: Shapes, tables: Sequence[str] = (), looked_up: Sequence[str] = ()
 ) -> Shapes:
-    """The shapes of what is trained of a model with these parameters: adapters, and modules beside
-    them. `tables` are parameters that all-linear leaves out: embeddings, and the output matrix;
-    `looked_up` are the embeddings."""
+    """Returns the shapes of what is trained in a model with these parameters: adapters, and modules
+    trained in full. `tables` are the parameters that all-linear leaves out: embeddings and the
+    output matrix; `looked_up` are the embeddings."""
     trained = {name: shape for name, shape in shapes.items() if is_saved_whole(name, settings)}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")

@@ -1,15 +1,15 @@
-"""What an output matrix makes of hidden states and labels, without ever holding all logits.
+"""Losses from hidden states, labels and the output matrix, without ever holding all logits.
 
     weighted sum     Σ w · -log p(label), and z-loss: the gradients are computed in the forward
-                     pass, while a chunk's logits are there, so nothing is recomputed. The price is
-                     one gradient of the output matrix kept from forward to backward, which follow
-                     each other at once in training
-    token losses     -log p(label) of each token, for losses that are no weighted sums of them: the
+                     pass, while a chunk's logits exist, so nothing is recomputed. The price is one
+                     gradient of the output matrix that is kept until the backward pass, which in
+                     training follows immediately
+    token losses     -log p(label) of each token, for losses that are not weighted sums of them: the
                      backward pass computes the logits again
 
-The gradient of the logits takes their place in memory (see kernels/cross_entropy.py), and so the
-largest thing there is one chunk in the narrow type: 2.1 GB for 8192 tokens and a vocabulary of
-128256. Every further chunk reads and writes the gradient of the output matrix once more.
+The gradient of the logits overwrites them in memory (see kernels/cross_entropy.py), so the largest
+tensor is one chunk in low precision: 2.1 GB for 8192 tokens and a vocabulary of 128256. Each
+additional chunk reads and writes the gradient of the output matrix once more.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ IGNORED = -100
 
 
 class OutputMatrix:
-    """The output matrix on one device. Under tensor parallelism another one stands in its place,
-    with the same methods (see parallel/tensor.py)."""
+    """The output matrix on one device. Tensor parallelism replaces it with a class that has the
+    same methods (see parallel/tensor.py)."""
 
     def __init__(self, weight_VD: Tensor) -> None:
         self.weight_VD = weight_VD
@@ -43,7 +43,7 @@ class OutputMatrix:
         z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Returns Σ w · (-log p(label) + z · log²Z) over labels other than -100, in float32 or
-        wider, and the part of it that is z-loss. The second has no gradient."""
+        wider, and the part of it that is z-loss, which has no gradient."""
         chunk = KERNEL_CHUNK_TOKENS if triton_takes(hidden_BSD) else CHUNK_TOKENS
         weights_N = weights_BS.reshape(-1) if weights_BS is not None else None
         hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.reshape(-1)
@@ -53,7 +53,7 @@ class OutputMatrix:
         return total, z_part
 
     def token_losses(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """Returns -log p(label) of each token, 0 where the label is -100."""
+        """Returns -log p(label) of each token, or 0 if the label is -100."""
         losses_N: Tensor = TokenLosses.apply(
             hidden_BSD.flatten(0, -2), self.weight_VD, labels_BS.reshape(-1), 0, None
         )
@@ -76,7 +76,7 @@ def chunked_cross_entropy(
 
 
 def plain_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor) -> Tensor:
-    """Defines what the chunked one is tested against; holds all logits."""
+    """The reference that the chunked version is tested against; holds all logits."""
     logits_NV = (hidden_BSD @ weight_VD.t()).flatten(0, -2)
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     return torch.nn.functional.cross_entropy(
@@ -108,7 +108,7 @@ class _WeightedSum(torch.autograd.Function):
             logits_CV = hidden_CD @ weight_VD.t()
             given_C = _logits_of(logits_CV, labels_C).to(wide) if z_loss else None
             losses_C = cross_entropy_(logits_CV, labels_C, IGNORED)
-            grad_CV = logits_CV  # what is in it now
+            grad_CV = logits_CV  # which it holds now
             if given_C is not None:
                 z_part += add_z_loss_(losses_C, grad_CV, given_C, labels_C, weights_N, rows, z_loss)
             if weights_N is not None:
@@ -119,7 +119,7 @@ class _WeightedSum(torch.autograd.Function):
                 grad_hidden_ND[rows] = grad_CV @ weight_VD
             if need_weight:
                 grad_weight_VD = add_product(grad_weight_VD, grad_CV.t(), hidden_CD, wide)
-            del logits_CV, grad_CV  # or the next chunk would be made beside this one
+            del logits_CV, grad_CV  # otherwise two chunks would exist at once
 
         ctx.weight_dtype = weight_VD.dtype
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
@@ -131,7 +131,7 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         if grad_hidden_ND is not None:
-            # Widened first: 1 / num_tokens rounded to bfloat16 would be off by up to 0.4 %.
+            # Computed in float32: 1 / num_tokens rounded to bfloat16 would be off by up to 0.4 %.
             grad_hidden_ND = (grad_hidden_ND.to(grad.dtype) * grad).to(grad_hidden_ND.dtype)
         if grad_weight_VD is not None:
             grad_weight_VD = scaled(grad_weight_VD, grad, ctx.weight_dtype)
@@ -152,7 +152,8 @@ def add_z_loss_(
     valid_C = labels_C != IGNORED
     log_z_C = (losses_C + given_C) * valid_C
     added_C = z_loss * log_z_C.square()
-    # The gradient of z · log²Z is c · p, with c = 2 z log Z; p is the gradient but for the label.
+    # The gradient of z · log²Z is c · p, with c = 2 z log Z; except at the label, p is the
+    # gradient.
     c_C1 = (2 * z_loss * log_z_C)[:, None]
     labels_C1 = labels_C.clamp(min=0)[:, None]
     grad_CV.mul_(1 + c_C1).scatter_add_(1, labels_C1, c_C1.to(grad_CV.dtype))
@@ -165,9 +166,9 @@ def _logits_of(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 class TokenLosses(torch.autograd.Function):
-    """Computes -log p(label) of each token, with `first` the first token id of the vocabulary's
-    part here and `group` the ranks that have the other parts (None: all of it is here). What is
-    kept for the backward pass is log Z of each token."""
+    """Computes -log p(label) of each token. `first` is the first token id of the local part of the
+    vocabulary, and `group` are the ranks with the other parts (None: all of it is local). Only log
+    Z of each token is kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -220,7 +221,8 @@ class TokenLosses(torch.autograd.Function):
 
 
 def places_of(labels_C: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns where each label lies in this part of the vocabulary, and whether it does."""
+    """Returns the position of each label in this part of the vocabulary, and whether it is
+    there."""
     place_C1 = (labels_C - first)[:, None]
     here_C1 = (place_C1 >= 0) & (place_C1 < size)
     return place_C1.clamp(0, size - 1), here_C1
@@ -235,9 +237,9 @@ def _over(values: Tensor, how: str, group: Any) -> Tensor:
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns total + a @ b, in place, in `dtype`: in bfloat16 each further chunk would lose low
+    """Returns total + a @ b, in place, in `dtype`: in bfloat16 each additional chunk would lose low
     bits."""
-    # Only NVIDIA's library has a product of two types. Under autocast a and b may differ.
+    # Only NVIDIA's library has a mixed-precision product. Under autocast a and b may differ.
     if not triton_takes(a) or a.dtype != b.dtype or a.dtype == dtype:
         product = (a @ b).to(dtype)
         return product if total is None else total.add_(product)

@@ -2,8 +2,8 @@
 
     x  +  alpha / √(S · D) · u        u: uniform from -1 to 1, for each element of a row of S tokens
 
-What it is drawn by comes with the batch (see draws.py), and only in training: so layouts,
-accumulation and restarts do not change it, and validation has none.
+Its seeds come with the batch (see draws.py), and only in training: so layouts, accumulation and
+restarts do not change it, and validation has none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from overland.models.transform import Transform
 
 @dataclass(frozen=True)
 class Neftune(Transform):
-    """Gives a decoder noise on its embeddings."""
+    """Adds noise to the embeddings of a decoder."""
 
     alpha: float
 
@@ -40,14 +40,14 @@ class EmbeddingNoise(nn.Module):
         super().__init__()
         self.alpha = alpha
         self.keys = keys_of("neftune")
-        # Where rows are split over ranks, the layout's plan changes these.
+        # If rows are split over ranks, the parallel plan sets these.
         self.num_shares = 1
-        """Ranks that are given different tokens of a row."""
+        """Number of ranks that receive different tokens of a row."""
         self.part = 0
-        """Which of equal parts of these tokens the embedding returns here."""
+        """Which of several equal parts of these tokens the local embedding returns."""
 
     def forward(self, x_BRD: Tensor, noise_BS: Tensor) -> Tensor:
-        """Adds noise to the embeddings of all or a part of the S tokens of each row here."""
+        """Adds noise to the embeddings of all or some of the S local tokens of each row."""
         num_places, width = x_BRD.shape[1:]
         draws_BR = noise_BS[:, self.part * num_places :][:, :num_places]
         # Row by row: a row of 2048 × 4096 takes 64 MB for each of a few 64-bit temporaries.

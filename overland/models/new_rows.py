@@ -1,7 +1,7 @@
-"""Rows for tokens that a model was not trained with, in its embedding and its output matrix.
+"""Rows for new tokens in a model's embedding and output matrix.
 
-They start as the mean of the rows that were trained: a new token is then as likely as the average
-one, and training moves it from there. (Drawn at random, it can be likelier than all others.)
+They start as the mean of the trained rows, so that a new token is initially as likely as the
+average one. (With random values it could be more likely than all others.)
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from overland.models.structure import Role, walk_roles
 
-ROWS_AT_ONCE = 4096  # of a sum, whatever the layout: so the mean has the same bits everywhere
+ROWS_AT_ONCE = 4096  # in any layout, so that the mean has the same bits everywhere
 
 
 @dataclass(frozen=True)
 class NewRows:
-    """The ids of new tokens. Rows before them were trained; rows that only pad stay as they are."""
+    """The ids of new tokens. Rows before them were trained; rows that are only padding stay
+    unchanged."""
 
     start: int
     stop: int
@@ -31,8 +32,8 @@ class NewRows:
     def fill(
         self, shard: Tensor, first: int, num_stored: int, read: Callable[[int, int], Tensor]
     ) -> None:
-        """Fills the new rows of a shard that begins at row `first`. `read` gives some of the rows
-        that are stored, of which there are `num_stored`."""
+        """Fills the new rows of a shard that begins at row `first`. `read` returns a range of the
+        `num_stored` stored rows."""
         rows = torch.arange(first, first + len(shard), device=shard.device)
         is_new = ((rows >= self.start) & (rows < self.stop)) | (rows >= num_stored)
         if not is_new.any():
@@ -45,5 +46,5 @@ class NewRows:
 
 
 def vocabulary_matrices(model: nn.Module) -> set[str]:
-    """The parameters of a model that have a row for each token."""
+    """Returns the names of the parameters that have a row for each token."""
     return {f"{path}.weight" for path, role in walk_roles(model) if role is Role.VOCABULARY}

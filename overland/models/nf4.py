@@ -1,8 +1,8 @@
-"""Frozen linear layers in 4 bits, with adapters beside them (QLoRA; see kernels/nf4.py).
+"""Frozen linear layers in 4 bits, with adapters (QLoRA; see kernels/nf4.py).
 
-A matrix is kept as bytes under its parameter's own name. Its weights exist while one product is
-computed, in the forward and in the backward pass: nothing wide is kept between them. Embeddings,
-norms and the head stay as they are.
+A matrix is stored as bytes under its parameter's own name. It is unpacked only while one product is
+computed, in the forward and in the backward pass: no 16-bit weights are kept in between.
+Embeddings, norms and the head are unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from overland.models.transform import Transform
 
 
 class NF4(Transform):
-    """Keeps the linear layers of the blocks in 4 bits, but for those that are trained."""
+    """Stores the linear layers of the blocks in 4 bits, except those that are trained."""
 
     def __init__(self, settings: Lora) -> None:
         self.settings = settings
@@ -40,8 +40,8 @@ class NF4(Transform):
                     found += 1
         if not found:
             raise ModelError(
-                "lora.base = nf4 keeps the linear layers of a model's blocks in 4 bits, and this "
-                "model has none: leave it out"
+                "lora.base = nf4 stores the linear layers of a model's blocks in 4 bits, but this "
+                "model has none: remove it"
             )
 
 
@@ -63,7 +63,7 @@ class NF4LoRALinear(LoRALinear):
 
 
 class NF4Product(torch.autograd.Function):
-    """x · Wᵀ; W is frozen."""
+    """Computes x · Wᵀ with a frozen W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ class NF4Product(torch.autograd.Function):
 
 
 def narrow(module: nn.Linear, name: str) -> None:
-    """Makes a linear layer one in 4 bits, in place."""
+    """Turns a linear layer into one in 4 bits, in place."""
     if module.in_features % BLOCK:
         raise ModelError(
-            f"lora.base = nf4 needs rows of a multiple of {BLOCK} weights, and {name} has rows "
+            f"lora.base = nf4 needs rows of a multiple of {BLOCK} weights, but {name} has rows "
             f"of {module.in_features}"
         )
     module.__class__ = NF4LoRALinear if isinstance(module, LoRALinear) else NF4Linear
@@ -90,7 +90,7 @@ def narrow(module: nn.Linear, name: str) -> None:
 
 
 def narrow_matrices(model: nn.Module) -> dict[str, int]:
-    """The names of the parameters that are kept in 4 bits, and how many columns each one has."""
+    """Returns the names of the parameters stored in 4 bits, and the number of columns of each."""
     return {
         f"{name}.weight": module.in_features
         for name, module in model.named_modules()

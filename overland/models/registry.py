@@ -1,4 +1,4 @@
-"""Which models there are, and how one is built. The documented way to add your own:
+"""The registry of models, and how one is built. To add your own:
 
     # my_models.py, named in [job] custom_import
     from dataclasses import dataclass
@@ -15,12 +15,12 @@
 
     register_model("tiny", flavors={"base": TinyConfig()}, config_class=TinyConfig, build=build)
 
-A config class is a dataclass. Optional methods make it more capable: `from_hf(path)` (then
-`config_path` works), `override(dict)`, `to_hf()` and `parameter_shapes()` (then Hugging Face
-folders can be read and written). The module is called as `Decoder` is: `module(tokens_BS,
-positions_BS=, documents_BS=, labels_BS=)` returns logits, or with labels the summed loss;
-`module.init_rule(name)` says how each parameter starts (see `init.py`), and `init_buffers()` of a
-module with buffers fills them (see there). Nothing here imports torch before `build_model`.
+A config class is a dataclass. Optional methods make it more capable: `from_hf(path)` (for
+`config_path`), `override(dict)`, `to_hf()` and `parameter_shapes()` (to read and write Hugging Face
+folders). The module is called like `Decoder`: `module(tokens_BS, positions_BS=, documents_BS=,
+labels_BS=)` returns logits, or with labels the summed loss; `module.init_rule(name)` returns how
+each parameter starts (see `init.py`), and `init_buffers()` of a module fills its buffers (see
+there). Nothing here imports torch before `build_model`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def register_model(
     config_class: type = DecoderConfig,
     build: Build | None = None,
 ) -> None:
-    """Make `name` known. `build(config, attention)` returns the module; it may be left out for
-    new flavors of a config class that is already known (DecoderConfig above all)."""
+    """Registers a model. `build(config, attention)` returns the module; it can be omitted for new
+    flavors of a config class that is already registered, such as DecoderConfig."""
     if name in _MODELS:
         raise ModelError(f"a model named '{name}' is already registered")
     if not is_dataclass(config_class):
@@ -87,7 +87,7 @@ def register_model(
 
 
 def model_names() -> list[str]:
-    """Returns the names of all registered models, as `model.name` takes them."""
+    """Returns the names of all registered models: the values of `model.name`."""
     return sorted(_MODELS)
 
 
@@ -104,7 +104,7 @@ def resolve_config(
     """Returns the model's config: a named flavor, or a config.json (file or its folder), then
     overrides.
 
-    The name 'hf' stands for whatever supported model_type the config.json has.
+    The name 'hf' stands for any supported model_type in the config.json.
     """
     entry = _entry(name)
     if config_path is not None:
@@ -120,8 +120,8 @@ def resolve_config(
 
 
 def model_config(section: Model) -> Any:
-    """Returns what `[model]` describes. With a config.json, its model_type says which family
-    it is."""
+    """Returns the config that `[model]` describes. If it names a config.json, its model_type
+    determines the family."""
     if section.config is None:
         return resolve_config(section.name, section.flavor, None, section.overrides)
     unnamed = section.name == Model.model_fields["name"].default
@@ -130,8 +130,8 @@ def model_config(section: Model) -> Any:
 
 
 def lacks_hf_form(config: Any) -> bool:
-    """Returns whether no config.json describes the model: a user's own class without a `to_hf()`,
-    or with an inherited one, which describes a model that would compute something else."""
+    """Returns whether no config.json describes the model: a user's own class without `to_hf()`, or
+    with an inherited one, which describes a model that computes something else."""
     inherited = (None, *(kind.to_hf for kind in BUILT_IN))
     return own_model_name(config) is not None and getattr(type(config), "to_hf", None) in inherited
 
@@ -148,7 +148,7 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> Any:
 
 
 def build_model(config: Any, attention: str = "auto") -> nn.Module:
-    """Builds the module on the default device: use `with torch.device("meta")` for a large one."""
+    """Builds the module on the default device; use `with torch.device("meta")` for a large one."""
     build = _build_of(type(config))
     if build is None:
         raise ModelError(f"no model is registered for a {type(config).__name__}")
@@ -194,7 +194,7 @@ def _config_of_flavor(entry: ModelEntry, flavor: str | None) -> Any:
     if flavor is None:
         if len(entry.flavors) == 1:
             return next(iter(entry.flavors.values()))
-        choices = ", ".join(entry.flavors) or "none, so give the path of a config.json"
+        choices = ", ".join(entry.flavors) or "it has none, so give the path of a config.json"
         raise ModelError(f"model '{entry.name}' needs a flavor: {choices}")
     if flavor not in entry.flavors:
         raise ModelError(

@@ -1,8 +1,8 @@
-"""Rotary embeddings: every kind is a set of inverse frequencies and a factor on cos and sin.
+"""Rotary embeddings: every type is a set of inverse frequencies and a factor on cos and sin.
 
 Nothing is kept in buffers: the frequencies are a handful of numbers, computed from the config on
-the device in each forward, so a model made on the meta device needs no second initialisation.
-Rotation is Hugging Face's: dimension i turns together with dimension i + head_dim / 2.
+the device in each forward pass, so a model built on the meta device needs no extra initialisation.
+Rotation is Hugging Face's: dimension i is rotated together with dimension i + head_dim / 2.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from overland.models.hf_config import RopeConfig
 
 
 class Rotary(nn.Module):
-    """Positions to cos and sin. `seq_len` matters to the dynamic kind only.
+    """Maps positions to cos and sin. `seq_len` matters only to the dynamic type.
 
-    The dynamic kind stretches with the length of the sequence. transformers takes the largest
-    position of the batch, and remembers it; we take the row's length, so that the result depends
+    The dynamic type stretches with the length of the sequence. transformers uses the largest
+    position of the batch, and remembers it; we use the row's length, so that the result depends
     neither on which rows share a micro-batch nor on what the model saw before.
     """
 
@@ -48,7 +48,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x_BHSd: Tensor, cos_BSd: Tensor, sin_BSd: Tensor) -> Tensor:
-    """Turns queries or keys by their positions."""
+    """Rotates queries or keys by their positions."""
     low, high = x_BHSd.chunk(2, dim=-1)
     turned_BHSd = torch.cat((-high, low), dim=-1)
     return x_BHSd * cos_BSd[:, None] + turned_BHSd * sin_BSd[:, None]
@@ -89,8 +89,8 @@ def _llama3(rope: RopeConfig, frequencies_F: Tensor) -> Tensor:
     """Slows long waves by `factor`, keeps short ones and blends those between."""
     factor, trained = _number(rope.factor), _number(rope.original_max_position_embeddings)
     low, high = _number(rope.low_freq_factor), _number(rope.high_freq_factor)
-    # Turns of this wave within the trained context, as a place between low (0) and high (1):
-    # clamping makes the three cases one formula.
+    # Turns of this wave within the trained context, mapped from low (0) to high (1): clamping makes
+    # the three cases one formula.
     turns_F = trained * frequencies_F / (2 * math.pi)
     keep_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies_F * (keep_F + (1.0 - keep_F) / factor)
@@ -130,5 +130,5 @@ def _yarn_scaling(rope: RopeConfig) -> float:
 
 
 def _number(value: float | None) -> float:
-    assert value is not None  # RopeConfig has checked that its kind has this number
+    assert value is not None  # RopeConfig has checked that its type has this number
     return value

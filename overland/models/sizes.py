@@ -1,7 +1,7 @@
-"""What a decoder is made of and what a pass keeps, from its sizes alone: no torch, no model built.
+"""The structure of a decoder and the memory of a pass, from its sizes alone, without torch.
 
-A config that has a method `activations(Pass)` lets a run choose how much to recompute by what fits
-the device; of any other model nothing is known, and nothing is recomputed unless asked for.
+A config with a method `activations(Pass)` lets a run choose how much to recompute so that it fits
+the device; for any other model there is no estimate, and nothing is recomputed unless configured.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from overland.models.config import DecoderConfig
 
 
-# Tokens whose logits exist at a time (see loss.py): where they are widened in memory, and where a
-# kernel does all in place.
+# Tokens whose logits exist at a time (see loss.py): if they are converted to float32 in memory, and
+# if a kernel does everything in place.
 CHUNK_TOKENS = 2048
 KERNEL_CHUNK_TOKENS = 8192
 NF4_BYTES = 1 / 2 + 2 / 64  # of a weight in 4 bits, with its share of a scale (kernels/nf4.py)
@@ -37,7 +37,7 @@ ROLES = {
 
 
 def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
-    """Returns the structure of a decoder. `plain`: nobody has changed what the blocks do."""
+    """Returns the structure of a decoder. `plain`: the blocks are not customised."""
     return Structure(
         blocks=("model.layers",),
         before=("model.embed_tokens",),
@@ -47,14 +47,14 @@ def decoder_structure(config: DecoderConfig, plain: bool) -> Structure:
         roles=ROLES,
         compiled=("model.norm",),
         random=not plain,
-        # Masks of windows are made in every pass, and have not been tried.
+        # Masks of windows are built in every pass, and have not been tested with CUDA graphs.
         recordable=plain and config.sliding_window is None,
     )
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape by name, in the order of the forward pass. A tied lm_head is the embedding,
-    once."""
+    """Returns the shapes by name, in the order of the forward pass. A tied lm_head is not listed
+    again."""
     vocab, width = config.vocab_size, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab, width)}
     for layer in range(config.num_hidden_layers):
@@ -102,7 +102,7 @@ class Pass:
     recompute: str = "none"  # or selective (by operator), or full
     compiled: bool = False
     float8: bool = False
-    kernels: bool = True  # our own take part, as on NVIDIA GPUs
+    kernels: bool = True  # our own kernels are used, as on NVIDIA GPUs
     trains_head: bool = True
 
 
@@ -111,8 +111,8 @@ class Activations:
     """Memory of activations: bytes on one device."""
 
     kept: float  # by one block, from its forward to its backward pass
-    block: float  # made by the backward pass of one block
-    head: float  # made by what stands after the blocks
+    block: float  # temporaries of the backward pass of one block
+    head: float  # temporaries of the modules after the blocks
 
 
 def decoder_activations(model: DecoderConfig, one: Pass) -> Activations:
@@ -127,12 +127,12 @@ def decoder_activations(model: DecoderConfig, one: Pass) -> Activations:
     trained = matrix if one.trains_head else 0.0
     return Activations(
         kept=tokens * kept,
-        # Gradients of gate, up and their product; what is computed again; the output matrix's
-        # gradient, narrow by now.
+        # Gradients of gate, up and their product; what is recomputed; the output matrix's gradient,
+        # by now in low precision.
         block=tokens * (3 * size * model.intermediate_size / tp + whole - kept)
         + size * trained
         + 2 * hidden,
-        # The gradient of the output matrix is added up in float32; and the last norm's input and
+        # The gradient of the output matrix, accumulated in float32; the last norm's input and
         # output, and the gradient of the latter.
         head=chunk * model.vocab_size / tp + 4 * trained + 3 * hidden,
     )
@@ -155,11 +155,11 @@ def _kept_per_token(model: DecoderConfig, one: Pass) -> float:
 
     if not one.float8:  # both norms' outputs, and silu(gate) · up
         inputs = size * (2 * width + inner)
-    else:  # in 8 bits, attention's output once more; uncompiled, each product casts for itself
+    else:  # in 8 bits, attention's output as well; uncompiled, each product casts separately
         inputs = (2 if one.compiled else 5) * width + inner + q
     if model.qk_norm:
         outputs += size * (q + kv)
-    if not one.compiled:  # norms keep a float32 and a rounded input, silu(gate) is kept too
+    if not one.compiled:  # norms keep a float32 and a rounded input; silu(gate) is also kept
         residuals = 2 * (4 + size) * width / tp
         outputs += size * inner
     return outputs + residuals + inputs

@@ -1,14 +1,13 @@
-"""Linear layers whose weights are N:M sparse: of every M in a row, N are used and the others are
+"""Linear layers with N:M sparse weights: of every M weights in a row, N are used and the others are
 zero (Mishra et al. 2021; trained from the start as in Zhou et al. 2021).
 
-All weights are kept and trained: the product uses those that the mask lets through, and the
-gradient goes straight through to all of them, so that one which was left out can come back. Every
-`refresh` steps the mask is made anew. It is state, saved and resumed as weights are: a byte for
-each group of M, whose bits say which of its weights are used. Groups lie along rows, so that
-neither sharding, which cuts between rows, nor tensor parallelism, which cuts between groups,
-changes a mask.
+All weights are kept and trained: the product uses those that the mask selects, and the gradient
+reaches all of them (straight-through), so that a masked weight can come back. The mask is
+recomputed every `refresh` steps. It is state, saved and resumed like weights: a byte for each group
+of M, whose bits say which of its weights are used. Groups lie along rows, so that neither sharding,
+which splits between rows, nor tensor parallelism, which splits between groups, changes a mask.
 
-A method of your own makes other masks:
+You can register your own method for masks:
 
     # my_parts.py, named in [job] custom_import; the config: [model.sparse] method = "mine"
     register_mask("mine", lambda weight_OD, kept, group: ...)     # bools, where weights are used
@@ -34,8 +33,8 @@ from overland.words import did_you_mean
 
 MASK = "sparse_mask"
 Method = Callable[[Tensor, int, int], Tensor]
-"""Given a weight, N and M: which weights are used. It may be given some rows or columns of a matrix
-alone, always with whole groups."""
+"""Returns which weights are used, given a weight, N and M. It may be given only some rows or
+columns of a matrix, always with whole groups."""
 
 
 class SparseWeights(Transform):
@@ -58,7 +57,7 @@ class SparseWeights(Transform):
                 make_sparse(module, name, kept, group, self.settings, method)
         if not any(isinstance(module, SparseLinear) for module in linears.values()):
             raise ModelError(
-                "model.sparse names no linear layer of this model's blocks"
+                "model.sparse matches no linear layer of this model's blocks"
                 + (f", such as {next(iter(linears))}" if linears else ": it has none")
             )
 
@@ -89,7 +88,7 @@ class SparseLinear(nn.Linear):
             self.renew()
 
     def renew(self) -> None:
-        """Makes the mask of the weights that are here."""
+        """Recomputes the mask of the local weights."""
         weight_OD, mask_OG = here(self.weight), here(self.sparse_mask)
         used_OD = self.method(weight_OD, self.kept, self.group)
         if used_OD.shape != weight_OD.shape or used_OD.dtype != torch.bool:
@@ -100,13 +99,14 @@ class SparseLinear(nn.Linear):
         mask_OG.copy_(pack(used_OD, self.group))
 
     def num_unused(self) -> Tensor:
-        """Returns how many weights are left out of those that are here, and how many these are."""
+        """Returns the number of local weights that are masked, and the number of all local
+        weights."""
         used_OD = unpack(here(self.sparse_mask), self.group)
         unused = (~used_OD).sum()
         return torch.stack((unused, torch.full_like(unused, used_OD.numel())))
 
     def roles(self, role: Any) -> dict[str, Any]:
-        """Nothing is put in beside the mask, which is split as the weight is."""
+        """Returns no roles: there is only the mask, which is split like the weight."""
         return {}
 
 
@@ -117,8 +117,8 @@ def sparse_product(x: Tensor, weight_OD: Tensor, mask_OG: Tensor, group: int) ->
 
 
 class SparseProduct(torch.autograd.Function):
-    """Masked weights exist while one product is computed: nothing of them is kept for the backward
-    pass."""
+    """Computes masked weights only while they are needed for a product: they are not kept for the
+    backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OD: Tensor, mask_OG: Tensor, group: int) -> Tensor:
@@ -153,7 +153,7 @@ def pack(used_OD: Tensor, group: int) -> Tensor:
 
 
 def largest(weight_OD: Tensor, kept: int, group: int) -> Tensor:
-    """Uses the weights of each group that are the largest; of equal ones, the first."""
+    """Selects the largest weights of each group; of equal ones, the first."""
     size_OGg = weight_OD.abs().unflatten(1, (-1, group))
     used = []
     for i in range(group):
@@ -170,11 +170,11 @@ def largest(weight_OD: Tensor, kept: int, group: int) -> Tensor:
 def make_sparse(
     module: nn.Linear, name: str, kept: int, group: int, settings: Sparse, method: Method
 ) -> None:
-    """Makes a linear layer a sparse one, in place."""
+    """Turns a linear layer into a sparse one, in place."""
     if module.in_features % group:
         raise ModelError(
             f"model.sparse.pattern = {settings.pattern} needs rows of a multiple of {group} "
-            f"weights, and {name} has rows of {module.in_features}: leave it out by "
+            f"weights, but {name} has rows of {module.in_features}: leave it out with "
             "model.sparse.exclude"
         )
     module.__class__ = SparseLinear
@@ -187,12 +187,12 @@ def make_sparse(
 
 
 def here(tensor: Tensor) -> Tensor:
-    """Returns the numbers that are on this rank."""
+    """Returns the part of a tensor that is on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def register_mask(name: str, method: Method) -> None:
-    """Makes `model.sparse.method = NAME` choose the weights that are kept by `method`."""
+    """Makes `model.sparse.method = NAME` select the weights to keep with `method`."""
     if name in _METHODS:
         raise ModelError(f"a method of model.sparse named '{name}' is already registered")
     _METHODS[name] = method
@@ -200,7 +200,9 @@ def register_mask(name: str, method: Method) -> None:
 
 def method_of(name: str) -> Method:
     if name not in _METHODS:
-        raise ModelError(f"model.sparse.method = {name} is not known{did_you_mean(name, _METHODS)}")
+        raise ModelError(
+            f"model.sparse.method = {name} does not exist{did_you_mean(name, _METHODS)}"
+        )
     return _METHODS[name]
 
 

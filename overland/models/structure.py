@@ -1,12 +1,12 @@
-"""How a model describes itself: what it is made of, in the order of its forward pass.
+"""How a model describes itself: its parts, in the order of the forward pass.
 
-A model that has a method `structure()` can be sharded, recomputed and compiled block by block, and
-cut into pipeline stages. It says nothing about ranks. A stage of a pipeline is the same model with
-modules taken out: those of `before` and `after` are None on stages that do not have them, and
-blocks of other stages are gone. So without `before` a model is given what the last block of the
-stage before has returned, and without `after` it returns what its own last block did.
+A model with a method `structure()` can be sharded, recomputed and compiled block by block, and
+split into pipeline stages. It says nothing about ranks. A pipeline stage is the same model with
+modules removed: those of `before` and `after` are None on stages that do not have them, and blocks
+of other stages are gone. So without `before` a model receives the output of the last block of the
+previous stage, and without `after` it returns the output of its own last block.
 
-Imports no torch, so that a config can describe its model, too.
+Does not import torch, so that a config can describe its model as well.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Role(StrEnum):
     """What a matrix does, which decides how tensor parallelism may split it."""
 
-    COLUMN = "column"  # makes the inner width: its output can be split
-    ROW = "row"  # takes the inner width back: its input can be split
+    COLUMN = "column"  # produces the inner width: its output can be split
+    ROW = "row"  # consumes the inner width: its input can be split
     VOCABULARY = "vocabulary"  # a row for each token id
     EXPERT = "expert"  # one of several that share the work
     REPLICATED = "replicated"  # whole everywhere
@@ -44,15 +44,16 @@ class Structure:
     after: tuple[str, ...] = ()
     """Modules with parameters that only the last stage has."""
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that are another one: the head's weight and the embedding's, say."""
+    """Parameters that are shared with another one, such as the head's weight with the
+    embedding's."""
     between: Callable[[int], tuple[int, ...]] | None = None
-    """For a row of so many tokens, the shape of what passes from block to block. None: the model
-    cannot be cut into stages."""
+    """For a row of a given number of tokens, the shape of what passes from block to block. None:
+    the model cannot be split into stages."""
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Role of each matrix, by the path of its module in its block, or in the model outside of
-    blocks."""
+    """Role of each matrix, by the path of its module within its block, or within the model if it is
+    outside blocks."""
     compiled: tuple[str, ...] = ()
-    """Modules outside of blocks that are worth compiling."""
+    """Modules outside blocks that are worth compiling."""
     random: bool = True
     """Whether blocks may draw random numbers, such as for dropout."""
     recordable: bool = False
@@ -60,7 +61,7 @@ class Structure:
 
 
 def structure_of(model: nn.Module) -> Structure | None:
-    """Returns what the model says of itself; None where it says nothing."""
+    """Returns the model's own description; None if it has none."""
     describe = getattr(model, "structure", None)
     if describe is None:
         return None
@@ -74,7 +75,7 @@ def structure_of(model: nn.Module) -> Structure | None:
 
 
 def check_structure(model: nn.Module) -> None:
-    """Refuses a description of modules or parameters that the model does not have."""
+    """Raises if the description names modules or parameters that the model does not have."""
     structure = structure_of(model)
     if structure is None:
         return
@@ -91,8 +92,8 @@ def check_structure(model: nn.Module) -> None:
     for number, path in enumerate(placed):
         if inside(path, (*placed[:number], *placed[number + 1 :])):
             raise ModelError(
-                f"structure() of {name} names {path} twice, or inside of another: expected each "
-                "module in one of blocks, before and after"
+                f"structure() of {name} names {path} twice, or inside another module: each module "
+                "must be in only one of blocks, before and after"
             )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for tied, owner in structure.ties.items():
@@ -104,7 +105,7 @@ def check_structure(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the blocks that are here, by full name and in order; none if the model names none."""
+    """Returns the local blocks, by full name and in order; none if the model names none."""
     structure = structure_of(model)
     found: dict[str, nn.Module] = {}
     for path in structure.blocks if structure is not None else ():
@@ -115,7 +116,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_module(model: nn.Module, path: str) -> nn.Module | None:
-    """Returns the module at a path; None if it, or one around it, is not there."""
+    """Returns the module at a path; None if it, or an enclosing one, does not exist."""
     module: nn.Module | None = model
     for name in path.split("."):
         module = getattr(module, name, None)
@@ -123,7 +124,7 @@ def find_module(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def remove_module(model: nn.Module, path: str) -> None:
-    """Takes a module out; its place stays, as None. A block of a list is gone."""
+    """Removes a module: its attribute becomes None; a block is removed from its list."""
     around, _, name = path.rpartition(".")
     owner = find_module(model, around) if around else model
     assert owner is not None
@@ -140,8 +141,8 @@ def ties_of(model: nn.Module) -> Mapping[str, str]:
 
 
 def tie(model: nn.Module) -> None:
-    """Makes tied parameters one again, where both are here: what gives a model memory makes a new
-    parameter for each module."""
+    """Ties parameters again if both are local: allocating a model creates a new parameter for each
+    module."""
     for tied, owner in ties_of(model).items():
         from_path, _, from_name = owner.rpartition(".")
         to_path, _, to_name = tied.rpartition(".")
@@ -170,11 +171,10 @@ def walk_roles(model: nn.Module) -> Iterator[tuple[str, Role]]:
 
 
 class Inputs:
-    """Which fields of a batch a model is given: those that its forward() names.
+    """The fields of a batch that a model receives: those that its forward() names.
 
-    The first parameter of forward() is what the model begins with, in a later stage of a
-    pipeline what the stage before has returned. Others are given by name, where the batch has them;
-    `**fields` takes all.
+    The first parameter of forward() is the main input; in a later pipeline stage, it is the output
+    of the previous stage. Others are passed by name if the batch has them; `**fields` accepts all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -186,10 +186,10 @@ class Inputs:
         self.first, self.others = named[0], named[1:]
 
     def of(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns what the model begins with, and all other fields by name."""
+        """Returns the main input, and all other fields by name."""
         if self.first not in fields:
             raise ModelError(
-                f"{self.model} is given {self.first} first, which the data does not have: it has "
+                f"{self.model} needs {self.first} first, which the data does not have: it has "
                 f"{', '.join(fields)}"
             )
         return fields[self.first], self.beside_first(fields)

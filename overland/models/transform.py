@@ -1,8 +1,9 @@
-"""Changes to a model: multiplying in 8 bits, adapters beside frozen weights.
+"""Transforms change a model: multiplying in 8 bits, adapters for frozen weights.
 
-A transform changes the undivided model on the meta device, once, before anything is frozen, split
-or sharded, and the same way for a whole model and for every stage of a pipeline. It may replace
-modules, but parameters that stay keep their names, so that weights still load and export. Your own:
+A transform changes the unsharded model on the meta device, once, before anything is frozen, split
+or sharded, and in the same way for a whole model and for every pipeline stage. It may replace
+modules, but remaining parameters keep their names, so that weights still load and export. To add
+your own:
 
     # my_parts.py, named in [job] custom_import; the config: [model.transforms.low_rank] rank = 4
     register_transform("low_rank", LowRank)     # called as LowRank(**options), here rank=4
@@ -24,32 +25,33 @@ if TYPE_CHECKING:
 
 
 class Transform(ABC):
-    """Base of all transforms. A module that a transform puts in the place of a matrix, and that has
-    matrices of its own, says what those do (`roles(role)`, given the role of the one in whose place
-    it stands), so that tensor parallelism can split them."""
+    """Base class of transforms. A module that replaces a matrix and has matrices of its own defines
+    their roles (`roles(role)`, given the role of the replaced matrix), so that tensor parallelism
+    can split them."""
 
     only_new = False
-    """Whether only the parameters that it adds are trained."""
+    """Whether only the parameters that the transform adds are trained."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> None:
-        """Changes the model in place. It is on the meta device: no tensor has values."""
+        """Changes the model in place. It is on the meta device, where no tensor has values."""
 
     def also_trains(self, name: str) -> bool:
-        """Where only new parameters are trained: whether this one of the model is, too."""
+        """If only new parameters are trained: whether this parameter of the model is also
+        trained."""
         return False
 
     def init_rule(self, name: str) -> Rule | None:
-        """Returns how a parameter starts that this transform adds: it is asked about no other."""
+        """Returns how a parameter added by this transform starts; it is called for no other."""
         return None
 
     def start(self, model: nn.Module) -> None:  # noqa: B027 (most have nothing to do)
-        """Sets parameters that start by values of the model's own. Called once these are there,
-        on a whole model or a part of it; not for a run that resumes."""
+        """Initialises parameters from the model's own values. Called once these are loaded, on a
+        whole model or a part of it; not when a run resumes."""
 
 
 def register_transform(name: str, make: Callable[..., Transform]) -> None:
-    """Makes `[model.transforms.NAME]` apply what `make` returns for its options."""
+    """Makes `[model.transforms.NAME]` apply the transform that `make` returns for its options."""
     if name in _TRANSFORMS:
         raise ModelError(f"a transform named '{name}' is already registered")
     _TRANSFORMS[name] = make
@@ -71,9 +73,9 @@ def apply_transforms(model: nn.Module, transforms: Sequence[Transform]) -> None:
             rule = transform.init_rule(name)
             if rule is None:
                 raise ModelError(
-                    f"{type(transform).__name__} adds the parameter {name}, and its init_rule() "
-                    "does not say how that starts; a parameter that the model has already must "
-                    "keep its name"
+                    f"{type(transform).__name__} adds the parameter {name}, but its init_rule() "
+                    "does not define how it starts; an existing parameter of the model must keep "
+                    "its name"
                 )
             added[name] = rule
     model._transforms, model._added = tuple(transforms), added  # type: ignore[assignment]
@@ -85,21 +87,20 @@ def transforms_of(model: nn.Module) -> tuple[Transform, ...]:
 
 
 def added_rule(model: nn.Module, name: str) -> Rule | None:
-    """Returns how a parameter starts that a transform has added; None for those of the model
-    itself."""
+    """Returns how a parameter added by a transform starts; None for those of the model itself."""
     added: dict[str, Rule] = getattr(model, "_added", {})
     return added.get(name)
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Transform:
     if name not in _TRANSFORMS:
-        raise ModelError(f"no transform is named '{name}'{did_you_mean(name, _TRANSFORMS)}")
+        raise ModelError(f"there is no transform '{name}'{did_you_mean(name, _TRANSFORMS)}")
     try:
         made = _TRANSFORMS[name](**options)
     except TypeError as error:
-        raise ModelError(f"the transform '{name}' cannot be made: {error}") from None
+        raise ModelError(f"the transform '{name}' cannot be created: {error}") from None
     if not isinstance(made, Transform):
-        raise ModelError(f"the transform '{name}' is a {type(made).__name__}, no Transform")
+        raise ModelError(f"the transform '{name}' is a {type(made).__name__}, expected a Transform")
     return made
 
 

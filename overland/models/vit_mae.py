@@ -1,9 +1,9 @@
 """A masked autoencoder for images (He et al. 2021): the encoder sees a quarter of the patches, the
-decoder paints the rest, and the loss is the squared error of the painted pixels.
+decoder reconstructs the rest, and the loss is the squared error of the reconstructed pixels.
 
 The module tree and the parameter names are those of Hugging Face's checkpoints. Which patches are
-seen is a function of the seed, the epoch and the number of the sample: neither ranks nor restarts
-can change it.
+visible is a function of the seed, the epoch and the number of the sample: neither the number of
+ranks nor restarts change it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ViTMAE(nn.Module):
         self.decoder = MAEDecoder(config)
         self.error = PaintingError(config)
         self.seed = 0
-        """Of the masks; the trainer sets it."""
+        """The seed of the masks, set by the trainer."""
 
     def forward(
         self,
@@ -38,8 +38,8 @@ class ViTMAE(nn.Module):
         weight_B: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Returns the loss, summed over images: of each, the mean squared error of the patches that
-        it was not shown. `noise` [B, patches] decides which are shown: those with the least."""
+        """Returns the loss, summed over images: for each, the mean squared error of its masked
+        patches. `noise` [B, patches] decides which are visible: those with the smallest values."""
         order_BN = self.order(pixel_values, sample_B, epoch_B, noise)
         hidden_BH = order_BN[:, self.config.num_seen :]
         painted_BHP = self.decoder(self._latent(pixel_values, order_BN), order_BN, hidden_BH)
@@ -53,7 +53,7 @@ class ViTMAE(nn.Module):
         epoch_B: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the pixels of every patch, and which patches were not shown."""
+        """Returns the reconstructed pixels of every patch, and which patches were masked."""
         order_BN = self.order(pixel_values, sample_B, epoch_B, noise)
         painted_BNP = self.decoder(self._latent(pixel_values, order_BN), order_BN)
         return painted_BNP, order_BN.argsort(dim=1) >= self.config.num_seen
@@ -65,7 +65,7 @@ class ViTMAE(nn.Module):
         epoch_B: Tensor | None,
         noise: Tensor | None,
     ) -> Tensor:
-        """Returns the numbers of the patches of each image, those first that are seen."""
+        """Returns the patch numbers of each image, visible patches first."""
         if noise is None:
             noise = self.noise(len(pixel_values), sample_B, epoch_B, pixel_values.device)
         return noise.argsort(dim=1)
@@ -84,7 +84,8 @@ class ViTMAE(nn.Module):
         return uniform(f"{self.seed}/masks", sample_B, epoch_B, self.config.num_patches)
 
     def structure(self) -> Structure:
-        # Encoder and decoder differ in width and length, so no one shape passes between blocks.
+        # Encoder and decoder differ in width and length, so there is no single shape between
+        # blocks.
         return Structure(
             blocks=("vit.encoder.layer", "decoder.decoder_layers"),
             compiled=("vit.embeddings", "vit.layernorm", "decoder.decoder_norm", "error"),
@@ -93,7 +94,7 @@ class ViTMAE(nn.Module):
         )
 
     def other_names(self, name: str) -> tuple[str, ...]:
-        """Returns what transformers 5 calls a parameter in the files that it writes."""
+        """Returns the name of a parameter in files written by transformers 5."""
         return (name.replace(OLD_NAMES, NEW_NAMES),)
 
     def init_rule(self, name: str) -> Rule:
@@ -101,7 +102,7 @@ class ViTMAE(nn.Module):
             return Constant(0.0)
         if "norm" in name:
             return Constant(1.0)
-        if name.endswith("projection.weight"):  # as a linear layer of all pixels of a patch
+        if name.endswith("projection.weight"):  # like a linear layer over a patch's pixels
             config = self.config
             fan_in = config.num_channels * config.patch_size**2
             return Normal(math.sqrt(2 / (fan_in + config.hidden_size)), name)
@@ -129,7 +130,7 @@ class ViTEncoder(nn.Module):
 
 
 class ViTEmbeddings(nn.Module):
-    """Patches as vectors, those that are seen alone, after a vector for the whole image."""
+    """Embeds the visible patches, preceded by a vector for the whole image."""
 
     def __init__(self, config: ViTMAEConfig) -> None:
         super().__init__()
@@ -144,8 +145,8 @@ class ViTEmbeddings(nn.Module):
         self.position_embeddings = places(self.config.grid, self.config.hidden_size)
 
     def forward(self, pixel_values: Tensor, seen_BS: Tensor) -> Tensor:
-        # A convolution whose stride is its width is a product with each patch: only those that are
-        # seen need one.
+        # A convolution whose stride equals its width is a product with each patch, and only visible
+        # patches need one.
         projection: nn.Conv2d = self.patch_embeddings.projection  # type: ignore[assignment]
         weight_DP = projection.weight.permute(0, 2, 3, 1).flatten(1)
         positions_1ND = self.position_embeddings.to(weight_DP.dtype)
@@ -177,7 +178,7 @@ class MAEDecoder(nn.Module):
     def forward(
         self, latent_BSD: Tensor, order_BN: Tensor, wanted_BH: Tensor | None = None
     ) -> Tensor:
-        """Paints the patches that are wanted, or all. `order_BN`: those that are seen first."""
+        """Reconstructs the wanted patches, or all. `order_BN` lists visible patches first."""
         place_BN = order_BN.argsort(dim=1)
         seen_BSD = self.decoder_embed(latent_BSD)
         num_hidden = place_BN.shape[1] + 1 - seen_BSD.shape[1]
@@ -193,7 +194,7 @@ class MAEDecoder(nn.Module):
 
 
 class PaintingError(nn.Module):
-    """The mean squared error of the patches that were painted, of each image."""
+    """Computes the mean squared error of the reconstructed patches of each image."""
 
     def __init__(self, config: ViTMAEConfig) -> None:
         super().__init__()
@@ -242,7 +243,7 @@ class ViTAttention(nn.Module):
 
 
 def rows_of(x_BND: Tensor, which_BS: Tensor) -> Tensor:
-    """Returns some rows of each sample, in the order asked for."""
+    """Returns the given rows of each sample, in the given order."""
     return x_BND.gather(1, which_BS[..., None].expand(-1, -1, x_BND.shape[-1]))
 
 
@@ -257,8 +258,8 @@ def patches(pixel_values: Tensor, size: int, which_BS: Tensor | None = None) -> 
 
 
 def places(grid: tuple[int, int], width: int) -> Tensor:
-    """Sines and cosines of a patch's column, then of its row, a quarter of the width each; zeros
-    for the vector of the whole image."""
+    """Returns position embeddings: sines and cosines of a patch's column, then of its row, a
+    quarter of the width each; zeros for the vector of the whole image."""
     rows, columns = grid
     quarter = width // 4
     rates = 10000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
@@ -271,9 +272,9 @@ def places(grid: tuple[int, int], width: int) -> Tensor:
 
 
 def uniform(seed: str, sample_B: Tensor, epoch_B: Tensor, count: int) -> Tensor:
-    """Returns [B, count] numbers from [0, 1), with 24 bits each, which float32 holds exactly. They
-    are a pure function of the seed, the epoch and the number of the sample: the same on every rank,
-    device and restart."""
+    """Returns [B, count] numbers from [0, 1) with 24 bits each, which float32 holds exactly. They
+    are a pure function of the seed, the epoch and the number of the sample: the same on every rank
+    and device, and after a restart."""
     digest = hashlib.blake2b(seed.encode(), digest_size=32).digest()
     keys = [signed(int.from_bytes(digest[i : i + 8])) for i in range(0, 32, 8)]
     row_B = hash_bits(hash_bits(sample_B, (keys[0], keys[1])) + epoch_B, (keys[2], keys[3]))

@@ -1,6 +1,6 @@
-"""What a masked autoencoder for images is: one frozen record with Hugging Face's field names.
+"""The config of a masked autoencoder for images: one frozen record with Hugging Face's field names.
 
-Imports no torch, so that configs are checked quickly.
+Does not import torch, so that configs are checked quickly.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from overland.errors import ModelError
 from overland.models.hf_config import contents_of
 from overland.words import did_you_mean
 
-# How our names of parameters begin, which are those of transformers 4, and how those of 5 do.
+# The beginning of our parameter names, which are those of transformers 4, and of those of 5.
 OLD_NAMES, NEW_NAMES = "decoder.decoder_layers.", "decoder.decoder_encoder.layer."
 
-# Keys of a config.json that say nothing about the model.
+# Keys of a config.json that do not describe the model.
 ABOUT_FILES = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 
 
 @dataclass(frozen=True)
 class ViTMAEConfig:
-    """A Vision Transformer that sees some patches of an image and paints the others (He et al.
-    2021)."""
+    """A Vision Transformer that sees some patches of an image and reconstructs the others (He et
+    al. 2021)."""
 
     model_type: str = "vit_mae"
     image_size: int | tuple[int, int] = 224
@@ -48,8 +48,8 @@ class ViTMAEConfig:
     hidden_dropout_prob: float = 0.0
     attention_probs_dropout_prob: float = 0.0
 
-    objective = "per_sample"  # the model computes its loss by itself
-    casts_samples = True  # images may have any type of numbers
+    objective = "per_sample"  # the model computes its own loss
+    casts_samples = True  # images may have any dtype
 
     @property
     def size(self) -> tuple[int, int]:
@@ -69,17 +69,17 @@ class ViTMAEConfig:
 
     @property
     def num_seen(self) -> int:
-        """Patches that the encoder is given."""
+        """Number of patches that the encoder sees."""
         return int(self.num_patches * (1 - self.mask_ratio))
 
     def sample_fields(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Returns what a sample must hold: type and shape by name."""
+        """Returns what a sample must hold: dtype and shape by name."""
         return {"pixel_values": ("float32", (self.num_channels, *self.size))}
 
     def flops_per_sample(self) -> float:
-        """Returns the training FLOP per image by the reporting convention: 6 per number of a matrix
-        and vector that it is applied to, and 12 per number of queries and key. The encoder is given
-        the patches that are seen, the decoder all, of which it paints the others."""
+        """Returns the training FLOP per image by the reporting convention: 6 per matrix element and
+        vector that it is applied to, and 12 per element of queries and key. The encoder processes
+        only visible patches; the decoder processes all, and predicts the masked ones."""
         pixels, hidden = self.num_channels * self.patch_size**2, self.hidden_size
         seen, painted = self.num_seen + 1, self.num_patches + 1
         width = self.decoder_hidden_size
@@ -98,8 +98,7 @@ class ViTMAEConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ViTMAEConfig:
-        """Reads the contents of a config.json, given as a dict, its path, or the folder that holds
-        it."""
+        """Reads a config.json, given as its contents, its path, or the folder that holds it."""
         contents, where = contents_of(source)
         kind = contents.get("model_type")
         if kind != "vit_mae":
@@ -108,7 +107,7 @@ class ViTMAEConfig:
         return cls().override(known)
 
     def own_name(self, name: str) -> str:
-        """Our name of a parameter, by the one that a file of transformers has."""
+        """Returns our name of a parameter, given its name in a file of transformers."""
         return name.replace(NEW_NAMES, OLD_NAMES)
 
     def to_hf(self) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class ViTMAEConfig:
         if not 0 < self.mask_ratio < 1 or not 0 < self.num_seen < self.num_patches:
             raise ModelError(
                 f"mask_ratio {self.mask_ratio} must leave some of the {self.num_patches} patches "
-                "to see and some to paint"
+                "visible and some masked"
             )
         if self.hidden_act != "gelu":
             raise ModelError(f"hidden_act '{self.hidden_act}' is not supported; only 'gelu' is")

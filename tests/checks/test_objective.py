@@ -40,7 +40,7 @@ def problems(
         ('[training]\nobjective = "per_sample"\nz_loss = 1e-4', "z_loss is a part of next_token"),
         ("[training]\nobjective_options = {beta = 1}", "next_token' cannot be made"),
         ("[training]\nobjective_options = {beta = 1}", "training.objective_options: "),
-        ("[model.transforms.low_rnk]\nrank = 4", "no transform is named 'low_rnk'"),
+        ("[model.transforms.low_rnk]\nrank = 4", "there is no transform 'low_rnk'"),
     ],
 )
 def test_names_and_options(
@@ -59,7 +59,7 @@ def test_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """
     assert problems(tmp_path, monkeypatch, text) == []
     (found,) = problems(tmp_path, monkeypatch, text + "ranks = 4\n")
-    assert "the transform 'low_rank' cannot be made" in found
+    assert "the transform 'low_rank' cannot be created" in found
     assert "ranks" in found
 
 

@@ -189,9 +189,9 @@ def test_ranks_and_alphas_by_pattern() -> None:
         ({"targets": ["q_proj", "wq"]}, "lora.targets names 'wq', which the model does not have"),
         ({"targets": "layers.0.q_proj"}, "lora.targets names 'layers.0.q_proj'"),
         ({"modules_to_save": ["head"]}, "lora.modules_to_save names 'head'"),
-        ({"targets": "q_proj,v_proj"}, r"several names are a list: \["),
-        ({"layers": [7]}, "lora.exclude and lora.layers leave no matrix"),
-        ({"targets": ["lm_head"]}, "lm_head computes its product by itself .*modules_to_save"),
+        ({"targets": "q_proj,v_proj"}, r"write several names as a list: \["),
+        ({"layers": [7]}, "lora.exclude and lora.layers exclude every matrix"),
+        ({"targets": ["lm_head"]}, "lm_head computes its own product .*modules_to_save"),
     ],
 )
 def test_what_matches_nothing_is_refused(settings: dict[str, Any], message: str) -> None:

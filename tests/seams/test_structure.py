@@ -84,7 +84,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
             r"blocks\.2\.norm\.weight and blocks\.0\.norm\.weight are one par",
         ),
         ("tied the other way", "shard1", r'owner: ties={"head\.weight": "embed\.weight"}'),
-        ("named twice", "pp2", r"names blocks\.0 twice, or inside of another"),
+        ("named twice", "pp2", r"names blocks\.0 twice, or inside another"),
         ("a block without parameters", "pp2", r"blocks\.1 has no parameters, and stages are dealt"),
         ("no tuple", "shard1", r"has after = 'head', expected a tuple: \('head',\)"),
     ],

@@ -61,7 +61,7 @@ def test_parameters_of_the_model_stay_its_own() -> None:
     [
         (
             Silent,
-            r"Silent adds the parameter model\.layers\.0\.self_attn\.shift, and its init_rule",
+            r"Silent adds the parameter model\.layers\.0\.self_attn\.shift, but its init_rule",
         ),
         (Renamed, r"Renamed adds the parameter model\.normal\.weight.*must keep its name"),
         (Nothing, "nothing would be trained"),
