@@ -1,6 +1,6 @@
-"""How ranks start, find each other and report how they are.
+"""How ranks start, find each other and report their state.
 
-A `World` is the place of a process among the ranks, a `Rendezvous` where they meet.
+A `World` is the place of a process among the ranks; a `Rendezvous` is where they find each other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store that rank 0 opens, and the name that keeps this world's keys apart in it."""
+    """The store that rank 0 opens, and the prefix of this world's keys in it."""
 
     address: str
     port: int
@@ -19,8 +19,9 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. `local_` is within one node; nodes are filled one after the other, each
-    with as many ranks. Without a rendezvous, torch itself knows where the ranks meet."""
+    """The place of this process. `local_` means within one node; nodes are filled one after the
+    other, each with the same number of ranks. Without a rendezvous, torch knows where the ranks
+    meet."""
 
     rank: int = 0
     size: int = 1

@@ -1,4 +1,4 @@
-"""What this machine computes on, and the peak rates of known devices."""
+"""The devices of this machine, and the peak rates of known devices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-CPU_RANKS = 2  # on a machine without accelerators: enough that every run is really distributed
+CPU_RANKS = 2  # without accelerators: enough to make every run distributed
 
 
 def num_local_ranks() -> int:
-    """Returns one rank per accelerator; without any, a few on the CPU."""
+    """Returns the number of ranks: one per accelerator, or a few on the CPU if there is none."""
     if not may_have_accelerator():
         return min(CPU_RANKS, os.cpu_count() or 1)
     import torch
@@ -24,7 +24,7 @@ def num_local_ranks() -> int:
 
 
 def may_have_accelerator() -> bool:
-    """Returns whether it is worth importing torch (seconds) to count devices."""
+    """Returns whether it is worth importing torch, which takes seconds, to count devices."""
     drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
     return sys.platform == "darwin" or any(Path(path).exists() for path in drivers)
 
@@ -53,10 +53,10 @@ def cpu_name() -> str:
 
 
 def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
-    """Returns the peak FLOP/s of the device with this name, or None where the table has no figure.
+    """Returns the peak FLOP/s of the device with this name, or None if the table has no figure.
 
-    float16 runs at bfloat16's rate on every device listed; float32 is not what the matrix units
-    are rated for, so it has no peak here and no MFU is reported.
+    float16 runs at the rate of bfloat16 on every listed device; the matrix units are not rated for
+    float32, so it has no peak here and no MFU is reported.
     """
     rate = "bfloat16" if dtype == "float16" else dtype
     for entry in _known_devices():
@@ -66,7 +66,8 @@ def peak_flops(device: str, dtype: str = "bfloat16") -> float | None:
 
 
 def memory_in_use() -> float:
-    """Returns the peak memory of this rank so far, GiB: the device's, or the process's on a CPU."""
+    """Returns the peak memory of this rank so far in GiB: of the device, or of the process on a
+    CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -78,15 +79,15 @@ def memory_in_use() -> float:
 
 
 def available_memory() -> float:
-    """Returns the bytes that can be had without swapping; the limits of containers and
-    jobs count."""
+    """Returns the bytes that can be allocated without swapping, within the limits of containers and
+    jobs."""
     free = [float("inf")]
     with suppress(OSError, KeyError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         free.append(amounts["MemAvailable"])
     for group in _control_groups():
-        with suppress(OSError, ValueError, KeyError):  # not there, or "max"
+        with suppress(OSError, ValueError, KeyError):  # missing, or "max"
             limit = int((group / "memory.max").read_text())
             used = int((group / "memory.current").read_text())
             words = (group / "memory.stat").read_text().split()
@@ -96,7 +97,7 @@ def available_memory() -> float:
 
 
 def _control_groups() -> list[Path]:
-    """This process's group and those around it: each may set a limit."""
+    """Returns this process's control group and its parents: each may set a limit."""
     root = Path("/sys/fs/cgroup")
     groups = [root]
     with suppress(OSError):

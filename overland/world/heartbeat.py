@@ -1,9 +1,9 @@
-"""A rank's heartbeat: its step, what it does in it, and the bytes it moves to or from the disk.
+"""A rank's heartbeat: its step, what it is doing, and the bytes it reads from or writes to disk.
 
-All of it is a few bytes of shared memory. Writing them costs a microsecond and no system call, so
-that every rank does it at every turn. They are in a folder in the node's memory, where the node's
-agent reads them; next to them is a file for the stacks of all threads, which a signal writes
-whatever the rank is stuck in.
+All of it is a few bytes of shared memory. Writing them takes a microsecond and no system call, so
+every rank does it at every change of phase. They are in a folder in the node's memory, where the
+node's agent reads them; next to them is a file for the stacks of all threads, which a signal
+handler writes whatever the rank is stuck in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from overland.processes import age_of_process
 
-HEARTBEATS = "OVERLAND_BEATS"  # what the folders of all nodes begin with
+HEARTBEATS = "OVERLAND_BEATS"  # the prefix of the folders on all nodes
 LAYOUT = struct.Struct("<qqqddd")
 PULSE_LAYOUT = struct.Struct("<qdqq")
 SIZE = LAYOUT.size + PULSE_LAYOUT.size
@@ -34,8 +34,8 @@ MEMORY = Path("/dev/shm")
 
 
 class Phase(IntEnum):
-    """What a rank is at, in order: among ranks that wait for one another, the one that is behind is
-    the one the others wait for."""
+    """What a rank is doing, in order: among ranks that wait for one another, the others wait for
+    the one that is furthest behind."""
 
     STARTING = 0
     JOINING = 1
@@ -69,18 +69,18 @@ class Phase(IntEnum):
 
 
 class Transfer(IntEnum):
-    """A rank's part in a save or a load of a checkpoint."""
+    """A rank's part in saving or loading a checkpoint."""
 
     NONE = 0
     MOVING = 1
-    """It reads or writes."""
+    """It is reading or writing."""
     WAITING = 2
-    """It waits for other ranks, or for its device."""
+    """It is waiting for other ranks or for its device."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank last said. `since` and `moved` are on the node's own clock."""
+    """The last heartbeat of a rank. `since` and `moved` are times on the node's own clock."""
 
     rank: int
     pid: int
@@ -96,8 +96,8 @@ class Sign:
 
 
 class Pulse:
-    """Counts the bytes that a rank reads and writes, so that a slow save can be told from one that
-    hangs. Saves run in the background: any thread may call it."""
+    """Counts the bytes that a rank reads and writes, so that a slow save can be distinguished from
+    one that hangs. Saves run in the background: any thread may call it."""
 
     def __init__(self, memory: mmap.mmap | bytearray) -> None:
         self._memory, self._lock = memory, threading.Lock()
@@ -107,11 +107,11 @@ class Pulse:
         self._set(Transfer.MOVING, 0, total_bytes)
 
     def moved(self, num_bytes: int = 0) -> None:
-        """Bytes, or an operation of the disk that has ended."""
+        """Counts bytes that were moved, or a finished disk operation."""
         self._set(Transfer.MOVING, num_bytes)
 
     def wait(self) -> None:
-        """Says that this rank waits for something other than the disk from now on."""
+        """Records that this rank is now waiting for something other than the disk."""
         self._set(Transfer.WAITING)
 
     def end(self) -> None:
@@ -119,7 +119,7 @@ class Pulse:
 
     @property
     def quiet_seconds(self) -> float:
-        """How long nothing has moved; 0 for a rank that has nothing to move."""
+        """How long nothing has moved; 0 if the rank has nothing to move."""
         return time.monotonic() - self._moved if self._state is Transfer.MOVING else 0.0
 
     def _set(self, state: Transfer, more_bytes: int = 0, total_bytes: int | None = None) -> None:
@@ -134,7 +134,7 @@ class Pulse:
 
 
 class Heartbeat:
-    """What a rank writes its signs of life with; without a folder nobody reads them."""
+    """Writes the heartbeat of a rank; without a folder, nobody reads it."""
 
     def __init__(self, rank: int = 0, folder: Path | None = None) -> None:
         self.is_read = folder is not None
@@ -154,24 +154,25 @@ class Heartbeat:
         self.enter(Phase.STARTING)
 
     def enter(self, phase: Phase, step: int | None = None, doing: str = "") -> None:
-        """`doing`: what the rank is at, where that says more than the phase's words."""
+        """Enters a phase. `doing` describes the activity if that is more specific than the
+        phase."""
         now = time.monotonic()
         self._seconds[self.phase] += now - self._since
         self.phase, self._since = phase, now
         self.doing = doing or self.words.get(phase) or phase.words
         self.step = self.step if step is None else step
-        # In one piece: pack_into clears first what it then writes, and a reader could see that.
+        # In one assignment: pack_into first clears what it writes, and a reader could see that.
         self._memory[: LAYOUT.size] = LAYOUT.pack(
             os.getpid(), self.step, phase, now, self.probe_seconds, self.data_wait
         )
 
     @property
     def seconds_here(self) -> float:
-        """How long it has been at what it is doing."""
+        """How long the rank has been in this phase."""
         return time.monotonic() - self._since
 
     def seconds_in(self, *phases: Phase) -> float:
-        """Returns how long this rank has been in these phases, since its process began."""
+        """Returns how long this rank has spent in these phases since its process started."""
         total = sum(self._seconds[phase] for phase in phases)
         return total + (time.monotonic() - self._since if self.phase in phases else 0.0)
 
@@ -182,15 +183,15 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
 
 
 def heartbeat_prefix(job: str, attempt: int) -> str:
-    """Returns what the heartbeat folders of an attempt begin with: in memory where there is such a
-    folder, since a slow disk would slow every step. A job that was requeued has the same number and
-    attempts: what it left behind must not be taken for alive."""
+    """Returns the prefix of an attempt's heartbeat folders: in memory if there is such a folder,
+    since a slow disk would slow down every step. A requeued job has the same number and attempts,
+    so the name is random: leftovers must not be mistaken for live ranks."""
     place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
     return str(place / f"overland-{os.getuid()}-{job}-{attempt}-{secrets.token_hex(4)}")
 
 
 def heartbeat_folder(env: Mapping[str, str] = os.environ) -> Path | None:
-    """Makes and returns the folder of this node, readable by this user alone; None where nobody
+    """Creates and returns the folder of this node, readable only by this user; None if nobody
     watches."""
     if HEARTBEATS not in env:
         return None
@@ -206,23 +207,23 @@ def stacks_signal() -> int:
 
 @contextlib.contextmanager
 def start_heartbeat(rank: int, env: Mapping[str, str] = os.environ) -> Iterator[Heartbeat]:
-    """Yields the heartbeat of this rank; from here on a signal writes the stacks of its threads."""
+    """Yields the heartbeat of this rank; from now on, a signal writes the stacks of its threads."""
     folder = heartbeat_folder(env)
     if folder is None:
         yield Heartbeat()
         return
-    # Open to the very end: without it the signal would kill the process.
+    # Kept open to the end: without a handler the signal would kill the process.
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(stacks_signal(), file=stacks, all_threads=True)
     yield Heartbeat(rank, folder)
 
 
 def read_signs(folder: Path) -> list[Sign]:
-    """Reads what all ranks of this node that have begun last said."""
+    """Reads the last heartbeats of all ranks of this node that have started."""
     signs = []
     for path in folder.glob("*.beat"):
         data = b""
-        while data != (data := path.read_bytes()):  # whole, if it is the same twice
+        while data != (data := path.read_bytes()):  # consistent if it is the same twice
             pass
         if len(data) == SIZE and any(data[: LAYOUT.size]):
             pid, step, phase, since, probe, wait = LAYOUT.unpack_from(data)

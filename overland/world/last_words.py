@@ -1,4 +1,4 @@
-"""What a rank says before it ends, in one line of its output, and what kind of end that is."""
+"""The line that a rank prints before it ends, and the kind of its error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from overland.errors import Kind, OverlandError
 from overland.world.heartbeat import node_name
 
 SAYS = "overland says: "
-ENDED = "overland ended: "  # by the shell around a rank, with the node, when its exit code was 0
+ENDED = (
+    "overland ended: "  # printed by the shell around a rank, with the node, if its exit code was 0
+)
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,12 @@ class Said:
     time: float
     step: int = 0
     place: str = ""
-    """Where in the program, if that tells two errors apart."""
+    """Where in the program it happened, if that distinguishes two errors."""
 
 
 FILE_SYSTEM = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO,
                errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EROFS)  # fmt: skip
-# Errors of others, by the name of the class, so that nothing heavy is imported to compare with.
+# Errors of other packages, by class name, so that nothing heavy need be imported.
 KIND_OF_ERROR = {
     "OutOfMemoryError": Kind.MEMORY,
     "MemoryError": Kind.MEMORY,
@@ -43,12 +45,12 @@ KIND_OF_ERROR = {
     "TimeoutError": Kind.NETWORK,
     "AcceleratorError": Kind.DEVICE,
 }
-# Python's own words for a mistake in the code. Whatever else is in neither table is unknown, and no
-# chain ends with its first unknown error: the next release of a library may bring one.
+# Python's own errors for a mistake in the code. Anything in neither table is unknown, and no chain
+# ends with its first unknown error: the next release of a library may introduce one.
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError,
             NotImplementedError, RecursionError, SyntaxError, TypeError, ValueError)  # fmt: skip
-# What libraries write, looked for before the class is asked. An assertion on a device is a mistake
-# in the code, such as an index out of range; it comes as an error of the device.
+# Messages of libraries, checked before the class. An assertion on a device is a mistake in the
+# code, such as an index out of range, but is reported as an error of the device.
 SIGNATURES = [
     (Kind.DISK, r"No space left on device|Disk quota exceeded"),
     (Kind.MEMORY, r"out of memory|Cannot allocate memory|OOM|hipErrorOutOfMemory"),
@@ -64,7 +66,8 @@ SIGNATURES = [
         r"|Broken pipe|Socket [Tt]imeout|Timed out waiting|libfabric|TCPStore|recvValue|sendBytes",
     ),
 ]
-# Errors of an operating system that a wrong path causes as often as a file system that is away.
+# Errors of the operating system that are as often caused by a wrong path as by an unavailable file
+# system.
 WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError,
               PermissionError)  # fmt: skip
 COLLECTIVES = re.compile(r"torch/distributed/(distributed_c10d|rendezvous|_functional_collectives)")
@@ -89,7 +92,7 @@ def error_kind(error: BaseException) -> Kind:
 
 
 def _stated_kind(error: BaseException) -> Kind | None:
-    """Returns what the error's class says of itself, or what is known of it by name."""
+    """Returns the kind that the error's class states, or the one known for its name."""
     if isinstance(error, OverlandError):
         return error.kind
     names = (kind.__name__ for kind in type(error).__mro__)
@@ -97,21 +100,21 @@ def _stated_kind(error: BaseException) -> Kind | None:
 
 
 def error_place(error: BaseException) -> str:
-    """Returns the type of an error and the innermost line outside of torch that it came from. Empty
-    for a file system that failed: whatever reads next fails."""
+    """Returns the type of an error and the innermost line outside torch that it came from. Empty if
+    a file system failed, since then anything that reads next fails."""
     if _file_system_failed(error):
         return ""
     if isinstance(error, OSError) and not isinstance(error, WRONG_PATH):
         return ""
     frames = _frames(error)
     ours = [frame for frame in frames if "/torch/" not in frame] or frames
-    # An environment may be unpacked anywhere, so that only the end of the path is compared.
+    # An environment may be unpacked anywhere, so only the end of the path is compared.
     where = [f" at {'/'.join(frame.split('/')[-3:])}" for frame in ours[-1:]]
     return "".join([type(error).__name__, *where])
 
 
 def _frames(error: BaseException) -> list[str]:
-    """Files and lines of its traceback, outermost first."""
+    """Returns the files and lines of the traceback, outermost first."""
     frames = traceback.walk_tb(error.__traceback__)
     return [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
 
@@ -122,15 +125,15 @@ def say(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> Non
 
 
 def last_words(rank: int, kind: Kind, what: str, step: int = 0, place: str = "") -> str:
-    if kind is Kind.NETWORK:  # libraries add where in their source, and advice that is not ours
+    if kind is Kind.NETWORK:  # libraries add source locations and advice that does not apply
         what = re.sub(r"\[/[^\]]*\]\s*", "", what).split(". ")[0]
     said = Said(rank, node_name(), kind, " ".join(what.split())[:500], time.time(), step, place)
     return f"\n{SAYS}{json.dumps(asdict(said))}"
 
 
 def _file_system_failed(error: BaseException | None) -> bool:
-    """Returns whether a file system failed, in this error or in what it was raised for: on one
-    node, as often as not."""
+    """Returns whether a file system failed, in this error or in its causes, which often affects
+    only one node."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FILE_SYSTEM:
             return True

@@ -1,9 +1,9 @@
-"""Starts one process per local device and stays with them until they end.
+"""Starts one process per local device and waits for them.
 
-A rank that is not asked to print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The
-first rank to fail takes the others down, and the end of its log is shown. Ctrl-C reaches all ranks
-through the terminal: they finish their step, save and exit; a second one ends them at once. A
-terminal that is closed does the same by SIGHUP.
+A rank that should not print (`LOG_RANK`) writes to `logs/rank_N.log` in the run folder. The first
+rank to fail ends the others, and the end of its log is shown. Ctrl-C reaches all ranks through the
+terminal: they finish their step, save and exit; a second one ends them at once. Closing the
+terminal also makes them save and exit, by SIGHUP.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def launch_local(
                 )
     with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
-    if passing.interrupts > 1 or failed is not None:  # the rank that drew there may be gone
+    if (
+        passing.interrupts > 1 or failed is not None
+    ):  # the rank that drew the status line may be gone
         restore_terminal()
     if passing.interrupts > 1:
         print(ENDED_AT_ONCE, file=sys.stderr)
@@ -88,11 +90,11 @@ def launch_local(
 
 
 def _end_with_launcher() -> Callable[[], object] | None:
-    """Makes Linux send a rank SIGTERM when the launcher is gone, even by SIGKILL: it saves and
-    ends, where it would otherwise train on for nobody."""
+    """Makes Linux send a rank SIGTERM when the launcher dies, even by SIGKILL: the rank then saves
+    and ends instead of training on unattended."""
     if sys.platform != "linux":
         return None
-    set_option = ctypes.CDLL(None).prctl  # found before the fork, where little may be done
+    set_option = ctypes.CDLL(None).prctl  # looked up before the fork, after which little is allowed
     return lambda: set_option(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -103,8 +105,9 @@ def free_port() -> int:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Waits for all; the first failure ends the rest. Returns the rank that failed first. Ranks
-    stop together; where one stopped alone, before the others could know, they are ended."""
+    """Waits for all ranks; the first failure ends the rest. Returns the rank that failed first.
+    Ranks stop together; if one stopped alone, before the others could learn of it, they are
+    ended."""
     alone_since = float("inf")
     while True:
         codes = [rank.poll() for rank in ranks]
@@ -138,7 +141,7 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 class _interrupts_go_to:
     """Passes interrupts on to the ranks, which finish their step and save; a second Ctrl-C ends
-    them."""
+    them at once."""
 
     def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         self.ranks = ranks
@@ -174,7 +177,7 @@ class _interrupts_go_to:
 
 
 def _show_end_of(log: Path, rank: int, start: int) -> None:
-    """What was in the log before is of an earlier session."""
+    """Prints the end of a log. What was in it before `start` belongs to an earlier session."""
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]

@@ -1,8 +1,8 @@
-"""Who started this process, and which place that gives it among the ranks.
+"""Which launcher started this process, and its place among the ranks.
 
-Every launcher tells a process its place in variables of its own. They are asked from the inside
-out: torchrun may run under srun or mpirun, and mpirun starts its daemons by srun inside a Slurm
-job, so that what a process finds of Slurm may be about those. MPI is used only to launch.
+Every launcher tells a process its place in environment variables of its own. They are checked from
+the inside out: torchrun may run under srun or mpirun, and mpirun starts its daemons with srun
+inside a Slurm job, so Slurm's variables may describe those. MPI is used only to launch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from overland.slurm import expand_counts, expand_hosts
 from overland.world import Rendezvous, World
 from overland.world.rendezvous import LOOPBACK, port_of_job, port_of_name
 
-FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h counts batch, interactive and extern steps from the top
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # slurm.h numbers batch, interactive and extern steps from the top
 
 
 def find_world(env: Mapping[str, str] = os.environ) -> World | None:
-    """Returns the world that a launcher made for this process, or None if nobody launched it."""
+    """Returns the world that a launcher created for this process, or None if there is no
+    launcher."""
     for read in (from_torchrun, from_open_mpi, from_mpich, from_srun):
         world = read(env)
         if world is not None:
             return world
-    if number(env, "PMI_SIZE", 1) > 1:  # of these, each would start ranks of its own
+    if number(env, "PMI_SIZE", 1) > 1:  # otherwise each would start its own ranks
         raise ClusterError(
-            f"environment PMI_SIZE: one of {env['PMI_SIZE']} processes, but nothing tells how many "
+            f"environment PMI_SIZE: one of {env['PMI_SIZE']} processes, but it is unknown how many "
             "of them are on this node; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT for each"
         )
@@ -35,21 +36,21 @@ def find_world(env: Mapping[str, str] = os.environ) -> World | None:
 
 
 def export_world(world: World, env: MutableMapping[str, str] = os.environ) -> None:
-    """Puts the place where libraries and user code look for it: under torchrun's names."""
+    """Exports the place where libraries and user code look for it: under torchrun's names."""
     env["RANK"], env["WORLD_SIZE"] = str(world.rank), str(world.size)
     env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(world.local_rank), str(world.local_size)
 
 
 def is_under_mpi(env: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether mpirun or mpiexec started this process. Its terminal is then one that they
-    made up, and what it prints is passed on line by line."""
+    """Returns whether mpirun or mpiexec started this process. They give it a pseudo-terminal, and
+    forward its output line by line."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "MPI_LOCALRANKID")
     return any(name in env for name in names)
 
 
 def from_torchrun(env: Mapping[str, str]) -> World | None:
-    """Reads torchrun's variables, which our own launcher sets too, and scripts that do its work by
-    hand."""
+    """Reads torchrun's variables, which are also set by our own launcher and by scripts that
+    replace torchrun."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     size = number(env, "WORLD_SIZE", at_least=1)
@@ -62,7 +63,9 @@ def from_torchrun(env: Mapping[str, str]) -> World | None:
         rendezvous=_given_rendezvous(env, size),
     )
     if world.rank >= world.size:
-        raise ClusterError(f"environment RANK: {world.rank} is not below WORLD_SIZE = {world.size}")
+        raise ClusterError(
+            f"environment RANK: {world.rank} must be below WORLD_SIZE = {world.size}"
+        )
     num_nodes = number(env, "GROUP_WORLD_SIZE", world.num_nodes, at_least=1)
     if num_nodes * world.local_size != world.size:
         raise ClusterError(
@@ -73,7 +76,8 @@ def from_torchrun(env: Mapping[str, str]) -> World | None:
 
 
 def _local_size(env: Mapping[str, str], size: int) -> int:
-    """Scripts that set the variables by hand often leave this one out; under srun it is known."""
+    """Returns a default for LOCAL_WORLD_SIZE, which scripts often leave out; under srun it is
+    known."""
     if "LOCAL_WORLD_SIZE" in env:
         return 1
     step = from_srun(env)
@@ -81,13 +85,13 @@ def _local_size(env: Mapping[str, str], size: int) -> int:
 
 
 def _given_rendezvous(env: Mapping[str, str], size: int) -> Rendezvous | None:
-    """torchrun opens the meeting point itself, and torch knows how to find it."""
+    """Returns the rendezvous from the environment; None under torchrun, which opens its own."""
     if size == 1 or "TORCHELASTIC_RUN_ID" in env:
         return None
     if not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
         raise ClusterError(
-            f"environment WORLD_SIZE: {size} ranks need MASTER_ADDR and MASTER_PORT to meet; "
-            "torchrun sets them. Unset RANK and WORLD_SIZE to start the ranks from here"
+            f"environment WORLD_SIZE: {size} ranks need MASTER_ADDR and MASTER_PORT to find each "
+            "other; torchrun sets them. Unset RANK and WORLD_SIZE to start the ranks from here"
         )
     name = "-".join(["ranks", *env.get("SLURM_JOB_ID", "").split()])
     return _rendezvous(env, address="", port=0, name=name)
@@ -113,8 +117,9 @@ def from_open_mpi(env: Mapping[str, str]) -> World | None:
 
 
 def from_mpich(env: Mapping[str, str]) -> World | None:
-    """MPICH and Intel MPI (`MPI_LOCAL…`), and Cray's PALS (`PALS_…`). srun sets some of these too
-    (`--mpi=pmi2`, `cray_shasta`), but says more about its tasks by its own names."""
+    """Reads the variables of MPICH and Intel MPI (`MPI_LOCAL…`), and of Cray's PALS (`PALS_…`).
+    srun also sets some of these (`--mpi=pmi2`, `cray_shasta`), but its own variables say more about
+    its tasks."""
     rank = first_set(env, "PMI_RANK", "PALS_RANKID")
     local_rank = first_set(env, "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")
     local_size = first_set(env, "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
@@ -136,8 +141,9 @@ def from_mpich(env: Mapping[str, str]) -> World | None:
 
 
 def _mpich_launch(env: Mapping[str, str], is_local: bool) -> str | None:
-    """A name for this launch that all its ranks know and no other has. MPICH gives none: on one
-    node its process above the ranks serves, on several the step that started those."""
+    """Returns a name for this launch that all its ranks know and no other launch has. MPICH
+    provides none: on one node we use the process above the ranks, on several the Slurm step that
+    started them."""
     if "PALS_APID" in env:
         return f"pals-{env['PALS_APID']}"
     if is_local:
@@ -148,11 +154,12 @@ def _mpich_launch(env: Mapping[str, str], is_local: bool) -> str | None:
 
 
 def _check_mpi(world: World) -> None:
-    """mpirun ends all ranks when one of them ends with an error, so one that sees it is enough."""
+    """Checks the placement of ranks. mpirun ends all ranks when one fails, so it is enough if one
+    notices."""
     if world.size % world.local_size:
         raise ClusterError(
-            f"{world.local_size} ranks on this node and {world.size} in all: every node needs as "
-            "many as the others; start mpirun with --npernode (Open MPI) or -ppn (MPICH, Cray)"
+            f"{world.local_size} ranks on this node and {world.size} in total: every node needs "
+            "the same number; start mpirun with --npernode (Open MPI) or -ppn (MPICH, Cray)"
         )
     if world.rank % world.local_size != world.local_rank:
         raise ClusterError(
@@ -168,8 +175,8 @@ def _mpi_rendezvous(
         return None
     if name is None and not env.get("MASTER_PORT"):
         raise ClusterError(
-            f"{size} ranks on several nodes, and this mpirun gives its job no name to choose a "
-            "port by: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+            f"{size} ranks on several nodes, but this mpirun gives no job name to derive a port "
+            "from: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         )
     name = name or "mpi"
     address = LOOPBACK if size == local_size else _mpi_first_host(env)
@@ -177,8 +184,8 @@ def _mpi_rendezvous(
 
 
 def _mpi_first_host(env: Mapping[str, str]) -> str:
-    """mpirun names no host of the others, but the batch system may: it fills the first one first.
-    Where that is not so, rank 0 says it (rendezvous.py)."""
+    """Returns the host of rank 0. mpirun does not provide it, but the batch system may: it fills
+    the first host first. If that is wrong, rank 0 reports it (rendezvous.py)."""
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]
     if env.get("SLURM_JOB_NODELIST"):
@@ -187,14 +194,14 @@ def _mpi_first_host(env: Mapping[str, str]) -> str:
     if nodes.is_file() and (hosts := nodes.read_text().split()):
         return hosts[0]
     raise ClusterError(
-        "ranks on several nodes need MASTER_ADDR to meet, and mpirun does not tell the host of "
-        "rank 0: add -x MASTER_ADDR=HOST to Open MPI's mpirun, -genv MASTER_ADDR HOST to MPICH's"
+        "ranks on several nodes need MASTER_ADDR, and mpirun does not provide the host of rank 0: "
+        "add -x MASTER_ADDR=HOST to Open MPI's mpirun, or -genv MASTER_ADDR HOST to MPICH's"
     )
 
 
 def _proxy() -> int:
-    """Returns the proxy above a rank: each rank leads a session of its own, whatever scripts lie
-    between."""
+    """Returns the proxy process above a rank: each rank leads its own session, whatever scripts are
+    in between."""
     try:
         leader = Path(f"/proc/{os.getsid(0)}/stat").read_text()
     except OSError:
@@ -203,13 +210,13 @@ def _proxy() -> int:
 
 
 def from_srun(env: Mapping[str, str]) -> World | None:
-    """The place of a task that srun started, with any `--mpi`.
+    """Returns the place of a task that srun started, with any `--mpi`.
 
-    A batch script and the shell of `salloc` have most of these variables too, filled with what the
-    *allocation* could run: SLURM_PROCID is 0 and SLURM_NTASKS is 8 where one process is. They are
-    told from a task by the step: it has no number there, or one that Slurm keeps for shells. A step
-    of one task is no world: `srun --pty bash` is one, and whoever has its devices wants all of
-    them, so ranks are started from there.
+    A batch script and the shell of `salloc` also have most of these variables, describing what the
+    *allocation* could run: SLURM_PROCID is 0 and SLURM_NTASKS is 8 for a single process. They are
+    distinguished from a task by the step: it has no number there, or one that Slurm reserves for
+    shells. A step of one task is not a world: `srun --pty bash` is one, and its user wants to use
+    all of its devices, so ranks are started from there.
     """
     step_name = first_set(env, "SLURM_STEP_ID", "SLURM_STEPID")
     if step_name is None or "SLURM_PROCID" not in env:
@@ -223,7 +230,7 @@ def from_srun(env: Mapping[str, str]) -> World | None:
     counts = _tasks_per_node(env, size)
     node = number(env, "SLURM_NODEID", 0)
     if node >= len(counts) or (here is not None and len(here) != counts[node]):
-        return None  # a batch script that a task submitted: the step is its parent's
+        return None  # a batch script submitted by a task: the step is its parent's
     _check_srun(env, counts, here)
     job = number(env, "SLURM_JOB_ID" if "SLURM_JOB_ID" in env else "SLURM_JOBID")
     return World(
@@ -260,11 +267,12 @@ def _srun_first_host(env: Mapping[str, str]) -> str:
 
 
 def _check_srun(env: Mapping[str, str], counts: list[int], here: list[str] | None) -> None:
-    """What every task of the step sees alike, so that all end with this sentence and none waits."""
+    """Checks what every task of the step sees alike, so that all end with this error and none
+    waits."""
     if len(set(counts)) > 1:
         raise ClusterError(
             f"environment SLURM_STEP_TASKS_PER_NODE: {','.join(map(str, counts))}: every node "
-            "needs as many ranks as the others; start srun with --ntasks-per-node"
+            "needs the same number of ranks; start srun with --ntasks-per-node"
         )
     if here is not None and [int(i) - int(here[0]) for i in here] != list(range(len(here))):
         raise ClusterError(
@@ -274,8 +282,8 @@ def _check_srun(env: Mapping[str, str], counts: list[int], here: list[str] | Non
 
 
 def _rendezvous(env: Mapping[str, str], address: str, port: int, name: str) -> Rendezvous:
-    """MASTER_ADDR and MASTER_PORT have the last word. `hostname -i`, which many put there, may
-    print several addresses."""
+    """Returns a rendezvous; MASTER_ADDR and MASTER_PORT take precedence. They are often set from
+    `hostname -i`, which may print several addresses."""
     given = env.get("MASTER_ADDR", "").split()
     return Rendezvous(
         given[0] if given else address,
@@ -294,5 +302,5 @@ def number(env: Mapping[str, str], name: str, default: int | None = None, at_lea
 
 
 def first_set(env: Mapping[str, str], *names: str) -> str | None:
-    """Returns the first of these variables that is there."""
+    """Returns the first of these variables that is set."""
     return next((name for name in names if env.get(name, "").strip()), None)

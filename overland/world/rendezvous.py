@@ -1,8 +1,8 @@
 """Where the ranks of a world find each other: a small store that rank 0 opens.
 
-The port follows from the job, so that every rank knows it without being told. Jobs whose ports
-fall together cannot join each other all the same: what they put into the store is under the name
-of their world, and the one that comes second ends with a sentence.
+The port is derived from the job, so that every rank knows it. Jobs that get the same port still
+cannot mix: their keys in the store have the name of their world as prefix, and the second job ends
+with an error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOPBACK = "127.0.0.1"
-# Below 32768 the system hands no ports to outgoing connections.
+# The system assigns no ports below 32768 to outgoing connections.
 FIRST_PORT, LAST_PORT = 20000, 32767
-STEPS = 4  # neighbouring steps of a job that may run at once on a node
+STEPS = 4  # consecutive steps of a job that may run at the same time on a node
 
 
 def port_of_job(job: int, step: int) -> int:
@@ -39,7 +39,7 @@ def port_of_name(name: str) -> int:
 
 
 def open_store(world: World, timeout_seconds: int) -> Store | None:
-    """Returns the store of this world, on every rank; None where torch is to find it by itself."""
+    """Returns the store of this world, on every rank; None if torch finds it on its own."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -70,14 +70,14 @@ def open_store(world: World, timeout_seconds: int) -> Store | None:
         ) from None
     if per_node != world.local_size:
         raise ClusterError(
-            f"{world.local_size} ranks on the node of rank {world.rank} and {per_node} on that of "
-            "rank 0: every node needs as many as the others"
+            f"{world.local_size} ranks on the node of rank {world.rank}, but {per_node} on that of "
+            "rank 0: every node needs the same number"
         )
     return store
 
 
 def reachable(host: str) -> str:
-    """Returns an address of a host: if the name service does not know it, Slurm may."""
+    """Returns an address of a host; if DNS does not know it, Slurm may."""
     try:
         socket.getaddrinfo(host, None)
         return host
@@ -86,15 +86,16 @@ def reachable(host: str) -> str:
     found = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "show", "node", host))
     if found is None or found[1] == host:
         raise ClusterError(
-            f"{host}: where the ranks are to meet, is a host that has no address here; set "
-            "MASTER_ADDR to the address of rank 0's node"
+            f"the rendezvous host {host} cannot be resolved here; set MASTER_ADDR to the address "
+            "of rank 0's node"
         )
     return found[1]
 
 
 def _listen(rendezvous: Rendezvous, address: str, world: World) -> socket.socket:
-    """Bound to the one address that the ranks use, and not to all of the node's, as torch would.
-    Except where a node knows itself by a loopback address, as Debian's do: others cannot use it."""
+    """Returns a socket bound only to the address that the ranks use, not to all of the node's
+    addresses, as torch would do. The exception is a node whose own name resolves to a loopback
+    address, as on Debian, which others cannot use."""
     family, kind, _, _, place = socket.getaddrinfo(
         address, rendezvous.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -108,12 +109,12 @@ def _listen(rendezvous: Rendezvous, address: str, world: World) -> socket.socket
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ClusterError(
-                f"port {rendezvous.port} of {address}, where the ranks are to meet, is taken by "
-                "another program; set MASTER_PORT to a free one"
+                f"the rendezvous port {rendezvous.port} of {address} is in use by another program; "
+                "set MASTER_PORT to a free one"
             ) from None
         raise ClusterError(
-            f"{address}, where the ranks are to meet, is no address of {socket.gethostname()}, "
-            f"where rank 0 is ({error.strerror}); set MASTER_ADDR to that node, or leave it unset "
-            "under srun"
+            f"the rendezvous address {address} does not belong to {socket.gethostname()}, where "
+            f"rank 0 is ({error.strerror}); set MASTER_ADDR to that node, or leave it unset under "
+            "srun"
         ) from None
     return listener

@@ -1,8 +1,8 @@
-"""Signals that ask a run to stop, from the first moment of a process to its last.
+"""Signals that ask a run to stop, from the start of a process to its end.
 
-Before the loop there is nothing to save, and after it all is saved: a signal then ends the process
-at once. In between the loop answers them (training/stop.py). Nothing heavy is imported here, so
-that this stands before the imports that take seconds.
+Before the loop there is nothing to save, and after it everything is saved: a signal then ends the
+process at once. In between, the loop handles them (training/stop.py). Nothing heavy is imported
+here, so that the handlers are set before the imports that take seconds.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from overland.errors import Kind
 from overland.world.heartbeat import HEARTBEATS
 from overland.world.last_words import last_words
 
-STOPPED = 75  # exit code: "temporary failure, try again", as sysexits.h has it
-INTERRUPTED = 130  # exit code after a second Ctrl-C, as shells have it
-ENDED_AT_ONCE = "ended at once; the last checkpoint is kept"  # said after a second Ctrl-C
-# Set for ranks that a launcher on this machine has started. It has printed the config's notes, and
-# ends all of them at a second Ctrl-C: one that leaves first fails the others in their collectives.
+STOPPED = 75  # exit code: "temporary failure, try again" in sysexits.h
+INTERRUPTED = 130  # exit code after a second Ctrl-C, as in shells
+ENDED_AT_ONCE = "ended at once; the last checkpoint is kept"  # printed after a second Ctrl-C
+# Set for ranks started by a launcher on this machine. The launcher has printed the config's notes,
+# and ends all ranks at a second Ctrl-C: if one left first, the collectives of the others would
+# fail.
 LAUNCHED = "OVERLAND_LAUNCHED"
 # A terminal that is closed, or an ssh connection that breaks, sends SIGHUP; nohup ignores it.
 IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 HANGUP = () if IS_IGNORED else (signal.SIGHUP,)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, *HANGUP)
-TERMINALS = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]  # later none is one
-# A terminal sends Ctrl-C to every process of a run, and the launcher passes its own on: what comes
-# within this time is one key press.
+# Found now: they may be redirected later.
+TERMINALS = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+# A terminal sends Ctrl-C to every process of a run, and the launcher passes its own on: signals
+# within this time are one key press.
 SAME_PRESS_SECONDS = 1.0
 
 
@@ -37,7 +39,7 @@ SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"  # on an empty line
 
 
 def end_at_signal(words: str) -> None:
-    """Lets a signal end this process from now on, as stopped, with these words on rank 0."""
+    """Makes a signal end this process from now on, as stopped, with this message on rank 0."""
 
     def end(number: int, frame: FrameType | None) -> None:
         leave(STOPPED, _words)
@@ -51,21 +53,21 @@ _words = ""
 
 
 def say_at_signal(words: str) -> None:
-    """Sets what is said from now on, in a process that ends at a signal. In a program of the
-    user's own, signals do what that program wants."""
+    """Sets the message from now on, for a process that ends at a signal. In a user's own program,
+    signals do what that program wants."""
     global _words
     _words = words
 
 
 def restore_terminal() -> None:
-    """Ends the line that a run draws at the bottom of the terminal, and shows the cursor again."""
+    """Ends the status line at the bottom of the terminal, and shows the cursor again."""
     if 1 in TERMINALS and os.environ.get("TERM") not in ("dumb", None):
         with contextlib.suppress(OSError):
             os.write(1, SHOW_CURSOR)
 
 
 def leave_terminal(number: int) -> None:
-    """After SIGHUP the terminal is gone, and writing to it fails: what is said goes nowhere."""
+    """Redirects output to /dev/null after SIGHUP: the terminal is gone, and writing to it fails."""
     if number != signal.SIGHUP:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -75,7 +77,7 @@ def leave_terminal(number: int) -> None:
 
 
 def leave(code: int, words: str) -> None:
-    """Ends the process here and now. Python's own way out would wait for threads and devices."""
+    """Ends the process immediately. Python's own exit would wait for threads and devices."""
     rank = int(os.environ.get("RANK", "0"))
     try:
         if rank == 0:

@@ -38,7 +38,7 @@ def test_two_worlds_at_one_port_do_not_meet() -> None:
     theirs = Rendezvous("127.0.0.1", port, "slurm-3193.0")
     store, _ = two_ranks(ours)
     assert store is not None
-    with pytest.raises(ClusterError, match=f"port {port} of 127.0.0.1, .* is taken"):
+    with pytest.raises(ClusterError, match=f"port {port} of 127.0.0.1 is in use"):
         open_store(World(0, 2, 0, 2, theirs), 1)
     with pytest.raises(ClusterError, match=r"rank 1 did not find rank 0 of slurm-3193\.0"):
         open_store(World(1, 2, 1, 2, theirs), 1)
@@ -48,13 +48,15 @@ def test_uneven_nodes_are_found_where_they_meet() -> None:
     rendezvous = Rendezvous("127.0.0.1", free_port(), "openmpi-1")
     store = open_store(World(0, 4, 0, 2, rendezvous), 5)
     assert store is not None
-    with pytest.raises(ClusterError, match="1 ranks on the node of rank 2 and 2 on that of rank 0"):
+    with pytest.raises(
+        ClusterError, match="1 ranks on the node of rank 2, but 2 on that of rank 0"
+    ):
         open_store(World(2, 4, 0, 1, rendezvous), 5)
 
 
 def test_an_address_that_is_not_rank_0s_is_named() -> None:
     rendezvous = Rendezvous("203.0.113.1", free_port(), "job-1")
-    with pytest.raises(ClusterError, match=r"203\.0\.113\.1, where the ranks are to meet, is no"):
+    with pytest.raises(ClusterError, match=r"203\.0\.113\.1 does not belong to"):
         open_store(World(0, 2, 0, 1, rendezvous), 5)
 
 

@@ -41,7 +41,7 @@ def test_uneven_tasks_end_every_rank_with_one_sentence(slurm: Slurm) -> None:
         words, env=slurm.environment(environment()), capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.count("3,1,1: every node needs as many ranks as the others") == 5
+    assert done.stderr.count("3,1,1: every node needs the same number of ranks") == 5
 
 
 def test_a_slurm_whose_test_run_was_killed_is_ended_by_the_next() -> None:

@@ -127,7 +127,7 @@ def test_others_are_told_the_place_under_torchruns_names() -> None:
         ({"RANK": "one"}, 'environment RANK: "one": expected a whole number, 0 or more'),
         ({"WORLD_SIZE": "0"}, 'environment WORLD_SIZE: "0": expected a whole number, 1 or more'),
         ({"LOCAL_RANK": "-1"}, 'environment LOCAL_RANK: "-1": expected a whole number'),
-        ({"RANK": "16"}, "environment RANK: 16 is not below WORLD_SIZE = 16"),
+        ({"RANK": "16"}, "environment RANK: 16 must be below WORLD_SIZE = 16"),
         ({"MASTER_PORT": "x"}, 'environment MASTER_PORT: "x": expected a whole number'),
         ({"GROUP_WORLD_SIZE": "3"}, "give every torchrun the same --nproc-per-node"),
     ],
@@ -140,10 +140,10 @@ def test_a_broken_environment_is_one_sentence(env: dict[str, str], message: str)
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("srun_uneven", {}, "3,1,1: every node needs as many ranks as the others"),
+        ("srun_uneven", {}, "3,1,1: every node needs the same number of ranks"),
         ("srun_cyclic", {}, "ranks 0,2 share a node: .* --distribution=block"),
         ("pals", {}, "ranks on several nodes need MASTER_ADDR"),
-        ("pals", {"PALS_LOCAL_SIZE": "", "PMI_LOCAL_SIZE": ""}, "one of 8 processes, but nothing"),
+        ("pals", {"PALS_LOCAL_SIZE": "", "PMI_LOCAL_SIZE": ""}, "one of 8 processes, but it is"),
     ],
 )
 def test_a_world_that_cannot_be_is_one_sentence(
@@ -155,7 +155,7 @@ def test_a_world_that_cannot_be_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("local_size", "message"),
-    [("3", "every node needs as many as the others"), ("2", "start mpirun with --map-by slot")],
+    [("3", "every node needs the same number"), ("2", "start mpirun with --map-by slot")],
 )
 def test_ranks_that_mpirun_spread_unevenly_are_one_sentence(local_size: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
@@ -163,5 +163,5 @@ def test_ranks_that_mpirun_spread_unevenly_are_one_sentence(local_size: str, mes
 
 
 def test_ranks_that_cannot_meet_are_told_what_is_missing() -> None:
-    with pytest.raises(ClusterError, match="2 ranks need MASTER_ADDR and MASTER_PORT to meet"):
+    with pytest.raises(ClusterError, match="2 ranks need MASTER_ADDR and MASTER_PORT to find"):
         find_world({"RANK": "0", "WORLD_SIZE": "2"})

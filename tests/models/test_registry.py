@@ -109,7 +109,9 @@ def test_misspelt_names_are_answered_with_the_nearest() -> None:
         resolve_config("llama3", "8B", overrides={"hiden_size": 8})
     with pytest.raises(ModelError, match="needs a flavor: 7B, 13B, 70B"):
         resolve_config("llama2")
-    with pytest.raises(ModelError, match=r"needs a flavor: none, so give the path of a config.jso"):
+    with pytest.raises(
+        ModelError, match=r"needs a flavor: it has none, so give the path of a config"
+    ):
         resolve_config("hf")
 
 
