@@ -79,9 +79,8 @@ class KernelCache(Callback):
                 continue
             if stage == stage_of(run):
                 self.kept = kernels
-        broadcast(
-            None, run.store.group
-        )  # so that no rank compiles a kernel that another is about to put there
+        # So that no rank compiles a kernel that another is about to put there.
+        broadcast(None, run.store.group)
 
     def on_step(self, run: Run) -> None:
         self.steps += 1

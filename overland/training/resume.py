@@ -178,9 +178,7 @@ def is_added(run: Run, name: str) -> bool:
 
 def load_weights(run: Run, path: Path) -> None:
     """Loads only weights, from any format that `overland convert` reads."""
-    if any(
-        (path / name).is_file() for name in (INDEX, SINGLE)
-    ):  # each rank reads only its own slices
+    if any((path / name).is_file() for name in (INDEX, SINGLE)):  # reads only its own slices
         for part in run.model.parts:
             load_hf(
                 part,

@@ -204,9 +204,7 @@ def load_tensors(run: Run, checkpoint: CheckpointReader, skip_optimizer: bool) -
         refuse_unused(checkpoint.path, checkpoint.tensors, taken)
     if not skip_optimizer:
         check_same_optimizer(checkpoint, run.config.optimizer, state)
-    if not (
-        run.scaler.enabled and checkpoint.run.get("loss_scaling")
-    ):  # a new scaler starts from scratch
+    if not (run.scaler.enabled and checkpoint.run.get("loss_scaling")):  # start a new one
         state = {name: value for name, value in state.items() if not name.startswith("scaler.")}
     rank = run.world.rank
     local = checkpoint.index.kind == "local"

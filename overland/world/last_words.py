@@ -13,9 +13,8 @@ from overland.errors import Kind, OverlandError
 from overland.world.heartbeat import node_name
 
 SAYS = "overland says: "
-ENDED = (
-    "overland ended: "  # printed by the shell around a rank, with the node, if its exit code was 0
-)
+# Printed by the shell around a rank, with the node, if its exit code was 0.
+ENDED = "overland ended: "
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,7 @@ def launch_local(
                 )
     with _interrupts_go_to(ranks) as passing:
         failed = _wait(ranks)
-    if (
-        passing.interrupts > 1 or failed is not None
-    ):  # the rank that drew the status line may be gone
+    if passing.interrupts > 1 or failed is not None:  # the rank that drew there may be gone
         restore_terminal()
     if passing.interrupts > 1:
         print(ENDED_AT_ONCE, file=sys.stderr)
