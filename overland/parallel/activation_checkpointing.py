@@ -1,4 +1,4 @@
-"""Activation checkpointing: what the backward pass computes again in place of keeping it."""
+"""Activation checkpointing: what the backward pass recomputes instead of keeping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from overland.config.schema import ActivationCheckpoint
 
 aten = torch.ops.aten
-# Costly to compute and cheap to keep: matrix products and attention. All else is recomputed.
+# Expensive to compute and cheap to keep: matrix products and attention. The rest is recomputed.
 KEPT_OPS = {
     aten.mm.default,
     aten.addmm.default,
@@ -38,13 +38,13 @@ def checkpoint_activations(
     random: bool,
     only_by_compiler: bool = False,
 ) -> None:
-    """Changes the forward of the blocks that are recomputed; names and hooks stay as they are.
-    `random`: blocks may draw random numbers, and the same ones when they are recomputed.
+    """Wraps the forward pass of the blocks that are recomputed; names and hooks stay the same.
+    `random`: blocks may draw random numbers, and must draw the same ones when they are recomputed.
     `only_by_compiler`: blocks are compiled and their matrices split, and torch 2.13 fails to
-    compile the recomputation of such a block (it takes the mesh for a tensor to be kept)."""
-    assert settings.mode != "auto"  # it was settled by now
-    # The compiler weighs what each value costs to keep and to compute again; 1 keeps all, 0 only
-    # what a block is given.
+    compile the recomputation of such a block (it treats the mesh as a tensor to be kept)."""
+    assert settings.mode != "auto"  # resolved before
+    # The compiler weighs the cost of keeping each value against that of recomputing it; 1 keeps
+    # all, 0 only the inputs of a block.
     budget = settings.memory_budget if settings.mode == "memory_budget" else 1.0
     if only_by_compiler and settings.mode == "full":
         budget = 0.0
@@ -56,7 +56,7 @@ def checkpoint_activations(
         options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     elif settings.mode == "selective":
         every = int(settings.selective_ac_option)
-        assert not only_by_compiler  # it was refused by now
+        assert not only_by_compiler  # refused before
     for number, block in enumerate(blocks):
         if number % every == 0:
             block.forward = partial(

@@ -1,9 +1,9 @@
 """The order in which a model is made parallel. Each line changes the model in place.
 
-Linear layers change what they compute before anything else looks at them. The context split
-changes attention's core, which works on a tensor rank's own heads. Activation checkpointing wraps
-blocks, and torch.compile sees what is recomputed. Sharding comes last: its hooks run outside of
-compiled code. The model says itself what its blocks are (models/structure.py); its plan says how
+Linear layers are transformed before anything else looks at them. Context parallelism changes
+attention's core, which works on a tensor-parallel rank's own heads. Activation checkpointing wraps
+blocks, and torch.compile sees what is recomputed. Sharding comes last: its hooks run outside
+compiled code. The model itself describes its blocks (models/structure.py); its plan defines how
 matrices and rows are split (plans/).
 """
 
@@ -58,8 +58,8 @@ RECOMPILE_LIMIT = 64
 
 
 def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
-    """Builds this rank's part of the model (with some schedules, two stages), on the meta
-    device."""
+    """Builds this rank's part of the model on the meta device; with some schedules, that is two
+    stages."""
     with torch.device("meta"):
         if mesh.degrees.pp > 1:
             parts = build_stages(architecture, mesh, config)
@@ -72,8 +72,8 @@ def build_parts(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mod
 
 
 def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config: JobConfig) -> None:
-    """Makes a model, or one pipeline stage of it, parallel. One that does not describe its blocks
-    is sharded as a whole."""
+    """Makes a model, or one pipeline stage of it, parallel. A model that does not describe its
+    blocks is sharded as a whole."""
     structure = structure_of(model)
     blocks = list(blocks_of(model).values())
     if mesh.degrees.tp > 1:
@@ -93,25 +93,25 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None, mesh: Mesh, config:
 
 
 def compile_blocks(model: nn.Module, settings: Compile) -> None:
-    """Compiles block by block: one compilation serves all layers, and start-up stays short."""
-    assert settings.enable != "auto"  # it was settled by now
+    """Compiles block by block: one compilation serves all layers, which keeps start-up short."""
+    assert settings.enable != "auto"  # resolved before
     if not settings.enable:
         return
-    from torch._dynamo import config as dynamo_config  # a fifth of a start's imports
+    from torch._dynamo import config as dynamo_config  # a fifth of the import time at start
 
-    # What is compiled of 8-bit products is kept for the next start as all else is: both of their
-    # passes are part of the graph that it is found by.
+    # Lets compiled 8-bit products be cached for the next start like everything else: both of their
+    # passes are part of the graph that is the cache key.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
-    # A block tells its adapters what their dropout is drawn by; recomputed, it need not again.
+    # A block passes dropout seeds to its adapters; it need not do so again when it is recomputed.
     dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    # A block is compiled anew for each power of two of documents that a batch may hold, for each of
-    # the lengths of training and validation, and with and without a gradient; torch's own limit, 8,
+    # A block is recompiled for each power of two of documents that a batch may hold, for the
+    # lengths of training and validation, and with and without gradients; torch's default limit of 8
     # would end the run.
     dynamo_config.recompile_limit = RECOMPILE_LIMIT
     structure = structure_of(model)
     assert structure is not None
     others = (find_module(model, path) for path in structure.compiled)
-    # A decoder's last norm is fourteen small kernels by itself; under tensor parallelism such
+    # Uncompiled, a decoder's last norm takes fourteen small kernels; under tensor parallelism such
     # modules are left alone.
     whole = [
         module
@@ -119,15 +119,15 @@ def compile_blocks(model: nn.Module, settings: Compile) -> None:
         if module is not None and not any(isinstance(p, DTensor) for p in module.parameters())
     ]
     for block in [*blocks_of(model).values(), *whole]:
-        # Only the forward: the hooks of sharding stay outside the graph.
+        # Only the forward function, so that the hooks of sharding stay outside the graph.
         block.forward = torch.compile(
             block.forward, backend=settings.backend, fullgraph=True, dynamic=False
         )
 
 
 def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
-    """Returns the model as its `build` function makes it, transformed, in the parameters' type.
-    Every part of every layout begins as this."""
+    """Returns the unsharded model from its `build` function, transformed and in the parameters'
+    dtype. Every part of every layout starts from this."""
     model = build_model(architecture, config.model.attention)
     check_structure(model)
     apply_transforms(model, transforms_for(config))
@@ -145,8 +145,8 @@ def build_undivided(architecture: Any, config: JobConfig) -> nn.Module:
 
 
 def transforms_for(config: JobConfig) -> list[Transform]:
-    """Returns what the config changes about the model. Products in 8 bits come last, so that they
-    take what others have put in."""
+    """Returns the transforms that the config asks for. Products in 8 bits come last, so that they
+    include modules added by others."""
     adapters = [LoRA(config.lora)] if config.lora.rank else []
     narrow: list[Transform] = [Float8()] if config.training.float8 != "off" else []
     if config.lora.rank and config.lora.base == "nf4":
@@ -157,7 +157,7 @@ def transforms_for(config: JobConfig) -> list[Transform]:
 
 
 def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) -> None:
-    """Refuses to cut a model where nothing known of it says how."""
+    """Raises if a model cannot be split over the given degrees."""
     name, plan = type(model).__name__, plan_for(architecture)
     for axis in ("tp", "cp"):
         if getattr(degrees, axis) > 1 and (plan is None or axis not in plan.axes):
@@ -169,12 +169,12 @@ def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) ->
         plan.check(model, degrees)
     if degrees.cp > 1 and any(isinstance(one, InnerLoss) for one in model.modules()):
         raise ModelError(
-            f"{name} has a loss inside it, which is computed row by row (models/inner.py), and "
+            f"{name} has an inner loss, which is computed row by row (models/inner.py), but "
             f"cp = {degrees.cp} splits rows: train it without context parallelism"
         )
     if degrees.tp > 1 and any(isinstance(one, Statistic) for one in model.modules()):
         raise ModelError(
-            f"{name} has a loss or a statistic inside it (models/inner.py), and tp = {degrees.tp} "
+            f"{name} has an inner loss or statistic (models/inner.py), but tp = {degrees.tp} "
             "splits what it sees: train it without tensor parallelism"
         )
     if degrees.world_size > 1:
@@ -182,8 +182,8 @@ def require_splittable(model: nn.Module, architecture: Any, degrees: Degrees) ->
 
 
 def require_blocks_apart(model: nn.Module) -> None:
-    """Refuses blocks that share something: it would be cut twice, or be trained twice by two
-    stages."""
+    """Raises if blocks share a module or parameter, which would be split twice, or trained
+    separately by two stages."""
     structure = structure_of(model)
     if structure is None:
         return
@@ -191,7 +191,7 @@ def require_blocks_apart(model: nn.Module) -> None:
     for path in structure.blocks:
         blocks = find_module(model, path)
         assert blocks is not None
-        for number, block in blocks._modules.items():  # a block that is there twice, too
+        for number, block in blocks._modules.items():  # includes a block that occurs twice
             block_name = f"{path}.{number}"
             for name, module in block.named_modules() if block is not None else ():
                 other = block_of.setdefault(module, block_name)
@@ -205,14 +205,14 @@ def require_blocks_apart(model: nn.Module) -> None:
         homes = [next((one for one in names if inside(path, (one,))), "") for path in (tied, owner)]
         if homes[0] != homes[1]:
             raise ModelError(
-                f"{tied} and {owner} are one parameter of a block and of a module outside of it; "
+                f"{tied} and {owner} are one parameter, shared by a block and a module outside it; "
                 "a model with such a tie trains on one device only"
             )
 
 
 def require_no_hand_ties(model: nn.Module) -> None:
-    """Refuses a parameter that two modules share without saying so: it would become two when it
-    gets memory."""
+    """Raises if two modules share a parameter without declaring it: it would become two when the
+    model is allocated."""
     owner_of: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     ties = ties_of(model)
     for prefix, module in model.named_modules():
@@ -224,20 +224,20 @@ def require_no_hand_ties(model: nn.Module) -> None:
             if ties.get(first) == name:
                 raise ModelError(
                     f"structure() of {type(model).__name__} ties {first} to {name}, expected the "
-                    f'one that the model has first as the owner: ties={{"{name}": "{first}"}}'
+                    f'first of them in the model as the owner: ties={{"{name}": "{first}"}}'
                 )
             raise ModelError(
-                f"{first} and {name} are one parameter, and would become two when the model gets "
-                "its memory: name it among the ties of structure() (a Decoder does so by "
-                "tie_word_embeddings = true in its config), or let one module own the parameter "
-                "and pass it to the other"
+                f"{first} and {name} are one parameter, and would become two when the model is "
+                "allocated: list it in the ties of structure() (a Decoder does so if its config "
+                "has tie_word_embeddings = true), or let one module own the parameter and pass it "
+                "to the other"
             )
 
 
 def can_replay(model: nn.Module, mesh: Mesh, config: JobConfig) -> bool:
     """Whether steps can be replayed: on one NVIDIA GPU, with a model that never waits for it. Flex
-    attention makes its masks in every pass and has not been tried; blocks that are not compiled are
-    there to be looked into."""
+    attention builds its masks in every pass and has not been tested; without compilation, blocks
+    are meant to be debugged."""
     if not (config.compile.enable and config.compile.cuda_graphs):
         return False
     if mesh.device_type != "cuda" or torch.version.hip or not is_single(mesh, config):
@@ -262,8 +262,9 @@ def build_stages(architecture: Any, mesh: Mesh, config: JobConfig) -> list[nn.Mo
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes parameters by either name, where two modules share one; and all but what a transform
-    has added or also trains, by either name, if it says so."""
+    """Freezes the parameters that match a pattern, and, if a transform trains only its own, all
+    parameters except those it has added or also trains. A shared parameter matches by either
+    name."""
     only_new = [transform for transform in transforms_of(model) if transform.only_new]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -277,12 +278,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def narrow_frozen(model: nn.Module, config: JobConfig) -> None:
-    """Keeps what stands frozen beside adapters in the type that it is computed with: it has no
-    updates that would need more."""
+    """Stores the weights that are frozen under adapters in the dtype of computation, since they get
+    no updates that would need more precision."""
     if not config.lora.rank:
         return
     kind: str = config.lora.base
-    if kind in ("auto", "nf4"):  # what is not in 4 bits already
+    if kind in ("auto", "nf4"):  # for everything not in 4 bits already
         kind = config.training.mixed_precision_param
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
@@ -297,8 +298,8 @@ def build_parallel_model(
     device: torch.device,
     num_sums: int = 1,
 ) -> ParallelModel:
-    """Returns the parts with memory and weights, ready to be given batches of `rows_per_rank` rows.
-    `num_sums`: how much an objective sums up, the loss included."""
+    """Returns the allocated parts as a model, ready for batches of `rows_per_rank` rows.
+    `num_sums`: the number of sums that the objective computes, including the loss."""
     if mesh.degrees.pp == 1:
         kind = Replayed if can_replay(parts[0], mesh, config) else Whole
         return kind(parts[0], config.training.local_batch_size, num_sums)

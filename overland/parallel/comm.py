@@ -1,4 +1,4 @@
-"""Process groups and collectives: which backend, how long to wait, and sums over ranks."""
+"""Process groups and collectives: backends, timeouts, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 @contextmanager
 def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.device]:
-    """Joins the world and yields this rank's device; leaves the world at the end."""
+    """Joins the process group and yields this rank's device; leaves the group at the end."""
     device = torch.device("cpu")
-    if device_type == "cuda":  # a rank that is shown one device only takes that one
+    if device_type == "cuda":  # a rank that sees only one device uses that one
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if comm.backend == "nvshmem":
@@ -46,16 +46,16 @@ def process_group(comm: Comm, world: World, device_type: str) -> Iterator[torch.
 
 
 def warm_up(mesh: Mesh) -> None:
-    """Does a first, tiny sum on every axis. Backends connect at their first call, which at
-    thousands of ranks takes minutes: this way it happens under the long timeout, and not inside a
-    step."""
+    """Does a first, tiny all-reduce on every axis. Backends connect at their first call, which
+    takes minutes with thousands of ranks: this way it happens under the long timeout, and not
+    inside a step."""
     for group in all_groups(mesh):
         dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
     dist.barrier()
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Sets how long a collective may wait from now on."""
+    """Sets the timeout of collectives from now on."""
     for group in [dist.group.WORLD, *all_groups(mesh)]:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
@@ -69,14 +69,15 @@ def all_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def backend_string(backend: str, device_type: str) -> str:
-    """Returns a backend for the device's tensors, and always one for tensors in host memory."""
+    """Returns the backends: one for the device's tensors, and always one for tensors in host
+    memory."""
     if device_type == "cpu":
         return "gloo" if backend in ("auto", "nccl", "nvshmem") else backend
     return f"cpu:gloo,{device_type}:{'nccl' if backend in ('auto', 'nvshmem') else backend}"
 
 
 def _functional(new: str, old: str) -> Callable[..., torch.Tensor]:
-    """Returns a collective that compiled code can hold; torch 2.13 gave them new names."""
+    """Returns a collective that can be compiled; torch 2.13 renamed them."""
     found: Callable[..., torch.Tensor] = getattr(functional, new, None) or getattr(functional, old)
     return found
 
@@ -94,14 +95,14 @@ def from_first_rank(value: T, source: int = 0) -> T:
 
 
 def all_of(value: T) -> list[T]:
-    """Returns what every rank has, in their order, on every rank."""
+    """Returns the values of all ranks, in rank order, on every rank."""
     found: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def first_problem(problem: str) -> str:
-    """Returns what the first rank that has a problem says, on every rank; empty if none has one."""
+    """Returns the problem of the first rank that has one, on every rank; empty if none has one."""
     size = dist.get_world_size()
     whose = torch.tensor([dist.get_rank() if problem else size])
     dist.all_reduce(whose, dist.ReduceOp.MIN)
@@ -115,8 +116,8 @@ def sum_over(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
 
 
 def sum_with_own_gradient(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sums over all ranks of a group, each of which then computes the same with it: so a rank's own
-    gradient is the whole one, and nothing is summed in the backward pass."""
+    """Sums over all ranks of a group, each of which then does the same computation with the result:
+    so a rank's own gradient is complete, and nothing is summed in the backward pass."""
     total: torch.Tensor = _SumWithOwnGradient.apply(values, group)
     return total
 

@@ -1,13 +1,14 @@
 """Context parallelism: the tokens of each row split over `cp`.
 
-A row is cut into 2·cp pieces; rank i takes piece i and piece 2·cp − 1 − i, the head and the tail.
-A causal query sees what comes before it, so this gives every rank the same amount of work. All but
-attention works on tokens one by one. For attention each rank gathers the keys and values of the
-whole row (backward: their gradients are summed and scattered), brings them into the order of the
-row, and lets its own queries look at them under the mask of their true places.
+A row is split into 2·cp pieces; rank i takes piece i and piece 2·cp − 1 − i, the head and the tail.
+A causal query sees what comes before it, so this gives every rank the same amount of work.
+Everything but attention works on single tokens. For attention each rank gathers the keys and values
+of the whole row (in the backward pass, their gradients are summed and scattered), restores the
+order of the row, and computes its own queries with the mask of their true positions.
 
-Gathering costs 2·S·d_kv numbers per layer; with grouped heads that is small beside the queries, and
-unlike a ring it works with every mask and attention kernel (Llama 3 405B was trained this way).
+Gathering moves 2·S·d_kv elements per layer; with grouped heads that is little compared with the
+queries, and unlike a ring it works with every mask and attention kernel (Llama 3 405B was trained
+this way).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from overland.parallel.mesh import Mesh
 
 
 def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
-    """Returns this rank's tokens of each row, with their true positions where ranks share a row."""
+    """Returns this rank's tokens of each row, with their true positions if ranks share a row."""
     if mesh.degrees.tp * mesh.degrees.cp * mesh.degrees.pp == 1:
         return batch
     whole, cp = batch.with_positions(), mesh.axis("cp")
@@ -34,14 +35,14 @@ def share_of_rows(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def places_of_rank(seq_len: int, rank: int, size: int) -> Tensor:
-    """Returns the places in the row that a rank holds: its head piece, then its tail piece."""
+    """Returns the positions in the row that a rank holds: its head piece, then its tail piece."""
     piece = seq_len // (2 * size)
     head, tail = rank * piece, (2 * size - 1 - rank) * piece
     return torch.cat((torch.arange(head, head + piece), torch.arange(tail, tail + piece)))
 
 
 def row_order(seq_len: int, size: int) -> Tensor:
-    """Returns where each place of the row is among the gathered shares."""
+    """Returns where each position of the row is among the gathered shares."""
     gathered = torch.cat([places_of_rank(seq_len, rank, size) for rank in range(size)])
     return torch.argsort(gathered)
 

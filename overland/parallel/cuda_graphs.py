@@ -1,13 +1,13 @@
-"""One NVIDIA GPU: forward and backward are recorded once as a CUDA graph and then replayed.
+"""On one NVIDIA GPU, forward and backward are recorded once as a CUDA graph and then replayed.
 
-A step of a Llama is one and a half to four thousand kernels, each started by the host; between two
-of them the device waits. A replay is one call for all of them. What runs is the same, in the same
-order and on the same numbers, so results are equal bit by bit. Norm and update stay outside: the
-rate changes from step to step, and the host has time for them while the replay runs.
+A step of a Llama is 1,500 to 4,000 kernels, each launched by the host, and the device waits between
+them. A replay is one call for all of them. The same kernels run in the same order on the same
+numbers, so results are identical bit for bit. Norm and update stay outside: the learning rate
+changes from step to step, and the host has time for them while the replay runs.
 
-What a graph reads and writes has fixed addresses: batches are copied into tensors of its own, and
-gradients lie where they lay when it was recorded. It holds its memory, activations included, from
-one step to the next.
+A graph reads and writes at fixed addresses: batches are copied into its own tensors, and gradients
+stay where they were when it was recorded. It keeps its memory, including activations, from one step
+to the next.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from overland.data.batch import Batch
 from overland.parallel.micro_batches import Whole
 
-PLAIN_STEPS = 3  # first: they compile and choose kernels, which a recording cannot
+PLAIN_STEPS = 3  # run first: they compile and select kernels, which a recording cannot do
 
 Key = tuple[object, ...]
 
 
 class Replayed(Whole):
-    """A whole model whose passes are replayed. They are computed as usual where shapes are new,
-    documents are masked (their number is read on the host), gradients of several passes add up (not
-    tried yet), or a recording failed."""
+    """A whole model whose passes are replayed. They run as usual if shapes are new, documents are
+    masked (their number is read on the host), gradients accumulate over several passes (not tested
+    yet), or a recording failed."""
 
     def __init__(self, model: nn.Module, rows_per_pass: int, num_sums: int = 1) -> None:
         super().__init__(model, rows_per_pass, num_sums)
@@ -42,7 +42,7 @@ class Replayed(Whole):
         if "documents_BS" in batch or len(batch) > self.rows_per_pass:
             return super().loss_and_gradients(batch, scale)
         key = self._key_of(batch)
-        if key != self._key:  # another shape, or the parameters have moved: a rewind loads them
+        if key != self._key:  # another shape, or a rewind has moved the parameters
             self._key, self._recording, self._plain_steps = key, None, 0
         if self._recording is None:
             self._plain_steps += 1
@@ -56,8 +56,8 @@ class Replayed(Whole):
         return (*shapes, *(p.data_ptr() for p in self._parameters))
 
     def _record(self, batch: Batch, scale: Tensor) -> bool:
-        """Records the step; returns whether that worked. Tried once per key: a second try would
-        fail as the first did."""
+        """Records the step; returns whether that worked. It is tried once per key, since a second
+        attempt would fail like the first."""
         if self._plain_steps > PLAIN_STEPS + 1:
             return False
         batch, scale = batch.map(torch.clone), scale.clone()
@@ -67,8 +67,8 @@ class Replayed(Whole):
             for parameter in self._parameters:
                 parameter.grad = None
             warnings.warn(
-                "the step could not be recorded, so it runs as ever (compile.cuda_graphs = false "
-                f"does not try): {str(error).splitlines()[0]}",
+                "the step could not be recorded as a CUDA graph, so it runs without one (set "
+                f"compile.cuda_graphs = false to not try): {str(error).splitlines()[0]}",
                 stacklevel=2,
             )
             return False
@@ -105,10 +105,10 @@ class Recording:
 
 
 def record(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Returns what does the work again, and what it gives each time. The work itself is not done
-    yet."""
+    """Records the work; returns a function that runs it, and its result, which each run updates.
+    The work itself has not run yet."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads go on meanwhile, reading batches and locking memory for checkpoints.
+    # Other threads keep running, reading batches and pinning memory for checkpoints.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = work()
     return graph.replay, result

@@ -1,14 +1,14 @@
 """Five axes of devices, from the slowest links to the fastest: pp, dp_replicate, dp_shard, cp, tp.
 
-The order puts tensor parallel on neighbouring ranks, which launchers place inside one node. The
-same ranks are cut in several ways, each a list of groups of axes that follow each other:
+The order puts tensor parallelism on neighbouring ranks, which launchers place inside one node. The
+same ranks are divided in several ways, each a list of groups of consecutive axes:
 
     parameters    pp, dp_replicate, dp_shard × cp (fsdp), tp     who holds which part of a parameter
-    tokens        pp, dp_replicate × dp_shard (dp), cp, tp       who is given which part of a batch
-    sums          pp, dp × cp (dp_cp), tp                        who adds up what tokens give
+    tokens        pp, dp_replicate × dp_shard (dp), cp, tp       who gets which part of a batch
+    sums          pp, dp × cp (dp_cp), tp                        who sums over tokens
 
-Ranks along `cp` hold different tokens of the same rows, so for parameters they are like `dp_shard`.
-A new way to place parameters (experts) is one more line here.
+Ranks along `cp` hold different tokens of the same rows, so for parameters they act like `dp_shard`.
+A new way to place parameters (experts) needs one more line here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CUTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """The same devices, cut in several ways."""
+    """The same devices, divided in several ways."""
 
     degrees: Degrees
     cuts: dict[str, DeviceMesh]
@@ -74,7 +74,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the batch this rank takes; ranks along cp, tp and pp take the same."""
+        """This rank's share of the batch; ranks along cp, tp and pp have the same."""
         return self.rank("dp")
 
     @property
@@ -83,7 +83,7 @@ class Mesh:
 
     @property
     def shard_axes(self) -> DeviceMesh:
-        """What FSDP is given: replicate across the first axis, shard across the second."""
+        """The mesh for FSDP: it replicates across the first axis and shards across the second."""
         return self.parameters["dp_replicate", "fsdp"]
 
 
@@ -98,9 +98,9 @@ def _cut(parts: dict[str, tuple[str, ...]], degrees: Degrees, device_type: str) 
 
 
 def forget_meshes() -> None:
-    """DTensor and the compiler remember what they worked out for a mesh, its group names included,
-    and take another world's mesh of the same shape for it. A process that joins several worlds, as
-    a pool's and that of `overland check` do, must make them forget."""
+    """Clears the caches of DTensor and the compiler. They cache results for a mesh, including its
+    group names, and mistake another world's mesh of the same shape for it. A process that joins
+    several worlds, as in `overland check` and in pools of ranks, must clear them."""
     import torch
     from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
 
@@ -111,7 +111,7 @@ def forget_meshes() -> None:
         classes = [value for value in vars(module).values() if isinstance(value, type)]
         for owner in (module, *classes):
             for value in vars(owner).values():
-                cached = getattr(value, "__func__", value)  # a static or class method's own
+                cached = getattr(value, "__func__", value)  # of a static or class method
                 if isinstance(cached, _lru_cache_wrapper):
                     cached.cache_clear()
     propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator

@@ -1,5 +1,5 @@
-"""Gradient accumulation: micro-batches go one after the other through a model that is not cut into
-stages."""
+"""Gradient accumulation: micro-batches pass one after the other through a model that is not split
+into stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overland.parallel.sharding import sync_gradients
 
 
 class Whole:
-    """A model that is not cut into stages; it has the methods of `Pipeline`."""
+    """A model that is not split into stages; it has the methods of `Pipeline`."""
 
     def __init__(self, model: nn.Module, rows_per_pass: int, num_sums: int = 1) -> None:
         self.parts = [model]
@@ -21,7 +21,7 @@ class Whole:
         self._inputs = Inputs(model)
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        """Returns the summed loss times `scale`, and what else the objective sums up; leaves the
+        """Returns the summed loss times `scale`, and the objective's other sums; leaves the
         gradients, accumulated over micro-batches, in the parameters."""
         total = torch.zeros(self.num_sums, dtype=torch.float64, device=batch.device)
         micro_batches = list(batch.split(self.rows_per_pass))
@@ -33,14 +33,13 @@ class Whole:
         return total
 
     def loss(self, batch: Batch) -> Tensor:
-        """Returns the summed loss, alone or followed by what else the objective sums up."""
+        """Returns the summed loss, alone or followed by the objective's other sums."""
         first, others = self._inputs.of(batch.fields)
         sums: Tensor = self.parts[0](first, **others)
         return sums
 
     def look(self, batch: Batch) -> None:
-        """Does forward passes without gradient, for an objective that takes note of what it
-        sees."""
+        """Runs forward passes without gradients, for an objective that records results."""
         for micro in batch.split(self.rows_per_pass):
             self.loss(micro)
 

@@ -1,17 +1,17 @@
-"""Pipeline parallelism: the layers split into stages over `pp`, micro-batches flowing through them
-under a schedule of `torch.distributed.pipelining`.
+"""Pipeline parallelism: the layers are split into stages over `pp`, and micro-batches flow through
+them in a schedule of `torch.distributed.pipelining`.
 
-    schedule                stages per rank     in which order
+    schedule                stages per rank     order
     GPipe                          1            all forwards, then all backwards
     1F1B                           1            one forward, one backward
     Interleaved1F1B                2            the same, each rank twice in the loop
     InterleavedZeroBubble          2            weight gradients fill the gaps
     ZBVZeroBubble, DualPipeV       2            the loop turns back: rank 0 has first and last stage
 
-Stages are whole decoders with parts left out, so parameter names are those of the undivided model.
-Layers are dealt out by cost, the output matrix counted as the layers it weighs. Tied embeddings
-live on the first and the last stage: their gradients are summed before the update, which is then
-the same on both, and the norm counts them once.
+Stages are whole decoders with parts removed, so parameter names are those of the unsplit model.
+Layers are distributed by cost, including that of the output matrix. Tied embeddings live on the
+first and the last stage: their gradients are summed before the update, which is then the same on
+both, and the norm counts them once.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def stages_of_rank(rank: int, pp: int, schedule: str) -> list[int]:
 
 
 def deal_blocks(costs: StageCosts, num_stages: int) -> list[range]:
-    """Returns consecutive blocks for each stage, at least one: the division with the smallest sum
-    of squared costs, and of equal ones the one that gives more to earlier stages."""
+    """Returns the consecutive blocks of each stage, at least one: the division with the smallest
+    sum of squared costs; of equal ones, the one that gives more to earlier stages."""
     blocks, total = costs.blocks, len(costs.blocks)
     sums = [0.0, *itertools.accumulate(blocks)]
-    # best[n]: for stages behind and the first block that they take, the least sum of squares, and
-    # where the first of those stages ends.
+    # best[n]: for the n + 1 last stages, by their first block: the least sum of squares, and where
+    # the first of these stages ends.
     last = {first: ((sums[-1] - sums[first] + costs.after) ** 2, total) for first in range(total)}
     best = [last]
     for behind in range(1, num_stages):
@@ -80,14 +80,13 @@ def deal_blocks(costs: StageCosts, num_stages: int) -> list[range]:
 
 def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[set[tuple[int, ...]]]:
     """Returns, for each rank of a pipeline, how many micro-batches each of its stages keeps for the
-    backward pass at a time: all combinations that occur in a step, in the order that torch's
-    schedule has.
+    backward pass at a time: all combinations that occur in a step of torch's schedule.
 
-    A micro-batch is kept from its forward pass until its backward pass is over. Where that is split
-    in two, the gradients of the inputs free nothing: torch computes them with `retain_graph`, and
-    the nodes that it remembers for the gradients of the weights reach the whole graph. Those free
-    all of it. In between, torch also holds the gradient of every output of an operation on a
-    parameter; that is no part of this count.
+    A micro-batch is kept from its forward pass until its backward pass is over. If that is split in
+    two, the gradients of the inputs free nothing: torch computes them with `retain_graph`, and the
+    nodes that it keeps for the gradients of the weights reach the whole graph. The gradients of the
+    weights free all of it. In between, torch also holds the gradient of every output of an
+    operation on a parameter, which is not counted here.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -114,33 +113,34 @@ def micro_batches_kept(schedule: str, pp: int, num_microbatches: int) -> list[se
 
 
 def keep_stage(model: nn.Module, blocks: range, *, first: bool, last: bool) -> None:
-    """Takes out of a model what other stages have."""
+    """Removes from a model what belongs to other stages."""
     structure = structure_of(model)
     assert structure is not None
     parts = (*structure.before, *structure.blocks, *structure.after)
     for name, _ in model.named_parameters():
         if not inside(name, parts):
             raise ModelError(
-                f"{name} is outside of the blocks, {' and '.join(parts)}, so no stage of a "
-                "pipeline would own it; put it into one of them, or set pp to 1"
+                f"{name} is outside {' and '.join(parts)}, so no pipeline stage would own it; put "
+                "it into one of them, or set pp to 1"
             )
     for number, (name, block) in enumerate(blocks_of(model).items()):
         if not any(True for _ in block.parameters()):
             raise ModelError(
-                f"{name} has no parameters, and stages are dealt blocks by their parameters, so no "
-                "stage of a pipeline would get it: put it into the block before, or set pp to 1"
+                f"{name} has no parameters, and blocks are assigned to stages by their parameters, "
+                "so no pipeline stage would get it: put it into the block before, or set pp to 1"
             )
         if number not in blocks:
             remove_module(model, name)
     for path in (() if first else structure.before) + (() if last else structure.after):
         remove_module(model, path)
     if last:
-        # A row per micro-batch: schedules join them.
+        # One row per micro-batch: schedules concatenate them.
         model.register_forward_hook(lambda module, args, out: out.reshape(1, -1).clone())
 
 
 class Pipeline:
-    """The stages of this rank under their schedule. Called alike on every rank of the pipeline."""
+    """The stages of this rank and their schedule. Called in the same way on every rank of the
+    pipeline."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Pipeline:
         device: torch.device,
         num_sums: int = 1,
     ) -> None:
-        """`hidden_shape`: what passes between stages for one row."""
+        """`hidden_shape`: the shape of what passes between stages for one row."""
         self.parts = list(parts)
         self.rows_per_pass = microbatch_rows * num_microbatches
         self.num_sums = num_sums
@@ -169,8 +169,8 @@ class Pipeline:
         self._tied = TiedEnds.find(self.parts, mesh)
 
     def loss_and_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        """Returns the summed loss times `scale`, and what else the objective sums up (zero away
-        from the last stage); leaves the gradients in the parameters."""
+        """Returns the summed loss times `scale`, and the objective's other sums (zero except on the
+        last stage); leaves the gradients in the parameters."""
         sums = self._run("step", batch, scale)
         if self._tied is not None:
             self._tied.sum_gradients()
@@ -180,12 +180,11 @@ class Pipeline:
         return self._run("eval", batch, torch.ones((), device=batch.device))
 
     def look(self, batch: Batch) -> None:
-        """Does forward passes without gradient, for an objective that takes note of what it
-        sees."""
+        """Runs forward passes without gradients, for an objective that records results."""
         self.loss(batch)
 
     def counted_once(self, parameter: nn.Parameter) -> bool:
-        """False for the last stage's copy of a tied embedding."""
+        """Returns False for the last stage's copy of a tied embedding."""
         return self._tied is None or not self._tied.is_copy(parameter)
 
     def _run(self, how: str, batch: Batch, scale: Tensor) -> Tensor:
@@ -200,7 +199,7 @@ class Pipeline:
         return torch.stack(self._sums).sum(dim=0)
 
     def _open(self, first: Tensor) -> Any:
-        """Returns the schedule, for batches that begin with such a field."""
+        """Returns the schedule, for batches whose first field is like this one."""
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         rows = self._shape[0]
@@ -230,22 +229,22 @@ class Pipeline:
         )
 
     def _note(self, sums_1k: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch, and keeps all that it sums up."""
+        """Returns the loss of a micro-batch, and records all of its sums."""
         self._sums.append((sums_1k.detach()[0] * self._scale).double())
-        # A tensor of its own: schedules that split the backward pass detach it in place.
+        # A separate tensor, because schedules that split the backward pass detach it in place.
         return sums_1k[0, 0] * self._scale
 
 
 @cache
 def stage_class() -> type[PipelineStage]:
-    """Returns our kind of stage. Made when it is needed: torch's pipelining takes a second to
-    import."""
+    """Returns our subclass of stage. It is defined when needed, since torch's pipelining takes a
+    second to import."""
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
-        """A stage that can also be run forward only where the next stage is on the same rank, as
-        under the schedules that turn back: torch hands gradients over there even if none were
-        computed, and fails."""
+        """A stage that can also run forward only if the next stage is on the same rank, as in
+        schedules that turn back: there torch passes gradients on even if none were computed, and
+        fails."""
 
         def get_local_bwd_output(self, mb_index: int) -> Any:
             return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -258,8 +257,8 @@ def stage_class() -> type[PipelineStage]:
 
 
 class TiedEnds:
-    """Parameters that stand at both ends of the pipeline: what comes before the first block, and
-    its copies after the last one. Any of them may be on this rank, or both."""
+    """Parameters at both ends of the pipeline: those before the first block, and their copies after
+    the last one. Either or both may be on this rank."""
 
     def __init__(
         self,
@@ -301,7 +300,7 @@ class TiedEnds:
 
 
 def _parameter(parts: Sequence[nn.Module], name: str) -> nn.Parameter | None:
-    """Returns a parameter by its name in the undivided model, if it is on this rank."""
+    """Returns a parameter by its name in the unsplit model, if it is on this rank."""
     path, _, own = name.rpartition(".")
     found = (find_module(part, path) for part in parts)
     return next((getattr(module, own) for module in found if module is not None), None)
@@ -309,7 +308,7 @@ def _parameter(parts: Sequence[nn.Module], name: str) -> nn.Parameter | None:
 
 def end_group(mesh: Mesh) -> dist.ProcessGroup | None:
     """Returns the first and last rank of this rank's pipeline, as a group. Every rank takes part in
-    making the groups of all pipelines."""
+    creating the groups of all pipelines."""
     ranks = mesh.tokens.mesh  # [pp, dp, cp, tp]
     mine = None
     for ends in ranks[[0, -1]].flatten(1).t().tolist():

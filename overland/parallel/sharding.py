@@ -1,18 +1,18 @@
-"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard`, replicated
-over `dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2; and which part of what lies here.
+"""Data parallelism: parameters, gradients and optimizer state are sharded over `dp_shard` and
+replicated over `dp_replicate` (ZeRO, Rajbhandari et al. 2020), with FSDP2; and what is local.
 
     stage   dp_shard   reshard after forward
     zero0      1              –               every rank holds everything, as in classic DDP
     zero2      n             no               parameters stay gathered until the backward pass
     zero3      n            yes               gathered again for the backward pass
 
-Gradients are summed, not averaged: the loss is already divided by the number of tokens of the whole
+Gradients are summed, not averaged: the loss is already divided by the number of tokens in the
 global batch.
 
-A world of one is not sharded at all. FSDP would keep float32 parameters there and make a bfloat16
-copy of each, through the buffers of its collectives, twice a step, and take gradients back the same
-way: 42 bytes of traffic per parameter and step for nothing. Instead a parameter *is* its bfloat16
-number, and the optimizer keeps the 16 bits that rounding left over (see kernels/master_weights.py).
+A single device is not sharded at all. FSDP would keep float32 parameters there and make a bfloat16
+copy of each, through the buffers of its collectives, twice a step, and return gradients in the same
+way: 42 bytes of wasted traffic per parameter and step. Instead a parameter *is* its bfloat16
+number, and the optimizer keeps the 16-bit remainder (see kernels/master_weights.py).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from overland.models.init import persistent_buffers, plain_name
 from overland.models.structure import ties_of
 from overland.parallel.mesh import Mesh
 
-HALVES = ("float32", "bfloat16")  # kept in the one, computed with in the other
+HALVES = ("float32", "bfloat16")  # stored in the first, computed in the second
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConfig) -> None:
-    """Shards each block by itself, so that the next one is gathered while this one computes."""
+    """Shards each block separately, so that the next one is gathered while this one computes."""
     if is_single(mesh, config):
         return
     training = config.training
@@ -50,7 +50,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConf
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    # On a CPU everything is in host memory already.
+    # On a CPU everything is already in host memory.
     offloads = training.enable_cpu_offload and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     reshard = mesh.degrees.reshard_after_forward
@@ -78,8 +78,8 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, config: JobConf
 
 
 def prefetch(blocks: list[nn.Module]) -> None:
-    """Has the neighbour of a block gathered while it computes: the next one in the forward pass,
-    the one before in the backward pass."""
+    """Makes FSDP gather the neighbour of a block while it computes: the next one in the forward
+    pass, the previous one in the backward pass."""
     for block, following in itertools.pairwise(blocks):
         assert isinstance(block, FSDPModule)
         assert isinstance(following, FSDPModule)
@@ -88,7 +88,7 @@ def prefetch(blocks: list[nn.Module]) -> None:
 
 
 def reshard(parts: Sequence[nn.Module]) -> None:
-    """Frees parameters that a forward pass without a backward pass has left gathered."""
+    """Frees parameters that stayed gathered after a forward pass without a backward pass."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -96,15 +96,15 @@ def reshard(parts: Sequence[nn.Module]) -> None:
 
 
 def sync_gradients(model: nn.Module, last: bool) -> None:
-    """Has gradients reduced only in the last of several accumulated backward passes."""
+    """Makes FSDP reduce gradients only in the last of several accumulated backward passes."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
 
 
 def is_single(mesh: Mesh, config: JobConfig) -> bool:
-    """Whether a model stays whole and plain. Offloading, float16, and frozen weights that are kept
-    in another type than they are computed with, are left to FSDP."""
+    """Whether a model runs without FSDP. Offloading, float16, and frozen weights stored in another
+    dtype than that of computation are left to FSDP."""
     training, lora = config.training, config.lora
     kinds = (training.dtype, training.mixed_precision_param)
     is_cast = bool(lora.rank) and lora.base not in ("auto", "nf4", training.mixed_precision_param)
@@ -132,18 +132,18 @@ def local_part(
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the numbers that are here, as a plain tensor on the same memory."""
+    """Returns the local part, as a plain tensor that shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Returns the parameters of this rank's parts by their name in the undivided model."""
+    """Returns the parameters of this rank's parts by their name in the unsplit model."""
     return {name: found[0] for name, found in _by_name(parts).items()}
 
 
 def named_buffers(parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Returns the buffers of this rank's parts that belong to the model's state, by their name in
-    the undivided model. Every rank that has such a module holds them whole."""
+    the unsplit model. Every rank that has such a module holds them completely."""
     return {name: buffer for part in parts for name, buffer in persistent_buffers(part).items()}
 
 
@@ -153,7 +153,7 @@ def names_by_parameter(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
 
 
 def tied_copies(parts: Sequence[nn.Module]) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Returns (parameter, its copy) where both ends of a pipeline, and so both copies of a tied
+    """Returns (parameter, its copy) if both ends of a pipeline, and so both copies of a tied
     matrix, are on this rank."""
     return [(found[0], copy) for found in _by_name(parts).values() for copy in found[1:]]
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism: each matrix split over `tp` (Shoeybi et al. 2019), with sequence parallelism
-between the matrices (Korthikanti et al. 2022).
+"""Tensor parallelism: each matrix is split over `tp` (Shoeybi et al. 2019), with sequence
+parallelism between the matrices (Korthikanti et al. 2022).
 
-What is split how is a plan's to say (see plans/); here is what plans are made of.
+A plan defines how a model is split (see plans/); this file has the building blocks of plans.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ROWS = Shard(1)  # of x_BSD: each rank holds some rows of the sequence
 
 
 def overlap_communication(tp: DeviceMesh) -> None:
-    """Lets the compiler cut gathered matrix products into pieces that start as their rows arrive.
-    Experimental: it has not run on several GPUs yet."""
+    """Lets the compiler split gathered matrix products into pieces that start as their rows arrive.
+    Experimental: it has not been run on several GPUs yet."""
     from torch._inductor import config as compiler
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -44,8 +44,8 @@ def overlap_communication(tp: DeviceMesh) -> None:
 
 
 class SplitLinear(ParallelStyle):
-    """Splits a linear layer that a transform has changed, and the matrices that it has put in, by
-    what each of them does. Torch's own styles know plain layers alone."""
+    """Splits a linear layer that a transform has changed, and the matrices that it has added,
+    according to their roles. Torch's own styles support only plain layers."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -82,7 +82,7 @@ def _split_parameters(module: nn.Module, role: Role, tp: DeviceMesh) -> None:
 
 
 class SplitFloat8Linear(Float8Linear):
-    """A rank's part of a product in 8 bits. Each rank finds the scales of what it holds."""
+    """A rank's part of a product in 8 bits. Each rank computes the scales of what it holds."""
 
     def forward(self, x: Tensor) -> Tensor:
         return split_product(self, x, linear8)
@@ -100,7 +100,7 @@ class SplitSparseLinear(SparseLinear):
 def split_product(
     linear: nn.Linear, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Multiplies what is here by the part of the weight that is here."""
+    """Multiplies the local input by the local part of the weight."""
     assert isinstance(x, DTensor)
     assert isinstance(linear.weight, DTensor)
     by_columns = linear.weight.placements[0].is_shard(0)
@@ -113,8 +113,8 @@ def split_product(
 
 
 class SplitLoRALinear(LoRALinear):
-    """A rank's part of a matrix and its adapter. Both products are summed up over the ranks, or
-    their columns put together, at once."""
+    """A rank's part of a matrix and its adapter. Both products are summed over the ranks, or their
+    columns concatenated, at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(x, DTensor)
@@ -147,7 +147,7 @@ class SplitLoRALinear(LoRALinear):
 
 
 def split_head(head: Head, tied_weight: Tensor | None, tp: DeviceMesh) -> None:
-    """Lets each rank keep the output rows of its part of the vocabulary."""
+    """Makes each rank keep only the output rows of its part of the vocabulary."""
     if isinstance(tied_weight, nn.Parameter):
         head.weight = tied_weight
     else:
@@ -163,8 +163,8 @@ def head_forward(
     objective: HeadLoss | None = None,
     fields: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Returns the logits of the whole vocabulary, or what the objective makes of them; `hidden`
-    holds this rank's rows."""
+    """Returns the logits of the whole vocabulary, or the objective's result; `hidden` holds this
+    rank's rows."""
     assert isinstance(head.weight, DTensor)
     weight_vD = head.weight.to_local()
     if objective is not None and fields is not None:
@@ -175,7 +175,7 @@ def head_forward(
 
 
 class VocabularyPart(OutputMatrix):
-    """A rank's v = V / tp rows of the output matrix. It is given this rank's rows of the hidden
+    """A rank's v = V / tp rows of the output matrix. It receives this rank's rows of the hidden
     states, and all labels; results are the same on all ranks of `tp`."""
 
     def __init__(self, weight_vD: Tensor, group: dist.ProcessGroup) -> None:
@@ -204,8 +204,8 @@ class VocabularyPart(OutputMatrix):
 
 
 class VocabularyParallelLoss(torch.autograd.Function):
-    """The weighted sum with v = V / tp logits per rank. Per chunk, two small sums over the ranks
-    (largest logit; exponentials and the label's logit) take the place of whole logits."""
+    """The weighted sum with v = V / tp logits per rank. Per chunk, two small all-reduces (largest
+    logit; exponentials and the label's logit) replace the whole logits."""
 
     @staticmethod
     def forward(

@@ -96,5 +96,5 @@ def test_tensor_parallelism_refuses_what_it_would_split() -> None:
     with torch.device("meta"):
         model = Decoder(config, "sdpa")
         model.model.layers["0"].mlp.load = Statistic(2)
-    with pytest.raises(ModelError, match="has a loss or a statistic inside it"):
+    with pytest.raises(ModelError, match="has an inner loss or statistic"):
         require_splittable(model, config, degrees(tp=2))

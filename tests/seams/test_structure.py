@@ -85,7 +85,11 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("tied the other way", "shard1", r'owner: ties={"head\.weight": "embed\.weight"}'),
         ("named twice", "pp2", r"names blocks\.0 twice, or inside another"),
-        ("a block without parameters", "pp2", r"blocks\.1 has no parameters, and stages are dealt"),
+        (
+            "a block without parameters",
+            "pp2",
+            r"blocks\.1 has no parameters, and blocks are assigned",
+        ),
         ("no tuple", "shard1", r"has after = 'head', expected a tuple: \('head',\)"),
     ],
 )

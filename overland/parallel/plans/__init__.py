@@ -1,8 +1,9 @@
 """How tensor and context parallelism split a kind of model: one plan per kind.
 
-A model that describes its blocks can be sharded, recomputed, compiled and cut into stages without a
-plan (see models/structure.py). Whether its matrices can be split over `tp`, and its rows over `cp`,
-depends on what it computes with them; a plan knows. Imports no torch: plans are opened when needed.
+A model that describes its blocks can be sharded, recomputed, compiled and split into stages without
+a plan (see models/structure.py). Whether its matrices can be split over `tp`, and its rows over
+`cp`, depends on what it computes with them, which a plan defines. Does not import torch: plans are
+imported when needed.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 class ParallelPlan(Protocol):
     @property
     def axes(self) -> tuple[str, ...]:
-        """Which of `tp` and `cp` it can split a model over."""
+        """Which of `tp` and `cp` the plan can split a model over."""
 
     def uneven(self, config: Any, tp: int) -> list[str]:
-        """What `tp` does not divide, in words, by the model's config."""
+        """Returns descriptions of the sizes in the model's config that `tp` does not divide."""
 
     def check(self, model: nn.Module, degrees: Degrees) -> None:
-        """Raises a ModelError where this model is not what the plan is for."""
+        """Raises a ModelError if the plan is not for this model."""
 
     def split_tensors(self, model: nn.Module, tp: DeviceMesh, overlap: bool) -> None:
         """Splits the matrices of a model, or of one stage of it, on the meta device."""
@@ -40,9 +41,10 @@ class ParallelPlan(Protocol):
 
 
 def register_plan(config_class: type, open_plan: Callable[[], ParallelPlan]) -> None:
-    """The plan for models of a config class, and of its subclasses without one of their own."""
+    """Registers the plan for models of a config class, and of its subclasses without their own
+    plan."""
     if config_class in _PLANS:
-        raise ModelError(f"{config_class.__name__} has a plan already")
+        raise ModelError(f"{config_class.__name__} already has a plan")
     _PLANS[config_class] = open_plan
 
 

@@ -6,11 +6,11 @@
     into the MLP      gathered; inner width is split            gate, up by columns; down by rows
     embedding, head   the vocabulary                            the loss never sees whole logits
 
-What leaves a block is scattered back to rows, so each block gathers twice and scatters twice.
-Query and key norms work on a rank's own heads; their weight is shared, its gradient summed.
+The output of a block is scattered back to rows, so each block gathers twice and scatters twice.
+Query and key norms work on a rank's own heads; their weight is shared, and its gradient is summed.
 
-Over `cp` rows are split; attention's core is given the keys and values of the whole row, and masks
-know the true places of a rank's own queries (see context.py).
+Over `cp`, rows are split; attention's core receives the keys and values of the whole row, and masks
+use the true positions of a rank's own queries (see context.py).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
     if embedding is not None:
         split = RowwiseParallel(input_layouts=Replicate(), output_layouts=ROWS)
         parallelize_module(embedding, tp, split)
-        # Copied to a plain tensor: given the collective's unfinished result, a compiled block drops
-        # the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
+        # Copied to a plain tensor: with the collective's unfinished result as input, a compiled
+        # block drops the gradient of its input (torch 2.13, found by the proof `tp2:compile`).
         embedding.register_forward_hook(lambda module, args, out: out.clone())
         if isinstance(model.model.noise, EmbeddingNoise):
             model.model.noise.part = tp.get_local_rank()
@@ -113,18 +113,18 @@ def split_tensors(model: Decoder, tp: DeviceMesh, overlap: bool) -> None:
                 module.__class__ = SplitSparseLinear
             elif isinstance(module, LoRALinear):
                 module.__class__ = SplitLoRALinear
-                module.together = None  # each is given a copy of its own
+                module.together = None  # each receives its own copy
     if model.model.norm is not None:
         parallelize_module(model.model.norm, tp, SequenceParallel(use_local_output=True))
     if head is not None:
         tied = embedding is not None and model.config.tie_word_embeddings
         split_head(head, embedding.weight if tied and embedding is not None else None, tp)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)  # torch's styles make norms trainable again
+        parameter.requires_grad_(name not in frozen)  # torch's styles make norms trainable
 
 
 def changed_layers(layer: nn.Module) -> dict[str, SplitLinear]:
-    """Linear layers that a transform has given matrices of their own."""
+    """Returns the linear layers to which a transform has added matrices."""
     changed = {}
     for path, role in ROLES.items():
         if hasattr(find_module(layer, path), "roles"):
@@ -133,8 +133,8 @@ def changed_layers(layer: nn.Module) -> dict[str, SplitLinear]:
 
 
 def require_plan(model: Decoder, plan: dict[str, Any]) -> None:
-    """Every parameter has a place in the plan. Torch only warns of one that has none, and would
-    compute something else with it."""
+    """Raises if a parameter is not in the plan. Torch only warns about such a parameter, and would
+    compute something else."""
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
         in_block = re.fullmatch(r"model\.layers\.\d+\.(.+)", owner)
@@ -144,19 +144,20 @@ def require_plan(model: Decoder, plan: dict[str, Any]) -> None:
         if around in plan and hasattr(model.get_submodule(owner.rpartition(".")[0]), "roles"):
             continue
         raise ModelError(
-            f"tensor parallelism does not know how to split {name}; it splits the projections of "
-            "a Decoder's attention and MLP by their names, so train this model without it"
+            f"tensor parallelism cannot split {name}; it splits the projections of a Decoder's "
+            "attention and MLP by their names, so train this model without it"
         )
 
 
 def require_plain_head(model: Decoder) -> None:
-    """The head is replaced by one that never sees whole logits."""
+    """Raises if the model has its own head, which would be replaced by one that never sees whole
+    logits."""
     head = model.lm_head
     if head is not None and (type(head).forward is not Head.forward or "forward" in vars(head)):
         raise ModelError(
-            f"tensor parallelism computes logits and loss on parts of the vocabulary by itself, so "
-            f"this model's own head, {type(head).__name__}, would be left out; train it without "
-            "tensor parallelism"
+            f"tensor parallelism computes logits and loss on parts of the vocabulary, so this "
+            f"model's own head, {type(head).__name__}, would be ignored; train it without tensor "
+            "parallelism"
         )
 
 
@@ -164,22 +165,22 @@ def require_splittable_adapters(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, LoRAEmbedding):
             raise ModelError(
-                "tensor parallelism splits the vocabulary, and cannot split an adapter of the "
-                "embedding: take embed_tokens out of lora.targets, or train without tp"
+                "tensor parallelism splits the vocabulary, but cannot split an adapter of the "
+                "embedding: remove embed_tokens from lora.targets, or train without tp"
             )
         if isinstance(module, LoRALinear) and module.lora_magnitude_vector is not None:
             raise ModelError(
-                "tensor parallelism splits rows of matrices, whose lengths DoRA needs: set "
+                "tensor parallelism splits rows of matrices, whose norms DoRA needs: set "
                 "lora.dora = false, or train without tp"
             )
         if isinstance(module, NF4Linear | NF4LoRALinear):
             raise ModelError(
-                "tensor parallelism cuts rows, whose 4-bit weights share scales: shard instead"
+                "tensor parallelism splits rows, whose 4-bit weights share scales: shard instead"
             )
 
 
 def block_plan(qk_norm: bool) -> dict[str, Any]:
-    # Of q and k, [B, S, heads, d], the heads are what is split.
+    # q and k, [B, S, heads, d], are split by heads.
     own_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
     norms = {"self_attn.q_norm": own_heads, "self_attn.k_norm": own_heads} if qk_norm else {}
     gathered = PrepareModuleInput(
@@ -212,11 +213,11 @@ def split_context(model: Decoder, cp: DeviceMesh) -> None:
         core = getattr(attention, "core", None)
         if attention is None or not isinstance(core, nn.Module):
             raise ModelError(
-                f"block {number} has no module self_attn.core, which context parallelism gives the "
-                "keys and values of the whole row; train this model without it"
+                f"block {number} has no module self_attn.core, which context parallelism needs to "
+                "pass the keys and values of the whole row; train this model without it"
             )
         attention.core = ContextAttention(core, cp)
-    # The dynamic rotary kind stretches with the length of the whole row.
+    # The dynamic rotary type stretches with the length of the whole row.
     model.model.rotary.register_forward_pre_hook(
         lambda module, args: (args[0], args[1] * cp.size(), args[2])
     )

@@ -3,10 +3,10 @@
     over tp           what is split                             how
     into attention    heads                                     q, k, v by columns; output by rows
     into the MLP      inner width                               by columns; by rows
-    all else          nothing: every rank has it whole
+    all else          nothing: every rank has all of it
 
-What leaves a block is summed, so each block has two sums forward and two backward. Rows of patches
-stay whole: their number (57 of 225 in the encoder, say) is what no degree divides.
+The output of a block is summed, so each block has two all-reduces forward and two backward. Rows of
+patches are not split, since no degree divides their number (such as 57 of 225 in the encoder).
 """
 
 from __future__ import annotations
