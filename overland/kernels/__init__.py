@@ -1,6 +1,7 @@
-"""Kernels: a plain PyTorch definition of each, and a Triton twin that NVIDIA GPUs run instead.
+"""Kernels: a plain PyTorch definition of each, and a Triton version that NVIDIA GPUs run instead.
 
-The twins are in the files triton_*.py, which alone import Triton, so they are imported late.
+The Triton versions are in the files triton_*.py; only these import Triton, so they are imported
+late.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def triton_takes(tensor: Tensor) -> bool:
-    """Kernels are tuned and checked on NVIDIA; elsewhere the twin computes."""
+    """Whether the Triton kernels are used: they are tuned and tested on NVIDIA GPUs only."""
     return tensor.is_cuda and torch.version.hip is None and has_triton()
 
 

@@ -1,9 +1,9 @@
 """AdamW in one pass on split master weights, a bfloat16 weight and a 16-bit remainder each (see
 master_weights.py), and on moments in bfloat16 (see stochastic_rounding.py).
 
-Per parameter 26 bytes are moved: weight, remainder and both moments in and out, a bfloat16 gradient
-in. A float32 master weight with a bfloat16 copy would take 30, and 2 more bytes of memory. With
-bfloat16 moments it is 18, and 20 for a float32 shard with its float32 gradient.
+It moves 26 bytes per parameter: weight, remainder and both moments are read and written, and a
+bfloat16 gradient is read. A float32 master weight with a bfloat16 copy would take 30, and 2 more
+bytes of memory. With bfloat16 moments it is 18, and 20 for a float32 shard with a float32 gradient.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Hyperparameters:
     beta2: float
     eps: float
     weight_decay: float
-    decoupled: bool  # AdamW; else the decay enters the gradient, as in Adam
+    decoupled: bool  # AdamW; otherwise the decay enters the gradient, as in Adam
 
 
 @dataclass(frozen=True)
 class UpdateState:
-    """One parameter with all that an update of it reads and writes."""
+    """One parameter with everything that an update reads and writes."""
 
-    parameter: Tensor  # bfloat16 with a remainder, else float32
+    parameter: Tensor  # bfloat16 with a remainder, otherwise float32
     remainder: Tensor | None  # int16
     gradient: Tensor  # any floating-point type
     exp_avg: Tensor  # float32, or bfloat16, stochastically rounded
@@ -52,7 +52,7 @@ def update(
 ) -> None:
     """Updates in place with gradients divided by `divisor`; a non-zero `skip` changes nothing.
 
-    `num_updates` counts this update already. All three tensors are float32 scalars on the device.
+    `num_updates` includes this update. All three tensors are float32 scalars on the device.
     """
     if not states:
         return
@@ -73,7 +73,7 @@ def update_triton(
 ) -> None:
     from overland.kernels.triton_kernels import launch_adamw
 
-    # In float64: 1 - 0.999 has lost three digits in float32.
+    # In float64, because 1 - 0.999 loses three digits in float32.
     count = num_updates.double()
     step_size = rates.lr / (1 - rates.beta1**count)
     root = (1 - rates.beta2**count).sqrt()
@@ -83,7 +83,7 @@ def update_triton(
         if not state.parameter.numel():  # a shard may be empty
             continue
         gradient = state.gradient
-        if gradient.stride() != state.parameter.stride():  # the kernel sees rows of numbers
+        if gradient.stride() != state.parameter.stride():  # the kernel sees flat memory
             assert state.parameter.is_contiguous()
             gradient = gradient.contiguous()
         launch_adamw(
@@ -109,7 +109,8 @@ def update_plain(
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
-    """Defines the update: all in float32, PyTorch's own fused update, and back."""
+    """Defines the update: PyTorch's own fused update in float32, with conversion before and
+    after."""
     for first, state in in_pieces(states):
         parameter, remainder = state.parameter, state.remainder
         wide = parameter if remainder is None else join(parameter, remainder)
@@ -127,8 +128,8 @@ def update_plain(
 
 
 def in_pieces(states: Sequence[UpdateState]) -> Iterator[tuple[int, UpdateState]]:
-    """Yields pieces, each with the place of its first number. An update holds up to 51 bytes per
-    number on the way: of a whole embedding, tens of GB."""
+    """Yields pieces, each with the position of its first element. An update needs up to 51 bytes
+    per element for temporaries: tens of GB for a whole embedding."""
     for state in states:
         parameter, gradient = state.parameter.view(-1), state.gradient.reshape(-1)
         remainder = None if state.remainder is None else state.remainder.view(-1)
@@ -158,7 +159,7 @@ def update_whole(
     divisor: Tensor,
     skip: Tensor,
 ) -> None:
-    """PyTorch's own kernel, which takes any number of parameters at once."""
+    """Runs PyTorch's own kernel, which takes any number of parameters at once."""
     kernel = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
     kernel(
         parameters,

@@ -1,8 +1,8 @@
-"""Attention of one new token per row to those before it, whose keys and values are kept.
+"""Attention of one new token per row to those before it, whose keys and values are cached.
 
-The cache holds T places per row. A row's `length` says how many are taken; the new token gets the
-next one, and its rotary position is the same number. The plain definition; its Triton twin
-(triton_cached_attention.py) needs bfloat16 or float16.
+The cache has T places per row. A row's `length` is the number of places in use; the new token gets
+the next one, and its rotary position is the same number. This is the plain definition; the Triton
+version (triton_cached_attention.py) needs bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overland.kernels.inference import rms_norm
 
 @dataclass(frozen=True)
 class Heads:
-    """What a layer does to queries and keys before they meet."""
+    """What a layer does to queries and keys before attention."""
 
     cos_Td: Tensor
     sin_Td: Tensor
@@ -34,8 +34,8 @@ class Heads:
 
 
 def begin(qkv_BSE: Tensor, keys_BKTd: Tensor, values_BKTd: Tensor, heads: Heads) -> Tensor:
-    """Rows from their first token on: writes their keys and values, and returns the queries,
-    [B, S, H, d]."""
+    """Processes rows from their first token on: writes their keys and values, and returns the
+    queries, [B, S, H, d]."""
     if qkv_BSE.dtype not in (torch.bfloat16, torch.float16) or not triton_takes(qkv_BSE):
         return begin_plain(qkv_BSE, keys_BKTd, values_BKTd, heads)
     from overland.kernels import triton_cached_attention
@@ -89,7 +89,7 @@ def cached_attention(
     seen_BT = places_T < lengths_B[:, None]
     if window is not None:
         seen_BT &= places_T >= lengths_B[:, None] - window
-    # The G queries that share a key-value head are its rows, so nothing is repeated.
+    # The G queries that share a key-value head are treated as rows, so nothing is repeated.
     q_BKGd = q_BHd.unflatten(1, (num_kv_heads, -1))
     mask_BKGT = seen_BT[:, None, None, :]
     out_BKGd = F.scaled_dot_product_attention(q_BKGd, k_BKTd, v_BKTd, attn_mask=mask_BKGT)

@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits and its gradient, in the memory of the logits.
 
-The gradient takes the place of the logits, so [rows, vocabulary] exists once and in the narrow type
-only. PyTorch's own steps (log-softmax in float32, exp, scatter, rounding) move 18 bytes per logit,
-this 4: the second look at a row finds it in the cache.
+The gradient overwrites the logits, so [rows, vocabulary] exists once and in low precision only.
+PyTorch's own steps (log-softmax in float32, exp, scatter, rounding) move 18 bytes per logit, this
+one 4: the second pass over a row finds it in the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> Tensor:
-    """-log p(label) per row, in float32 or wider; `logits_CV` then hold d loss / d logits.
+    """Returns -log p(label) per row, in float32 or wider; `logits_CV` then holds d loss / d logits.
 
     Rows with the label `ignored` have loss 0 and gradient 0.
     """
@@ -35,7 +35,7 @@ def cross_entropy_plain_(logits_CV: Tensor, labels_C: Tensor, ignored: int) -> T
     labels_C1 = labels_C.clamp(min=0)[:, None]
     log_probs_CV = logits_CV.log_softmax(dim=-1, dtype=wide)
     losses_C1 = -log_probs_CV.gather(1, labels_C1) * valid_C1
-    gradient_CV = log_probs_CV.exp_()  # in place: a second wide [C, V] would cost another 1 GB
+    gradient_CV = log_probs_CV.exp_()  # in place: a second float32 [C, V] would cost another 1 GB
     gradient_CV.scatter_(1, labels_C1, gradient_CV.gather(1, labels_C1) - 1)
     logits_CV.copy_(gradient_CV.mul_(valid_C1))
     return losses_C1[:, 0]

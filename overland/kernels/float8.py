@@ -1,13 +1,13 @@
-"""Matrix products of 8-bit numbers: one scale per tensor, found from the tensor itself.
+"""Matrix products in 8 bits, with one scale per tensor, computed from the tensor itself.
 
-A tensor is multiplied by a scale that puts its largest number at the end of the type's range, and
+A tensor is multiplied by a scale that maps its largest element to the end of the dtype's range, and
 rounded. The product of two such tensors, divided by both scales, is close to the product of the
-tensors, at twice the speed of bfloat16. Hopper multiplies rows by rows only, a_MK · b_NK, so each
-of the three products of a linear layer wants its operands the right way round; `cast` writes a
+tensors, at twice the speed of bfloat16. Hopper multiplies only rows by rows, a_MK · b_NK, so each
+of the three products of a linear layer needs its operands in the right orientation; `cast` writes a
 tensor as it is, transposed, or both in one pass.
 
-The casts are operators of their own: the compiler neither repeats them in the backward pass (what
-is kept is the 8-bit tensor) nor makes the same one twice (queries, keys and values share one).
+The casts are custom operators: the compiler neither repeats them in the backward pass (it keeps the
+8-bit tensor) nor computes the same one twice (queries, keys and values share one).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from overland.kernels import triton_takes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# No scale for an empty range: 2^-100 leaves all that can be told apart in bfloat16 as it is.
+# Avoids an infinite scale for zeros: 2^-100 does not affect any value that matters in bfloat16.
 LEAST = 2.0**-100
-MULTIPLE = 16  # of numbers in a row, for Hopper's matrix units
-# The units' own sums are off by 2e-3 to 3e-3, the casts by 4e-2 and more; exact ones cost 2 %.
+MULTIPLE = 16  # of elements in a row, for Hopper's matrix units
+# The units' fast sums are off by 2e-3 to 3e-3, the casts by 4e-2 and more; exact sums cost 2 %.
 FAST_SUMS = True
 
 
 def scale_for(x: Tensor, dtype: torch.dtype, by_rows: bool = True) -> Tensor:
-    """Returns the float32 number that brings the largest element to the end of the range.
+    """Returns the float32 scale that maps the largest element to the end of the range.
 
-    By rows first, the compiler makes it part of the kernel that computes the rows: no pass of its
-    own for what a norm, SwiGLU or a rotation has just made.
+    Reduced by rows first, the compiler fuses it with the kernel that computes the rows: no separate
+    pass over the output of a norm, SwiGLU or a rotation.
     """
     magnitudes = x.abs()
     largest = (magnitudes.amax(-1) if by_rows else magnitudes).amax()
@@ -42,7 +42,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_transposed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the transpose of `cast`, row by row in memory."""
+    """Returns the transpose of `cast`, contiguous in memory."""
     return torch.ops.overland.float8_cast(x, scale, dtype, False, True)[1]
 
 
@@ -54,7 +54,7 @@ def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 def product(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Returns a · bᵀ of the numbers that were cast."""
+    """Returns a · bᵀ of the original, unscaled tensors."""
     if a_MK.is_cuda and dtype != torch.float64:
         return torch._scaled_mm(
             a_MK,
@@ -78,9 +78,9 @@ def product_plain(
 def cast_plain(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    """Defines the casts; what is not asked for is empty."""
+    """Defines the casts; a result that is not requested is empty."""
     most = torch.finfo(dtype).max
-    # Clamped: a scale rounded up would else turn the largest number into NaN.
+    # Clamped, because a scale rounded up would turn the largest element into NaN.
     narrow = (x.float() * scale).clamp(-most, most).to(dtype)
     empty = narrow.new_empty(0)
     return narrow if rows else empty, narrow.t().contiguous() if columns else empty.clone()

@@ -1,7 +1,7 @@
-"""Kernels for gradients: the sum of squares of many tensors, and a tensor scaled and narrowed.
+"""Kernels for gradients: the sum of squares of many tensors, and a tensor scaled and rounded.
 
-PyTorch's own norm of a list reads bfloat16 at about half of the memory's speed. PyTorch also scales
-and rounds in one pass, but element by element where types differ: 2.5 ms for the gradient of an 8B
+PyTorch's own norm of a list reads bfloat16 at about half the memory bandwidth. PyTorch also scales
+and rounds in one pass, but element by element if dtypes differ: 2.5 ms for the gradient of an 8B
 model's output matrix, which `scaled` writes in 0.8 ms.
 """
 
@@ -31,7 +31,7 @@ def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns (wide * factor).to(dtype), multiplied in the wide type."""
+    """Returns (wide * factor).to(dtype), multiplied in the wider dtype."""
     if triton_takes(wide) and wide.is_contiguous() and wide.dtype == torch.float32:
         from overland.kernels.triton_kernels import scaled_triton
 

@@ -1,7 +1,7 @@
-"""What a layer does where nothing has a gradient, in as few kernels as can be. In generation a step
-has few rows: each weight is read once, and that should be all of its time.
+"""The operations of a layer without gradients, in as few kernels as possible. In generation a step
+has few rows: reading each weight once should take all of the time.
 
-Plain definitions; the Triton twins (triton_inference.py) need bfloat16 or float16.
+These are the plain definitions; the Triton versions (triton_inference.py) need bfloat16 or float16.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overland.kernels import triton_takes
 
-MOST_ROWS = 64  # beyond which the product itself takes time, and a library does it better
+MOST_ROWS = 64  # with more rows the product itself takes time, and a library is faster
 
 
 def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -24,7 +24,7 @@ def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Ten
 
 
 def gated(x_BD: Tensor, weight_2FD: Tensor, bias_2F: Tensor | None = None) -> Tensor:
-    """Returns silu(gate) * up; the matrix holds the gate's rows above the other's."""
+    """Returns silu(gate) * up; the matrix holds the rows of the gate, then those of the other."""
     if bias_2F is None and _is_few(x_BD, weight_2FD):
         from overland.kernels import triton_inference
 
@@ -45,7 +45,7 @@ def silu_times_plain(both_B2F: Tensor) -> Tensor:
 def add_norm(
     x_BD: Tensor, more_BD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns x + more, and its root mean square norm."""
+    """Returns x + more, and its RMSNorm."""
     if not (_is_narrow(x_BD) and triton_takes(x_BD)):
         return add_norm_plain(x_BD, more_BD, weight_D, eps)
     from overland.kernels import triton_inference
@@ -62,7 +62,8 @@ def add_norm_plain(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In the order of models/decoder.py: normalised wide, rounded, then weighted."""
+    """Returns the RMSNorm as in models/decoder.py: normalised in high precision, rounded, then
+    multiplied by the weight."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

@@ -1,12 +1,12 @@
 """float32 master weights, each split into a bfloat16 weight and a 16-bit remainder.
 
 Together they are the float32 number, bit for bit, in the same four bytes; but the bfloat16 weight
-can be computed with as it is. On one device a parameter *is* that weight (parallel/sharding.py),
-and the remainder is kept next to it for the optimizer.
+can be used directly for computation. On one device a parameter *is* that weight
+(parallel/sharding.py), and the remainder is kept next to it for the optimizer.
 
 Rounding is to nearest, ties away from zero: then the remainder of every number fits into 16 signed
-bits (with ties to even, both ±2^15 would occur). NaN stays NaN in both, in one form: rounded as the
-others are, a GPU's (all bits 1) would become -0.
+bits (with ties to even, both ±2^15 would occur). NaN stays NaN, in a single form: rounded like
+other numbers, a GPU's NaN (all bits 1) would become -0.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 
 NOT_A_NUMBER = 0x7FC00000
-HALF = 1 << 15  # half a unit in the last place of the bfloat16 number, in units of the float32's
+HALF = 1 << 15  # half a unit in the last place of bfloat16, in units of float32
 
 
 def split(wide: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the bfloat16 weights of a float32 tensor, and their int16 remainders."""
     bits = wide.view(torch.int32).where(wide == wide, NOT_A_NUMBER)
-    upper = (bits + HALF) >> 16  # a carry into the exponent is right: it is the next number
+    upper = (bits + HALF) >> 16  # a carry into the exponent is correct: it gives the next number
     rest = bits - (upper << 16)
     return upper.to(torch.int16).view(torch.bfloat16), rest.to(torch.int16)
 
 
 def join(narrow: Tensor, rest: Tensor) -> Tensor:
-    """Returns the float32 tensor that `split` took apart.
+    """Returns the float32 tensor that was split.
 
-    If something else was written into the bfloat16 weight since, the remainder that was left behind
-    moves it by half a unit at most. Only zero has nothing below it: a negative remainder, which
-    `split` never gives to a zero, would borrow from the sign and make it NaN, so it is dropped.
+    If something else has been written into the bfloat16 weight since, the stale remainder changes
+    it by half a unit at most. Only zero is special: a negative remainder, which `split` never gives
+    to a zero, would borrow from the sign and make it NaN, so it is dropped.
     """
     rest = rest.where((narrow != 0) | (rest > 0), 0)
     bits = (narrow.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
@@ -42,19 +42,19 @@ def join(narrow: Tensor, rest: Tensor) -> Tensor:
 
 
 class MasterWeights:
-    """float32 parameters, whole or split. They are split for training, and whole again wherever
-    they are filled, saved or exported."""
+    """float32 parameters, whole or split. They are split for training, and whole again when they
+    are loaded, saved or exported."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        # A tied parameter is met once; frozen ones are computed with in bfloat16 too.
+        # A tied parameter occurs once; frozen ones are also computed in bfloat16.
         found = {p: None for part in parts for p in part.parameters()}
         self.parameters = [p for p in found if p.dtype == torch.float32]
         self.remainders: dict[nn.Parameter, Tensor] = {}  # empty: all are whole
         self.gradient_dtype: torch.dtype | None = None
 
     def split(self, gradient_dtype: torch.dtype | None = None) -> None:
-        """From here on the parameters are bfloat16. `gradient_dtype` is what their gradients are
-        summed in, where several passes add up; a single one needs no wider type than its own."""
+        """Makes the parameters bfloat16 from now on. `gradient_dtype` is the dtype in which
+        gradients are accumulated over several passes; a single pass needs no wider dtype."""
         self.gradient_dtype = gradient_dtype
         for parameter in self.parameters:
             parameter.data, self.remainders[parameter] = split(parameter.data)
@@ -68,7 +68,8 @@ class MasterWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, the parameters are float32: what is read is exact, what is written is kept."""
+        """Within this context the parameters are float32: what is read is exact, what is written is
+        kept."""
         was_split = bool(self.remainders)
         self.join()
         try:

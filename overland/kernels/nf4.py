@@ -1,13 +1,14 @@
 """Matrices in 4 bits (NF4 of QLoRA, Dettmers et al. 2023).
 
-Weights are about normally distributed, so the 16 levels are quantiles of the normal distribution.
-Every 64 weights of a row share a scale, the largest of their absolute values. A row is kept as
+Weights are approximately normally distributed, so the 16 levels are quantiles of the normal
+distribution. Every 64 weights of a row share a scale, the largest of their absolute values. A row
+is stored as
 
     columns / 2 bytes     two weights each, the first one in the upper half
     columns / 32 bytes    scales, in bfloat16
 
-A row says all about itself: however the rows are shared out, the weights are the same. (QLoRA also
-narrows the scales, by their mean over the whole matrix, to save 3 % of these bytes.)
+Rows are independent: however they are sharded, the weights are the same. (QLoRA also quantises the
+scales, using their mean over the whole matrix, to save 3 % of these bytes.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BLOCK = 64  # weights that share a scale
 
 
 def _levels() -> tuple[float, ...]:
-    """Eight above zero, zero itself, and seven below it."""
+    """Returns eight levels above zero, zero itself, and seven below it."""
     outermost = (1 - 1 / 32 + 1 - 1 / 30) / 2
 
     def quantiles(count: int) -> list[float]:
@@ -44,7 +45,7 @@ def pack(weight_OD: Tensor) -> Tensor:
     blocks_OnB = weight_OD.float().unflatten(1, (-1, BLOCK))
     scales_On = blocks_OnB.abs().amax(dim=2).bfloat16()
     if not bool(scales_On.isfinite().all()):
-        raise ModelError("there are weights that are not finite, which have no value in 4 bits")
+        raise ModelError("some weights are not finite, so they cannot be stored in 4 bits")
     divisors_On = scales_On.float().where(scales_On != 0, 1.0)
     levels = _levels_on(weight_OD.device)
     between = (levels[1:] + levels[:-1]) / 2
@@ -54,8 +55,8 @@ def pack(weight_OD: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
-    """Returns the weights. They are computed anew for a tensor `after` which they are needed: else
-    the compiler would make them once, and keep them from the forward to the backward pass."""
+    """Returns the weights. `after` is a tensor that they are needed after: without it, the compiler
+    would unpack them only once, and keep them from the forward to the backward pass."""
     weight_OD: Tensor = torch.ops.overland.nf4_unpack(packed, dtype, after)
     return weight_OD
 

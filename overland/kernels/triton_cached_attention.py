@@ -1,5 +1,5 @@
-"""The Triton twins of cached_attention.py, whose plain definitions say what they compute. As those
-of triton_inference.py do, they start early."""
+"""The Triton versions of cached_attention.py, whose plain definitions specify what they compute.
+Like those in triton_inference.py, they start early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from overland.kernels.triton_inference import FEWEST, early, is_last, scratch
 
-PROGRAMS = 64  # that are started if rows are few: they share the keys of a head
+PROGRAMS = 64  # to start if there are few rows: they share the keys of a head
 
 
 def begin(

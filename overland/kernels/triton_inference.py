@@ -1,8 +1,8 @@
-"""The Triton twins of inference.py, whose plain definitions say what they compute.
+"""The Triton versions of inference.py, whose plain definitions specify what they compute.
 
-They are as fast as memory is, if no time is lost between them: from Hopper on, a kernel lets the
-next one start while its last programs still run (`gdc_launch_dependents`), and that one waits for
-what it needs of it (`gdc_wait`) after it has begun to load its weights.
+They run at memory speed if no time is lost between them: from Hopper on, a kernel lets the next one
+start while its last programs still run (`gdc_launch_dependents`), and the next one waits for its
+results (`gdc_wait`) after it has begun to load its weights.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEWEST = 16  # rows, and columns, that tensor cores multiply at once
-LONGEST = 4096  # numbers of a row that a program holds at once
+FEWEST = 16  # rows and columns that tensor cores multiply at once
+LONGEST = 4096  # elements of a row that a program holds at once
 
 
 def linear(x_BD: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -72,11 +72,11 @@ def silu_times(both_B2F: Tensor) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """How a product of several rows is cut; as measured on an H200 with 64 rows."""
+    """How a product of several rows is tiled, tuned on an H200 with 64 rows."""
 
-    block: int  # rows of the matrix that a program takes
-    depth: int  # columns that it takes at a time
-    stages: int  # of these on their way at once
+    block: int  # rows of the matrix per program
+    depth: int  # columns processed at a time
+    stages: int  # of these loaded ahead
     parts: int = 1  # programs that share a row
     warps: int = 4
 
@@ -113,7 +113,8 @@ def _launch_products(
 
 @cache
 def scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums of programs that share work, and how many have ended: zero between kernels."""
+    """Returns buffers for the sums of programs that share work, and for the number of programs that
+    have ended, which is zero between kernels."""
     sums = torch.empty(2**21, dtype=torch.float32, device=device)
     return sums, torch.zeros(2**14, dtype=torch.int32, device=device)
 

@@ -1,4 +1,4 @@
-"""The Triton twins of all kernels; their plain definitions say what they compute."""
+"""The Triton versions of kernels, whose plain definitions specify what they compute."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# (elements of a block, warps), as measured by benchmarks/gpu/kernels.py.
+# (elements of a block, warps), tuned with benchmarks/gpu/kernels.py.
 TUNED = {
     "adamw": (2048, 8),  # 8 elements per thread: 16-bit numbers move in 16-byte pieces
     "cross_entropy": (8192, 16),
-    # 128 numbers of 8 bits are a whole line of the cache, in both directions.
+    # 128 elements of 8 bits are a whole cache line, in both directions.
     "float8": (128, 8),
     "nf4": (512, 2),  # of two weights each
     "norm": (4096, 8),
     "scale": (4096, 8),
 }
-ROUNDS = 4  # blocks of a tensor that one program of the norm sums up
+ROUNDS = 4  # blocks of a tensor that one program of the norm sums
 PIECE = TUNED["norm"][0] * ROUNDS
 
 
 def launch_adamw(
-    parameter: Tensor,  # the bits of bfloat16 numbers in int16, with a remainder; else float32
+    parameter: Tensor,  # with a remainder, the bits of bfloat16 in int16; otherwise float32
     remainder: Tensor | None,
     gradient: Tensor,
     exp_avg: Tensor,
@@ -37,7 +37,7 @@ def launch_adamw(
     number: int,
     decoupled: bool,
 ) -> None:
-    """Updates one parameter, split or whole: every number is read and written once."""
+    """Updates one parameter, split or whole: every element is read and written once."""
     block, warps = TUNED["adamw"]
     _update[(triton.cdiv(parameter.numel(), block),)](
         parameter,
@@ -138,7 +138,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _round_stochastically(wide, bits):  # type: ignore[no-untyped-def]
-    bits = tl.where(wide == wide, bits, 0)  # else what is not a number may carry over
+    bits = tl.where(wide == wide, bits, 0)  # otherwise NaN may overflow
     carried = wide.to(tl.uint32, bitcast=True) + bits
     return (carried >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
@@ -186,7 +186,7 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     tl.store(losses_ptr + row, tl.where(is_valid, log_sum - x_label, 0.0))
     tl.debug_barrier()  # the label's logit is read by every warp before any warp overwrites it
 
-    # Backwards: what was read last is most likely still in the cache.
+    # In reverse: what was read last is most likely still in the cache.
     num_blocks = tl.cdiv(num_classes, BLOCK)
     for block in range(num_blocks):
         start = (num_blocks - 1 - block) * BLOCK
@@ -200,7 +200,7 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
 def cast_triton(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    """Reads each tile once and writes it as it is, turned, or both."""
+    """Reads each tile once and writes it as it is, transposed, or both."""
     block, warps = TUNED["float8"]
     height, width = x.shape
     as_it_is = torch.empty((height, width) if rows else 0, dtype=dtype, device=x.device)
@@ -244,7 +244,7 @@ def _cast(  # type: ignore[no-untyped-def]
     inside = (row < height)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :] * step, mask=inside, other=0.0)
     x = x.to(tl.float32) * tl.load(scale_ptr)
-    # Not a number stays one: minimum and maximum would make a large number of it.
+    # Keeps NaN: minimum and maximum would turn it into a large number.
     x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
     if ROWS:
         at = row[:, None] * width + column[None, :]
@@ -258,7 +258,7 @@ def _cast(  # type: ignore[no-untyped-def]
 def unpack_triton(
     packed: Tensor, width: int, levels: Tensor, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """Runs a program for each piece of a row. `group`: how many weights share a scale."""
+    """Runs a program for each piece of a row. `group`: the number of weights that share a scale."""
     assert packed.is_contiguous()
     block, warps = TUNED["nf4"]
     height = len(packed)
@@ -303,7 +303,7 @@ def _unpack(  # type: ignore[no-untyped-def]
 
 
 def sum_of_squares_triton(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums each piece of each tensor, then those sums. Without atomic additions, so that the same
+    """Sums each piece of each tensor, then those sums, without atomic additions, so that the same
     gradients give the same bits."""
     block, warps = TUNED["norm"]
     counts = [triton.cdiv(tensor.numel(), PIECE) for tensor in tensors]

@@ -1,9 +1,9 @@
-"""AdamW (Loshchilov & Hutter 2019) by fused kernels, and Adam, whose decay enters the gradient.
+"""AdamW (Loshchilov & Hutter 2019) with fused kernels, and Adam, whose decay enters the gradient.
 
 The kernels take all parameters of a group at once. They divide the gradients and skip a step on the
-device themselves, so no extra pass over the gradients is made. They are called on the shards:
-going through DTensor costs a second per call the first time and milliseconds ever after. Split
-master weights and bfloat16 moments have kernels of our own, which do the same arithmetic.
+device themselves, so there is no extra pass over the gradients. They are called on the shards:
+going through DTensor costs a second in the first call and milliseconds in later ones. Split master
+weights and bfloat16 moments have kernels of our own, which do the same arithmetic.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"): the sign of an average.
 
-Every number moves by the learning rate, whatever the size of its gradient, so rates are 3 to 10
-times smaller than AdamW's, and weight decay as much larger. One average per parameter is kept.
+Every element moves by the learning rate, whatever the size of its gradient, so learning rates are 3
+to 10 times smaller than AdamW's, and weight decay is larger by the same factor. It keeps one
+average per parameter.
 """
 
 from __future__ import annotations

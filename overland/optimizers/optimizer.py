@@ -1,7 +1,7 @@
-"""The optimizer of a run: the parameters of this rank, their state, and the rules they move by.
+"""The optimizer of a run: the parameters of this rank, their state, and their update rules.
 
-Clipping, the loss scale and "this step is not finite" reach the rules as two numbers on the device,
-a divisor for the gradients and a flag that turns the whole update into nothing. So the loop never
+Clipping, the loss scale and the check for finite values reach the rules as two numbers on the
+device: a divisor for the gradients, and a flag that cancels the whole update. So the loop never
 waits to learn whether a step was good.
 """
 
@@ -41,7 +41,7 @@ Updater = Callable[[Sequence[ParameterShard], Step], None]
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """One parameter, with what never changes about it, and its state."""
+    """One parameter, with its fixed properties and its state."""
 
     name: str
     rule: Rule
@@ -62,12 +62,12 @@ class TrainedParameter:
 
 
 class Optimizer:
-    """Updates the parameters of this rank. Master weights are whole until `split`; inside of
-    `whole` they are too, and packed state is unpacked."""
+    """Updates the parameters of this rank. Master weights are whole until `split`; within `whole`
+    they are whole too, and packed state is unpacked."""
 
     def __init__(self, parts: Sequence[nn.Module], settings: schema.Optimizer) -> None:
         names = names_by_parameter(parts)
-        some = next(iter(names))  # trained or not: a stage's parameters may all be frozen
+        some = next(iter(names))  # trained or not, since all parameters of a stage may be frozen
         self.num_updates = torch.zeros((), device=some.device)
         self.rules = rules_of(settings)
         self._entries = {
@@ -76,7 +76,7 @@ class Optimizer:
             for parameter in part.parameters()
             if parameter.requires_grad
         }
-        for _, copy in tied_copies(parts):  # one name is saved, two are updated
+        for _, copy in tied_copies(parts):  # one copy is saved, two are updated
             if copy in self._entries:
                 entry = self._entries[copy]
                 self._entries[copy] = replace(entry, name=f"{entry.name} (copy)", is_saved=False)
@@ -85,11 +85,11 @@ class Optimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+        """The trained parameters."""
         return list(self._entries)
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Returns what is kept of a parameter, by name; packed state only inside of `whole`."""
+        """Returns the state of a parameter, by name; packed state only within `whole`."""
         return self._entries[parameter].state
 
     @property
@@ -107,7 +107,8 @@ class Optimizer:
         loss_scale: Tensor,
         skip: Tensor,
     ) -> None:
-        """One step with gradients divided by the loss scale and clipped; `skip` leaves all as is.
+        """Does one step with gradients divided by the loss scale and clipped; `skip` changes
+        nothing.
 
         `norm` is the norm of the gradients without their loss scale.
         """
@@ -126,14 +127,14 @@ class Optimizer:
             parameter.grad = None
 
     def split(self, gradient_dtype: torch.dtype | None = None) -> None:
-        """Splits float32 master weights: from here on the parameters are bfloat16. Their gradients
-        are summed in `gradient_dtype` where several passes add up."""
+        """Splits float32 master weights: from now on the parameters are bfloat16. If several passes
+        accumulate, their gradients are summed in `gradient_dtype`."""
         self._master_weights.split(gradient_dtype)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, parameters and state are plain tensors in the form that is saved: what is read is
-        exact, what is written is kept."""
+        """Within this context, parameters and state are plain tensors in the form that is saved:
+        what is read is exact, and what is written is kept."""
         with self._master_weights.whole():
             for parameter, entry in self._entries.items():
                 for name, kept in entry.packed.items():
@@ -149,7 +150,7 @@ class Optimizer:
                         entry.packed[name] = packed(entry.packing(name), numbers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state by its names in a checkpoint, to be filled from one. Only inside of
+        """Returns the state by its names in a checkpoint, to be filled from one. Only within
         `whole`."""
         found = {f"{PREFIX}num_updates": self.num_updates}
         for entry in self._entries.values():
@@ -158,7 +159,7 @@ class Optimizer:
         return found
 
     def saved(self) -> Saved:
-        """Returns the state under the same names, to be saved: packed state is unpacked while it is
+        """Returns the state under the same names, to be saved; packed state is unpacked as it is
         written."""
         found: Saved = {f"{PREFIX}num_updates": self.num_updates}
         for parameter, entry in self._entries.items():
@@ -174,8 +175,8 @@ class Optimizer:
         return found
 
     def saved_parameter(self, parameter: nn.Parameter) -> Tensor | plan.PackedTensor:
-        """Returns what is saved of a parameter: a split one as the float32 master weight that it
-        is."""
+        """Returns the form in which a parameter is saved: a split one as its float32 master
+        weight."""
         remainder = self._master_weights.remainders.get(parameter)
         if remainder is None:
             return parameter.detach()
@@ -184,7 +185,7 @@ class Optimizer:
         )
 
     def copy_state(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
-        """Gives a tied copy the state of its parameter. Only inside of `whole`."""
+        """Gives a tied copy the state of its parameter. Only within `whole`."""
         for name, one in self.state(parameter).items():
             self.state(copy)[name].copy_(one)
 
@@ -199,7 +200,7 @@ class Optimizer:
             rule,
             kinds,
             group_rates(name, len(shape), settings),
-            # By name: both ends of a tied matrix must be rounded alike, wherever they are.
+            # From the name: both copies of a tied matrix must be rounded alike, wherever they are.
             seed=crc32(name.encode()) >> 1,
         )
         like = parameter.detach()
@@ -216,8 +217,8 @@ class Optimizer:
         return entry
 
     def prepared(self) -> list[Updater]:
-        """Returns an updater for each rule. They are made by the first step, while collectives may
-        still take long."""
+        """Returns an updater for each rule. They are created in the first step, while the timeout
+        of collectives is still long."""
         if self._updaters is None:
             self._updaters = [
                 updater_of(rule, {e.name: p for p, e in self._entries.items() if e.rule is rule})
@@ -245,7 +246,7 @@ class Optimizer:
 
 
 def updater_of(rule: Rule, parameters: Mapping[str, nn.Parameter]) -> Updater:
-    """Returns the function that updates these parameters, which are this rank's."""
+    """Returns the function that updates these parameters of this rank."""
     if isinstance(rule, WholeMatrix):
         return Matrices(rule, parameters).update
     if isinstance(rule, AdamW):

@@ -1,9 +1,9 @@
 """A parameter's shard on this rank, as an update reads and writes it.
 
-Numbers are widened on the way in: a split master weight is joined, a gradient is divided by the
-loss scale and the clipping factor, narrow or packed state is unpacked. On the way out they take
-their own form again, unless the step is skipped; that is decided on the device, so the host never
-waits to learn whether a step was good.
+Values are converted to float32 or wider for the update: a split master weight is joined, a gradient
+is divided by the loss scale and the clipping factor, low-precision or packed state is unpacked.
+Afterwards they are converted back, unless the step is skipped; that is decided on the device, so
+the host never waits to learn whether a step was good.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from overland.optimizers.rule import (
     StateKinds,
 )
 
-# An update holds dozens of bytes per number on the way: of a whole embedding, tens of GB.
+# An update needs dozens of bytes per element for temporaries: tens of GB for a whole embedding.
 PIECE = LARGEST_BLOCK
 
 
@@ -40,19 +40,19 @@ class Step:
     """One step of the optimizer. The tensors are float32 scalars on the device."""
 
     lr: float
-    num_updates: Tensor  # counts this update
+    num_updates: Tensor  # including this one
     divisor: Tensor  # of the gradients
-    skip: Tensor  # not zero: nothing changes
+    skip: Tensor  # if not zero, nothing changes
 
     @cached_property
     def is_skipped(self) -> Tensor:
         return self.skip != 0
 
 
-@dataclass(slots=True)  # not frozen: some hundreds are made in every step, in half the time
+@dataclass(slots=True)  # not frozen: creating some hundreds per step takes half the time
 class ParameterShard:
     name: str
-    parameter: Tensor  # bfloat16 with a remainder, else as it is trained
+    parameter: Tensor  # bfloat16 with a remainder, otherwise in its own dtype
     remainder: Tensor | None  # int16: the lower half of a split master weight
     gradient: Tensor
     kinds: StateKinds
@@ -67,7 +67,7 @@ class ParameterShard:
         return Rates(step.lr * self.lr_factor, self.weight_decay, step.num_updates)
 
     def pieces(self) -> Iterator[ParameterShard]:
-        """Yields the shard in flat pieces of limited size; an empty one is a piece of its own."""
+        """Yields the shard in flat pieces of limited size; an empty shard is one piece."""
         flat = {
             name: one if isinstance(self.kinds[name], Scalar) else one.view(-1)
             for name, one in self.state.items()
@@ -114,9 +114,9 @@ class ParameterShard:
         _write(self.remainder, remainder, step)
 
     def write_state(self, new: Mapping[str, Tensor], step: Step) -> None:
-        """Writes everything but scalars, which all pieces of a shard read."""
+        """Writes everything except scalars, which all pieces of a shard read."""
         if missing := [name for name in self.kinds if name not in new]:
-            raise OptimizerError(f"the update of {self.name} returned no new {missing[0]}")
+            raise OptimizerError(f"the update of {self.name} did not return a new {missing[0]}")
         for name, one in self.state.items():
             if isinstance(self.kinds[name], Scalar):
                 continue
@@ -139,12 +139,12 @@ class ParameterShard:
                 _write(one, new[name], step)
 
     def _require_shape(self, what: str, new: Tensor, shape: torch.Size) -> None:
-        """Refuses another shape: it would be stretched to fit, or would not fit."""
+        """Raises for another shape: it would be broadcast, or would not fit."""
         found = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
         if found != tuple(shape):
             raise OptimizerError(
-                f"the update of {self.name} returned as its new {what} {found}, and not a tensor "
-                f"of the shape {tuple(shape)}"
+                f"the update of {self.name} returned {found} as its new {what}, expected a tensor "
+                f"of shape {tuple(shape)}"
             )
 
     @property
@@ -164,36 +164,36 @@ class ParameterShard:
 
 @contextmanager
 def unchanged(rule: Rule, method: str, *given: Tensor) -> Iterator[None]:
-    """Refuses a rule that writes into what it is given: some of that is the parameter and the state
-    themselves, which a step that is skipped must leave as they were."""
+    """Raises if a rule writes into its arguments: some of them are the parameter and the state
+    themselves, which a skipped step must leave unchanged."""
     before = [tensor._version for tensor in given]
     yield
     if [tensor._version for tensor in given] != before:
         raise OptimizerError(
-            f"{type(rule).__name__}.{method}() changes a tensor that it is given in place: compute "
-            "new tensors, and return those"
+            f"{type(rule).__name__}.{method}() changes one of its arguments in place: compute new "
+            "tensors, and return those"
         )
 
 
 def pair(rule: Rule, method: str, result: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Returns what a rule returned, once it is known to be a tensor and state by name."""
+    """Returns the result of a rule; raises unless it is a tensor and state by name."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     if is_pair and isinstance(result[0], Tensor) and isinstance(result[1], Mapping):
         return result
     raise OptimizerError(
-        f"{type(rule).__name__}.{method}() must return a tensor and the state, a dict"
+        f"{type(rule).__name__}.{method}() must return a tensor and the state as a dict"
     )
 
 
 def packed(kind: Packed, numbers: Tensor) -> tuple[Tensor, ...]:
-    """Packs these numbers."""
+    """Packs the values."""
     flat = numbers.float().reshape(-1)
     filled = torch.nn.functional.pad(flat, (0, -flat.numel() % kind.block))
     return kind.pack(filled.view(-1, kind.block))
 
 
 def unpacked(kind: Packed, kept: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-    """Returns the numbers, in float32."""
+    """Returns the unpacked values, in float32."""
     return kind.unpack(*kept).reshape(-1)[: shape.numel()].view(shape)
 
 

@@ -1,4 +1,5 @@
-"""Optimizers by name. A user's module (`job.custom_import`) adds its own: `register_optimizer`."""
+"""Optimizers by name. A user's module (`job.custom_import`) adds its own with
+`register_optimizer`."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _RULES: dict[str, type[Rule]] = {"AdamW": AdamW, "Adam": AdamW, "Lion": Lion}
 
 
 def register_optimizer(name: str, rule: type[Rule]) -> None:
-    """Makes `optimizer.name = "<name>"` known. `rule` is a frozen dataclass that extends
-    `Elementwise` or `WholeMatrix`; its fields are what `[optimizer.options]` may set."""
+    """Registers `optimizer.name = "<name>"`. `rule` is a frozen dataclass that extends
+    `Elementwise` or `WholeMatrix`; its fields are the keys of `[optimizer.options]`."""
     if name in _RULES:
         raise OptimizerError(f"an optimizer named '{name}' is already registered")
     if not (isinstance(rule, type) and issubclass(rule, Elementwise | WholeMatrix)):
@@ -44,7 +45,8 @@ def register_optimizer(name: str, rule: type[Rule]) -> None:
 
 
 def _missing_methods(rule: type[Rule]) -> list[str]:
-    """Returns the methods that its kind of rule leaves to it. AdamW, by its kernels, needs none."""
+    """Returns the required methods that a rule does not define. AdamW needs none, since it has
+    kernels."""
     if issubclass(rule, AdamW):
         return []
     base = Elementwise if issubclass(rule, Elementwise) else WholeMatrix
@@ -59,14 +61,14 @@ def optimizer_names() -> list[str]:
 def rule_class(name: str) -> type[Rule]:
     if name not in _RULES:
         near = nearest_name(name, _RULES)
-        hint = f"; did you mean '{near}'?" if near else f"; there are {', '.join(sorted(_RULES))}"
+        hint = f"; did you mean '{near}'?" if near else f"; known: {', '.join(sorted(_RULES))}"
         raise OptimizerError(f"there is no optimizer '{name}'{hint}")
     return _RULES[name]
 
 
 def rules_of(settings: Optimizer) -> list[Rule]:
-    """Returns the rule that `[optimizer]` asks for, and after it the one of the parameters it does
-    not take."""
+    """Returns the rule that `[optimizer]` names, followed by the one for the parameters it does not
+    take."""
     kind = rule_class(settings.name)
     if kind is AdamW:
         if settings.options:
@@ -80,7 +82,8 @@ def rules_of(settings: Optimizer) -> list[Rule]:
         second = rules[0].others
         if not issubclass(rule_class(second), Elementwise):
             raise OptimizerError(
-                f"{second} cannot take what {settings.name} leaves: not elementwise"
+                f"{second} cannot take the parameters that {settings.name} leaves: it is not "
+                "elementwise"
             )
         rules += rules_of(settings.model_copy(update={"name": second, "options": {}}))
     return rules
@@ -92,26 +95,24 @@ def rule_for(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule:
         if rule.takes(name, tuple(shape)):
             return rule
     raise OptimizerError(
-        f"{type(rules[-1]).__name__} does not take {name}, and no optimizer is left that would; to "
-        "leave a parameter as it is, use model.freeze"
+        f"{type(rules[-1]).__name__} does not take {name}, and neither does any other optimizer; "
+        "to leave a parameter unchanged, use model.freeze"
     )
 
 
 def state_kinds(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> StateKinds:
-    """Returns the state that is kept of this parameter."""
+    """Returns the kinds of state that are kept of this parameter."""
     rule = rule_for(rules, name, shape)
     kinds = rule.state(name, tuple(shape))
     if not isinstance(kinds, Mapping):
-        raise OptimizerError(
-            f"{type(rule).__name__}.state() must return a dict, of names and kinds"
-        )
+        raise OptimizerError(f"{type(rule).__name__}.state() must return a dict of names and kinds")
     for state, kind in kinds.items():
         if problem := wrong_kind(kind):
             raise OptimizerError(f"{type(rule).__name__} cannot keep '{state}': {problem}")
-        if not state.isidentifier() or state == "step":  # torch counts updates under that name
+        if not state.isidentifier() or state == "step":  # torch's name for the update count
             raise OptimizerError(
-                f"{type(rule).__name__} cannot keep '{state}' in checkpoints: name it in letters, "
-                "digits and underscores, and not 'step'"
+                f"{type(rule).__name__} cannot keep '{state}' in checkpoints: use a name of "
+                "letters, digits and underscores other than 'step'"
             )
     return kinds
 
@@ -119,7 +120,7 @@ def state_kinds(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> State
 def state_bytes(
     config: JobConfig, shapes: Mapping[str, tuple[int, ...]], saved: bool = False
 ) -> float:
-    """Returns the bytes of the state of all these parameters in memory, or as they are saved."""
+    """Returns the bytes of the state of these parameters, in memory or as saved."""
     rules = rules_of(config.optimizer)
     count = num_saved_bytes if saved else num_bytes
     return sum(
@@ -160,5 +161,5 @@ def _with_options(kind: type[Rule], name: str, options: Mapping[str, Any]) -> Ru
         raise OptimizerError(f"{name} needs optimizer.options.{missing[0]}, which has no default")
     try:
         return kind(**options)
-    except ValueError as error:  # what the rule itself has to say about its options
+    except ValueError as error:  # raised by the rule itself
         raise OptimizerError(f"{name}: {error}") from None

@@ -1,8 +1,7 @@
-"""Update rules: what an optimizer states, free of ranks, devices and number formats.
+"""Update rules: what an optimizer defines, independent of ranks, devices and number formats.
 
-Tensors are float32, or wider where parameters are. What a rule returns takes the place of what was
-there; a step that must be skipped is skipped by the framework, on the device. All state starts at
-zero.
+Tensors are float32, or wider if the parameters are. What a rule returns replaces the old values; if
+a step must be skipped, the framework does so on the device. All state starts at zero.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
-# An update works in pieces of this many numbers, which hold whole blocks.
+# An update works on pieces of this many elements, which hold whole blocks.
 LARGEST_BLOCK = 2**23
 
 
@@ -31,7 +30,7 @@ class Rates:
     lr: float
     weight_decay: float
     num_updates: Tensor
-    """How many updates there have been, including this one: a float32 scalar on the device."""
+    """The number of updates so far, including this one: a float32 scalar on the device."""
 
 
 class Rule:
@@ -42,12 +41,13 @@ class Rule:
         return True
 
     def state(self, name: str, shape: Sequence[int]) -> StateKinds:
-        """Returns what is kept of such a parameter, by name."""
+        """Returns the kinds of state that are kept of such a parameter, by name."""
         return {}
 
 
 class Elementwise(Rule):
-    """Every number moves by itself, so a shard, or a piece of one, is as good as the whole."""
+    """A rule that updates every element independently, so it can work on a shard or a piece of
+    one."""
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, rates: Rates
@@ -57,38 +57,40 @@ class Elementwise(Rule):
 
 
 class WholeMatrix(Rule):
-    """Matrices are updated by something that takes all of them to know, such as an orthogonal
-    factor. `before` and `after` run on shards; between them, `whole` runs once per matrix, on the
-    rank that owns it."""
+    """A rule whose update of a matrix depends on the whole matrix, such as an orthogonal factor.
+    `before` and `after` run on shards; between them, `whole` runs once per matrix, on the rank that
+    owns it."""
 
     others = "AdamW"
-    """The optimizer of the parameters that this one does not take, with its own keys and options
-    as set in [optimizer]."""
+    """The optimizer of the parameters that this one does not take, with its own keys and options as
+    set in [optimizer]."""
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
-        """Matrices inside of blocks: neither embeddings nor the head, which are tables of rows."""
+        """Returns whether it is a matrix inside a block: not an embedding or the head, which are
+        tables of rows."""
         return len(shape) == 2 and not any(word in name for word in ("embed", "lm_head"))
 
     def before(self, gradient: Tensor, state: State, rates: Rates) -> tuple[Tensor, State]:
-        """Returns what is to be made whole, and the new state. It travels in the type it has."""
+        """Returns the local part of the matrix for `whole`, and the new state. It is sent in its
+        own dtype."""
         return gradient, state
 
     def whole(self, matrix: Tensor) -> Tensor:
-        """Returns the direction, in the shape of the matrix. It travels back in the same type."""
+        """Returns the direction, in the shape of the matrix. It is sent back in the same dtype."""
         raise NotImplementedError
 
     def after(
         self, parameter: Tensor, direction: Tensor, state: State, rates: Rates
     ) -> tuple[Tensor, State]:
-        """Returns the new parameter and its new state, or the state that it was given."""
+        """Returns the new parameter and its new state, or the same state if it does not change."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor of the parameter's shape, sharded as the parameter is.
+    """A tensor with the parameter's shape and sharding.
 
-    `dtype` is the parameter's own unless given. bfloat16 is rounded stochastically, so that slow
+    `dtype` defaults to that of the parameter. bfloat16 is rounded stochastically, so that slow
     averages stay unbiased.
     """
 
@@ -104,12 +106,12 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor of the parameter's shape that is kept in fewer bytes, such as 8 bits per number with
-    a scale per block.
+    """A tensor of the parameter's shape that is stored in fewer bytes, such as 8 bits per element
+    with a scale per block.
 
-    The numbers of a shard are cut into blocks, the last one filled up with zeros. `pack` takes a
+    The elements of a shard are divided into blocks, the last one padded with zeros. `pack` takes a
     float32 tensor [blocks, block] and returns the tensors to keep, whose first dimension counts the
-    blocks; `unpack` takes those and returns the numbers. Checkpoints hold the unpacked numbers in
+    blocks; `unpack` takes those and returns the elements. Checkpoints hold the unpacked elements in
     float32, so that any layout, and any other way of packing, can read them.
     """
 
@@ -125,11 +127,11 @@ StateKinds = Mapping[str, StateKind]
 
 
 def wrong_kind(kind: object) -> str:
-    """Returns what is wrong with a description of state, if anything."""
+    """Returns what is wrong with a kind of state, or an empty string."""
     if isinstance(kind, Packed):
         is_power = isinstance(kind.block, int) and kind.block > 0 and kind.block.bit_count() == 1
         if not is_power or kind.block > LARGEST_BLOCK:
-            return f"a block of {kind.block} numbers is not a power of two up to {LARGEST_BLOCK}"
+            return f"a block of {kind.block} elements is not a power of two up to {LARGEST_BLOCK}"
         return ""
     if not isinstance(kind, Like | Scalar):
         return f"{kind!r} is none of Like(), Scalar() and Packed()"
@@ -139,7 +141,7 @@ def wrong_kind(kind: object) -> str:
 
 
 def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> float:
-    """Returns the bytes in memory for the state of a parameter of this shape and type."""
+    """Returns the bytes in memory for the state of a parameter of this shape and dtype."""
     total = 0.0
     for kind in kinds.values():
         if isinstance(kind, Scalar):
@@ -152,7 +154,7 @@ def num_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> float:
 
 
 def num_saved_bytes(kinds: StateKinds, shape: tuple[int, ...], dtype: str) -> int:
-    """Returns the bytes in a checkpoint, which holds packed state unpacked."""
+    """Returns the bytes in a checkpoint, where packed state is unpacked."""
     saved = {
         name: Like("float32") if isinstance(kind, Packed) else kind for name, kind in kinds.items()
     }

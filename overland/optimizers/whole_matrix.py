@@ -1,12 +1,12 @@
-"""Whole-matrix rules at work: each matrix is dealt to one of the ranks that share it.
+"""Runs whole-matrix rules: each matrix is assigned to one of the ranks that share it.
 
     1. every rank runs `before` on its shard and sends the result to the matrix's owner
-    2. the owner puts the matrix together, runs `whole`, and sends each rank its part of the result
+    2. the owner assembles the matrix, runs `whole`, and sends each rank its part of the result
     3. every rank runs `after` on its shard
 
 This happens in rounds in which every owner has one matrix, so a rank holds one whole matrix at a
-time, and a round is two exchanges among the ranks. Who owns what follows from names and sizes
-alone. Ranks that hold copies (`dp_replicate`) each compute their own.
+time, and a round is two exchanges among the ranks. Ownership follows from names and sizes alone.
+Ranks that hold copies (`dp_replicate`) each compute their own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix and where it lies."""
+    """A matrix and where its parts are."""
 
     name: str
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]  # that share it, as the world counts them
+    ranks: tuple[int, ...]  # that share it, as global ranks
     boxes: tuple[Box, ...]  # of each of them
 
     @property
@@ -44,7 +44,7 @@ class Matrix:
 
 
 class Matrices:
-    """The matrices of this rank, dealt out, with the groups to exchange them in."""
+    """The matrices of this rank, assigned to owners, with the groups to exchange them in."""
 
     def __init__(self, rule: WholeMatrix, parameters: Mapping[str, nn.Parameter]) -> None:
         self.rule = rule
@@ -54,7 +54,7 @@ class Matrices:
             matrix = locate(name, parameter)
             shared.setdefault(matrix.ranks, []).append(matrix)
             some[matrix.ranks] = parameter
-        # In an order that all ranks of a group agree on, since they make it together.
+        # In an order that all ranks of a group agree on, since they create it together.
         self.groups = [
             (rounds(shared[ranks]), process_group_of(some[ranks], ranks))
             for ranks in sorted(shared)
@@ -100,7 +100,7 @@ class Matrices:
         require_shape(self.rule, "before", result, tuple(shard.gradient.shape))
         shard.write_state(state, step)
         shard.write_scalars(state, step)
-        # A step that is skipped may hold anything, which not every factorisation takes.
+        # A skipped step may hold any values, which not every factorisation accepts.
         return torch.where(step.is_skipped, torch.zeros_like(result), result)
 
     def _after(self, shard: ParameterShard, direction: Tensor, step: Step) -> None:
@@ -110,7 +110,7 @@ class Matrices:
             found = self.rule.after(parameter, direction, given, shard.rates(step))
         new, state = pair(self.rule, "after", found)
         shard.write_parameter(new, step)
-        if state is not given:  # most rules are done with their state before
+        if state is not given:  # most rules update their state before
             shard.write_state(state, step)
             shard.write_scalars(state, step)
 
@@ -119,14 +119,14 @@ def require_shape(rule: WholeMatrix, method: str, result: Tensor, shape: tuple[i
     found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
     if found != shape:
         raise OptimizerError(
-            f"{type(rule).__name__}.{method}() was given {shape} and returned {found}, and not a "
+            f"{type(rule).__name__}.{method}() was given {shape} and returned {found}, expected a "
             "tensor of the same shape"
         )
 
 
 def locate(name: str, parameter: Tensor) -> Matrix:
-    """Returns the boxes of all ranks that share a parameter with this one; copies are
-    not shared."""
+    """Returns the boxes of all ranks that share a parameter with this one; copies are not
+    shared."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return Matrix(name, shape, (0,), (tuple(slice(0, size) for size in shape),))
@@ -148,8 +148,8 @@ def locate(name: str, parameter: Tensor) -> Matrix:
 
 
 def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
-    """Returns for each round the matrix of each owner. The largest are dealt first, always to the
-    owner that has the least so far."""
+    """Returns the matrix of each owner for each round. The largest are assigned first, always to
+    the owner that has the least so far."""
     num_owners = len(matrices[0].ranks)
     dealt: list[list[Matrix]] = [[] for _ in range(num_owners)]
     loads = [0] * num_owners
@@ -164,8 +164,8 @@ def rounds(matrices: Sequence[Matrix]) -> list[list[Matrix | None]]:
 
 
 def process_group_of(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Returns the group of the ranks that share a parameter; None for one rank. Along one axis the
-    mesh has it; for several, these ranks make one, without the others."""
+    """Returns the group of the ranks that share a parameter; None for one rank. The mesh has the
+    group of a single axis; for several axes, these ranks create one without the others."""
     if len(ranks) == 1:
         return None
     assert isinstance(parameter, DTensor)
@@ -193,7 +193,7 @@ def to_owners(
 def from_owners(
     results: Sequence[Tensor], inputs: Sequence[Tensor | None], group: dist.ProcessGroup | None
 ) -> list[Tensor | None]:
-    """Sends parts of this rank's own matrix back to everyone, and receives one part from every
+    """Sends the parts of this rank's own matrix back to all ranks, and receives one part from every
     owner."""
     like = next(one for one in inputs if one is not None)
     expected = [0 if one is None else one.numel() for one in inputs]

@@ -135,7 +135,7 @@ def test_the_yaml_as_it_is_becomes_a_job(place: Path) -> None:
 
 def test_a_single_process_trains_saves_and_validates(place: Path) -> None:
     output = run([*SCRIPT, *WORDS], place)
-    assert "training.epochs = 2 of safetensor_dataset.train.csv comes to 10 steps" in output
+    assert "training.epochs = 2 of safetensor_dataset.train.csv is 10 steps" in output
     assert "so trained on 20 random images of 1 × 30 × 28" in output
     records = read_metrics(place / RUN / "metrics.jsonl")
     validated = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}

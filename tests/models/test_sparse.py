@@ -141,7 +141,7 @@ def test_what_leaves_is_dense_with_zeros(ranks: RankPool, tmp_path: Path) -> Non
         ("pattern = '4:4'", "uses all weights"),
         ("pattern = 'half'", "model.sparse.pattern"),
         ("patern = '2:4'", "did you mean model.sparse.pattern"),
-        ("pattern = '2:7'", "needs rows of a multiple of 7 weights, and model.layers.0."),
+        ("pattern = '2:7'", "needs rows of a multiple of 7 weights, but model.layers.0."),
         ("modules = ['upproj']", "matches no linear layer of this model's blocks, such as model.l"),
         ("method = 'magnitud'", "did you mean 'magnitude'"),
         ("[lora]\nrank = 4", "choose one"),

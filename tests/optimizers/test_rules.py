@@ -168,7 +168,7 @@ def test_a_whole_matrix_rule_leaves_the_rest_to_adamw() -> None:
     ("words", "says"),
     [
         ({"name": "Lino"}, "there is no optimizer 'Lino'; did you mean 'Lion'?"),
-        ({"name": "SGD"}, "there is no optimizer 'SGD'; there are Adam, AdamW, "),
+        ({"name": "SGD"}, "there is no optimizer 'SGD'; known: Adam, AdamW, "),
         ({"name": "Lion", "options": {"beta_2": 0.9}}, "no option 'beta_2'; did you mean 'beta2'?"),
         ({"name": "Lion", "options": {"beta2": "high"}}, 'Lion\'s option beta2 = "high": '),
         ({"name": "AdamW", "options": {"beta2": 0.9}}, "takes its options from [optimizer] itself"),
@@ -202,12 +202,12 @@ def keep(kind: object) -> Callable[..., object]:
         (
             Elementwise,
             {"update": momentum_in_place, "state": keep(Like())},
-            "Own.update() changes a tensor that it is given in place",
+            "Own.update() changes one of its arguments in place",
         ),
         (
             Elementwise,
             {"update": lambda self, p, g, s, r: ((p - g).sum().view(1), s)},
-            "the update of 0.weight returned as its new parameter (1,)",
+            "the update of 0.weight returned (1,) as its new parameter",
         ),
         (Elementwise, {"update": lambda self, p, g, s, r: p - g}, "must return a tensor and"),
         (
@@ -216,7 +216,7 @@ def keep(kind: object) -> Callable[..., object]:
                 "update": lambda self, p, g, s, r: (p - g, {"momentum": g[:1]}),
                 "state": keep(Like()),
             },
-            "returned as its new momentum (1,)",
+            "returned (1,) as its new momentum",
         ),
         (
             WholeMatrix,
@@ -228,12 +228,12 @@ def keep(kind: object) -> Callable[..., object]:
         (
             Elementwise,
             {"update": sgd, "state": keep(Packed(pack, unpack, 100, 1.0))},
-            "a block of 100 numbers is not a power of two",
+            "a block of 100 elements is not a power of two",
         ),
         (
             Elementwise,
             {"update": sgd, "takes": lambda self, name, shape: len(shape) > 1},
-            "Own does not take 0.bias, and no optimizer is left that would",
+            "Own does not take 0.bias, and neither does any other",
         ),
     ],
 )
