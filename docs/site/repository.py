@@ -62,7 +62,7 @@ def with_links_of_the_site(markdown: str, page: str) -> str:
             return f'{found["attribute"]}{address}"'
         if found["container"]:
             return f"{found['container']} markdown"  # so that Markdown is read inside it
-        in_table = markdown[markdown.rfind("\n", 0, found.start()) + 1 :].startswith("|")
+        in_table = markdown.startswith("|", markdown.rfind("\n", 0, found.start()) + 1)
         return found[0].replace("\\|", "|") if in_table else found[0]
 
     return LINK.sub(rewrite, markdown)
