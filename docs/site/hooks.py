@@ -102,17 +102,20 @@ def listed(nav: Any) -> set[str]:
     return {page for item in items for page in listed(item)}
 
 
-def expand(nav: list[Any], pages: list[str], named: set[str]) -> list[Any]:
-    """Returns the menu with each pattern replaced by the pages that match it and are not named."""
+def expand(nav: list[Any], pages: list[str], taken: set[str]) -> list[Any]:
+    """Returns the menu with each pattern replaced by the pages that match it and are not taken,
+    by their name or by an earlier pattern."""
     menu: list[Any] = []
     for item in nav:
         if isinstance(item, str) and "*" in item:
             folder = posixpath.dirname(item)
             same = [page for page in pages if posixpath.dirname(page) == folder]
-            menu += [page for page in fnmatch.filter(same, item) if page not in named]
+            matching = [page for page in fnmatch.filter(same, item) if page not in taken]
+            taken.update(matching)
+            menu += matching
         elif isinstance(item, dict):
             menu += [
-                {title: expand(inside, pages, named) if isinstance(inside, list) else inside}
+                {title: expand(inside, pages, taken) if isinstance(inside, list) else inside}
                 for title, inside in item.items()
             ]
         else:
