@@ -1,6 +1,6 @@
-"""Trains large language models on any machine, in sessions, without losing a token.
+"""Trains and fine-tunes large models on any machine; runs stop at any point and resume exactly.
 
-What the command does, from Python (docs/library.md):
+The same features as the command, from Python (docs/library.md):
 
     import overland
 
@@ -9,8 +9,8 @@ What the command does, from Python (docs/library.md):
     model = overland.load_model(result.folder)
     print(overland.generate(model, "def ")[0].text)
 
-The names in `__all__` are the public ones. They are imported when they are first used, so that
-`import overland` is a matter of milliseconds.
+The names in `__all__` are public. Each is imported when it is first used, so that `import overland`
+takes only milliseconds.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ __all__ = [
     "train",
 ]
 
-# Where each of them is, and its name there if that is another.
+# The module of each name, and its name there if it differs.
 _PLACES = {
     "Callback": "overland.training.callbacks",
     "Completion": "overland.tools.evaluation.generate",

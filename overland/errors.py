@@ -1,8 +1,8 @@
-"""Errors, and what kind of trouble each one is.
+"""Errors, and the kind of each.
 
-Every error of ours is a sentence for the user. Its kind tells a job chain what to do about it: a
-kind that would happen again on any node ends the chain when it comes twice, and a new error, whose
-kind nobody has stated, never does.
+Every error of ours is a sentence for the user. Its kind tells a job chain what to do: an error that
+would happen again on any node ends the chain when it occurs twice; an error of unknown kind never
+does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 
 class Kind(StrEnum):
-    """In the order of blame: of several, the first is the cause."""
+    """Kinds of failure, in order of precedence: of several, the first is taken as the cause."""
 
     NODE = "node lost"
     DEVICE = "device fault"
@@ -31,31 +31,31 @@ class Kind(StrEnum):
 
     @property
     def is_of_the_program(self) -> bool:
-        """Whether the same would happen again on any node."""
+        """Whether the same error would happen again on any node."""
         return self in (Kind.CONFIG, Kind.DATA, Kind.TRAINING, Kind.CODE)
 
 
 class OverlandError(Exception):
-    """Something that the user can mend; the message is a sentence that says how."""
+    """A user error: the message is one sentence that says how to fix it."""
 
     kind: ClassVar[Kind] = Kind.UNKNOWN
     exit_code: ClassVar[int] = 2
 
 
 class ModelError(OverlandError, ValueError):
-    """A model, config.json, attention backend or weight file that cannot be used as asked."""
+    """A model, config.json, attention backend or weight file that cannot be used as requested."""
 
     kind = Kind.CONFIG
 
 
 class ObjectiveError(OverlandError, ValueError):
-    """An objective that does not exist, or cannot be used as asked."""
+    """An objective that does not exist, or cannot be used as requested."""
 
     kind = Kind.CONFIG
 
 
 class OptimizerError(OverlandError, ValueError):
-    """An optimizer that does not exist, or cannot be used as asked."""
+    """An optimizer that does not exist, or cannot be used as requested."""
 
     kind = Kind.CONFIG
 
@@ -67,20 +67,20 @@ class DataError(OverlandError):
 
 
 class Unsettled(DataError):
-    """Something that only the user can choose, such as a column. By which option depends on who
-    asks: a flag of a command, or a key of a config."""
+    """Something that only the user can choose, such as a column. The option to set depends on the
+    caller: a flag of a command, or a key of a config."""
 
     def __init__(self, before: str, option: str, after: str) -> None:
         super().__init__(f"{before}--{option}{after}")
         self.before, self.option, self.after = before, option, after
 
     def by(self, option: str) -> DataError:
-        """The same, where the option has this name."""
+        """Returns the same error with this name for the option."""
         return DataError(f"{self.before}{option}{self.after}")
 
 
 class FromFirstRank(DataError):
-    """What rank 0 could not do; it tells the cause itself."""
+    """A failure of rank 0, seen by other ranks; rank 0 itself reports the cause."""
 
     kind = Kind.NETWORK
 
@@ -92,31 +92,31 @@ class CheckpointError(OverlandError):
 
 
 class NotSavedError(CheckpointError):
-    """The last save of a session failed: what was learned since the one before is lost."""
+    """The last save of a session failed, so progress since the previous save is lost."""
 
-    exit_code = 74  # "input/output error", as sysexits.h has it
+    exit_code = 74  # EX_IOERR of sysexits.h
 
 
 class TrainingError(OverlandError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
     kind = Kind.TRAINING
 
 
 class TakenError(TrainingError):
-    """Somebody else trains in the run folder."""
+    """Another process is training in the run folder."""
 
     kind = Kind.TAKEN
 
 
 class OutOfMemoryError(TrainingError):
-    """There is no memory left; the message says what held it and what to change."""
+    """Out of memory; the message says what used it and what to change."""
 
     kind = Kind.MEMORY
 
 
 class ClusterError(OverlandError):
-    """Ranks could not be started or could not go on."""
+    """Ranks could not be started or could not continue."""
 
     kind = Kind.NETWORK
 
@@ -126,7 +126,7 @@ class HubError(OverlandError):
 
 
 class ReportError(OverlandError):
-    """A report cannot be written or served as asked."""
+    """A report cannot be written or served as requested."""
 
 
 class NoRun(OverlandError):
@@ -134,7 +134,7 @@ class NoRun(OverlandError):
 
 
 def sentence(error: Exception) -> str:
-    """What went wrong, in a line."""
+    """Returns what went wrong, in one line."""
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"

@@ -1,13 +1,13 @@
-"""Files: written whole or not at all, and those of others read within bounds.
+"""Files: written completely or not at all, and untrusted files read within limits.
 
-A file's bytes survive a power cut after `fsync` of the file, its name after `fsync` of its folder.
-So a file is written beside its place, synced, and renamed; nobody does that by hand elsewhere. All
-operations go through `Disk`, so that tests can end the world at each.
+The contents of a file survive a power failure after `fsync` of the file, its name after `fsync` of
+its folder. So a file is written under a temporary name, synced, and renamed; all code does this
+through this module. All operations go through `Disk`, so that tests can crash at each of them.
 
-Whatever a file of others holds, the end is a value or a ValueError. Python's readers of JSON, TOML
-and YAML give up with a RecursionError where values are nested too deep, and read files of any size.
-YAML names a value once and uses it many times, or inside itself, so a few lines can stand for more
-than fits into any memory.
+Reading an untrusted file gives a value or a ValueError. Python's parsers of JSON, TOML and YAML
+fail with a RecursionError if values are nested too deeply, and read files of any size. In YAML a
+value can be named once and used many times, or inside itself, so a few lines can expand to more
+than fits into memory.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any, BinaryIO
 
 Moved = Callable[[int], None]
 """Called with the number of bytes read or written since the last call, from several threads; with 0
-when another operation has ended."""
+when another operation has finished."""
 
 
 def ignore(num_bytes: int) -> None:
-    """For those who need not know how far it is."""
+    """Ignores progress."""
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Sets room aside for a new file there, writing nothing, and gives it back. OSError where it
-    cannot be had, by a quota too, which does not show in what a disk has free; or where the file
-    system (EOPNOTSUPP) or the operating system (ENOSYS) cannot do it."""
+    """Tests whether there is space for a new file, by reserving it without writing and releasing it
+    again. Raises OSError if there is not, also because of a quota, which a disk's free space does
+    not show; or if the file system (EOPNOTSUPP) or the operating system (ENOSYS) cannot do it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        # posix_fallocate would write every block where the file system cannot set room aside.
+        # posix_fallocate would write every block if the file system cannot reserve space.
         fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
         if fallocate is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -51,27 +51,27 @@ def reserve(path: Path, num_bytes: int) -> None:
 
 class Disk:
     def at(self, operation: str, path: Path) -> None:
-        """Called before every operation. Tests override it to die there."""
+        """Called before every operation. Tests override it to crash there."""
 
     def make_folder(self, path: Path) -> None:
         self.at("make folder", path)
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A new file, open for writing. One that is there is removed and not overwritten: a thread
-        of a save that was given up may still write into it."""
+        """Returns a new file, open for writing. An existing one is removed rather than overwritten:
+        a thread of an abandoned save may still be writing to it."""
         self.at("create", path)
         path.unlink(missing_ok=True)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
 
     def write_at(self, descriptor: int, data: memoryview, offset: int, path: Path) -> None:
         self.at("write", path)
-        while data:  # the system may take less than it is given
+        while data:  # the system may write less than requested
             written = os.pwrite(descriptor, data, offset)
             data, offset = data[written:], offset + written
 
     def sync_so_far(self, descriptor: int, path: Path) -> None:
-        """Waits until what was written so far is on the disk; more may be written meanwhile."""
+        """Waits until everything written so far is on disk; more may be written meanwhile."""
         self.at("sync so far", path)
         os.fdatasync(descriptor)
 
@@ -83,7 +83,7 @@ class Disk:
             os.close(descriptor)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """A whole small file, on the disk when this returns; its name is not yet."""
+        """Writes a small file, which is on disk when this returns; its name is not durable yet."""
         descriptor = self.create(path)
         try:
             self.write_at(descriptor, memoryview(data), 0, path)
@@ -102,7 +102,7 @@ class Disk:
         self.sync_folder(target.parent)
 
     def point(self, link: Path, target: str) -> None:
-        """Makes the symbolic link `link` name `target`, in one step."""
+        """Makes the symbolic link `link` point to `target`, atomically."""
         beside = link.with_name(f".{link.name}.tmp")
         self.at("remove", beside)
         beside.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ class Disk:
         self.sync_folder(path.parent)
 
     def remove_folder(self, path: Path) -> None:
-        """Everything in it and itself; what is not there is no error."""
+        """Removes a folder with its contents; a missing one is not an error."""
         self.at("remove folder", path)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -133,9 +133,9 @@ def replaced(
     durable: bool = True,
     disk: Disk = DISK,
 ) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` at the end, if nothing is raised until then: readers
-    see the old one or the new one. Say `shared` where several processes may write it at once, and
-    not `durable` where it can be made again."""
+    """Yields a file that replaces `path` at the end, if nothing is raised: readers see either the
+    old or the new one. Set `shared` if several processes may write it at once, and `durable=False`
+    if it can be recreated."""
     unique = f".{uuid.uuid4().hex[:12]}" if shared else ""
     beside = beside or path.with_name(f".{path.name}{unique}.part")
     try:
@@ -156,15 +156,15 @@ def replace_file(
     durable: bool = True,
     disk: Disk = DISK,
 ) -> None:
-    """The same for contents that are at hand."""
+    """Replaces a file by these contents, as `replaced` does."""
     with replaced(path, shared=shared, durable=durable, disk=disk) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
 def new_file(path: Path, *, durable: bool = True, disk: Disk = DISK) -> Iterator[BinaryIO]:
-    """A file whose bytes are on the disk when this ends. What the system says of writing to it,
-    such as that the disk is full, has its name."""
+    """Yields a file whose contents are on disk when this ends. Errors of writing to it, such as a
+    full disk, name the file."""
     with naming(path):
         disk.at("create", path)
         with path.open("wb") as file:
@@ -177,7 +177,7 @@ def new_file(path: Path, *, durable: bool = True, disk: Disk = DISK) -> Iterator
 
 
 def publish(beside: Path, path: Path, *, durable: bool = True, disk: Disk = DISK) -> None:
-    """Gives a file or folder that is complete its name, in one step."""
+    """Gives a complete file or folder its final name, atomically."""
     disk.at("rename", beside)
     beside.replace(path)
     if durable:
@@ -185,7 +185,7 @@ def publish(beside: Path, path: Path, *, durable: bool = True, disk: Disk = DISK
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    """Waits until a file's contents, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -195,7 +195,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Puts the file's name into what the system says of writing to it."""
+    """Adds the file's name to errors of writing to it."""
     try:
         yield
     except OSError as error:
@@ -204,7 +204,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-# An index of a large model's weights has megabytes, a config kilobytes.
+# The index of a large model's weights takes megabytes, a config kilobytes.
 LARGEST_JSON = 2**28
 LARGEST_CONFIG = 2**22
 DEEPEST = 50
@@ -212,10 +212,10 @@ MOST_VALUES = 100_000
 
 
 def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
-    """What a JSON file holds. ValueError if it holds none or is too large; OSError as ever."""
+    """Returns the contents of a JSON file. Raises ValueError if it is invalid or too large."""
     size = path.stat().st_size
     if size > most:
-        raise ValueError(f"it has {size:,} bytes, and {most:,} are the most that is read")
+        raise ValueError(f"it has {size:,} bytes, more than the limit of {most:,}")
     return parse_json(path.read_bytes())
 
 
@@ -223,26 +223,26 @@ def parse_json(text: bytes | str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("its values are nested too deep") from None
+        raise ValueError("its values are nested too deeply") from None
 
 
 def what_is_wrong(error: Exception) -> str:
-    """What an error says about a foreign file whose structure is not the one that is read."""
+    """Describes an error about an untrusted file that does not have the expected structure."""
     if isinstance(error, RecursionError):
-        return "its values are nested too deep"
+        return "its values are nested too deeply"
     if isinstance(error, KeyError):
         return f"{error} is missing"
     if isinstance(error, ValueError):
         return str(error)
-    return "its structure is another"
+    return "it does not have the expected structure"
 
 
 def check_yaml(node: Any) -> None:
-    """ValueError if the document is deep, holds itself, or is large with what it repeats written
-    out. `node`: the composed document, in which what has a name is one object."""
+    """Raises ValueError if the document is nested too deeply, contains itself, or is too large once
+    aliases are expanded. `node`: the composed document, in which an alias is the same object."""
     import yaml
 
-    sizes: dict[int, int] = {}  # by identity; 0 while it is being looked at
+    sizes: dict[int, int] = {}  # by identity; 0 while it is being measured
 
     def size_of(node: Any, depth: int) -> int:
         if not isinstance(node, yaml.CollectionNode):
@@ -250,24 +250,26 @@ def check_yaml(node: Any) -> None:
         if known := sizes.get(id(node)):
             return known
         if id(node) in sizes or depth > DEEPEST:
-            raise ValueError(f"its values are nested more than {DEEPEST} deep, or in a loop")
+            raise ValueError(
+                f"its values are nested more than {DEEPEST} levels deep, or contain themselves"
+            )
         sizes[id(node)] = 0
         pairs = isinstance(node, yaml.MappingNode)
         inside = [one for pair in node.value for one in pair] if pairs else node.value
         sizes[id(node)] = 1 + sum(size_of(one, depth + 1) for one in inside)
         if sizes[id(node)] > MOST_VALUES:
-            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+            raise ValueError(f"it has more than {MOST_VALUES:,} values")
         return sizes[id(node)]
 
     size_of(node, 0)
 
 
 def parse_yaml(text: str) -> Any:
-    """What YAML of others holds, by its safe rules. ValueError for whatever is wrong with it."""
+    """Returns the contents of untrusted YAML, loaded safely. Raises ValueError for any problem."""
     import yaml
 
     if len(text) > LARGEST_CONFIG:
-        raise ValueError(f"it has more than {LARGEST_CONFIG:,} letters")
+        raise ValueError(f"it has more than {LARGEST_CONFIG:,} characters")
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -275,13 +277,13 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node) if node is not None else None
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(
-            str(error).partition("\n")[0] or "its values are nested too deep"
+            str(error).partition("\n")[0] or "its values are nested too deeply"
         ) from None
 
 
 def leads_out(path: Path, folder: Path) -> bool:
-    """Whether links take `path` out of `folder`. A snapshot in Hugging Face's cache consists of
-    links to the blobs beside it, which belong to it."""
+    """Returns whether links lead from `path` out of `folder`. A snapshot in Hugging Face's cache
+    consists of links to the blobs next to it, which belong to it."""
     folder = folder.resolve()
     roots = [folder]
     if folder.parent.name == "snapshots":

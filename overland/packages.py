@@ -1,5 +1,5 @@
-"""Packages that only some uses need: they are imported late, and a missing one is said by the name
-of the extra that brings it."""
+"""Optional packages: imported when needed; the error for a missing one names the extra to
+install."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def need(
     error: type[OverlandError] = DataError,
     note: str = "",
 ) -> Any:
-    """The module, or an error that says what needs it and how to install it."""
+    """Returns the module, or raises an error that says what needs it and how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:

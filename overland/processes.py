@@ -1,4 +1,4 @@
-"""Processes: which one this is, whether another one still runs, and how many files one may open."""
+"""Processes: identifying this one, whether another still runs, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def this_process() -> dict[str, Any]:
 
 
 def host() -> str:
-    """Where process numbers mean the same: containers on one machine number their own."""
+    """Returns a name for the PID namespace: containers on one machine have their own numbers."""
     try:
         space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     except OSError:
@@ -39,8 +39,8 @@ def is_running(owner: dict[str, Any]) -> bool:
 
 
 def _start_of(process: int) -> str | None:
-    """When it began, which tells it from a later one of the same number; "" if it has ended and
-    its parent has not noticed yet; None where the system does not say."""
+    """Returns the start time, which distinguishes it from a later process with the same number; ""
+    if it has ended, even if its parent has not noticed yet; None if the system does not say."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def _start_of(process: int) -> str | None:
 
 
 def age_of_process() -> float:
-    """Returns the seconds since this process began; 0 where the system does not say."""
+    """Returns the seconds since this process started; 0 if the system does not say."""
     try:
         begun = int(_start_of(os.getpid()) or "") / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
@@ -59,7 +59,7 @@ def age_of_process() -> float:
 
 
 def state_of(pid: int) -> str:
-    """R, S, D, T, … as the kernel has it; empty if there is no such process any more."""
+    """Returns the kernel's state, R, S, D, T, …; empty if the process no longer exists."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -68,7 +68,7 @@ def state_of(pid: int) -> str:
 
 
 def allow_open_files() -> None:
-    """As many as this user may: shells often start with a limit of 1,024."""
+    """Raises the limit of open files to the user's maximum: shells often start with 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,4 @@
-"""The progress bar of long work: on stderr, where somebody is looking."""
+"""The progress bar of long work: on stderr, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Unit = Literal["things", "bytes", "share"]
 
 
 class Bar:
-    """Draws nothing without one of rich's. Any thread may move it."""
+    """Wraps a bar of rich, or draws nothing without one. Any thread may update it."""
 
     def __init__(self, drawn: Any = None, task: Any = None) -> None:
         self._drawn, self._task = drawn, task
@@ -21,7 +21,7 @@ class Bar:
         return self._drawn is not None
 
     def __call__(self, done: float, total: float | None = None, what: str | None = None) -> None:
-        """So much is done, of how much, and this is being done now."""
+        """Sets how much is done, of how much in total, and what is being done."""
         if self._drawn is not None:
             self._drawn.update(self._task, completed=done, total=total, description=what)
 
@@ -34,7 +34,7 @@ class Bar:
 def progress_bar(
     what: str, unit: Unit = "things", total: float | None = None, visible: bool = True
 ) -> Iterator[Bar]:
-    """A bar with counts in that unit, the time left, and what is being done."""
+    """Yields a bar with counts in that unit, the remaining time, and what is being done."""
     if not visible or not sys.stderr.isatty():
         yield Bar()
         return

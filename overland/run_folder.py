@@ -1,29 +1,29 @@
-"""A run folder: every name in it, and what lies under it.
+"""A run folder: every name in it, and what it holds.
 
-config.toml            what the run was started with, all keys
-model_config.json      its architecture, as Hugging Face writes one
-README.md              what it is and how it goes on
+config.toml            the config of the run, with all keys
+model_config.json      the architecture, in Hugging Face's format
+README.md              what the run is and how to resume it
 tokenizer/             the tokenizer's files
-data/plan.json         the plan of its data, and where the corpora lie
-data/ledger.bin        what the model was fed
+data/plan.json         the plan of its data, and where the corpora are
+data/ledger.bin        what the model consumed
 metrics.jsonl          a line per logged step
-metrics.undone.jsonl   such lines of steps that were undone by a resume from an earlier step
-sessions.jsonl         each session: what it ran on, what it saved and said, and how it ended
+metrics.undone.jsonl   the lines of steps that were undone by resuming from an earlier step
+sessions.jsonl         each session: what it ran on, what it saved and printed, and how it ended
 loss.svg               the losses
-samples.jsonl          what the model said to metrics.sample_prompt
-checkpoint/step_N/     checkpoints; those of a stop before the end are called step_N.preempt
-evaluations/step_N/    results of evaluations of a checkpoint
-checkpoint-N/          the adapters of step_N as PEFT stores them, if that is asked for
-logs/                  what ranks and jobs printed
-faults/                stacks and flight records of what went wrong
+samples.jsonl          the model's answers to metrics.sample_prompt
+checkpoint/step_N/     checkpoints; those of an early stop are called step_N.preempt
+evaluations/step_N/    evaluation results of a checkpoint
+checkpoint-N/          the adapters of step_N in PEFT's format, with lora.save_as_peft
+logs/                  the output of ranks and jobs
+faults/                stack traces and flight recorder dumps of failures
 submit/                scripts and configs of the jobs
-attempts.jsonl         everything that happened to the jobs
-live.json              how things stand right now
-owner.json             who trains in it
-STOP                   made by a user: stop after this step
+attempts.jsonl         the events of the jobs
+live.json              the current state
+owner.json             the process that trains in it
+STOP                   created by the user: stop after this step
 stopped                why the chain of jobs ended before the run
 done                   the last step, once it is taken and saved
-hf/                    the weights for Hugging Face
+hf/                    the weights in Hugging Face's format
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ FAULTS, SUBMITTED, PREFLIGHT = "faults", "submit", "preflight.json"
 CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise
 LATEST = "latest"
 WRITTEN_BY = "Written by `overland train`"  # in the README.md of every run
-COMMITTED = "COMMITTED"  # in a checkpoint that is whole
+COMMITTED = "COMMITTED"  # in a complete checkpoint
 CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")
 ADAPTERS = re.compile(r"checkpoint-(\d+)")
 
-# What is logged of every step. What a model or an objective logs needs other names, or one number
-# would hide the other.
+# The metrics of every step. Metrics of a model or an objective need other names, or one would hide
+# the other.
 METRIC_NAMES = frozenset({
     "step", "time", "loss", "grad_norm", "lr", "tokens", "samples", "tokens_per_second",
     "samples_per_second", "tflops", "mfu", "memory_gib", "data_wait", "skipped_steps",
     "skipped_documents", "empty_steps", "seconds", "train/sparsity",
 })  # fmt: skip
-VALIDATION_LOSS = "validation_loss"  # and what begins with it or with the next
+VALIDATION_LOSS = "validation_loss"  # reserved, with all names that begin with it or with the next
 VALIDATION = "validation/"
 
 
@@ -73,7 +73,7 @@ def checkpoint_name(step: int, preempt: bool = False) -> str:
 
 
 def adapters_name(step: int) -> str:
-    """As the Trainer of transformers calls its checkpoints."""
+    """Returns the name that transformers' Trainer gives its checkpoints."""
     return f"checkpoint-{step}"
 
 
@@ -85,7 +85,7 @@ class RunFolder:
     traces: Path
     memory_snapshots: Path
     fallback: Path | None
-    """For a last save that the run folder's disk refuses."""
+    """For the last save of a session, if the run folder's disk fails."""
 
     @classmethod
     def of(cls, config: JobConfig) -> RunFolder:
@@ -107,7 +107,8 @@ class RunFolder:
 
     @property
     def undone_metrics(self) -> Path:
-        """What was logged of steps that were undone: taken again, after a resume from before."""
+        """The metrics of steps that were undone and taken again, after resuming from an earlier
+        step."""
         return self.root / UNDONE
 
     @property
@@ -120,7 +121,7 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
-        """What the model said to `metrics.sample_prompt`, by step."""
+        """The model's answers to `metrics.sample_prompt`, by step."""
         return self.root / SAMPLES
 
     @property
@@ -141,7 +142,7 @@ class RunFolder:
 
     @property
     def data(self) -> Path:
-        """The plan of the data, counts of what its windows hold, and the ledger."""
+        """The plan of the data, counts of the contents of its windows, and the ledger."""
         return self.root / DATA
 
     @property
@@ -150,7 +151,7 @@ class RunFolder:
 
     @property
     def fallback_ledger(self) -> Path | None:
-        """What of the ledger belongs to a checkpoint in the fallback folder."""
+        """The part of the ledger that belongs to a checkpoint in the fallback folder."""
         return self.fallback / "ledger.bin" if self.fallback is not None else None
 
     @property
@@ -163,7 +164,7 @@ class RunFolder:
 
     @property
     def done(self) -> Path:
-        """There once the last step is taken and saved; holds its number. Job scripts read it."""
+        """Exists once the last step is taken and saved; holds its number. Job scripts read it."""
         return self.root / DONE
 
     def steps_done(self) -> int:
@@ -173,7 +174,7 @@ class RunFolder:
             return 0
 
     def kept_epochs(self) -> float:
-        """`training.epochs` of the run as its config.toml has it; 0 without."""
+        """Returns `training.epochs` from the run's config.toml; 0 if not set."""
         try:
             kept = tomllib.loads(self.config.read_text())
             return float(kept.get("training", {}).get("epochs", 0))
@@ -185,14 +186,14 @@ class RunFolder:
 
 
 def below(root: Path, folder: str) -> Path:
-    """A folder of the run. One that lies elsewhere may be shared by runs, and each has its own
-    part of it, by name."""
+    """Returns a folder of the run. An absolute path may be shared by runs, so each gets a subfolder
+    with its name."""
     path = Path(folder).expanduser()
     return path / root.absolute().name if path.is_absolute() else root / path
 
 
 def fresh_folder(wanted: str) -> str:
-    """`wanted`, or the first of `wanted-2`, `wanted-3`, … that no run has used."""
+    """Returns `wanted`, or the first of `wanted-2`, `wanted-3`, … that is unused."""
     number, candidate = 1, Path(wanted).expanduser()
     while candidate.exists() and any(candidate.iterdir()):
         number += 1
@@ -201,7 +202,7 @@ def fresh_folder(wanted: str) -> str:
 
 
 def first_taken(names: Iterable[str]) -> str | None:
-    """The first of these names that means something else in the logs."""
+    """Returns the first of these names that is already used for another metric."""
     return next(
         (
             name

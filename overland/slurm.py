@@ -1,5 +1,4 @@
-"""Slurm, by its own commands, and its short form of lists: `n[1-3,7],login1` for hosts, `3,1(x2)`
-for numbers."""
+"""Slurm's commands, and its compact lists: `n[1-3,7],login1` for hosts, `3,1(x2)` for numbers."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ MOST_RESTARTS = 10  # preemptions count too
 def allocated_nodes(env: Mapping[str, str]) -> list[str]:
     if "SLURM_JOB_NODELIST" not in env:
         raise ClusterError(
-            "this is for the batch script of a Slurm job; `overland submit` writes it"
+            "this works only in the batch script of a Slurm job, which `overland submit` writes"
         )
     return expand_hosts(env["SLURM_JOB_NODELIST"])
 
 
 def shun(bad: Sequence[str], ours: Collection[str], env: Mapping[str, str]) -> None:
-    """Asks Slurm to keep these nodes, the worst first, from the jobs of this name that wait, this
-    one too if it was requeued. What it was asked for before (`ours`) and is not among them any more
-    is forgotten; what the user excludes stays."""
-    # A job that was just requeued is shown as completing; one that has ended refuses the change.
+    """Asks Slurm to exclude these nodes, the worst first, from waiting jobs of this name, including
+    this one if it was requeued. Earlier exclusions (`ours`) that are no longer listed are lifted;
+    those of the user stay."""
+    # A job that was just requeued is listed as completing; one that has ended rejects the change.
     states = "--states=PENDING,COMPLETING"
     listed = ["--noheader", states, f"--name={env.get('SLURM_JOB_NAME', '')}"]
     for line in ask("squeue", "--me", *listed, "--format=%i|%x|%D|%f").split():
@@ -38,7 +37,7 @@ def shun(bad: Sequence[str], ours: Collection[str], env: Mapping[str, str]) -> N
         before = expand_hosts(excluded) if excluded and excluded != "(null)" else []
         users = [node for node in before if node not in ours]
         usable = [node for node in usable_nodes(env, feature) if node not in users]
-        # Half of what is left over stays usable, or the job might wait for ever.
+        # Half of the surplus nodes stay usable, or the job might wait forever.
         most = max(0, len(usable) - int(num_nodes)) // 2
         wanted = [*users, *[node for node in bad if node in usable][:most]]
         if set(wanted) != set(before):
@@ -46,8 +45,8 @@ def shun(bad: Sequence[str], ours: Collection[str], env: Mapping[str, str]) -> N
 
 
 def usable_nodes(env: Mapping[str, str], feature: str = "") -> list[str]:
-    """Of this job's partition, those that Slurm would give to a job. Only a single feature is
-    looked at, and not an expression of several."""
+    """Returns the nodes of this job's partition that Slurm could give to a job. Only a single
+    feature is considered, not an expression of several."""
     partition = env.get("SLURM_JOB_PARTITION", "")
     words = ["--noheader", "--Node", "--responding", f"--partition={partition}"]
     found = []
@@ -60,34 +59,34 @@ def usable_nodes(env: Mapping[str, str], feature: str = "") -> list[str]:
 
 
 def requeue(env: Mapping[str, str]) -> None:
-    """This job, to get other nodes."""
+    """Requeues this job, to get other nodes."""
     if may_requeue(env) and not was_requeued(env):
         ask("scontrol", "requeue", env.get("SLURM_JOB_ID", ""))
 
 
 def may_requeue(env: Mapping[str, str]) -> bool:
-    """A few times, or it would go on for ever."""
+    """Returns whether this job may be requeued again: only a few times, or it might never end."""
     return int(env.get("SLURM_RESTART_COUNT") or 0) < MOST_RESTARTS
 
 
 def job_state(env: Mapping[str, str]) -> str:
-    """What Slurm calls this job now: RUNNING, CANCELLED, TIMEOUT, …; empty if it does not say."""
+    """Returns Slurm's state of this job: RUNNING, CANCELLED, TIMEOUT, …; empty if unknown."""
     shown = ask("scontrol", "show", "job", env.get("SLURM_JOB_ID", ""), "--oneliner")
     state = re.search(r" JobState=(\w+)", shown)
     return state[1] if state else ""
 
 
 def was_requeued(env: Mapping[str, str]) -> bool:
-    """Whether the job went back into the queue, and this process is left over from before: on a
-    node that Slurm could not reach, say, and took from the job."""
+    """Returns whether the job was requeued and this process is left over from before: for example
+    on a node that Slurm could not reach and removed from the job."""
     shown = ask("scontrol", "show", "job", env.get("SLURM_JOB_ID", ""), "--oneliner")
     restarts = re.search(r" Restarts=(\d+) ", shown)
     return restarts is not None and int(restarts[1]) > int(env.get("SLURM_RESTART_COUNT") or 0)
 
 
 def signal_step(step: str, number: int, env: Mapping[str, str] = os.environ) -> None:
-    """To all tasks of a step. scancel may wait long for a node that is gone, so that nobody waits
-    for scancel."""
+    """Sends a signal to all tasks of a step, without waiting: scancel may take long if a node is
+    gone."""
     command = ["scancel", f"--signal={number}", step]
     with contextlib.suppress(OSError):
         subprocess.Popen(
@@ -100,8 +99,8 @@ def signal_step(step: str, number: int, env: Mapping[str, str] = os.environ) -> 
 
 
 def ask(*command: str) -> str:
-    """What a command of Slurm prints; nothing, where it is missing, fails or hangs. When a job is
-    requeued all of its processes get SIGTERM: that must not end what it still has to ask for."""
+    """Returns the output of a Slurm command; empty if it is missing, fails or hangs. It ignores
+    SIGTERM, which all processes of a job get when it is requeued."""
     deaf = ["sh", "-c", 'trap "" TERM; exec "$@"', "sh", *command]
     try:
         done = subprocess.run(deaf, capture_output=True, text=True, timeout=60)
@@ -111,8 +110,8 @@ def ask(*command: str) -> str:
 
 
 def squeue(*options: str, form: str, timeout: float) -> list[str] | None:
-    """A line for each job; none for a job that ended a while ago, which Slurm does not know any
-    more; None if Slurm cannot be asked."""
+    """Returns a line for each job; none for a job that ended a while ago, which Slurm no longer
+    knows; None if Slurm cannot be reached."""
     if shutil.which("squeue") is None:
         return None
     command = ["squeue", "--noheader", *options, f"--format={form}"]
@@ -126,7 +125,7 @@ def squeue(*options: str, form: str, timeout: float) -> list[str] | None:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list such as `frontier[00001-00003,00007],login1`, in its order."""
+    """Returns the hosts of a list such as `frontier[00001-00003,00007],login1`, in order."""
     words = re.findall(r"(?:[^,\[\]]+|\[[^\[\]]*\])+", text.strip())
     if not words or ",".join(words) != text.strip():
         raise ClusterError(f'"{text}": expected a list of hosts, such as n[1-3,7],login1')
@@ -134,7 +133,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers of a list such as `3,1(x2)`: 3, 1, 1."""
+    """Returns the numbers of a list such as `3,1(x2)`: 3, 1, 1."""
     counts: list[int] = []
     for word in text.strip().split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
@@ -145,7 +144,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _expand(word: str) -> list[str]:
-    """One name, which may hold several brackets: racks and nodes, `r[1-2]n[01-16]`."""
+    """Expands one name, which may have several brackets: racks and nodes, `r[1-2]n[01-16]`."""
     before, bracket, rest = word.partition("[")
     if not bracket:
         return [word]
@@ -155,7 +154,7 @@ def _expand(word: str) -> list[str]:
 
 
 def _numbers(inside: str) -> list[str]:
-    """`001-003,7` as written out: 001, 002, 003, 7."""
+    """Expands `001-003,7` to 001, 002, 003, 7."""
     found: list[str] = []
     for part in inside.split(","):
         first, _, last = part.partition("-")

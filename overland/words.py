@@ -1,4 +1,4 @@
-"""How values and commands read in a sentence, and what may be shown of text from others."""
+"""Formats values and commands for sentences, and makes untrusted text safe to print."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-# Control characters, half characters, and what ends a line or a paragraph: in a name they are a
-# mistake or an attack.
+# Control characters, surrogates, and line and paragraph separators: in a name they are a mistake or
+# an attack.
 _REFUSED = ("Cc", "Cs", "Zl", "Zp")
 
 
 def control_character(text: str) -> str | None:
-    """The first one in `text`, as Python writes it; None if there is none."""
+    """Returns the first control character in `text`, as Python writes it; None if there is none."""
     for letter in text:
         if unicodedata.category(letter) in _REFUSED:
             return repr(letter)
@@ -26,7 +26,8 @@ def control_character(text: str) -> str | None:
 
 
 def visible(text: str) -> str:
-    """`text` as a terminal may show it: new lines and tabs stay, and nothing moves the cursor."""
+    """Returns `text` safe for a terminal: newlines and tabs stay, other control characters are
+    escaped."""
     return "".join(
         letter if letter in "\n\t" or control_character(letter) is None else repr(letter)[1:-1]
         for letter in text
@@ -34,7 +35,7 @@ def visible(text: str) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """In GB, or in MB or kB where that would be 0.0 GB."""
+    """Formats a size in GB, or in MB or kB if that would be 0.0 GB."""
     for unit, bytes_of_unit in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= bytes_of_unit / 10:
             return f"{num_bytes / bytes_of_unit:,.1f} {unit}"
@@ -42,7 +43,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units are enough: `3 d 4 h`, `5 min`, `12 s`."""
+    """Formats a duration in at most two units: `3 d 4 h`, `5 min`, `12 s`."""
     if not math.isfinite(seconds):
         return "–"
     whole = max(0, round(seconds))
@@ -55,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """As a watch shows it: `0:12`, `1:02:03`; from a day on, `3 d 4 h`."""
+    """Formats a duration like a clock: `0:12`, `1:02:03`; from a day on, `3 d 4 h`."""
     whole = max(0, round(seconds))
     if whole >= 86400:
         return duration(whole)
@@ -64,31 +65,31 @@ def clock(seconds: float) -> str:
 
 
 def bad_ones(count: int) -> str:
-    """Documents that were skipped."""
+    """Describes the number of skipped documents."""
     return f"{count:,} bad {'one' if count == 1 else 'ones'}"
 
 
 def counted_words(counts: Mapping[str, int]) -> list[str]:
-    """`3 too long`, for each thing that was counted."""
+    """Returns phrases such as `3 too long`, one for each count."""
     return [f"{count:,} {what}" for what, count in sorted(counts.items())]
 
 
 def any_of(names: Sequence[str], word: str = "or") -> str:
-    """`a, b or c`."""
+    """Returns names as `a, b or c`."""
     if len(names) < 2:
         return "".join(names)
     return ", ".join(names[:-1]) + f" {word} {names[-1]}"
 
 
 def nearest_name(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate that `name` most likely meant, regardless of case, if one is near."""
+    """Returns the candidate that `name` most likely meant, ignoring case, if one is close."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for a misspelt name, or the list of valid names where none is near."""
+    """Returns `; did you mean 'x'?` for a misspelt name, or all valid names if none is close."""
     names = sorted(valid)
     if near := nearest_name(name, names):
         return f"; did you mean '{near}'?"
@@ -96,14 +97,14 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def command(*words: object) -> str:
-    """A command of this installation, with its arguments, as the shell here must be given it: by
-    name if the PATH finds this one, else by its path."""
+    """Returns a command of this installation with its arguments, quoted for the shell: by name if
+    the PATH finds this installation, otherwise by its path."""
     name, *rest = map(str, words)
     return " ".join([_program(name), *map(shlex.quote, rest)])
 
 
 def _program(name: str) -> str:
-    here = Path(sys.executable).parent / name  # beside this Python, as pip installs it
+    here = Path(sys.executable).parent / name  # next to this Python, where pip installs it
     if not here.exists():
         return name if shutil.which(name) else f"{shlex.quote(sys.executable)} -m {name}"
     found = shutil.which(name)

@@ -1,8 +1,8 @@
-"""What the schema alone cannot see: numbers that must fit each other, files, models, backends.
+"""Checks that the schema alone cannot make: values that must fit together, files, models, backends.
 
-Each check is a function from a `Loaded` to problems, and names the sections or keys it looks at.
-If some of those could not be read (`ConfigError.partial`), the check stays silent, since it would
-judge a default in place of what was meant.
+Each check is a function from a `Loaded` to problems, listed with the sections or keys it reads. If
+one of those could not be parsed (`ConfigError.partial`), the check is skipped, since it would judge
+a default instead of what was meant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["check_config", "load_checked", "require"]
 Check = Callable[[Loaded], Iterator[Problem]]
 SizedCheck = Callable[[Loaded, int | None], Iterator[Problem]]
 
-# custom_import comes first: what it registers is valid in the checks after it.
+# custom_import comes first, so that later checks know what it registers.
 CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (model.check_custom_import, ("job.custom_import",)),
     (model.check_model, ("model", "job.custom_import")),
@@ -89,11 +89,11 @@ SIZED_CHECKS: list[tuple[SizedCheck, tuple[str, ...]]] = [
 
 
 def check_config(loaded: Loaded, world_size: int | None) -> list[Problem]:
-    """Returns everything that is wrong, or worth a note, with a config that loads.
+    """Returns all problems of a config that loads, and notes.
 
     Args:
-        loaded: What `load_config` gave.
-        world_size: Number of processes; None: not known, so nothing is compared with it.
+        loaded: The result of `load_config`.
+        world_size: Number of processes; None: unknown, so nothing is compared with it.
     """
     problems: list[Problem] = []
     for check, keys in CHECKS:
@@ -111,11 +111,11 @@ def require(
     """Raises `ConfigError` unless the config can run here; returns notes and what was waived.
 
     Args:
-        loaded: What `load_config` gave.
+        loaded: The result of `load_config`.
         world_size: Number of processes, if known.
-        waive: Kinds that are reported and not raised: `overland check` waives "missing" (still to
-            be fetched), and on a login node "machine" too. Where something else is wrong, what is
-            missing is raised with it: a user should not see it only after the next attempt.
+        waive: Kinds that are returned instead of raised: `overland check` waives "missing" (still
+            to be fetched) and, for login nodes, "machine". If there are other problems, missing
+            files are raised with them, so that the user sees all of it in one attempt.
     """
     problems = check_config(loaded, world_size)
     waived = [problem for problem in problems if problem.kind in (*waive, "note")]
@@ -131,7 +131,7 @@ def load_checked(
     world_size: int | None = None,
     waive: Collection[ProblemKind] = (),
 ) -> tuple[Loaded, list[Problem]]:
-    """Does what `load_config` and `require` do, so that the problems of both come at once."""
+    """Combines `load_config` and `require`, so that the problems of both are reported at once."""
     try:
         loaded = load_config(source, arguments, env)
     except ConfigError as error:

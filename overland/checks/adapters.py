@@ -1,4 +1,4 @@
-"""Adapters to go on from fit the model, and those that are to be written can be."""
+"""Checks that adapters to continue from fit the model, and that new ones can be saved as asked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
         yield Problem("no such folder", loaded.where(key), key, folder, kind="missing")
         return
     if loaded.config.checkpoint.initial_load_path is None:
-        message = "adapters need the weights that they were trained beside: set model.from"
+        message = "adapters need the base model that they were trained with; set model.from"
         yield Problem(message, loaded.where(key), key, folder)
     try:
         wanted = trained_parameters(model_config(loaded.config.model), loaded.config.lora)
     except (ModelError, OSError):
-        return  # which another check reports
+        return  # another check reports it
     from overland.checkpoint.formats.lazy import digest
     from overland.checkpoint.formats.peft import is_adapter, open_peft
 
@@ -49,22 +49,24 @@ def check_adapter(loaded: Loaded) -> Iterator[Problem]:
         and (one not in found or digest(weights[one].load()) != digest(weights[owner].load()))
     ]
     if missing:
-        message = f"lacks {missing[0]}, which the model has by its settings"
+        message = f"lacks {missing[0]}, which the model has with these settings"
     elif extra:
         message = f"has {extra[0]!s:.100}, which the model does not have"
     elif other:
         name = other[0]
-        message = f"has {name} in shape {list(found[name])}, and the model in {list(wanted[name])}"
+        message = (
+            f"has {name} with shape {list(found[name])}, but the model has {list(wanted[name])}"
+        )
     elif tied:
         one, owner = tied[0]
-        message = f"has trained {owner} as another matrix than {one}, and here they are one"
+        message = f"has separate matrices for {owner} and {one}, which are tied in this model"
     else:
         return
-    yield Problem(f"is no adapter of this model: it {message}", loaded.where(key), key, folder)
+    yield Problem(f"does not fit this model: it {message}", loaded.where(key), key, folder)
 
 
 def check_saved_modules(loaded: Loaded) -> Iterator[Problem]:
-    """Refuses to train one name of a matrix that has two, and whose other name is not trained."""
+    """Refuses to train a tied matrix under only one of its two names."""
     key, lora = "lora.modules_to_save", loaded.config.lora
     if not lora.rank or not lora.modules_to_save:
         return
@@ -76,8 +78,8 @@ def check_saved_modules(loaded: Loaded) -> Iterator[Problem]:
         if is_saved_whole(one, lora) and not is_saved_whole(owner, lora):
             module, other = (name.removesuffix(".weight") for name in (one, owner))
             message = (
-                f"{module} is {other} in this model (tie_word_embeddings): name {other}, which "
-                "trains both"
+                f"{module} is tied to {other} in this model (tie_word_embeddings); name {other}, "
+                "which trains both"
             )
             yield Problem(message, loaded.where(key), key, lora.modules_to_save)
 
@@ -88,46 +90,47 @@ def ties_in(config: JobConfig) -> Mapping[str, str]:
 
 
 def check_narrow_base(loaded: Loaded) -> Iterator[Problem]:
-    """`lora.base = nf4`: what its weights are read from, and what cannot work with them."""
+    """Refuses settings that do not work with `lora.base = nf4`."""
     config, key = loaded.config, "lora.base"
     if not config.lora.rank or config.lora.base != "nf4":
         return
     source = config.checkpoint.initial_load_path
     message = ""
     if source is None:
-        message = "4 bits are made of weights that were trained: set model.from"
+        message = "needs trained weights to quantize; set model.from"
     elif config.checkpoint.type != "shard" and config.checkpoint.enable:
         message = (
-            f"checkpoint.type = {config.checkpoint.type} would hold the frozen weights, too, which "
-            "nothing else reads in 4 bits: set it to shard, which leaves them where they are"
+            f"checkpoint.type = {config.checkpoint.type} would also save the frozen weights in 4 "
+            "bits, which nothing else can read; set it to shard, which leaves them out"
         )
     elif config.parallelism.tensor_parallel_degree > 1:
-        message = "tensor parallelism cuts rows, whose 4-bit weights share scales: shard instead"
+        message = "tensor parallelism splits rows, whose 4-bit weights share scales; shard instead"
     elif config.training.float8 != "off":
-        message = "training.float8 multiplies weights that are kept whole: choose one of the two"
+        message = "training.float8 needs unquantized weights; choose one of the two"
     if message:
         yield Problem(message, loaded.where(key), key, "nf4")
 
 
 def check_adapter_files(loaded: Loaded) -> Iterator[Problem]:
-    """`lora.save_as_peft` and `checkpoint.last_save_in_hf` with adapters."""
+    """Checks `lora.save_as_peft`, and `checkpoint.last_save_in_hf` with adapters."""
     config, key = loaded.config, "lora.save_as_peft"
     if config.lora.save_as_peft:
         message = ""
         if not config.lora.rank:
-            message = "there are no adapters to write: set lora.rank"
+            message = "there are no adapters to save; set lora.rank"
         elif not config.checkpoint.enable:
-            message = "adapters are written with checkpoints: set checkpoint.enable = true"
+            message = "adapters are saved with checkpoints; set checkpoint.enable = true"
         elif config.checkpoint.type == "local":
             message = (
-                "checkpoint.type = local keeps the parts of a tensor apart: set it to shard or full"
+                "checkpoint.type = local stores the parts of a tensor separately; set it to shard "
+                "or full"
             )
         if message:
             yield Problem(message, loaded.where(key), key, True)
     key = "checkpoint.last_save_in_hf"
     if config.checkpoint.last_save_in_hf and config.lora.rank and config.lora.base == "nf4":
         message = (
-            "would put the adapters into the weights, which are in 4 bits (lora.base = nf4) and "
-            "too coarse for that: set lora.save_as_peft instead"
+            "would merge the adapters into 4-bit weights (lora.base = nf4), which are too coarse "
+            "for that; set lora.save_as_peft instead"
         )
         yield Problem(message, loaded.where(key), key, True)

@@ -1,9 +1,9 @@
-"""Whether a user's model calls its blocks in the order in which `structure()` names them, and hands
-on between them what it says.
+"""Checks that a custom model calls its blocks in the order in which `structure()` names them, and
+passes between them what it describes.
 
-A pipeline is cut by that description alone: other numbers would come out of a wrong order, and
-stages would wait for each other over a wrong shape. Both show in one forward pass of the undivided
-model on the meta device, which computes nothing.
+A pipeline is split by that description alone: a wrong order would give wrong results, and a wrong
+shape would make stages hang. One forward pass of the whole model on the meta device, which computes
+nothing, reveals both.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from overland.models.registry import own_model_name
 from overland.models.structure import Inputs, blocks_of, structure_of
 from overland.parallel.apply import build_undivided, require_splittable
 
-MOST_NAMED = 8  # of the blocks in a sentence
+MOST_NAMED = 8  # blocks per sentence
 
 
 def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str:
-    """Refuses a model of a user's own that a pipeline would change, or that would hang in one.
-    Returns a note if that cannot be known, as the model does not run without numbers."""
+    """Refuses a custom model that a pipeline would change, or that would hang in one. Returns a
+    note if that cannot be determined, because the model does not run without values."""
     if degrees.pp == 1 or own_model_name(architecture) is None:
         return ""
-    # Neither kernels of attention nor products in 8 bits change the order, and both want a GPU.
+    # Attention kernels and float8 do not change the order, and both need a GPU.
     any_device = config.model_copy(
         update={
             "model": config.model.model_copy(update={"attention": "auto"}),
@@ -49,23 +49,25 @@ def require_order(architecture: Any, config: JobConfig, degrees: Degrees) -> str
         seen = Seen(model)
         failure = ""
         try:
-            with torch.random.fork_rng(devices=[]):  # what the run draws does not depend on this
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # so that the run's random numbers do not depend on this
                 model(first, **others)
         except Exception as error:  # the user's code may fail in any way at all
             failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     seen.require_order(is_whole=not failure)
     seen.require_shape(rows, tokens, structure.between(tokens))
-    if not failure or seen.has_all:  # what comes after the blocks does not matter here
+    if not failure or seen.has_all:  # what follows the blocks does not matter here
         return ""
     return (
-        f"it was not checked whether {seen.model} calls its blocks in the order that structure() "
-        "names, and what passes between them: a forward pass on the meta device, where tensors "
-        f"have no values, fails with {failure}"
+        f"could not check whether {seen.model} calls its blocks in the order of structure(), nor "
+        "what passes between them: a forward pass on the meta device, where tensors have no "
+        f"values, fails with {failure}"
     )
 
 
 class Seen:
-    """Notes what blocks are called, and what they return, while a model runs."""
+    """Records which blocks are called, and what they return, while a model runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = type(model).__name__
@@ -84,51 +86,52 @@ class Seen:
         return len(self.returned) == len(self.named)
 
     def require_order(self, is_whole: bool) -> None:
-        """`is_whole`: the pass came to its end, so that a block not called so far never is."""
+        """Refuses another order. `is_whole`: the pass finished, so missing blocks are never
+        called."""
         for name in self.called:
             if (times := self.called.count(name)) > 1:
                 raise ModelError(
-                    f"the forward pass of {self.model} calls {name} {times} times, and a stage of "
-                    "a pipeline calls each of its blocks once: train it with pp = 1"
+                    f"the forward pass of {self.model} calls {name} {times} times, but a pipeline "
+                    "stage calls each of its blocks once; train it with pp = 1"
                 )
         missing = [name for name in self.named if name not in self.called]
         if missing and is_whole:
             raise ModelError(
                 f"structure() of {self.model} names {in_short(missing, self.named)} among the "
-                "blocks, which its forward pass does not call: name those alone that it calls, "
-                "or train it with pp = 1"
+                "blocks, which its forward pass does not call; name only blocks that it calls, or "
+                "train it with pp = 1"
             )
         if self.called != self.named[: len(self.called)]:
             raise ModelError(
                 f"structure() of {self.model} names its blocks in the order "
-                f"{in_short(self.named, self.named)}, and its forward pass calls them in the order "
-                f"{in_short(self.called, self.named)}, so a pipeline would train another model: "
+                f"{in_short(self.named, self.named)}, but its forward pass calls them in the order "
+                f"{in_short(self.called, self.named)}, so a pipeline would train another model; "
                 "name them in the order of the forward pass"
             )
 
     def require_shape(self, rows: int, tokens: int, said: object) -> None:
-        """Refuses a block that returns to the next, which may be on another stage, what structure()
+        """Refuses a block that passes to the next, which may be on another stage, what structure()
         does not say."""
         expected = (rows, *said) if isinstance(said, tuple | list) else said
         for name in self.named[:-1]:
             found = self.returned.get(name)
             if name in self.returned and not isinstance(found, Tensor):
                 raise ModelError(
-                    f"{name} of {self.model} returns a {type(found).__name__}, and what passes "
-                    "from one stage of a pipeline to the next is one tensor: let each block return "
-                    "the hidden state alone, or train it with pp = 1"
+                    f"{name} of {self.model} returns a {type(found).__name__}, but pipeline stages "
+                    "pass a single tensor to each other; let each block return only the hidden "
+                    "state, or train it with pp = 1"
                 )
             if isinstance(found, Tensor) and tuple(found.shape) != expected:
                 raise ModelError(
-                    f"{name} of {self.model} returns the shape {tuple(found.shape)}, and "
-                    f"between({tokens}) of its structure() says {said}, which makes {expected} "
-                    "with the rows of a micro-batch: let both be the same"
+                    f"{name} of {self.model} returns the shape {tuple(found.shape)}, but "
+                    f"between({tokens}) of its structure() says {said}, which is {expected} with "
+                    "the rows of a micro-batch; make them agree"
                 )
 
 
 def in_short(names: Sequence[str], order: Sequence[str]) -> str:
-    """Returns names of blocks; those of one list that follow each other as in `order` are named by
-    their ends."""
+    """Returns names of blocks, with consecutive ones of the same list abbreviated to the first and
+    last."""
     place = {name: number for number, name in enumerate(order)}
     runs: list[list[str]] = []
     for name in names:

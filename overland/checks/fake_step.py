@@ -1,10 +1,10 @@
-"""One training step of one rank of any world, without devices: the real mesh and the real model,
-sharded on the meta device over a process group that only pretends to communicate, then stepped with
-tensors that have shapes and no memory.
+"""Simulates one training step of one rank of any world, without devices: the real mesh and the real
+model, sharded on the meta device over a fake process group, then stepped with fake tensors, which
+have shapes but no memory.
 
-What fails here fails on the cluster too, hours of queueing later. What it counts (parameters,
-bytes, collectives) is exact for the step as it is written; a kernel's own workspace is not in it.
-Compilation is left out, so a compiled run keeps less for its backward pass than is counted here.
+What fails here would also fail on the cluster, after hours in the queue. The counts (parameters,
+bytes, collectives) are exact for the step as written, but exclude the workspace of kernels. The
+step is not compiled, so a compiled run keeps less for its backward pass than is counted here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from overland.parallel.mesh import build_mesh, forget_meshes
 from overland.parallel.pipeline import deal_blocks, micro_batches_kept, stages_of_rank
 from overland.parallel.sharding import splits
 
-# Raised where a user's code reads numbers: nothing is known of it then, here.
+# Raised if a user's code reads values, which fake tensors do not have.
 NOT_FOR_FAKES = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -67,8 +67,8 @@ class FakeStep:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int  # kept for the backward pass, by all micro-batches that are under way
-    microbatch_bytes: tuple[int, ...]  # of that, what each stage keeps of one micro-batch
+    activation_bytes: int  # kept for the backward pass, by all micro-batches in flight
+    microbatch_bytes: tuple[int, ...]  # of that, what each stage keeps per micro-batch
     collectives: dict[str, int]
     seconds: float
 
@@ -86,7 +86,7 @@ class FakeStep:
 
 
 def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> list[FakeStep]:
-    """Returns a step of rank 0; with a pipeline, of the first rank of each of its stages."""
+    """Returns a step of rank 0; with a pipeline, of the first rank of each stage."""
     degrees = resolve_degrees(config.parallelism, world_size, ranks_per_node)
     if degrees.pp == 1:
         return [fake_step(config, degrees, 0)]
@@ -97,7 +97,7 @@ def fake_steps(config: JobConfig, world_size: int, ranks_per_node: int = 8) -> l
     steps, alike = [], dict[tuple[Any, ...], FakeStep]()
     for place, combinations in enumerate(kept):
         numbers = stages_of_rank(place, degrees.pp, schedule)
-        # Stages in the middle with the same number of layers differ in nothing that is counted.
+        # Middle stages with the same number of layers have the same counts.
         kind = tuple((len(shares[n]), n == 0, n == len(shares) - 1) for n in numbers)
         rank = place * (world_size // degrees.pp)
         step = alike[kind] if kind in alike else fake_step(config, degrees, rank)
@@ -115,8 +115,8 @@ def num_microbatches(config: JobConfig, degrees: Degrees) -> int:
 
 
 def most_kept(step: FakeStep, combinations: Iterable[tuple[int, ...]]) -> int:
-    """Returns the bytes at the moment at which a rank's stages keep the most. What one pass of each
-    stage keeps beyond `microbatch_bytes` are parameters, which all micro-batches share."""
+    """Returns the bytes at the moment when a rank's stages keep the most. What one pass of each
+    stage keeps beyond `microbatch_bytes` is parameters, which all micro-batches share."""
     shared = step.activation_bytes - sum(step.microbatch_bytes)
     each = step.microbatch_bytes
     return shared + max(sum(map(mul, counts, each)) for counts in combinations)
@@ -126,9 +126,9 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
     started = time.perf_counter()
     uncompiled = config.compile.model_copy(update={"enable": False})  # fakes cannot be compiled
     kept = config.activation_checkpoint
-    if kept.mode == "auto":  # what it would choose depends on a device that is not here
+    if kept.mode == "auto":  # its choice depends on the device, which is not here
         kept = kept.model_copy(update={"mode": "none"})
-    training = settle_dtype(config.training, "cuda")  # what is worth a rehearsal runs on GPUs
+    training = settle_dtype(config.training, "cuda")  # runs worth checking use GPUs
     update = {"compile": uncompiled, "activation_checkpoint": kept, "training": training}
     config = config.model_copy(update=update)
     with fake_world(rank, degrees.world_size):
@@ -154,7 +154,7 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                     others |= found_in_pass(part, first, others, objective, field)
                 with saved_tensors_hooks(saved.pack, saved.unpack):
                     output = part(first, **others)
-                if degrees.pp > 1:  # a second micro-batch, of which only the memory is counted
+                if degrees.pp > 1:  # a second micro-batch, to count only its memory
                     before, counts = saved.total, collectives.counts.copy()
                     again = first.detach().clone().requires_grad_(first.requires_grad)
                     with saved_tensors_hooks(saved.pack, saved.unpack):
@@ -165,10 +165,10 @@ def fake_step(config: JobConfig, degrees: Degrees, rank: int) -> FakeStep:
                 if output.requires_grad:  # a first stage may be frozen
                     output.sum().backward()
             if not all(isinstance(rule, AdamW) for rule in optimizer.rules):
-                with fake_tensor.unset_fake_temporarily():  # who has which matrix is read off
+                with fake_tensor.unset_fake_temporarily():  # it reads which rank has which matrix
                     optimizer.prepared()
                 one, none = torch.ones(()), torch.zeros(())
-                with suppress(*NOT_FOR_FAKES):  # what a user's rule returns must fit
+                with suppress(*NOT_FOR_FAKES):  # a user's rule must return the right shapes
                     optimizer.update(0.1, one, 0.0, one, skip=none)
             with optimizer.whole():
                 parameters = [local(p.detach()) for part in parts for p in part.parameters()]
@@ -201,7 +201,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 def stage_inputs(
     part: nn.Module, architecture: Any, config: JobConfig, degrees: Degrees
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns what a part begins with, and all else that it is given of one micro-batch."""
+    """Returns the first input of a part, and its other inputs from one micro-batch."""
     fields = fields_of_pass(architecture, config, degrees)
     first, others = Inputs(part).of(fields)
     structure = structure_of(part)
@@ -218,7 +218,7 @@ def stage_inputs(
 
 
 def fields_of_pass(architecture: Any, config: JobConfig, degrees: Degrees) -> dict[str, Tensor]:
-    """Returns a rank's share of what one pass is given, without content."""
+    """Returns a rank's part of the inputs of one pass, filled with zeros."""
     rows = config.training.local_batch_size
     if degrees.pp > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -228,7 +228,7 @@ def fields_of_pass(architecture: Any, config: JobConfig, degrees: Degrees) -> di
 def made_up_fields(
     architecture: Any, rows: int, tokens: int, config: JobConfig
 ) -> dict[str, Tensor]:
-    """Returns a batch without content, in the shapes that the model is made for."""
+    """Returns a batch of zeros, in the shapes that the model expects."""
     numbers = {name: torch.zeros(rows, dtype=torch.int64) for name in ("sample_B", "epoch_B")}
     shapes = sample_fields(architecture)
     if shapes is not None:
@@ -250,8 +250,8 @@ def made_up_fields(
 
 
 def channels_of(config: JobConfig) -> dict[str, str]:
-    """Returns what comes with the tokens of the training data, as far as its sources are there: an
-    objective may want it."""
+    """Returns the channels that accompany the tokens of the training data, from sources that exist:
+    an objective may need them."""
     found: dict[str, str] = {}
     for name, wanted in sources_of(config).items():
         if registry.is_made(name, wanted):
@@ -265,14 +265,14 @@ def channels_of(config: JobConfig) -> dict[str, str]:
 def found_in_pass(
     part: nn.Module, first: Tensor, others: dict[str, Tensor], objective: Objective, field: str
 ) -> dict[str, Tensor]:
-    """Returns what a pass without gradient adds to the batch."""
+    """Returns the fields that a pass without gradients adds to the batch."""
     with torch.no_grad(), objective.during(field, [part]), objective.finding(field) as found:
         part(first, **others)
     return {field: torch.cat(found)} if found else {}
 
 
 def is_first_stage(part: nn.Module, structure: Structure) -> bool:
-    """Whether the part is the first stage, or the whole model."""
+    """Returns whether the part is the first stage, or the whole model."""
     return all(find_module(part, path) is not None for path in structure.before)
 
 
@@ -300,12 +300,12 @@ class Collectives(TorchDispatchMode):
 
 
 class SavedBytes:
-    """Counts what the forward pass keeps for the backward pass, each storage once. Parameters that
-    are gathered for it count too: they are in memory at that moment."""
+    """Counts the bytes that the forward pass keeps for the backward pass, each storage once.
+    Gathered parameters count too, since they are in memory at that moment."""
 
     def __init__(self) -> None:
         self.total = 0
-        # Held on to, as another storage could get the address of one that is gone.
+        # Kept alive, since a new storage could get the address of a freed one.
         self._seen: dict[int, UntypedStorage] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Files, folders and datasets that a config names are there, or it is said how to bring them."""
+"""Checks that files, folders and datasets of a config exist, and says how to fetch missing ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from overland.config.load import Loaded, load_config, recipe_for
 from overland.run_folder import CONFIG, METRICS, README, WRITTEN_BY
 from overland.words import any_of, command, control_character, nearest_name
 
-CHOICES = ("column", "subset", "split")  # keys that say which part of a dataset is read
-# torchtitan's names for parts of one public corpus, and which files of it they mean.
+CHOICES = ("column", "subset", "split")  # keys that select a part of a dataset
+# torchtitan's names for parts of C4, and the files they stand for.
 C4 = {"c4": "train", "c4_test": "validation", "c4_validation": "validation"}
 
 
@@ -20,9 +20,9 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
     folder = missing_from(loaded)
     if folder is not None:
         recipe = recipe_for(Path(folder))
-        way_out = f"`{command('overland', 'fetch', 'model', 'NAME', '--to', folder)}` brings one"
+        way_out = f"`{command('overland', 'fetch', 'model', 'NAME', '--to', folder)}` fetches one"
         if recipe is not None:
-            way_out = f"`{command('overland', 'train', recipe)}` makes it"
+            way_out = f"`{command('overland', 'train', recipe)}` creates it"
         yield _missing(loaded, "model.from", folder, way_out)
     for key, path in (
         ("model.config", model.config),
@@ -30,7 +30,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
     ):
         if path is not None and path != folder and not _exists(path):
             yield _missing(
-                loaded, key, path, f"`{command('overland', 'fetch', 'model', 'NAME')}` brings one"
+                loaded, key, path, f"`{command('overland', 'fetch', 'model', 'NAME')}` fetches one"
             )
     for name, path in loaded.config.data.datasets.items():
         if not _exists(path):
@@ -39,7 +39,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
 
 
 def missing_from(loaded: Loaded) -> str | None:
-    """The folder of `model.from`, if it is still to be fetched or trained."""
+    """Returns the folder of `model.from`, if it is still to be fetched or trained."""
     folder = loaded.config.checkpoint.initial_load_path
     is_from = folder is not None and loaded.is_set("model.from")
     return folder if is_from and folder is not None and not _exists(folder) else None
@@ -49,20 +49,21 @@ def check_checkpoints(loaded: Loaded) -> Iterator[Problem]:
     checkpoint = loaded.config.checkpoint
     path = checkpoint.initial_load_path
     if path is not None and not _exists(path) and missing_from(loaded) is None:
-        way_out = f"{_fetch_model()} brings released weights"
+        way_out = f"{_fetch_model()} fetches released weights"
         yield _missing(loaded, "checkpoint.initial_load_path", path, way_out)
     if checkpoint.keep_best and not loaded.config.validation.enable:
         key = "checkpoint.keep_best"
-        message = "which checkpoint is best shows in validation: set validation.enable = true"
+        message = "needs validation to find the best checkpoint; set validation.enable = true"
         yield Problem(message, loaded.where(key), key, checkpoint.keep_best)
     if checkpoint.resume not in ("auto", "none") and not _exists(checkpoint.resume):
         key = "checkpoint.resume"
         near = nearest_name(checkpoint.resume, ["auto", "none"])
-        message = 'expected "auto", "none" or the path of a checkpoint that is there'
+        message = 'expected "auto", "none" or the path of an existing checkpoint'
         yield Problem(message, loaded.where(key), key, checkpoint.resume, near and f'"{near}"')
 
 
-# What a run is about. Settings such as the rate or the number of steps may change when it resumes.
+# Keys that identify a run. Others, such as the learning rate or the number of steps, may change
+# when it resumes.
 SAME_RUN = {
     "model": ("name", "flavor", "config", "overrides"),
     "training": ("dataset", "dataset_path", *CHOICES),
@@ -71,17 +72,17 @@ SAME_RUN = {
 
 
 def check_place(loaded: Loaded) -> Iterator[Problem]:
-    """Refuses a folder with somebody else's README.md, which a run would overwrite."""
+    """Refuses a folder with an unrelated README.md, which a run would overwrite."""
     config, key = loaded.config, "job.dump_folder"
     folder = config.job.dump_folder
     if not folder.strip():
         yield Problem("is empty; name a folder for this run", loaded.where(key), key, folder)
     elif config.checkpoint.resume != "none" and _has_other_readme(Path(folder)):
-        message = "holds a README.md that is no run's, and a run would write its own over it"
+        message = "has a README.md of something else, which the run would overwrite; name another"
         yield Problem(message, loaded.where(key), key, folder)
     key, folder = "checkpoint.folder", config.checkpoint.folder
     if folder.strip() in ("", ".") or ".." in Path(folder).parts:
-        message = "expected the name of a folder of its own, in the run folder"
+        message = "expected the name of a separate folder, inside the run folder"
         yield Problem(message, loaded.where(key), key, folder)
 
 
@@ -93,8 +94,8 @@ def _has_other_readme(folder: Path) -> bool:
 
 
 def check_folder(loaded: Loaded) -> Iterator[Problem]:
-    """Refuses to resume a folder that the user did not name for another model or other data: two
-    configs may have one name, and one config is edited."""
+    """Refuses to resume with another model or other data in a folder that the user did not name:
+    two configs may have the same name, or a config may have been edited."""
     config, key = loaded.config, "job.dump_folder"
     before = Path(config.job.dump_folder) / CONFIG
     is_named = loaded.is_set(key) and not loaded.where(key).startswith("recipe ")
@@ -103,16 +104,16 @@ def check_folder(loaded: Loaded) -> Iterator[Problem]:
     try:
         earlier = load_config(str(before)).config
     except (ConfigError, OSError):
-        return  # of another version, say
+        return  # from another version, for example
     for section, names in SAME_RUN.items():
         for name in names:
             old = getattr(getattr(earlier, section), name, None)
             new = getattr(getattr(config, section), name, None)
             if old != new:
                 message = (
-                    f"holds a run with another {section}.{name} ({old}, now {new}). "
-                    f"`--resume none` starts a new run beside it; set {key} to name a folder, or "
-                    f"to continue that run with this change"
+                    f"has a run with another {section}.{name} ({old}, now {new}); use `--resume "
+                    f"none` to start a new run next to it, or set {key} to another folder, or to "
+                    f"this one to continue that run with the change"
                 )
                 yield Problem(message, loaded.where(key), key, config.job.dump_folder)
                 return
@@ -124,7 +125,7 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
     for name, source in sources.items():
         if source.path is not None and source.dataset is not None:
             key = f"data.sources.{name}.dataset"
-            message = "a source has a path or is a dataset by name, not both"
+            message = "a source is either a path or a named dataset, not both"
             yield Problem(message, loaded.where(key), key, source.dataset)
         if source.path is not None and not _is_data(source.path):
             yield _missing(loaded, f"data.sources.{name}.path", source.path)
@@ -135,10 +136,10 @@ def check_training_data(loaded: Loaded) -> Iterator[Problem]:
         for name in ("dataset_path", *CHOICES):
             if (value := getattr(training, name)) is not None:
                 key = f"training.{name}"
-                message = "stands beside [data.sources], which name all that is read: take one out"
+                message = "conflicts with [data.sources], which list all data; remove one of them"
                 yield Problem(message, loaded.where(key), key, value)
         if not any(source.weight for source in sources.values()):
-            message = "no source has a weight: nothing would be read"
+            message = "all weights are 0, so nothing would be read"
             yield Problem(message, loaded.where("data.sources"), "data.sources")
         return
     if training.dataset_path is None:
@@ -151,7 +152,7 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
     validation = loaded.config.validation
     if not validation.enable:
         if validation.sets:
-            message = "does nothing while validation.enable is false"
+            message = "has no effect while validation.enable is false"
             key = "validation.sets"
             yield Problem(message, loaded.where(key), key, kind="note")
         return
@@ -166,7 +167,7 @@ def check_validation_data(loaded: Loaded) -> Iterator[Problem]:
         return
     if validation.dataset == [] and not validation.sets:
         key = "validation.dataset"
-        message = "names no set to validate on: name one, or set validation.enable = false"
+        message = "is empty; name a set to validate on, or set validation.enable = false"
         yield Problem(message, loaded.where(key), key, validation.dataset)
         return
     from overland.data.leakage import foreign_validation
@@ -183,10 +184,10 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
     for name, one in loaded.config.validation.sets.items():
         key = f"validation.sets.{name}"
         if not name.strip() or "/" in name or control_character(name):
-            message = "expected a name, without /, as the metrics of a set are named after it"
+            message = "expected a name without /, since the metrics of the set are named after it"
             yield Problem(message, loaded.where(key), key)
         if one.path is not None and one.dataset is not None:
-            message = "a set has a path or is a dataset by name, not both"
+            message = "a set is either a path or a named dataset, not both"
             yield Problem(message, loaded.where(f"{key}.dataset"), f"{key}.dataset", one.dataset)
         if one.path is not None and not _is_data(one.path):
             yield _missing(loaded, f"{key}.path", one.path)
@@ -198,8 +199,8 @@ def _validation_sets(loaded: Loaded) -> Iterator[Problem]:
         training, key = loaded.config.training, f"{key}.freq"
         if one.freq is not None and training.epochs is None and one.freq > training.steps:
             message = (
-                f"is never reached in the {training.steps:,} steps of training.steps: the set is "
-                "validated on after the last step alone"
+                f"is more than the {training.steps:,} steps of training.steps, so the set is "
+                "validated on only after the last step"
             )
             yield Problem(message, loaded.where(key), key, one.freq, kind="note")
 
@@ -216,16 +217,16 @@ def _dataset(loaded: Loaded, key: str, name: str, path_key: str | None = None) -
     if not is_path and _exists(f"{data.folder}/{name}"):
         return
     if is_path or _is_data(name):
-        yield Problem(f"a path, where a name is expected: set {path_key} to it", where, key, name)
+        yield Problem(f"this is a path, not a name; set {path_key} to it instead", where, key, name)
         return
     near = nearest_name(name, [*built_in, *data.datasets], cutoff=0.8)
     if near:
         names = any_of([*built_in, *data.datasets, f"a folder in {data.folder}"])
         yield Problem(f"no such dataset; expected {names}", where, key, name, f'"{near}"')
         return
-    torchtitan = " (a name of torchtitan's for public text)" if name in C4 else ""
+    torchtitan = " (torchtitan's name for a public dataset)" if name in C4 else ""
     message = (
-        f"not on this machine{torchtitan}: {fetch_line(name, f'{data.folder}/{name}')}, or set "
+        f"not on this machine{torchtitan}; {fetch_line(name, f'{data.folder}/{name}')}, or set "
         f"data.datasets.{name} or {path_key} to a folder"
     )
     yield Problem(message, where, key, name, kind="missing")
@@ -236,9 +237,9 @@ def _fetch_model() -> str:
 
 
 def fetch_line(name: str, path: str) -> str:
-    """Says how a dataset of that name is brought here."""
+    """Returns how to fetch a dataset of that name."""
     which = ("allenai/c4", "--include", f"en/c4-{C4[name]}.*") if name in C4 else ("OWNER/NAME",)
-    return f"`{command('overland', 'fetch', 'dataset', *which, '--to', path)}` brings it"
+    return f"`{command('overland', 'fetch', 'dataset', *which, '--to', path)}` fetches it"
 
 
 def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:
@@ -248,8 +249,8 @@ def _missing(loaded: Loaded, key: str, path: str, way_out: str = "") -> Problem:
 
 
 def _near_path(path: Path) -> str | None:
-    """Returns a neighbour with almost the same name; a wrong letter is likelier than a missing
-    download."""
+    """Returns a file in the same folder with almost the same name; a typo is likelier than a
+    missing download."""
     if not path.parent.is_dir():
         return None
     near = nearest_name(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.85)
@@ -265,5 +266,5 @@ def _exists(path: str) -> bool:
 
 
 def _is_data(path: str) -> bool:
-    """Whether the path exists, or is the prefix of a Megatron pair."""
+    """Returns whether the path exists, or is the prefix of a Megatron pair."""
     return _exists(path) or _exists(path + ".idx")

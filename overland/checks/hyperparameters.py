@@ -1,5 +1,5 @@
-"""The optimizer, the learning-rate schedule and the objective exist, take their options, and fit
-the run."""
+"""Checks that the optimizer, the learning-rate schedule and the objective exist, accept their
+options, and fit the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_optimizer(loaded: Loaded) -> Iterator[Problem]:
         return
     if any(isinstance(rule, AdamW) for rule in rules):
         return
-    for name in ADAMW_KEYS:  # a run folder's config sets them all
+    for name in ADAMW_KEYS:  # a run folder's config sets all of them
         value = getattr(settings, name)
         if value != Optimizer.model_fields[name].default:
             key = f"optimizer.{name}"
@@ -52,7 +52,7 @@ def check_moments(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_groups(loaded: Loaded) -> Iterator[Problem]:
-    """Every pattern matches a parameter, and not only parameters of earlier groups."""
+    """Checks that every pattern matches a parameter, and not only parameters of earlier groups."""
     key, groups = "optimizer.groups", loaded.config.optimizer.groups
     section, lora = loaded.config.model, loaded.config.lora
     if not groups:
@@ -75,14 +75,14 @@ def check_groups(loaded: Loaded) -> Iterator[Problem]:
         elif not matched & left:
             message = (
                 f"'{group.pattern}' matches only parameters of earlier groups, and the first match "
-                "counts: put the narrower pattern first"
+                "counts; put the narrower pattern first"
             )
             yield Problem(message, loaded.where(key), key)
         left -= matched
 
 
 def check_units(loaded: Loaded) -> Iterator[Problem]:
-    """What can be said in two units is said in one."""
+    """Checks that a setting with two units is set in only one of them."""
     for key, other in IN_PLACE_OF.items():
         section, name = key.split(".")
         value = getattr(getattr(loaded.config, section), name)
@@ -92,37 +92,38 @@ def check_units(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _is_random_tokens(loaded: Loaded, name: str, source: DataSource) -> bool:
-    """Whether a source has no end. Of made images, an epoch has images.count."""
+    """Returns whether a source is endless. An epoch of synthetic images has images.count of
+    them."""
     try:
         return is_made(name, source) and made_images(name, source, loaded.config) is None
-    except (DataError, ModelError, OSError):  # reported where it belongs
+    except (DataError, ModelError, OSError):  # another check reports it
         return False
 
 
 def check_epochs(loaded: Loaded) -> Iterator[Problem]:
-    """Epochs need a single source that ends."""
+    """Refuses epochs without a single, finite source."""
     config = loaded.config
     epochs, sources = config.training.epochs, sources_of(config)
     if epochs is None:
         return
     names = [name for name, source in sources.items() if source.weight]
     if len(names) > 1:
-        message = f"{any_of(names, 'and')} have epochs of their own: set training.steps"
+        message = f"{any_of(names, 'and')} have different epochs; set training.steps"
     elif config.data.mixture == "rows":
-        message = 'with data.mixture = "rows" an epoch has no end: set data.mixture = "tokens"'
+        message = 'with data.mixture = "rows", an epoch has no end; set data.mixture = "tokens"'
     elif any(_is_random_tokens(loaded, name, sources[name]) for name in names):
-        message = "random tokens have no end, and so no epochs: set training.steps"
+        message = "random tokens are endless and have no epochs; set training.steps"
     else:
         return
     yield Problem(message, loaded.where(EPOCHS), EPOCHS, epochs)
 
 
 def check_warmup(loaded: Loaded) -> Iterator[Problem]:
-    """Warm-up and decay fit into the steps of the schedule. These are only notes: a run cut short
-    to try it (`training.steps=20`) ends in its warm-up, and that is what was asked for."""
+    """Notes if warm-up and decay do not fit into the schedule. They are only notes, since a short
+    trial run (`training.steps=20`) is meant to end during its warm-up."""
     schedule, training = loaded.config.lr_scheduler, loaded.config.training
     if training.epochs is not None and not schedule.total_steps:
-        return  # so many steps are known when the data is counted
+        return  # the number of steps is known only once the data is counted
     spans = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
     total = schedule.total_steps or training.steps
     warmup, decay = schedule.warmup(total), round((schedule.decay_ratio or 0) * total)
@@ -139,51 +140,51 @@ def check_lowest_rate(loaded: Loaded) -> Iterator[Problem]:
     lowest, peak = loaded.config.lr_scheduler.min_lr, loaded.config.optimizer.lr
     if lowest is not None and lowest > peak:
         key = "lr_scheduler.min_lr"
-        message = f"expected at most the peak rate (optimizer.lr = {peak:g})"
+        message = f"expected at most the peak learning rate (optimizer.lr = {peak:g})"
         yield Problem(message, loaded.where(key), key, lowest)
 
 
 def check_sft(loaded: Loaded) -> Iterator[Problem]:
-    """What is done to long conversations can be done to them."""
+    """Checks that packing suits conversations, and what is done to long ones."""
     sft, data, key = loaded.config.sft, loaded.config.data, "sft.too_long"
     if sft.shape == "off":
         return
     if sft.too_long == "split" and data.packing == "trunc":
-        message = 'data.packing = "trunc" leaves out what does not fit: set it to "best_fit"'
+        message = 'data.packing = "trunc" drops what does not fit; set it to "best_fit"'
         yield Problem(message, loaded.where(key), key, sft.too_long)
     if data.packing == "pack":
         message = (
-            "cuts conversations wherever a sequence ends, and what follows is learned without what "
-            'came before: "best_fit" keeps them whole'
+            "cuts conversations wherever a sequence ends, and the rest is learned without its "
+            'context; "best_fit" keeps them whole'
         )
         key = "data.packing"
         yield Problem(message, loaded.where(key), key, data.packing, kind="note")
 
 
 def _check_preference(loaded: Loaded) -> Iterator[Problem]:
-    """Pairs have rows of their own, and a reference."""
+    """Checks that each pair is a row, and that there is a reference model."""
     config, settings = loaded.config, loaded.config.preference
     if settings.loss == "off":
         return
     if config.sft.shape not in ("auto", "preference"):
-        message = 'needs pairs of answers: set sft.shape = "preference"'
+        message = 'needs pairs of answers; set sft.shape = "preference"'
         yield Problem(message, loaded.where("preference.loss"), "preference.loss", settings.loss)
     if config.data.packing != "trunc":
-        message = f'with preference.loss = "{settings.loss}" each pair is a row: expected "trunc"'
+        message = f'with preference.loss = "{settings.loss}" each pair is a row; expected "trunc"'
         key = "data.packing"
         yield Problem(message, loaded.where(key), key, config.data.packing)
     if settings.reference == "adapter_off":
         key, message = "preference.reference", ""
         if not config.lora.rank:
-            message = "there are no adapters to switch off: set lora.rank, or leave it out"
+            message = "there are no adapters to switch off; set lora.rank, or remove this key"
         elif config.lora.modules_to_save:
-            message = "lora.modules_to_save are trained whole and stay on: leave it out"
+            message = "lora.modules_to_save cannot be switched off; remove this key"
         if message:
             yield Problem(message, loaded.where(key), key, settings.reference)
 
 
 def check_objective(loaded: Loaded) -> Iterator[Problem]:
-    """The objective exists, and rows that belong together stay together."""
+    """Checks that the objective exists, and that rows that belong together stay together."""
     training, layout = loaded.config.training, loaded.config.parallelism
     try:
         architecture = model_config(loaded.config.model)
@@ -191,7 +192,7 @@ def check_objective(loaded: Loaded) -> Iterator[Problem]:
         return
     yield from _check_preference(loaded)
     if training.objective == "auto" and not training.z_loss and not training.objective_options:
-        return  # it needs no torch to know that this is fine
+        return  # valid, without importing torch
     key = "training.objective_options" if training.objective_options else "training.z_loss"
     key = key if training.objective == "auto" else "training.objective"
     try:
@@ -211,7 +212,7 @@ def check_objective(loaded: Loaded) -> Iterator[Problem]:
     for name, size in sizes.items():
         if size % objective.rows_per_sample:
             message = (
-                f"{training.objective} takes {objective.rows_per_sample} rows together: expected a "
+                f"{training.objective} takes {objective.rows_per_sample} rows together; expected a "
                 f"multiple of {objective.rows_per_sample}"
             )
             yield Problem(message, loaded.where(name), name, size)

@@ -1,4 +1,4 @@
-"""What the config asks of torch and of this machine is there: communication backends, compiler,
+"""Checks that torch and this machine have what the config needs: communication backends, compiler,
 attention kernels, devices, optional packages."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from overland.words import any_of
 
 
 def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
-    """The backend is part of this torch. Imports torch only for one that a build may lack; auto and
-    gloo are always there."""
+    """Checks that this build of torch has the backend. Imports torch only for backends that a build
+    may lack; auto and gloo always exist."""
     key, backend = "comm.backend", loaded.config.comm.backend
     if backend in ("auto", "gloo"):
         return
@@ -27,7 +27,7 @@ def check_comm_backend(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_packages(loaded: Loaded) -> Iterator[Problem]:
-    """Optional packages that this config asks for are installed."""
+    """Checks that the optional packages that this config needs are installed."""
     metrics = loaded.config.metrics
     if metrics.enable_wandb and find_spec("wandb") is None:
         key = "metrics.enable_wandb"
@@ -36,8 +36,8 @@ def check_packages(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_schedule(loaded: Loaded) -> Iterator[Problem]:
-    """Refuses schedules that split the backward pass under torch 2.11, where they wait forever
-    (seen with all three; all are proven on 2.13)."""
+    """Refuses schedules that split the backward pass before torch 2.13: under 2.11 all three of
+    them hang, and under 2.13 all are proven to work."""
     layout = loaded.config.parallelism
     schedule = layout.pipeline_parallel_schedule
     if layout.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
@@ -45,12 +45,12 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
     installed = version("torch")
     if tuple(int(part) for part in installed.split(".")[:2]) < (2, 13):
         key = "parallelism.pipeline_parallel_schedule"
-        message = f"needs torch 2.13 or newer (here: {installed}), which can split a backward pass"
+        message = f"needs torch 2.13 or newer to split the backward pass (installed: {installed})"
         yield Problem(message, loaded.where(key), key, schedule, kind="machine")
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:
-    """This GPU multiplies 8-bit numbers. On a CPU products are emulated, for tests."""
+    """Checks that this GPU supports float8. On a CPU it is emulated, for tests."""
     key, wanted = "training.float8", loaded.config.training.float8
     if wanted == "off":
         return
@@ -60,11 +60,11 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
         return
     way_out = 'training.float8 = "off" trains in training.mixed_precision_param'
     if torch.version.hip:
-        message = f"has not been tried on AMD GPUs; {way_out}"
+        message = f"is untested on AMD GPUs; {way_out}"
         yield Problem(message, loaded.where(key), key, wanted, kind="machine")
     elif torch.cuda.get_device_capability() < (8, 9):
         name = torch.cuda.get_device_name()
-        message = f"needs an NVIDIA GPU of the kind Ada, Hopper or newer, not {name}; {way_out}"
+        message = f"needs an NVIDIA Ada, Hopper or newer GPU, not {name}; {way_out}"
         yield Problem(message, loaded.where(key), key, wanted, kind="machine")
 
 
@@ -82,9 +82,9 @@ def _lack_of(backend: str) -> str:
         }[backend]
         return f"{build}, not {backend}; {way_out}"
     if backend in ("nccl", "nvshmem") and not torch.cuda.is_available():
-        return f"this machine shows no GPU, and {backend} needs one; set comm.backend to gloo"
+        return f"{backend} needs a GPU, and this machine has none visible; set comm.backend to gloo"
     if backend == "nvshmem" and not dist.is_nccl_available():
-        return f"{build}, but nvshmem needs nccl beside it"
+        return f"{build}, but nvshmem also needs nccl"
     return ""
 
 
@@ -109,14 +109,15 @@ def check_recompute(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(message, loaded.where(key), key, option)
     elif config.compile.enable is True and recomputes_some_split_blocks(config):
         message = (
-            "torch cannot compile blocks that are split by tensor parallelism and recomputed one "
-            "by one: set it to op, activation_checkpoint.mode = full, or compile.enable = false"
+            "torch cannot compile blocks that tensor parallelism splits if only some of them are "
+            "recomputed; set it to op, or activation_checkpoint.mode = full, or compile.enable = "
+            "false"
         )
         yield Problem(message, loaded.where(key), key, option)
 
 
 def check_needs_compile(loaded: Loaded) -> Iterator[Problem]:
-    """What only the compiler can do is compiled."""
+    """Refuses settings that need compilation without it."""
     config = loaded.config
     wishes = {
         "activation_checkpoint.mode": config.activation_checkpoint.mode == "memory_budget",
@@ -137,7 +138,7 @@ def check_compiler(loaded: Loaded) -> Iterator[Problem]:
 
     backends = list_backends(exclude_tags=())
     if config.backend not in backends:
-        message = f"this torch has no such compiler backend; it has {', '.join(backends)}"
+        message = f"no such compiler backend in this torch; expected one of {', '.join(backends)}"
         yield Problem(message, loaded.where(key), key, config.backend)
 
 
@@ -151,7 +152,7 @@ def check_profiling(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_attention(loaded: Loaded) -> Iterator[Problem]:
-    """A backend that is named can compute this model's masks, on a GPU."""
+    """Checks that the chosen backend supports this model's masks, on a GPU."""
     config, key = loaded.config, "model.attention"
     if config.model.attention in ("auto", "sdpa"):
         return
@@ -177,5 +178,5 @@ def check_attention(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(str(error), loaded.where(key), key, config.model.attention)
         return
     if not torch.cuda.is_available():
-        message = 'needs a GPU, and this machine shows none; use "auto" or "sdpa"'
+        message = 'needs a GPU, and this machine has none visible; use "auto" or "sdpa"'
         yield Problem(message, loaded.where(key), key, config.model.attention, kind="machine")

@@ -1,4 +1,4 @@
-"""The model exists, and the user's own module can be imported."""
+"""Checks that the model exists and that the user's own module can be imported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def import_custom(config: JobConfig) -> None:
-    """Imports `job.custom_import`, also from the current folder, for what it registers."""
+    """Imports `job.custom_import`, also from the current folder, so that it can register things."""
     name = config.job.custom_import
     if name:
         if os.getcwd() not in sys.path:
@@ -48,12 +48,14 @@ def check_custom_import(loaded: Loaded) -> Iterator[Problem]:
         import_custom(loaded.config)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            message = "no such module here or in the installed packages"
+            message = "no such module in this folder or among the installed packages"
         else:
-            message = f"its import fails: it needs the module {error.name}, which is not there"
+            message = (
+                f"cannot be imported: it needs the module {error.name}, which is not installed"
+            )
         yield Problem(message, loaded.where(key), key, name)
-    except Exception as error:  # the user's code may fail in any way at all
-        message = f"its import fails: {type(error).__name__}: {_first_line(error)}"
+    except Exception as error:  # the user's code may fail in any way
+        message = f"cannot be imported: {type(error).__name__}: {_first_line(error)}"
         yield Problem(message, loaded.where(key), key, name)
 
 
@@ -78,13 +80,12 @@ def check_model(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_flavor(loaded: Loaded) -> Iterator[Problem]:
-    """Notes that a flavor next to a config.json, by `model.config` or `model.from`, is not what is
-    trained."""
+    """Notes that a flavor has no effect if `model.config` or `model.from` gives a config.json."""
     key, model = "model.flavor", loaded.config.model
-    is_chosen = loaded.is_set(key) and model.flavor != Model().flavor  # a full config names all
+    is_chosen = loaded.is_set(key) and model.flavor != Model().flavor  # a full config sets all keys
     if model.config is not None and is_chosen:
         given = "model.from" if loaded.is_set("model.from") else "model.config"
-        message = f"has no effect: the architecture is that of {given}"
+        message = f"has no effect: the architecture comes from {given}"
         yield Problem(message, loaded.where(key), key, model.flavor, kind="note")
 
 
@@ -96,16 +97,16 @@ def check_length(loaded: Loaded) -> Iterator[Problem]:
         return
     key = "training.seq_len"
     if sample_fields(config) is not None and loaded.is_set(key):
-        message = f"has no effect: a row of {loaded.config.model.name} is one sample"
+        message = f"has no effect: each row of {loaded.config.model.name} is one sample"
         yield Problem(message, loaded.where(key), key, length, kind="note")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
-        message = f"longer than the {longest} positions this model was made for"
+        message = f"longer than the {longest} positions that this model supports"
         yield Problem(message, loaded.where(key), key, length, kind="note")
 
 
 def check_export(loaded: Loaded) -> Iterator[Problem]:
-    """Hugging Face has a name for the model, if it is to be exported at the end."""
+    """Refuses an export at the end if Hugging Face has no equivalent of the model."""
     key = "checkpoint.last_save_in_hf"
     if not loaded.config.checkpoint.last_save_in_hf:
         return
@@ -115,14 +116,14 @@ def check_export(loaded: Loaded) -> Iterator[Problem]:
         return
     if lacks_hf_form(config):
         message = (
-            f"{type(config).__name__} has no to_hf() of its own, and Hugging Face would read the "
-            "weights as another model: write one (docs/extending.md)"
+            f"{type(config).__name__} has no to_hf() of its own, so Hugging Face would load the "
+            "weights as another model; write one (docs/extending.md)"
         )
         yield Problem(message, loaded.where(key), key, True)
     elif added := _added_by_transforms(loaded.config.model, config):
         message = (
-            f"a transform adds {added}, which Hugging Face's model does not have, and without it "
-            "the weights would compute something else"
+            f"a transform adds {added}, which Hugging Face's model does not have; without it, the "
+            "exported model would compute something else"
         )
         yield Problem(message, loaded.where(key), key, True)
     elif (norm := config.to_hf().get("norm_type", RMSNORM)) != RMSNORM:
@@ -136,13 +137,13 @@ def _added_by_transforms(section: Model, config: Any) -> str | None:
         return None
     try:
         model = _transformed(section, config)
-    except ModelError:  # which another check reports
+    except ModelError:  # another check reports it
         return None
     return next((name for name, _ in model.named_parameters() if added_rule(model, name)), None)
 
 
 def _transformed(section: Model, config: Any) -> nn.Module:
-    """Returns the model with what its transforms add, without memory."""
+    """Returns the model with its transforms applied, on the meta device."""
     import torch
 
     with torch.device("meta"):
@@ -166,19 +167,21 @@ def check_sparse(loaded: Loaded) -> Iterator[Problem]:
     if settings is None:
         return
     if re.fullmatch("[1-7]:[2-8]", settings.pattern) is None:
-        message = "expected N:M, such as 2:4; M is 8 at most"
+        message = "expected N:M, such as 2:4, with M at most 8"
         yield Problem(message, loaded.where(key), f"{key}.pattern", settings.pattern)
         return
     kept, group, message = *settings.ratio, ""
     if kept >= group:
-        message = f"pattern = {settings.pattern} uses all weights: expected fewer than {group}"
+        message = f"pattern = {settings.pattern} keeps all weights; expected N below {group}"
     elif config.lora.rank:
-        message = "adapters stand beside frozen weights, and sparse ones are trained: choose one"
+        message = (
+            "adapters need frozen weights, and sparse weights are trained; choose one of the two"
+        )
     elif config.training.float8 != "off":
-        message = "training.float8 multiplies dense weights: choose one of the two"
+        message = "training.float8 needs dense weights; choose one of the two"
     elif config.preference.loss in ("dpo", "ipo") and config.preference.reference != "precomputed":
         message = (
-            "the reference of preference.loss would be computed with masks that go on changing: "
+            "the reference of preference.loss would be computed with masks that keep changing; "
             "set preference.reference = precomputed"
         )
     else:
@@ -191,7 +194,7 @@ def check_sparse(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _unfit_for_sparse(config: JobConfig, group: int) -> str:
-    """Returns what stands against the pattern: tensor parallelism must not cut a group."""
+    """Returns why the pattern cannot be used, if so: tensor parallelism must not split a group."""
     import torch
 
     from overland.models.sparse import SparseLinear, SparseWeights
@@ -207,14 +210,14 @@ def _unfit_for_sparse(config: JobConfig, group: int) -> str:
             continue
         if (module.in_features // degree) % group:
             return (
-                f"tensor_parallel_degree = {degree} cuts the rows of {name}, {module.in_features} "
-                f"long, inside of groups of {group}: leave it out by model.sparse.exclude"
+                f"tensor_parallel_degree = {degree} splits the rows of {name}, of length "
+                f"{module.in_features}, within groups of {group}; add it to model.sparse.exclude"
             )
     return ""
 
 
 def check_freeze(loaded: Loaded) -> Iterator[Problem]:
-    """Every pattern freezes something, and something is left to train."""
+    """Checks that every pattern freezes something, and that something is left to train."""
     key, patterns = "model.freeze", loaded.config.model.freeze
     if not patterns:
         return
@@ -233,14 +236,14 @@ def check_freeze(loaded: Loaded) -> Iterator[Problem]:
 
 
 def nearest_parameters(pattern: str, names: Sequence[str]) -> str:
-    """Returns the three names nearest to a pattern that matches none, the same for all blocks."""
+    """Returns the three names nearest to a pattern that matches nothing, with blocks merged."""
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return any_of([f"'{name}'" for name in get_close_matches(pattern, kinds, 3, 0.0)], "or")
 
 
 def parameter_names(section: Model, all_names: bool = True) -> list[str]:
-    """Returns the names of the parameters of a model and of what its transforms add: all names of a
-    shared one, or the first alone."""
+    """Returns the names of all parameters, including those that transforms add: all names of a
+    shared parameter, or only the first."""
     config = model_config(section)
     if section.transforms:
         model = _transformed(section, config)
@@ -251,15 +254,15 @@ def parameter_names(section: Model, all_names: bool = True) -> list[str]:
 
 
 def check_start(loaded: Loaded) -> Iterator[Problem]:
-    """Says what is not taken from a model's folder that is named for its architecture alone."""
+    """Notes which parts of a model's folder are not used if it is given only as `model.config`."""
     model, weights = loaded.config.model, loaded.config.checkpoint.initial_load_path
     folder = Path(model.config or "").expanduser()
-    grown = {"vocab_size"} if loaded.config.sft.new_tokens else set()  # which is said with them
+    grown = {"vocab_size"} if loaded.config.sft.new_tokens else set()  # noted with the tokens
     if model.config is not None and weights is not None and (changed := _changed(model, grown)):
         key = "model.overrides"
         message = (
-            f"the weights of {weights} are loaded into a model with another {changed} than they "
-            "were trained with"
+            f"the weights of {weights} are loaded into a model with a different {changed} than "
+            "they were trained with"
         )
         yield Problem(message, loaded.where(key), key, kind="note")
     if model.config is None or weights is not None or not folder.is_dir():
@@ -267,8 +270,8 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
     if has_weights(folder):
         tokenizer = " and the tokenizer" if model.hf_assets_path is None else ""
         message = (
-            f"only the architecture is taken from this folder: training starts from random "
-            f"weights. `model.from` takes its weights{tokenizer} too"
+            f"only the architecture of this folder is used, and training starts from random "
+            f"weights; to use its weights{tokenizer} too, set `model.from`"
         )
         yield Problem(
             message, loaded.where("model.config"), "model.config", model.config, kind="note"
@@ -276,7 +279,7 @@ def check_start(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _changed(model: Model, known: Collection[str]) -> str:
-    """Returns what the overrides change in the config.json beside what is known, in words."""
+    """Describes what the overrides change in the config.json, apart from `known` keys."""
     try:
         plain = model_config(model.model_copy(update={"overrides": {}}))
         ours = model_config(model)
@@ -291,8 +294,8 @@ def _changed(model: Model, known: Collection[str]) -> str:
 
 
 def _override_problem(loaded: Loaded, message: str) -> Problem:
-    """Blames the override that the message names, where it was set: a file and the command line may
-    both have some."""
+    """Returns the problem at the override that the message names, where that was set: a file and
+    the command line may both set some."""
     overrides = loaded.config.model.overrides
     named = [name for name in overrides if re.search(rf"\b{re.escape(name)}\b", message)]
     for name in named:

@@ -1,5 +1,5 @@
-"""The degrees multiply to the number of devices, the ZeRO shorthand agrees with them, and batches
-divide evenly among ranks and micro-batches."""
+"""Checks that the degrees multiply to the number of devices, that the ZeRO shorthand agrees with
+them, and that batches divide evenly among ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ REPLICATE = "data_parallel_replicate_degree"
 
 
 def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
-    """The degrees multiply to the number of devices, and agree with the ZeRO shorthand."""
+    """Checks that the degrees multiply to the number of devices and agree with the ZeRO
+    shorthand."""
     degrees = {axis: getattr(loaded.config.parallelism, axis) for axis in AXES}
     shard_key = f"parallelism.{SHARD}"
     if degrees[SHARD] != -1 and degrees[SHARD] < 1:
-        message = "expected -1 (the rest of the devices) or a positive whole number"
+        message = "expected -1 (all remaining devices) or a positive whole number"
         yield Problem(message, loaded.where(shard_key), shard_key, degrees[SHARD])
         return
     yield from _stage_against_degrees(loaded)
@@ -43,7 +44,7 @@ def check_degrees(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
 
 
 def check_splits(loaded: Loaded) -> Iterator[Problem]:
-    """Every axis can cut evenly what it cuts."""
+    """Checks that every axis divides the model evenly."""
     layout = loaded.config.parallelism
     tp, cp, pp = (
         layout.tensor_parallel_degree,
@@ -59,7 +60,7 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
     plan = plan_for(model)
     for axis, name, degree in (("tp", "tensor", tp), ("cp", "context", cp)):
         if degree > 1 and (plan is None or axis not in plan.axes):
-            message = f"{loaded.config.model.name} has no plan for it (docs/extending.md)"
+            message = f"{loaded.config.model.name} has no parallel plan for it (docs/extending.md)"
             yield _unfit(loaded, name, degree, message)
     uneven = plan.uneven(model, tp) if plan is not None else []
     if uneven:
@@ -68,29 +69,29 @@ def check_splits(loaded: Loaded) -> Iterator[Problem]:
         return
     structure, _ = outline_of(model)
     if structure is None or structure.between is None:
-        message = f"{loaded.config.model.name} does not say where it can be cut (docs/extending.md)"
+        message = f"{loaded.config.model.name} does not say where to split it (docs/extending.md)"
         yield _unfit(loaded, "pipeline", pp, message)
         return
     blocks = len(stage_costs(model).blocks)
     stages = pp * STAGES_PER_RANK[layout.pipeline_parallel_schedule]
     if stages > blocks:
         message = (
-            f"{layout.pipeline_parallel_schedule} makes {stages} stages, and the model has "
+            f"{layout.pipeline_parallel_schedule} needs {stages} stages, but the model has only "
             f"{blocks} layers"
         )
         yield _unfit(loaded, "pipeline", pp, message)
 
 
 def check_lengths(loaded: Loaded) -> Iterator[Problem]:
-    """Rows are cut evenly, in training and in validation. A context rank would drop the tokens left
-    over, and a pipeline takes rows of one length only."""
+    """Checks that rows are split evenly, in training and in validation. A context rank would drop
+    the remaining tokens, and a pipeline takes rows of one length only."""
     layout = loaded.config.parallelism
     tp, cp = layout.tensor_parallel_degree, layout.context_parallel_degree
     lengths = {"training.seq_len": loaded.config.training.seq_len}
     validation = loaded.config.validation
     if validation.enable and validation.seq_len is not None:
         lengths["validation.seq_len"] = validation.seq_len
-    # Context parallelism cuts a row into 2·cp pieces, tensor parallelism a rank's share into tp.
+    # Context parallelism splits a row into 2·cp pieces, tensor parallelism a rank's part into tp.
     pieces = lcm(2 * cp, cp * tp) if cp > 1 else tp
     for key, length in lengths.items():
         if length % pieces:
@@ -104,19 +105,19 @@ def check_lengths(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(message, loaded.where(key), key, length)
         elif layout.pipeline_parallel_degree > 1 and length != lengths["training.seq_len"]:
             message = (
-                "a pipeline takes rows of one length only: leave it out, or set it to "
-                f"{lengths['training.seq_len']}, the length of training.seq_len"
+                "a pipeline takes rows of one length only; remove it, or set it to "
+                f"{lengths['training.seq_len']}, the value of training.seq_len"
             )
             yield Problem(message, loaded.where(key), key, length)
     rows = validation.local_batch_size
     if validation.enable and rows is not None and layout.pipeline_parallel_degree > 1:
         key = "validation.local_batch_size"
-        message = "not used: a pipeline validates with as many rows per pass as it trains with"
+        message = "has no effect: a pipeline validates with as many rows per pass as it trains with"
         yield Problem(message, loaded.where(key), key, rows, kind="note")
 
 
 def check_grouping(loaded: Loaded) -> Iterator[Problem]:
-    """Batches that are cut to their longest row can be split like any other."""
+    """Checks that batches cut to their longest row can be split like any other."""
     data, layout, key = loaded.config.data, loaded.config.parallelism, "data.group_by_length"
     if not data.group_by_length:
         return
@@ -124,20 +125,20 @@ def check_grouping(loaded: Loaded) -> Iterator[Problem]:
     pieces = lcm(2 * cp, cp * tp) if cp > 1 else tp
     message = ""
     if data.packing not in ("trunc", "overflow"):
-        message = f'data.packing = "{data.packing}" fills sequences up: it is for "trunc"'
+        message = f'data.packing = "{data.packing}" leaves no padding to save; set it to "trunc"'
     elif layout.pipeline_parallel_degree > 1:
         message = "a pipeline takes sequences of one length only"
     elif LENGTH_STEP % pieces:
         message = (
-            f"sequences have a multiple of {LENGTH_STEP} tokens, which tensor and context "
-            f"parallelism would have to split into {pieces} parts"
+            f"sequence lengths are multiples of {LENGTH_STEP} tokens, which tensor and context "
+            f"parallelism cannot split into {pieces} parts"
         )
     if message:
         yield Problem(message, loaded.where(key), key, True)
 
 
 def check_microbatches(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
-    """A pipeline has enough micro-batches, and as many as its schedule can order."""
+    """Checks that a pipeline has enough micro-batches, and a number that its schedule allows."""
     layout, training = loaded.config.parallelism, loaded.config.training
     pp, schedule = layout.pipeline_parallel_degree, layout.pipeline_parallel_schedule
     if pp == 1:
@@ -196,18 +197,18 @@ def _stage_against_degrees(loaded: Loaded) -> Iterator[Problem]:
         clash = f"replicates everything, but {SHARD} = {shard} shards"
     elif stage.endswith("_hybrid") and max(shard, replicate) > 1:
         given = f"{SHARD} = {shard}" if shard > 1 else f"{REPLICATE} = {replicate}"
-        clash = f"shards within a node and replicates across nodes, but {given} says how"
+        clash = f"sets the degrees itself, within and across nodes, but {given} is set too"
     elif stage != "zero0" and shard == 1:
         clash = f"shards, but {SHARD} = 1 does not"
     elif stage in ("zero2", "zero3") and replicate > 1:
-        clash = f"has one copy, but {REPLICATE} = {replicate} has more (as {stage}_hybrid would)"
+        clash = f"has one replica, but {REPLICATE} = {replicate} has more ({stage}_hybrid does so)"
     elif stage.startswith("zero2") and reshard == "always":
         clash = 'keeps parameters gathered, but fsdp_reshard_after_forward = "always" does not'
     elif stage.startswith("zero3") and reshard == "never":
         clash = 'frees gathered parameters, but fsdp_reshard_after_forward = "never" does not'
     if clash:
         key = "parallelism.sharding_stage"
-        message = f"{clash}; take one of the two out"
+        message = f"{clash}; remove one of the two"
         yield Problem(message, loaded.where(key), key, stage)
 
 
@@ -215,7 +216,7 @@ def _product(loaded: Loaded, degrees: dict[str, int], world_size: int) -> Iterat
     stage = loaded.config.parallelism.sharding_stage
     free = {SHARD} if degrees[SHARD] == -1 else set()
     if stage == "zero0" or (stage and stage.endswith("_hybrid")):
-        free = {SHARD, REPLICATE}  # the shorthand works both out
+        free = {SHARD, REPLICATE}  # the shorthand determines both
     fixed = {axis: degree for axis, degree in degrees.items() if axis not in free}
     product = prod(fixed.values())
     if product == world_size or (free and world_size % product == 0):
@@ -233,8 +234,8 @@ def _product(loaded: Loaded, degrees: dict[str, int], world_size: int) -> Iterat
 
 
 def _way_out(fixed: dict[str, int], world_size: int, room: bool) -> tuple[str | None, int]:
-    """Returns one degree to change, and to what, so that the product fits. Data parallelism comes
-    first, since it asks nothing of the model."""
+    """Returns one degree to change, and its new value, so that the product fits. Data parallelism
+    comes first, since it works with any model."""
     order = [SHARD, REPLICATE, "tensor_parallel_degree", "context_parallel_degree"]
     best: tuple[int, int, str, int] | None = None
     for rank, axis in enumerate([*order, "pipeline_parallel_degree"]):
@@ -254,7 +255,7 @@ def _way_out(fixed: dict[str, int], world_size: int, room: bool) -> tuple[str | 
 
 
 def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
-    """The global batch is a whole number of local batches on every device."""
+    """Checks that the global batch is a whole number of local batches on every device."""
     training = loaded.config.training
     size, local = training.global_batch_size, training.local_batch_size
     key = "training.global_batch_size"
@@ -269,7 +270,7 @@ def check_batch(loaded: Loaded, world_size: int | None) -> Iterator[Problem]:
     below, above = size // unit * unit, (size // unit + 1) * unit
     nearest = f"the nearest are {below} and {above}" if below else f"the least is {above}"
     share = size // degree
-    if size % degree == 0:  # what other trainers do: the local batch as an upper bound
+    if size % degree == 0:  # as other trainers do: the local batch is an upper bound
         fitting = max(n for n in range(1, min(local, share) + 1) if share % n == 0)
         sizes = f"{below} or {above}" if below else above
         nearest = f"training.local_batch_size = {fitting} keeps {size}, or set {key} = {sizes}"

@@ -1,7 +1,7 @@
 """Makes room for `sft.new_tokens` in a model's vocabulary.
 
-The tokenizer gives new tokens the ids after all others. Where the model has no rows for them, its
-vocabulary grows, which becomes `model.overrides.vocab_size`: a run folder's config says so in full.
+The tokenizer gives new tokens the ids after all others. If the model has no rows for them, its
+vocabulary grows: `model.overrides.vocab_size` is set, so a run folder's config records it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from overland.models.registry import model_config
 from overland.words import any_of
 
 KEY = "model.overrides.vocab_size"
-# Tensor parallelism splits the rows evenly: what the old number is a multiple of, up to this, the
-# new one is a multiple of, too.
+# Tensor parallelism splits the rows evenly, so the new size is a multiple of the largest power of
+# two, up to this, that divides the old one.
 LARGEST_MULTIPLE = 128
 
 
 def with_new_tokens(loaded: Loaded) -> Loaded:
-    """Returns the config with room for the new tokens, and notes about them. What is wrong with
-    tokenizer or model is said where they are opened."""
+    """Returns the config with room for the new tokens, and notes about them. Problems with the
+    tokenizer or model are reported where they are opened."""
     config = loaded.config
     if not config.sft.new_tokens or config.sft.shape == "off" or not config.model.hf_assets_path:
         return loaded
@@ -36,31 +36,31 @@ def with_new_tokens(loaded: Loaded) -> Loaded:
     first = tokenizer.vocab_size - len(tokenizer.new_tokens)
     ids = [f"{name} = {first + i:,}" for i, name in enumerate(tokenizer.new_tokens)]
     if not ids:
-        note = "sft.new_tokens: the tokenizer has all of them already"
+        note = "sft.new_tokens: the tokenizer already has all of them"
         return replace(loaded, notes=[*loaded.notes, note])
-    room = "for which the model has rows already"
+    room = "and the model already has rows for them"
     if tokenizer.vocab_size > size:
         if "vocab_size" in config.model.overrides:
-            message = f"sft.new_tokens need {tokenizer.vocab_size:,}: leave it out, and it grows"
+            message = f"sft.new_tokens need {tokenizer.vocab_size:,}; remove it to grow as needed"
             problem = Problem(message, loaded.where("model.overrides"), KEY, size)
             raise ConfigError([problem], partial=loaded)
         grown = grown_size(size, tokenizer.vocab_size)
         config = with_vocabulary(config, grown)
-        room = f"for which the vocabulary grows from {size:,} to {grown:,} rows ({KEY})"
+        room = f"so the vocabulary grows from {size:,} to {grown:,} rows ({KEY})"
     note = (
         f"sft.new_tokens: {any_of(ids, 'and')} are new, {room}; their rows start as the mean of "
         "the others"
     )
     if config.lora.rank and "embed_tokens" not in config.lora.modules_to_save:
         note += (
-            ", and stay so, since adapters alone are trained: lora.modules_to_save = "
+            ", and stay so, since only adapters are trained; lora.modules_to_save = "
             '["embed_tokens", "lm_head"] trains them'
         )
     return replace(loaded, config=config, notes=[*loaded.notes, note])
 
 
 def grown_size(size: int, needed: int) -> int:
-    """Returns the size of a vocabulary with room for so many tokens."""
+    """Returns the size of a vocabulary with room for this many tokens."""
     multiple = min(size & -size, LARGEST_MULTIPLE)  # the largest power of two that divides it
     return -(-needed // multiple) * multiple
 

@@ -1,4 +1,4 @@
-"""`overland check`: everything about a run that can be known before it starts."""
+"""`overland check`: everything that can be known about a run before it starts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def check(
         int | None, typer.Option(help="Number of devices to check for.", min=1)
     ] = None,
     step: Annotated[
-        bool, typer.Option(help="Also take a step with tensors without memory.")
+        bool, typer.Option(help="Also take one step on fake tensors, which use no memory.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a config without training: keys, degrees, batch, files, and one fake step."""
+    """Check a config without training: keys, parallel degrees, batch, files, and one fake step."""
     from overland.config.arguments import ngpu
 
     source, arguments = split_settings(settings)
@@ -41,8 +41,8 @@ def report(
     step: bool = True,
     as_json: bool = False,
 ) -> int:
-    """Prints what the run would be; returns the exit code. Files still to fetch are no error, nor
-    is a backend that this machine lacks: the run may be meant for another."""
+    """Prints a description of the run and returns the exit code. Files that are still to be fetched
+    are not errors, nor is a backend that this machine lacks: the run may be meant for another."""
     from overland.checks import load_checked
     from overland.config.derived import smallest_world
     from overland.config.errors import ConfigError
@@ -67,7 +67,9 @@ def report(
     if step and has_model:
         notes += order_notes(loaded.config, world_size)
     if step and has_model and world_size > LARGEST_FAKE_WORLD:
-        notes.append(f"no fake step is taken for more than {LARGEST_FAKE_WORLD:,} devices")
+        notes.append(
+            f"skipped the fake step, which supports {LARGEST_FAKE_WORLD:,} devices at most"
+        )
     elif step and has_model:
         facts |= fake_step_facts(loaded.config, world_size)
     missing = [str(problem) for problem in problems if problem.kind == "missing"]
@@ -86,17 +88,17 @@ def report(
     if has_model:
         print("\nThe config is valid.")
     else:
-        print("\nThe rest of the config is valid; the model itself was not looked at.")
+        print("\nThe rest of the config is valid; the model itself was not checked.")
     return 0
 
 
 def order_notes(config: Any, world_size: int) -> list[str]:
-    """Refuses a model of a user's own whose blocks are not as it says."""
+    """Refuses a custom model whose blocks do not run in the order that it declares."""
     from overland.config.derived import resolve_degrees
     from overland.models.registry import model_config
 
     degrees = resolve_degrees(config.parallelism, world_size)
-    if degrees.pp == 1:  # without waiting for torch
+    if degrees.pp == 1:  # before importing torch, which takes seconds
         return []
     from overland.checks.block_order import require_order
 
@@ -105,17 +107,20 @@ def order_notes(config: Any, world_size: int) -> list[str]:
 
 
 def fake_step_facts(config: Any, world_size: int) -> dict[str, Any]:
-    """Counted on rank 0; with a pipeline, on the worse of its two ends."""
+    """Returns the memory and collectives of rank 0; with a pipeline, of whichever of its two ends
+    needs more memory."""
     import warnings
 
     from overland.checks.fake_step import NOT_FOR_FAKES, fake_steps
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's remarks on shapes without memory
+        warnings.simplefilter("ignore")  # torch warns about fake tensors
         try:
             steps = fake_steps(config, world_size)
         except NOT_FOR_FAKES as error:
-            return {"fake_step": f"none: the model reads values, which a fake step lacks ({error})"}
+            return {
+                "fake_step": f"none: the model reads values, and fake tensors have none ({error})"
+            }
     worst = max(steps, key=lambda one: one.total_bytes)
     gib = {
         "parameters": worst.parameter_bytes,

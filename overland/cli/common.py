@@ -1,4 +1,4 @@
-"""What the verbs share: the words after a verb, and errors that end in one clear sentence."""
+"""What the verbs share: parsing of settings, and errors reported in one clear sentence."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ R = TypeVar("R")
 
 
 def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
-    """Prints our own errors, and files the system refuses, and exits with 2; anything else is a
-    bug and shows its trace."""
+    """Prints our own errors and file-system errors as one sentence and exits with 2; anything else
+    is a bug and shows its traceback."""
 
     @functools.wraps(verb)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -28,7 +28,7 @@ def user_errors(verb: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if not is_user_error(error):
                 raise
-            # Names from foreign files may be in it, which the terminal must not take for commands.
+            # It may quote names from untrusted files, which could hold terminal escape codes.
             print(visible(sentence(error)), file=sys.stderr)
             raise typer.Exit(getattr(error, "exit_code", OverlandError.exit_code)) from None
 
@@ -41,7 +41,7 @@ def is_user_error(error: Exception) -> bool:
     return isinstance(error, OverlandError)
 
 
-# Settings are no options: `training.steps=20` and `--training.steps 20` go to the config loader.
+# Settings are not options: the config loader reads `training.steps=20` and `--training.steps 20`.
 TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Settings = Annotated[
@@ -51,7 +51,7 @@ Settings = Annotated[
 
 
 def split_settings(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """(CONFIG if the first word is one, the rest)."""
+    """Returns CONFIG, if the first word is one, and the remaining words."""
     if words and not words[0].startswith("--") and "=" not in words[0]:
         return words[0], words[1:]
     return None, list(words or [])

@@ -1,4 +1,4 @@
-"""`overland config`: what can be set, and what a config comes to."""
+"""`overland config`: what can be set, and what a config resolves to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reference(
 @app.command()
 @user_errors
 def schema() -> None:
-    """Print the JSON Schema of a config, for editors that complete TOML."""
+    """Print the JSON Schema of a config, for completion in editors."""
     import json
 
     from overland.config.write import json_schema
@@ -50,16 +50,16 @@ def schema() -> None:
 @user_errors
 def convert(
     old: Annotated[
-        str, typer.Argument(help="A TOML or YAML of torchtitan, axolotl or the training stub.")
+        str, typer.Argument(help="TOML or YAML file of torchtitan, axolotl or the training stub.")
     ],
-    new: Annotated[Path, typer.Argument(help="The TOML to write.")],
+    new: Annotated[Path, typer.Argument(help="TOML file to write.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="[section.key=value ...]", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite NEW.")] = False,
 ) -> None:
-    """Write a config of another trainer, or an older one, in today's keys."""
+    """Convert a config of another trainer, or an older one, to Overland's current keys."""
     from overland.config.errors import ConfigError, Problem
     from overland.config.load import load_config
     from overland.config.write import write_config
@@ -78,10 +78,12 @@ def convert(
 @user_errors
 def show(
     settings: Settings = None,
-    full: Annotated[bool, typer.Option("--full", help="Also the keys at their default.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Also print keys that have their default value.")
+    ] = False,
 ) -> None:
-    """Print the resolved config: file, environment and overrides taken together. A path with
-    variables is shown both as it is written and as it resolves here."""
+    """Print the resolved config: file, environment and overrides combined. A path with variables is
+    shown both as written and as resolved on this machine."""
     from overland.config.load import load_config
     from overland.config.write import to_toml
 

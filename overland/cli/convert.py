@@ -1,4 +1,4 @@
-"""`overland convert`: any checkpoint to any format."""
+"""`overland convert`: converts any checkpoint to any format."""
 
 from __future__ import annotations
 
@@ -16,44 +16,53 @@ from overland.progress import progress_bar
 @user_errors
 def convert(
     source: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint of any format.")],
-    target: Annotated[Path, typer.Argument(help="New folder (or, for safetensors, new file).")],
-    to: Annotated[str, typer.Option(help="hf, peft, dcp, meta, torch, safetensors or overland.")],
+    target: Annotated[
+        Path, typer.Argument(help="New folder to write (for safetensors: new file).")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(help="Target format: hf, peft, dcp, meta, torch, safetensors or overland."),
+    ],
     dtype: Annotated[
-        str | None, typer.Option(help="Of the weights: float32, bfloat16 or float16.")
+        str | None, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(help="Leave out tensors, e.g. 'lm_head.*'; repeatable.")
+        list[str] | None, typer.Option(help="Tensors to leave out, e.g. 'lm_head.*'; repeatable.")
     ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave out the optimizer.")
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="config.json, or a folder with it and a tokenizer, if SOURCE has none."),
+        typer.Option(
+            help="A config.json, or a folder with it and a tokenizer, if SOURCE has none."
+        ),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 500MB.")] = "5GB",
-    names: Annotated[str, typer.Option(help="Keys of a DCP folder: hf or torchtitan.")] = "hf",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file size, e.g. 500MB.")] = "5GB",
+    names: Annotated[str, typer.Option(help="Key names in a DCP folder: hf or torchtitan.")] = "hf",
     key_prefix: Annotated[
-        str | None, typer.Option(help="Before a DCP folder's weights; default model. or nothing.")
+        str | None,
+        typer.Option(help="Prefix of the weights in a DCP folder; default: model. or none."),
     ] = None,
     verify: Annotated[
         str, typer.Option(help="Afterwards compare hash (of every tensor), logits, or none.")
     ] = "hash",
     adapter: Annotated[
-        Path | None, typer.Option(help="Adapters for SOURCE: PEFT's, or of any checkpoint.")
+        Path | None,
+        typer.Option(help="Adapters for SOURCE: a PEFT folder, or any checkpoint that has them."),
     ] = None,
     merge_lora: Annotated[
-        bool, typer.Option("--merge-lora", help="Put adapters into the weights.")
+        bool, typer.Option("--merge-lora", help="Merge adapters into the weights.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
-    """Convert a checkpoint, tensor by tensor; the format of SOURCE is found out."""
+    """Convert a checkpoint, tensor by tensor; the format of SOURCE is detected."""
     from overland.checkpoint.formats import Options
     from overland.errors import CheckpointError
     from overland.tools.convert import convert as convert_checkpoint
 
     if names not in ("hf", "torchtitan"):
-        raise CheckpointError(f"--names {names} is not known; valid names: hf, torchtitan")
+        raise CheckpointError(f"--names {names}: expected hf or torchtitan")
     options = Options(size_in_bytes(max_shard_size), names, key_prefix)
     with progress_bar("reading", "bytes") as bar:
         summary = convert_checkpoint(
@@ -78,11 +87,11 @@ def convert(
         f"{summary.source_format} to {summary.target_format}"
     )
     if summary.verified:
-        print(f"verified: {summary.verified} tensors read back as they were sent")
+        print(f"verified: {summary.verified} tensors read back unchanged")
     if summary.products_difference is not None:
         print(
-            f"merged: {summary.merged} matrices, each compared with its parts by what they make of "
-            f"random vectors: {summary.products_difference:.2g} off at most"
+            f"merged: {summary.merged} matrices, each compared with base + adapter on random "
+            f"vectors; largest difference {summary.products_difference:.2g}"
         )
     if summary.logits_difference is not None:
         what = "logits of base + adapter and of the merged model" if summary.merged else "outputs"
@@ -106,5 +115,5 @@ def size_in_bytes(text: str) -> int:
         unit = 1024**power if match[3] else units[match[2].upper()]
         number = float(match[1]) * unit
     if number < 1:
-        raise CheckpointError(f"--max-shard-size {text} is no size; write 500MB or 5GB")
+        raise CheckpointError(f"--max-shard-size {text} is not a size; write e.g. 500MB or 5GB")
     return int(number)

@@ -1,4 +1,4 @@
-"""`overland data`: a look at a corpus, and tokens made of it beforehand."""
+"""`overland data`: inspects a corpus, previews batches, and pre-tokenises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 160
 SAMPLE_TOKENS = 24
 
-ABOUT = "A look at a corpus, and tokens made of it beforehand."
+ABOUT = "Inspect a corpus, preview what the model sees, or pre-tokenise it."
 
 app = typer.Typer(help=ABOUT, no_args_is_help=True, rich_markup_mode=None)
 app.command()(build)
@@ -43,25 +43,26 @@ def inspect(
     subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
     split: Annotated[str | None, typer.Option(help="Split, such as train.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of token ids whose file does not say it, such as uint16.")
+        str | None, typer.Option(help="Data type of token ids, if the file does not specify one.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Also count the tokens that it makes of the text.")
+        Path | None, typer.Option(help="Also count the tokens of the text with this tokenizer.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Documents to show.", min=0)] = 3,
+    samples: Annotated[int, typer.Option(help="Number of documents to show.", min=0)] = 3,
     skip_bad: Annotated[
         bool,
         typer.Option("--skip-bad", help="Skip and count documents that are not UTF-8 or JSON."),
     ] = False,
     hashes: Annotated[
-        bool, typer.Option("--hashes", help="Only the SHA-256 of every document, in order.")
+        bool, typer.Option("--hashes", help="Print only the SHA-256 of every document, in order.")
     ] = False,
     custom_import: Annotated[
-        str, typer.Option("--import", help="Module that registers a source, named by PATH.")
+        str,
+        typer.Option("--import", help="Module to import first; it may register PATH as a source."),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Read a corpus once and say what it holds."""
+    """Read a corpus once and summarise what it holds."""
     from overland.data.sources.summary import TokenCount, document_hash, summarise
 
     found: list[str] = []
@@ -106,7 +107,7 @@ def both(
 
 
 def summary_lines(summary: SourceSummary) -> Iterator[str]:
-    """The summary as lines for a terminal."""
+    """Yields the summary as lines for a terminal."""
     column = f", column {summary.column}" if summary.column else ""
     yield f"  {'format':<12}{summary.format}"
     yield f"  {'kind':<12}{summary.kind}{column}"
@@ -141,7 +142,7 @@ def summary_lines(summary: SourceSummary) -> Iterator[str]:
 
 
 def sample(document: Document) -> str:
-    """The beginning of a document, in one line."""
+    """Returns the beginning of a document, in one line."""
     if isinstance(document, str):
         rest = len(document) - SAMPLE_CHARACTERS
         return repr(document[:SAMPLE_CHARACTERS]) + (f" and {rest:,} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""`overland data build`: any corpus to token shards, in one go or in parts."""
+"""`overland data build`: tokenises any corpus into shards, in one go or in parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from overland.data.sources import Source
     from overland.data.tokenizer import Tokenizer
 
-LINE_SECONDS = 10.0  # between lines of progress where no terminal is
+LINE_SECONDS = 10.0  # between lines of progress, without a terminal
 
 
 @user_errors
@@ -30,17 +30,19 @@ def build(
     path: Annotated[str, typer.Argument(help="A file or folder of any format, or stdlib.")],
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Folder with tokenizer.json or tokenizer.model; text needs it."),
+        typer.Option(help="Folder with tokenizer.json or tokenizer.model; required for text."),
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="Where the corpus gets its folder.", show_default="./data")
+        str | None, typer.Option(help="Parent folder of the corpus.", show_default="./data")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the corpus.", show_default="as PATH")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the corpus.", show_default="as PATH")
+    ] = None,
     column: Annotated[str | None, typer.Option(help="Column that holds the documents.")] = None,
     subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
     split: Annotated[str | None, typer.Option(help="Split, such as train.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of token ids whose file does not say it, such as uint16.")
+        str | None, typer.Option(help="Data type of token ids, if the file does not specify one.")
     ] = None,
     skip_bad: Annotated[
         bool,
@@ -54,30 +56,33 @@ def build(
     ] = None,
     eos: Annotated[bool, typer.Option(help="End each document with the EOS token.")] = True,
     processes: Annotated[
-        int | None, typer.Option(help="That tokenise at once.", min=1, show_default="one per core")
+        int | None,
+        typer.Option(help="Number of tokeniser processes.", min=1, show_default="one per core"),
     ] = None,
     part: Annotated[
-        str | None, typer.Option(help="Only this part, such as 2/8; parts may run at once.")
+        str | None,
+        typer.Option(help="Build only this part, such as 2/8; parts can run in parallel."),
     ] = None,
     array: Annotated[
-        bool, typer.Option("--array", help="The part of this task of a Slurm job array.")
+        bool, typer.Option("--array", help="Build the part of this task in a Slurm job array.")
     ] = False,
     sft: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Fine-tuning: a key of [sft], such as shape=auto; may be repeated.",
+            help="For fine-tuning: a key of [sft], such as shape=auto; repeatable.",
         ),
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(help="With --sft: training.seq_len.", min=1, show_default="2048")
     ] = None,
     custom_import: Annotated[
-        str, typer.Option("--import", help="Module that registers a source, named by PATH.")
+        str,
+        typer.Option("--import", help="Module to import first; it may register PATH as a source."),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Make token shards of a corpus. The same command again goes on where it was stopped."""
+    """Tokenise a corpus into shards ahead of training. Run again to resume an interrupted build."""
     from overland.config.schema import Data
     from overland.data import build as builder
     from overland.data.corpus_folder import read_layout
@@ -128,8 +133,8 @@ def build(
             )
     except KeyboardInterrupt:
         layout = read_layout(folder)
-        made = f"{len(layout.made()):,} of {layout.num_shards:,} shards are made"
-        to_stderr(f"stopped: {made}; the same command again makes the rest")
+        made = f"{len(layout.made()):,} of {layout.num_shards:,} shards are complete"
+        to_stderr(f"stopped: {made}; run the same command again to build the rest")
         raise typer.Exit(130) from None
     seconds = time.monotonic() - started
     if as_json:
@@ -141,7 +146,7 @@ def build(
 def sft_config(
     given: list[str] | None, seq_len: int | None, tokenizer: str | None, bos: bool | None, eos: bool
 ) -> JobConfig | None:
-    """The config of which these are a part; None if nothing is to be fine-tuned."""
+    """Returns a config with these settings; None without `--sft`."""
     from overland.config.arguments import parse_arguments
     from overland.config.errors import ConfigError
     from overland.config.validate import check_switches, validate_entries
@@ -149,10 +154,12 @@ def sft_config(
 
     if not given:
         if seq_len is not None:
-            raise DataError("--seq-len is for --sft: other corpora have no length of sequences")
+            raise DataError(
+                "--seq-len applies only with --sft: other corpora have no sequence length"
+            )
         return None
     if tokenizer is None:
-        raise DataError("--sft needs --tokenizer, the folder with the model's tokenizer")
+        raise DataError("--sft needs --tokenizer, the folder of the model's tokenizer")
     words = [f"sft.{one.removeprefix('sft.')}" for one in given]
     arguments = parse_arguments([*words, f"model.hf_assets_path={json.dumps(tokenizer)}"])
     config, problems, _ = validate_entries(arguments.entries)
@@ -166,7 +173,7 @@ def sft_config(
 
 
 def sft_lines(config: JobConfig | None) -> Iterator[str]:
-    """What else a config must say to train on conversations that were built."""
+    """Yields the other keys that a config needs to train on these conversations."""
     from overland.config.write import toml_value
 
     if config is None:
@@ -178,22 +185,22 @@ def sft_lines(config: JobConfig | None) -> Iterator[str]:
 
 
 def check_apart(source: Path, out: Path) -> None:
-    """A corpus inside the folder that it is made from would become part of that."""
+    """Refuses to write a corpus inside its own source folder, where it would become input."""
     from overland.errors import DataError
 
     whole = source.resolve()
     if whole.is_dir() and out.resolve().is_relative_to(whole):
         raise DataError(
-            f"{out} is {source} or lies inside it, and the corpus would become part of its own "
-            "source: choose a folder outside of it with --out"
+            f"{out} is inside the source {source}, so the corpus would become part of its own "
+            "input; choose a folder outside of it with --out"
         )
 
 
 def framed(
     name: str, source: Source, tokenizer: Tokenizer, root: Path, skip_bad: bool
 ) -> Tokenizer:
-    """The tokenizer with BOS as it has it itself, unless a corpus was begun before that was the
-    default; which of them is said."""
+    """Returns the tokenizer with its own choice of BOS, unless a corpus was started without BOS,
+    before that was the default; reports which one applies."""
     from overland.data.layout import find_laid_out
 
     bos = tokenizer.bos_id
@@ -203,11 +210,11 @@ def framed(
     if tokenizer.add_bos and not find_laid_out(name, source, tokenizer, root, skip_bad=skip_bad):
         former = tokenizer.with_bos(False)
         if found := find_laid_out(name, source, former, root, skip_bad=skip_bad):
-            tokenizer, because = former, f"as {found} was begun"
+            tokenizer, because = former, f"as {found} was started"
     how = "with" if tokenizer.add_bos else "without"
     other = "--no-bos" if tokenizer.add_bos else "--bos"
     piece = tokenizer.pieces([bos])[0]
-    to_stderr(f"documents begin {how} {piece}, {because} ({other} makes another corpus)")
+    to_stderr(f"documents begin {how} {piece}, {because} ({other} builds a separate corpus)")
     return tokenizer
 
 
@@ -231,7 +238,7 @@ def source_at(
     dtype: str | None,
     skip_bad: bool,
 ) -> Source:
-    """Returns what lies at a path, or else what is built in under that name."""
+    """Returns the source at a path, or the built-in source of that name."""
     from overland.config.schema import Data, DataSource
     from overland.data import registry
     from overland.data.sources import open_source
@@ -244,14 +251,16 @@ def source_at(
 
 
 def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Counted from 0, and of how many; from `I/N`, or from Slurm."""
+    """Returns the part, counted from 0, and the number of parts, from `I/N` or from Slurm."""
     from overland.errors import DataError
 
     if array:
         keys = ("ID", "MIN", "COUNT")
         values = [environment.get(f"SLURM_ARRAY_TASK_{key}", "") for key in keys]
         if not all(value.isdecimal() for value in values):
-            raise DataError("--array is for tasks of `sbatch --array=1-N`; elsewhere give --part")
+            raise DataError(
+                "--array works only in a task of `sbatch --array=1-N`; otherwise use --part"
+            )
         task, first, count = map(int, values)
         step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1") or 1)
         number = (task - first) // step
@@ -259,7 +268,7 @@ def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> 
     elif part is not None:
         words = part.split("/")
         if len(words) != 2 or not all(word.isdecimal() for word in words):
-            raise DataError(f"--part {part}: expected the part and of how many, such as 2/8")
+            raise DataError(f"--part {part}: expected PART/PARTS, such as 2/8")
         number, count = int(words[0]) - 1, int(words[1])
         what = f"--part {part}"
     else:
@@ -270,7 +279,7 @@ def find_part(part: str | None, array: bool, environment: Mapping[str, str]) -> 
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use: Slurm gives a task some of a node's."""
+    """Returns how many cores this process may use: Slurm may grant a task only some of a node's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -293,14 +302,14 @@ def to_json(built: Built, seconds: float) -> dict[str, Any]:
 
 
 def unit_of(built: Built) -> str:
-    """Returns the unit that a shard holds many of."""
+    """Returns the unit that shards are counted in."""
     return "bytes" if built.layout.kind == "arrays" else "tokens"
 
 
 def built_lines(built: Built, seconds: float) -> Iterator[str]:
     shards = f"{built.layout.num_shards:,}"
     if built.made.num_made < built.layout.num_shards:
-        shards += f" ({built.made.num_made:,} made now)"
+        shards += f" ({built.made.num_made:,} built now)"
     yield f"{'documents':<12}{built.documents:,}"
     yield f"{unit_of(built):<12}{built.tokens:,}"
     yield f"{'skipped':<12}{built.bad:,}"
@@ -314,7 +323,7 @@ def built_lines(built: Built, seconds: float) -> Iterator[str]:
     yield ""
     if built.totals is None:
         made = len(built.layout.made())
-        yield f"not complete: {made:,} of them are made; build the other parts"
+        yield f"not complete: {made:,} shards are built; build the other parts"
         return
     yield "[training]"
     yield f"dataset_path = {json.dumps(str(built.layout.folder.resolve()))}"
@@ -322,7 +331,7 @@ def built_lines(built: Built, seconds: float) -> Iterator[str]:
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Callable[[BuildState], None]]:
-    """A bar if someone is looking, a line from time to time if not."""
+    """Shows a bar on a terminal, or else prints a line from time to time."""
     started = last = time.monotonic()
 
     def line(state: BuildState) -> None:

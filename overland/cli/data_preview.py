@@ -26,13 +26,13 @@ def preview(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[section.key=value ...]", show_default=False)
     ] = None,
-    step: Annotated[int, typer.Option(help="The step, from 1.", min=1)] = 1,
+    step: Annotated[int, typer.Option(help="Step, counted from 1.", min=1)] = 1,
     row: Annotated[int, typer.Option(help="First row of the global batch to show.", min=0)] = 0,
-    rows: Annotated[int, typer.Option(help="Rows to show.", min=1)] = 1,
+    rows: Annotated[int, typer.Option(help="Number of rows to show.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> None:
-    """Show exactly what the model sees at a step: documents in colours, what has no loss dimmed.
-    Of conversations, what is learned stands in colours, and special tokens are reversed."""
+    """Show exactly what the model sees at a step: one colour per document, dim where no loss is
+    taken. In conversations, only what is learned is bright, and special tokens are reversed."""
     from rich.console import Console
 
     from overland.errors import DataError
@@ -73,9 +73,9 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
         if WEIGHTS in rows.channels:
             counts = np.where(has_loss, rows.channels[WEIGHTS][0, 1:], 0)
             has_loss = counts > 0
-            # How much predicting each of the tokens counts, which is said one place before it.
+            # The weight of predicting each token, which the row stores one place before that token.
             about = {"weights": [0.0, *counts[:-1].tolist()], "special": special(dataset, tokens)}
-        # A row that only fills up the last batch comes from nowhere.
+        # A row that only pads the last batch has no source.
         pieces = (
             piece
             for one in dataset.rows.origins(batch, row, size)
@@ -103,13 +103,13 @@ def pages(dataset: Dataset, batch: int, first: int, count: int) -> Iterator[dict
 
 
 def special(dataset: Dataset, tokens: list[int]) -> list[bool]:
-    """Which of the tokens are special ones."""
+    """Returns which of the tokens are special tokens."""
     names = set(dataset.tokenizer.specials.values()) if dataset.tokenizer is not None else set()
     return [token in names for token in tokens]
 
 
 def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, Any]:
-    """A sample that is arrays, each in a few words."""
+    """Returns a page for a sample of arrays, each described in a few words."""
     from overland.data.arrays import describe_array
 
     samples = dataset.rows.read_samples(batch, row, size)
@@ -132,8 +132,8 @@ def sample_page(dataset: Dataset, batch: int, row: int, size: int) -> dict[str, 
 
 
 def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
-    """A row in colours: a colour per document, dim where no loss is taken. `marks`: where there are
-    no colours, what is learned of conversations stands between marks."""
+    """Returns a row in colours: one per document, dim where no loss is taken. With `marks`, for
+    terminals without colours, what is learned in conversations is put between marks."""
     from rich.text import Text
 
     text = Text()
@@ -154,7 +154,7 @@ def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
     bright = page["weights"] if is_chat else page["has_loss"]
     reversed_ = page.get("special") or [False] * len(words)
     shown = list(zip(words, page["documents"], bright, reversed_, strict=True))
-    if is_chat:  # the rest is padding, which says nothing
+    if is_chat:  # the rest is padding
         shown = shown[: sum(one["tokens"] for one in page["from"])]
     inside = False
     for word, document, counts, is_special in shown:
@@ -169,7 +169,7 @@ def render(page: dict[str, Any], step: int, marks: bool = False) -> Text:
 
 
 def _counted(page: dict[str, Any], shown: int, marks: bool) -> str:
-    """How many tokens have a loss, in words."""
+    """Describes how many tokens have a loss."""
     with_loss, total = sum(page["has_loss"]), len(page["tokens"])
     if "weights" not in page:
         return f"{total - with_loss:,} without a loss"

@@ -1,4 +1,4 @@
-"""`overland doctor`: what is wrong around a run, before it costs one."""
+"""`overland doctor`: finds problems in the environment before they cost a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WIDTH = 24
 @user_errors
 def doctor(
     config: Annotated[
-        str | None, typer.Argument(help="A config or recipe to start; default: quickstart.")
+        str | None, typer.Argument(help="Config or recipe to start once; default: quickstart.")
     ] = None,
     site: Annotated[
-        str | None, typer.Option(help="A site's name or file: what it needs is looked for.")
+        str | None, typer.Option(help="Name or file of a site, to check what it needs.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at environment, versions, caches and limits, and start once without a network."""
+    """Check the environment, versions, caches and limits, and start once without a network."""
     from overland.tools.doctor import examine
     from overland.tools.jobs.site import load_site
 

@@ -1,4 +1,4 @@
-"""`overland eval`: how good a model is, in numbers."""
+"""`overland eval`: measures perplexity and task scores of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from overland.run_folder import CONFIG, LOGS
 from overland.words import visible
 from overland.world.signals import end_at_signal
 
-STOPPED_WORDS = "stopped; what is done is kept, and the same command continues"
+STOPPED_WORDS = "stopped; finished parts are saved, and the same command resumes"
 FOR_TASKS = (
     "num_fewshot", "apply_chat_template", "chat_template", "fewshot_as_multiturn", "system",
     "gen_kwargs", "add_bos", "log_samples", "include_path", "datasets", "unsafe_code",
@@ -45,7 +45,7 @@ def evaluate(
     words: typer.Context,
     path: Annotated[
         Path,
-        typer.Argument(help="A run, a checkpoint of any format, or a folder of Hugging Face."),
+        typer.Argument(help="A run, a checkpoint of any format, or a Hugging Face folder."),
     ],
     data: Annotated[
         list[str] | None,
@@ -56,54 +56,54 @@ def evaluate(
         typer.Option(help="Tasks of lm-evaluation-harness: a,b or @LIST; repeatable."),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before a question; default: the task's.", min=0)
+        int | None, typer.Option(help="Examples before each question; default: the task's.", min=0)
     ] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Prompts of tasks are conversations.")
+        bool, typer.Option("--apply-chat-template", help="Format task prompts as conversations.")
     ] = False,
     chat_template: Annotated[
-        str | None, typer.Option(help="Name of the template, where there are several.")
+        str | None, typer.Option(help="Name of the template, if there are several.")
     ] = None,
     fewshot_as_multiturn: Annotated[
-        bool, typer.Option(help="Examples are turns of the conversation.")
+        bool, typer.Option(help="Format few-shot examples as turns of the conversation.")
     ] = True,
-    system: Annotated[str | None, typer.Option(help="System message of tasks.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message for tasks.")] = None,
     gen_kwargs: Annotated[
-        str | None, typer.Option(help="How tasks generate, such as max_gen_toks=64.")
+        str | None, typer.Option(help="Generation settings for tasks, such as max_gen_toks=64.")
     ] = None,
     add_bos: Annotated[
         bool | None,
-        typer.Option(help="Prompts of tasks begin with BOS; default: as the tokenizer says."),
+        typer.Option(help="Begin task prompts with BOS; default: as the tokenizer does."),
     ] = None,
     log_samples: Annotated[
-        bool, typer.Option("--log-samples", help="Keep every prompt and answer of tasks.")
+        bool, typer.Option("--log-samples", help="Save every prompt and answer of the tasks.")
     ] = False,
     include_path: Annotated[
-        Path | None, typer.Option(help="A folder with task definitions of your own.")
+        Path | None, typer.Option(help="Folder with your own task definitions.")
     ] = None,
     datasets: Annotated[
-        Path | None, typer.Option(help="The folder that datasets of tasks were fetched to.")
+        Path | None, typer.Option(help="Folder that the tasks' datasets were fetched to.")
     ] = None,
     unsafe_code: Annotated[
-        bool, typer.Option("--unsafe-code", help="Let tasks run what the model writes.")
+        bool, typer.Option("--unsafe-code", help="Let tasks run code that the model writes.")
     ] = False,
     context: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of a window; default: as trained, 4096 at most; see the docs.", min=2
-        ),
+        typer.Option(help="Tokens per window; default: as trained, at most 4096.", min=2),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens between windows; default: half of the context.", min=1),
+        typer.Option(help="Tokens between window starts; default: half the context.", min=1),
     ] = None,
     joined: Annotated[
-        bool, typer.Option("--joined", help="All documents as one text, as C4 is measured.")
+        bool, typer.Option("--joined", help="Join all documents into one text, as is usual for C4.")
     ] = False,
     prefix: Annotated[
-        Prefix, typer.Option(help="What a document's first token is predicted from.")
+        Prefix, typer.Option(help="Token that a document's first token is predicted from.")
     ] = Prefix.auto,
-    limit: Annotated[int | None, typer.Option(help="Only so many documents.", min=1)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Use at most this many documents.", min=1)
+    ] = None,
     column: Annotated[str | None, typer.Option(help="Column that holds the documents.")] = None,
     subset: Annotated[str | None, typer.Option(help="Subset of a dataset folder.")] = None,
     split: Annotated[
@@ -112,24 +112,20 @@ def evaluate(
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Skip and count documents that cannot be read.")
     ] = False,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Windows that go through the model together.", min=1)
-    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Windows per forward pass.", min=1)] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Type to compute in; default: by the device.")
+        Dtype | None, typer.Option(help="Compute type; default: depends on the device.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="The model that adapters belong to, if they do not say.")
+        Path | None, typer.Option(help="Base model of the adapters, if they do not name it.")
     ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer, where PATH brings none.")
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer, if PATH has none.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.json, if PATH has none.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint of a run; default: the newest.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A config.json, where PATH brings none.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="The checkpoint of a run.")] = None,
     steps: Annotated[
-        str | None, typer.Option(help="Checkpoints of a run, for a curve: all, or 1000,2000.")
+        str | None, typer.Option(help="Checkpoints of a run to compare: all, or e.g. 1000,2000.")
     ] = None,
     ranks: Annotated[
         int | None,
@@ -138,19 +134,21 @@ def evaluate(
     shard: Annotated[
         bool, typer.Option("--shard", help="Shard the parameters over the ranks.")
     ] = False,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks that split each matrix.", min=1)] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Number of ranks that split each matrix.", min=1)
+    ] = 1,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for results; default: beside the checkpoint.")
+        Path | None, typer.Option(help="Folder for results; default: next to the checkpoint.")
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Compute again what was computed before.")
+        bool, typer.Option("--again", help="Recompute results that already exist.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure perplexity and scores: overland eval PATH --data c4=/scratch/c4 --tasks hellaswag
 
-    A run is evaluated on what it validates on if neither is named. Run it again to continue one
-    that was stopped. Results are kept beside the checkpoint.
+    With neither option, a run is evaluated on its own validation data. Results are saved next to
+    the checkpoint; run the same command again to resume an evaluation that was stopped.
     """
     end_at_signal(STOPPED_WORDS)
     check_together(words)
@@ -216,27 +214,27 @@ def evaluate(
         print(*map(visible, tables(results, is_sweep=steps is not None)), sep="\n\n")
 
 
-def check_together(words: Any) -> None:  # a Context of typer, or of the click inside of it
-    """Refuses options that contradict each other, or that nothing would read."""
+def check_together(words: Any) -> None:  # a Context of typer, or of the click that it bundles
+    """Refuses options that contradict each other or would have no effect."""
     given = {
         one.name: one.opts[0]
         for one in words.command.params
         if one.name and getattr(words.get_parameter_source(one.name), "name", "") == "COMMANDLINE"
     }
     if "step" in given and "steps" in given:
-        raise typer.BadParameter("is one checkpoint: give one of --step and --steps")
+        raise typer.BadParameter("give either --step or --steps, not both")
     unread: tuple[str, ...] = ()
     if "tasks" not in given:
-        unread, why = FOR_TASKS, "is for tasks, and --tasks names none"
+        unread, why = FOR_TASKS, "applies only to tasks, and --tasks is not given"
     elif "data" not in given:
-        unread, why = FOR_DATA, "is for perplexity, and --data names nothing to measure it on"
+        unread, why = FOR_DATA, "applies only to perplexity, and --data is not given"
     for name in unread:
         if name in given:
             raise typer.BadParameter(why, param_hint=given[name])
 
 
 def num_devices() -> int:
-    """One rank per GPU; on a CPU one, which has all cores."""
+    """Returns one rank per GPU; on a CPU a single one, which uses all cores."""
     from overland.world.devices import may_have_accelerator
 
     if not may_have_accelerator():
@@ -251,13 +249,13 @@ def require_degree(tensor_parallel: int, num_ranks: int) -> None:
 
     if num_ranks % tensor_parallel:
         raise ClusterError(
-            f"--tensor-parallel {tensor_parallel} does not divide the {num_ranks} ranks; --ranks "
-            "or NGPU sets their number"
+            f"--tensor-parallel {tensor_parallel} does not divide the {num_ranks} ranks; set "
+            "their number with --ranks or NGPU"
         )
 
 
 def launch(num_ranks: int, printing: Sequence[int], path: Path, output: Path | None) -> int:
-    """Starts the same command on so many ranks."""
+    """Starts the same command on this many ranks."""
     from overland.tools.evaluation.results import place_of
     from overland.world.launch import launch_local
 

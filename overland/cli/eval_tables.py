@@ -1,4 +1,4 @@
-"""Results of evaluations as people read them."""
+"""Evaluation results as tables for people to read."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ TASKS = {
     "±": "stderr",
 }
 FINE = ("loss", "bits/byte", "per byte", "value", "±")
-MOST_COLUMNS = 6  # of a curve, beside the step
+MOST_COLUMNS = 6  # of a curve, not counting the step
 
 
 def tables(results: Sequence[Result], is_sweep: bool) -> Iterator[str]:
-    """A table of perplexities, one of scores, and one of all checkpoints if there are several."""
+    """Yields a table of perplexities and one of scores; for a sweep, one table of all
+    checkpoints."""
     if is_sweep:
         yield curve(results)
         return
@@ -47,7 +48,8 @@ def tables(results: Sequence[Result], is_sweep: bool) -> Iterator[str]:
 
 
 def curve(results: Sequence[Result]) -> str:
-    """A line per checkpoint, and a column per number; those that do not fit come below."""
+    """Returns a table with a row per checkpoint and a column per measure; columns that do not fit
+    go into further tables below."""
     by_step: dict[int, dict[str, Any]] = {}
     for one in results:
         by_step.setdefault(one["step"], {}).update(measures(one))
@@ -61,7 +63,7 @@ def curve(results: Sequence[Result]) -> str:
 
 
 def measures(result: Result) -> dict[str, Any]:
-    """The numbers of a result, by name."""
+    """Returns the numbers of a result, by name."""
     if result["kind"] != "tasks":
         return {f"{result['name']} perplexity": result["perplexity"]}
     several = len({score["filter"] for score in result["scores"]}) > 1
@@ -101,17 +103,17 @@ def _cell(value: object, is_fine: bool) -> str:
 
 
 def about_perplexity(one: Result) -> Iterator[str]:
-    """How the numbers were measured, and what is not in them."""
+    """Yields how the numbers were measured, and what they leave out."""
     settings = one["settings"]
-    how = "all documents as one text" if settings["joined"] else "each document by itself"
+    how = "all documents joined" if settings["joined"] else "each document separately"
     yield (
         f"{one['name']}: {how}, windows of {settings['context']:,} tokens every "
         f"{settings['stride']:,}, in {settings['dtype']}"
     )
     if one["unscored"]:
         yield (
-            f"  {one['unscored']:,} first tokens are not scored, as no BOS is before them "
-            "(--prefix eos)"
+            f"  {one['unscored']:,} first tokens are not scored, because no BOS precedes them "
+            "(--prefix eos scores them)"
         )
     if one["skipped_documents"]:
         yield f"  {one['skipped_documents']:,} documents could not be read"
@@ -125,9 +127,9 @@ def about_tasks(one: Result) -> Iterator[str]:
     if settings["chat_template"]:
         parts.insert(0, "as conversations")
     if settings["limit"] is not None:
-        parts.append(f"{settings['limit']:,} documents of each at most")
+        parts.append(f"at most {settings['limit']:,} documents of each")
     yield f"{one['name']}: {', '.join(parts)}, by lm_eval {one['versions']['lm_eval']}"
     if one["cut_prompts"]:
-        yield f"  {one['cut_prompts']:,} prompts were longer, and cut off at the left"
+        yield f"  {one['cut_prompts']:,} prompts were longer and were truncated on the left"
     if one["kept"]:
         yield f"  kept in {one['kept']}"

@@ -1,4 +1,4 @@
-"""What the help says of each verb: a line in the list of verbs, and examples below its options."""
+"""The help of each verb: its line in the list of verbs, and the examples below its options."""
 
 from __future__ import annotations
 
@@ -6,77 +6,77 @@ from typing import Any
 
 import typer
 
-# Verb: its line, and what may be typed.
+# Verb: its line, and example commands.
 HELP: dict[str, tuple[str, tuple[str, ...]]] = {
-    "init": ("List the recipes, or copy one here as a commented TOML.",
+    "init": ("List the recipes, or copy one here as a commented TOML file.",
         ("overland init", "overland init quickstart my.toml")),
-    "fetch": ("Bring a model, tokenizer, dataset or tasks to local disk.",
+    "fetch": ("Download a model, tokenizer, dataset or evaluation tasks.",
         ("overland fetch model Qwen/Qwen3-0.6B",
          "overland fetch dataset allenai/c4 --subset en --include '*00000*'")),
-    "check": ("Say what a run would be, or all that is wrong with it.",
+    "check": ("Describe a run and report every problem, without training.",
         ("overland check run.toml", "overland check run.toml --world-size 512")),
     "train": ("Train a model, or resume a run.",
         ("overland train quickstart", "overland train run.toml training.steps=200",
          "overland train runs/quickstart/config.toml")),
-    "submit": ("Submit a run to Slurm, as a chain of jobs.",
+    "submit": ("Submit a run to Slurm as a chain of jobs.",
         ("overland submit run.toml --site frontier --nodes 8 --sessions 4",
          "overland submit run.toml --site my.toml --dry-run")),
-    "ls": ("List runs with state, step, loss and age.",
+    "ls": ("List runs with their state, step, loss and age.",
         ("overland ls", "overland ls /scratch/runs --json")),
-    "watch": ("Watch a run, from any machine that sees its folder.",
+    "watch": ("Watch a run live, from any machine that can see its folder.",
         ("overland watch runs/quickstart", "overland watch runs/a runs/b --serve")),
-    "report": ("Write a page about a run, or about several.",
+    "report": ("Write an HTML report on one run, or comparing several.",
         ("overland report runs/quickstart", "overland report runs/a runs/b --output ab.html")),
-    "supervise": ("Run and restart the ranks of a job.", ()),
-    "env": ("Print the one-time set-up script of a cluster.",
+    "supervise": ("Start and restart the ranks of a job.", ()),
+    "env": ("Print the one-time setup script for a cluster.",
         ("overland env frontier > setup.sh",)),
-    "preflight": ("Test every node, device and link; name the bad ones.",
+    "preflight": ("Test every node, device and link, and name the bad ones.",
         ("overland preflight", "overland preflight run.toml --quick")),
-    "doctor": ("Look at environment, versions, caches and limits.",
+    "doctor": ("Check the environment, versions, caches and limits.",
         ("overland doctor", "overland doctor run.toml --site frontier")),
-    "eval": ("Measure perplexity, and scores of tasks.",
+    "eval": ("Measure perplexity and task scores.",
         ("overland eval runs/quickstart", "overland eval runs/quickstart --data mine=texts.jsonl",
          "overland eval Qwen3-0.6B --tasks hellaswag --num-fewshot 10")),
-    "generate": ("Let a model continue texts, or answer questions.",
+    "generate": ("Continue prompts with a model, or chat with it.",
         ("overland generate runs/quickstart --prompt 'class Node:'",
          "overland generate Qwen3-0.6B --chat 'Who are you?'")),
-    "convert": ("Convert a checkpoint of any format to another.",
+    "convert": ("Convert a checkpoint from any format to any other.",
         ("overland convert runs/quickstart weights --to hf --dtype bfloat16",
          "overland convert runs/lora merged --to hf --merge-lora")),
-    "push": ("Upload a folder of weights or data to a Hub.",
+    "push": ("Upload a folder of weights or data to the Hugging Face Hub.",
         ("overland push runs/quickstart/hf OWNER/NAME --private",)),
-    "data": ("Look at a corpus, or tokenise it beforehand.", ()),
-    "data build": ("Make token shards of a corpus.",
+    "data": ("Inspect a corpus, preview batches, or pre-tokenise it.", ()),
+    "data build": ("Tokenise a corpus into shards ahead of training.",
         ("overland data build texts.jsonl --tokenizer Qwen3-0.6B",)),
-    "data preview": ("Show what the model sees at a step.",
+    "data preview": ("Show exactly what the model sees at a step.",
         ("overland data preview quickstart --step 10", "overland data preview runs/quickstart")),
-    "data inspect": ("Read a corpus once and say what it holds.",
+    "data inspect": ("Read a corpus once and summarise what it holds.",
         ("overland data inspect texts.jsonl",)),
-    "prove": ("Show that layouts, resumes, data and files are exact.", ()),
-    "prove layout": ("Compare the losses of layouts with one process.",
+    "prove": ("Verify that layouts, resumes, data and checkpoints are exact.", ()),
+    "prove layout": ("Compare the losses of parallel layouts with one process.",
         ("overland prove layout --layouts short",)),
-    "prove resume": ("Compare resumes across layouts.",
+    "prove resume": ("Compare runs resumed under other layouts with an unbroken run.",
         ("overland prove resume --layouts dozen",)),
-    "prove checkpoint": ("Compare every byte of a checkpoint with its checksums.",
+    "prove checkpoint": ("Verify every byte of a checkpoint against its checksums.",
         ("overland prove checkpoint runs/quickstart/checkpoint/step_160",)),
-    "prove data": ("Compare what a run was fed with its plan.",
+    "prove data": ("Compare the data that a run consumed with its plan.",
         ("overland prove data runs/quickstart",)),
-    "prove sessions": ("Kill sessions of readers, and compare what was read.",
+    "prove sessions": ("Kill and restart sessions, and check that their data is exact.",
         ("overland prove sessions",)),
     "config": ("Show, convert and explain configs.", ()),
     "config reference": ("Print every key with its type, default and meaning.",
         ("overland config reference",)),
     "config schema": ("Print the JSON Schema of a config, for editors.",
         ("overland config schema > overland.schema.json",)),
-    "config convert": ("Write a config of another trainer in today's keys.",
-        ("overland config convert axolotl.yaml",)),
+    "config convert": ("Convert a config of another trainer to Overland's keys.",
+        ("overland config convert axolotl.yaml run.toml",)),
     "config show": ("Print the resolved config.",
         ("overland config show run.toml training.steps=200",)),
 }  # fmt: skip
 
 
 def add_help(app: typer.Typer, above: str = "") -> None:
-    """Gives every verb its line and its examples."""
+    """Adds the line and the examples to every verb."""
     for command in app.registered_commands:
         name = command.name or getattr(command.callback, "__name__", "")
         line, examples = HELP[f"{above}{name}"]

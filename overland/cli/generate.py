@@ -1,4 +1,4 @@
-"""`overland generate`: what a model says."""
+"""`overland generate`: continues prompts, or chats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from overland.tools.evaluation.sampling import Sampling
 
 RESET = "/reset"
-CONTEXT, TOKENS = "context is full", "number of tokens"  # reasons why a text ends
+CONTEXT, TOKENS = "context is full", "number of tokens"  # why a text ended
 
 
 @user_errors
@@ -37,50 +37,58 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to continue.")
     ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="The same as PROMPT; repeatable.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Same as PROMPT; repeatable.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="Prompts: a line of text each, or JSON lines; - is standard input."),
+        typer.Option(help="File of prompts, one per line, or JSON lines; - is standard input."),
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="Prompts are questions; without any: a conversation."),
+        typer.Option(
+            "--chat", help="Treat prompts as questions; without prompts, start a conversation."
+        ),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system turn.")] = None,
-    num_tokens: Annotated[int, typer.Option(help="Tokens to add at most.", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Of so many likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Of the likeliest with this probability.")] = 1.0,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    num_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)] = 128,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens with this total probability.")
+    ] = 1.0,
     min_p: Annotated[
-        float, typer.Option(help="Of those this many times as likely as the likeliest.")
+        float,
+        typer.Option(help="Sample from tokens at least this likely, relative to the likeliest."),
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: less of what was said before.")
+        float, typer.Option(help="Above 1, tokens that occurred before become less likely.")
     ] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End the text before this; repeatable.")
+        list[str] | None, typer.Option(help="Text at which to stop; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
-    step: Annotated[int | None, typer.Option(help="Of a run: which checkpoint.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint of a run; default: the newest.")
+    ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="The model of an adapter, where it does not say.")
+        Path | None, typer.Option(help="Base model of an adapter, if the adapter does not name it.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Its file or folder, if PATH has none.")
+        Path | None, typer.Option(help="Tokenizer file or folder, if PATH has none.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="config.json or its folder, if PATH has none.")
+        Path | None, typer.Option(help="A config.json or its folder, if PATH has none.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32 (CPUs), bfloat16 (GPUs) or float16.")
+        str | None,
+        typer.Option(help="float32 (default on CPUs), bfloat16 (default on GPUs) or float16."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …")] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts at a time.", min=1)] = 16,
+    batch_size: Annotated[int, typer.Option(help="Prompts per batch.", min=1)] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
 ) -> None:
-    """Let a model continue texts, or answer questions."""
+    """Continue prompts with a model, or chat with it."""
     from overland.tools.evaluation.model import open_model
     from overland.tools.evaluation.prompts import Prompt, check_prompts, read_prompts
     from overland.tools.evaluation.sampling import Sampling
@@ -90,7 +98,7 @@ def generate(
     given += read_prompts(file) if file is not None else []
     check_prompts(given)
     if system is not None and not chat:
-        raise typer.BadParameter("--system is for --chat")
+        raise typer.BadParameter("--system needs --chat")
     opened = open_model(
         path, base=base, tokenizer=tokenizer, config=config, dtype=dtype, device=device, step=step
     )
@@ -134,11 +142,13 @@ class Asked:
 
 def note_cache(made: Generator) -> None:
     if not made.is_cached:
-        note("without a cache: parts of this model are your own, and might look at all tokens")
+        note(
+            "generating without a cache: this model has custom parts, which may look at all tokens"
+        )
 
 
 def answer(asked: Asked, prompts: list[Prompt]) -> None:
-    """Prints what follows each prompt."""
+    """Prints the continuation of each prompt."""
     asking = asked.asking
     if len(prompts) == 1 and sys.stdout.isatty() and not asked.as_json:
         return stream(asked, asking, prompts[0])
@@ -158,7 +168,7 @@ def answer(asked: Asked, prompts: list[Prompt]) -> None:
 
 
 def stream(asked: Asked, asking: Asking, prompt: Prompt) -> None:
-    """Prints what follows a prompt, as it comes."""
+    """Prints the continuation of a prompt while it is generated."""
     ids = asking.encoded(prompt)
     generator = asked.generator(1, len(ids) + asked.num_tokens)
     print(visible(beginning(asked, prompt)), end="", flush=True)
@@ -171,7 +181,7 @@ def stream(asked: Asked, asking: Asking, prompt: Prompt) -> None:
 
 
 def beginning(asked: Asked, prompt: Prompt) -> str:
-    """A text is shown with its continuation, a question is not."""
+    """Returns what to print before an answer: a text to continue, but not a question."""
     return "" if asked.chat or prompt.messages else prompt.text
 
 
@@ -184,7 +194,7 @@ def show(asked: Asked, prompt: Prompt, one: Completion) -> None:
 
 
 def show_json(prompt: str, text: str, one: Completion) -> None:
-    """Prints it at once: who reads it may wait for it."""
+    """Prints one record and flushes it, since the reader may be waiting for it."""
     record = {"prompt": prompt, "text": text, "reason": one.reason, "tokens": len(one.ids)}
     print(json.dumps(record, ensure_ascii=False), flush=True)
 
@@ -200,11 +210,11 @@ def converse(asked: Asked) -> None:
     )
     is_watched = sys.stdin.isatty()
     if is_watched:
-        note(f"{RESET} forgets what was said; Ctrl-C breaks off an answer; Ctrl-D ends")
+        note(f"{RESET} clears the conversation; Ctrl-C interrupts an answer; Ctrl-D quits")
     for question in questions(is_watched):
         if question.strip() == RESET:
             talk.reset()
-            note("forgotten")
+            note("conversation cleared")
             continue
         try:
             if asked.as_json:
@@ -224,15 +234,15 @@ def converse(asked: Asked) -> None:
 
 
 def tell_end(asked: Asked, reason: str) -> None:
-    """Says why a text ends where it might have gone on."""
+    """Reports why a text ended before the model was done."""
     if reason == CONTEXT:
         note(f"(the model's context of {asked.opened.context:,} tokens is full)")
     elif reason == TOKENS and asked.chat:
-        note(f"(broken off after {asked.num_tokens:,} tokens; --num-tokens)")
+        note(f"(cut off after {asked.num_tokens:,} tokens; raise --num-tokens for more)")
 
 
 def questions(is_watched: bool) -> Iterator[str]:
-    """Lines of the input, but for blank ones."""
+    """Yields the lines of the input, without blank ones."""
     while True:
         try:
             line = input("> " if is_watched else "")
@@ -245,7 +255,7 @@ def questions(is_watched: bool) -> Iterator[str]:
 
 
 def stripped(pieces: Iterator[str]) -> Iterator[str]:
-    """The text without blanks at either end."""
+    """Yields the text without white space at either end."""
     blanks, has_begun = "", False
     for piece in pieces:
         text = blanks + piece if has_begun else piece.lstrip()
@@ -256,8 +266,8 @@ def stripped(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def say(pieces: Iterable[str]) -> None:
-    """Prints a text as it comes, and ends the line. On a terminal nothing in it is a command to
-    that."""
+    """Prints a text as it arrives, then a newline. On a terminal, control characters are made
+    visible."""
     is_terminal = sys.stdout.isatty()
     for piece in pieces:
         print(visible(piece) if is_terminal else piece, end="", flush=True)

@@ -1,6 +1,5 @@
-"""`overland fetch` and `overland push`: models, tokenizers and datasets from and to a Hub, where a
-network is.
-"""
+"""`overland fetch` and `overland push`: download and upload models, tokenizers and datasets. These
+are the only verbs that need a network."""
 
 from __future__ import annotations
 
@@ -35,31 +34,34 @@ def fetch(
     ],
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME", help="OWNER/NAME on the Hub; tasks: names, or @LIST."),
+        typer.Argument(
+            metavar="NAME", help="OWNER/NAME on the Hub; for tasks: their names, or @LIST."
+        ),
     ],
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit; default: main.")
     ] = None,
     subset: Annotated[str | None, typer.Option(help="Subset (config) of a dataset.")] = None,
     include: Annotated[
-        list[str] | None, typer.Option(help="Only files like '*.json'; repeatable.")
+        list[str] | None,
+        typer.Option(help="Fetch only files that match, e.g. '*.json'; repeatable."),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(help="Folder; default: one of its own below $SCRATCH_ROOT.")
+        Path | None, typer.Option(help="Target folder; default: a new one below $SCRATCH_ROOT.")
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Only check what is here; needs no network.")
+        bool, typer.Option("--verify", help="Only verify what is already here; needs no network.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="tasks: only list their datasets; needs no network.")
+        bool, typer.Option("--dry-run", help="Tasks: only list their datasets; needs no network.")
     ] = False,
     include_path: Annotated[
-        Path | None, typer.Option(help="tasks: a folder with definitions of your own.")
+        Path | None, typer.Option(help="Tasks: a folder with your own task definitions.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Fetch a model, tokenizer or dataset, or all datasets of evaluation tasks: resumable, every
-    byte verified. HF_ENDPOINT and HF_TOKEN are respected."""
+    """Download a model, a tokenizer, a dataset, or all datasets of evaluation tasks. Interrupted
+    downloads resume, and every byte is verified. HF_ENDPOINT and HF_TOKEN are respected."""
     from overland.tools.hub.fetch import FetchKind as OfHub
     from overland.tools.hub.fetch import Wanted, default_folder
     from overland.tools.hub.fetch import fetch as fetch_files
@@ -70,7 +72,7 @@ def fetch(
         return
     refuse_options({"--dry-run": dry_run, "--include-path": include_path}, "tasks")
     if len(names) > 1:
-        raise typer.BadParameter(f"a {kind} has one name, and these are {len(names)}")
+        raise typer.BadParameter(f"expected one name for a {kind}, got {len(names)}")
     of_hub, name = cast(OfHub, kind.value), names[0]
     folder = to.expanduser() if to is not None else default_folder(of_hub, name)
     wanted = Wanted(of_hub, name, revision, subset, tuple(include or ()))
@@ -85,13 +87,13 @@ def fetch(
 def refuse_options(given: dict[str, object], of: str = "a dataset") -> None:
     for option, value in given.items():
         if value:
-            raise typer.BadParameter(f"is for {of}", param_hint=option)
+            raise typer.BadParameter(f"applies only to {of}", param_hint=option)
 
 
 def fetch_for_tasks(
     names: list[str], include_path: Path | None, to: Path | None, dry_run: bool, as_json: bool
 ) -> None:
-    """Brings what tasks read, or lists it."""
+    """Downloads the datasets that tasks read, or lists them."""
     from overland.errors import HubError
     from overland.tools.evaluation.task_data import (
         fetch_tasks,
@@ -118,7 +120,7 @@ def fetch_for_tasks(
     for name, why in failed.items():
         print(f"{name}: {why}", file=sys.stderr)
     if failed:
-        raise HubError(f"{len(failed)} of {len(needs.datasets)} datasets are not here")
+        raise HubError(f"{len(failed)} of {len(needs.datasets)} datasets could not be fetched")
 
 
 def verify_fetched(
@@ -132,10 +134,10 @@ def verify_fetched(
     for name, problem in problems.items():
         print(f"{problem}: {folder / name}", file=sys.stderr)
     if problems:
-        print("The same command without --verify fetches these again.", file=sys.stderr)
+        print("Run the same command without --verify to fetch them again.", file=sys.stderr)
         raise typer.Exit(1)
     if not as_json:
-        print(f"{folder}: every file is as the Hub had it")
+        print(f"{folder}: every file matches the Hub's checksum")
 
 
 def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) -> None:
@@ -169,7 +171,7 @@ def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) ->
 
 @contextmanager
 def fetch_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar if someone is looking; else a line for every tenth. Both on stderr."""
+    """Shows a bar on a terminal, or else prints a line every 10 %, both on stderr."""
     if sys.stderr.isatty():
         with progress_bar("fetching", "bytes") as bar:
             yield lambda what, done, total: bar(done, total, what)
@@ -194,19 +196,23 @@ class RepoType(StrEnum):
 
 @user_errors
 def push(
-    folder: Annotated[Path, typer.Argument(help="What to upload, such as RUN/hf.")],
-    name: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if not there.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to upload, such as RUN/hf.")],
+    name: Annotated[
+        str, typer.Argument(help="OWNER/NAME on the Hub; created if it does not exist.")
+    ],
     repo_type: Annotated[
         RepoType, typer.Option("--type", help="model or dataset.", show_choices=False)
     ] = RepoType.model,
-    private: Annotated[bool, typer.Option("--private", help="For your eyes alone.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create the repository as private.")
+    ] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Branch; made if not there; default: main.")
+        str | None, typer.Option(help="Branch, created if it does not exist; default: main.")
     ] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Upload a folder, such as the weights in RUN/hf, and compare what arrived. HF_ENDPOINT and
+    """Upload a folder, such as the weights in RUN/hf, and verify what arrived. HF_ENDPOINT and
     HF_TOKEN are respected."""
     from overland.tools.hub.push import push as push_files
 
@@ -225,4 +231,4 @@ def push(
         print(json.dumps(facts, indent=2))
         return
     print(f"{done.url}: {len(done.files)} files, {size / 1e6:,.1f} MB, commit {done.commit[:12]}")
-    print("verified: the Hub's sizes and hashes are those of the files here")
+    print("verified: sizes and hashes on the Hub match the local files")

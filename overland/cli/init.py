@@ -1,5 +1,5 @@
-"""`overland init`: the recipes in the package, and one of them as a file to edit; the scripts of
-another trainer."""
+"""`overland init`: lists the recipes in the package, copies one to edit, or copies the scripts that
+stand in for another trainer's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite DEST.")] = False,
 ) -> None:
-    """List the recipes, or copy one here as a commented TOML."""
+    """List the recipes, or copy one here as a commented TOML file."""
     if from_ is not None:
         if dest is not None:
             raise typer.BadParameter(f"--from {from_} takes one folder", param_hint=str(dest))
@@ -50,7 +50,7 @@ def init_recipe(recipe: str, dest: Path | None, force: bool) -> None:
     source = recipe_path(recipe)
     if source is None:
         names = recipe_names()
-        message = f"there is no recipe {recipe} (recipes: {', '.join(names)})"
+        message = f"there is no recipe {recipe}; recipes are {', '.join(names)}"
         raise ConfigError([Problem(message, nearest=nearest_name(recipe, names))])
     target = dest or Path(source.name)
     target = target / source.name if target.is_dir() else target
@@ -74,7 +74,7 @@ def init_scripts(name: str, folder: Path, force: bool) -> None:
 
 
 def list_recipes() -> str:
-    """One line per recipe: its name, and the first comment in its file."""
+    """Returns one line per recipe: its name, and the first comment in its file."""
     from overland.config.load import recipe_names, recipe_path
     from overland.words import command
 
@@ -85,17 +85,17 @@ def list_recipes() -> str:
         with path.open(encoding="utf-8") as file:
             titles[name] = file.readline().lstrip("# ").strip()
     copy, train = (command("overland", verb, "NAME") for verb in ("init", "train"))
-    return f"{in_columns(titles)}\n\n`{copy}` copies one here; `{train}` runs it."
+    return f"{in_columns(titles)}\n\n`{copy}` copies one here; `{train}` trains it."
 
 
 def list_scripts() -> str:
-    """One line per trainer whose scripts are here."""
+    """Returns one line per trainer whose scripts can be copied."""
     from overland.tools.scripts import about, script_names
     from overland.words import command
 
     titles = {name: about(name)[0] for name in script_names()}
     copy = command("overland", "init", "--from", "NAME")
-    return f"Scripts of other trainers, which `{copy}` copies here:\n\n{in_columns(titles)}"
+    return f"Scripts of other trainers, copied here by `{copy}`:\n\n{in_columns(titles)}"
 
 
 def in_columns(titles: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""`overland ls`: the runs below a folder."""
+"""`overland ls`: lists the runs below a folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WIDTH_WITHOUT_TERMINAL = 200
 
 @user_errors
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look, four folders deep.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(help="Folder to search, four levels deep.")] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List runs, newest first: state, step, loss, held-out loss, and the age of the last sign."""
+    """List runs, newest first: state, step, loss, validation loss, and age of the last update."""
     from overland.cli.watch import finite
     from overland.tools.watch.listing import list_runs, table
     from overland.words import command

@@ -1,4 +1,4 @@
-"""The `overland` command. Each verb is a thin module; what is heavy is imported when it runs."""
+"""The `overland` command. Each verb is a thin module that imports heavy packages when it runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from overland.cli.examples import add_help
 
 app = typer.Typer(
     name="overland",
-    help="Trains large language models on any machine, in sessions, without losing a token.",
+    help="Train and fine-tune large models on any machine; stop at any point and resume exactly.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def run(*words: str) -> None:
-    """Runs a verb for a script, and ends the script where the verb fails."""
+    """Runs a verb from a script; if the verb fails, the script exits."""
     try:
         app(list(words))
     except SystemExit as end:

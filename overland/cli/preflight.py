@@ -21,21 +21,21 @@ BAD = 1
 @user_errors
 def preflight(
     config: Annotated[
-        str | None, typer.Argument(help="A config: its hash, run folder and backend are tested.")
+        str | None, typer.Argument(help="Config whose hash, run folder and backend are tested.")
     ] = None,
     nodes: Annotated[
-        str | None, typer.Option(help="Only these nodes of the allocation, as in n[1-3,7].")
+        str | None, typer.Option(help="Test only these nodes of the allocation, e.g. n[1-3,7].")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the JSON to a file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Without process groups; without torch on CPUs.")
+        bool, typer.Option("--quick", help="Skip process groups and, on CPUs, torch.")
     ] = False,
     task: Annotated[bool, typer.Option("--task", hidden=True)] = False,
 ) -> None:
-    """Test every node, device and link of an allocation, or this machine; name the bad ones.
+    """Test every node, device and link of an allocation, or of this machine, and name the bad ones.
 
-    Exit code: 0, all are good; 1, some are not, and are named; 2, it could not be done.
+    Exit codes: 0 if all are good, 1 if some are bad, 2 if the test could not run.
     """
     if task:
         from overland.tools.preflight.task import run_task
@@ -58,7 +58,7 @@ def preflight(
 def run(
     job: PreflightSettings, only: str | None, env: Mapping[str, str] = os.environ
 ) -> Report | None:
-    """Starts the tasks, or joins those of a launcher: where we are decides it."""
+    """Starts the tasks, or joins those that a launcher has already started."""
     from overland.config.arguments import ngpu
     from overland.errors import ClusterError
     from overland.tools.preflight.conduct import preflight_here, preflight_with
@@ -71,7 +71,9 @@ def run(
         from overland.tools.preflight.conduct import preflight_among_ranks
 
         if only is not None:
-            raise ClusterError(f"--nodes {only}: the launcher has chosen the nodes already")
+            raise ClusterError(
+                f"--nodes {only}: the launcher has already chosen the nodes; leave out --nodes"
+            )
         return preflight_among_ranks(world, job, env)
     nodes = nodes_of(env, only)
     if nodes:

@@ -21,19 +21,20 @@ app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None)
 @user_errors
 def layout(
     config: Annotated[
-        str | None, typer.Argument(help="Take the kind of model, recompute and compile from here.")
+        str | None, typer.Argument(help="Config that gives the model, recomputation and compile.")
     ] = None,
     layouts: Annotated[
-        str, typer.Option(help="Names such as 'pp2xtp2 cp2+documents', or short, all, five.")
+        str, typer.Option(help="Names such as 'pp2xtp2 cp2+documents', or short, all or five.")
     ] = "short",
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Steps to compare.", min=1)] = 20,
     table: Annotated[
-        Path | None, typer.Option(help="Also write the table as Markdown, and skip what it holds.")
+        Path | None,
+        typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per layout.")] = False,
 ) -> None:
-    """Train a tiny model under each layout on local CPU ranks and compare it with one process."""
+    """Train a tiny model under each layout on local CPU ranks and compare with one process."""
     from overland.config.errors import ConfigError, Problem
     from overland.tools.proofs.evidence import Evidence
     from overland.tools.proofs.layout import (
@@ -90,14 +91,15 @@ def layout(
 @user_errors
 def resume(
     layouts: Annotated[
-        str, typer.Option(help="Layouts whose ordered pairs are tried, by name; or dozen.")
+        str, typer.Option(help="Names of layouts, tried in all ordered pairs; or dozen.")
     ] = "shard2+tied tp2+tied pp2+tied",
     table: Annotated[
-        Path | None, typer.Option(help="Also write the table as Markdown, and skip what it holds.")
+        Path | None,
+        typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
 ) -> None:
-    """Save a tiny run under each layout, resume it under each, and compare with an unbroken one."""
+    """Save a tiny run under each layout, resume it under each, and compare with an unbroken run."""
     from overland.config.errors import ConfigError, Problem
     from overland.tools.proofs.evidence import Evidence
     from overland.tools.proofs.layouts import parse_all
@@ -109,7 +111,7 @@ def resume(
     except ValueError as error:
         raise ConfigError([Problem(str(error), "command line", "--layouts")]) from None
     if len({layout.kinds for layout in chosen}) > 1:
-        message = "layouts of one proof must agree in what follows a +"
+        message = "all layouts of one proof must have the same suffix after +"
         raise ConfigError([Problem(message, "command line", "--layouts", layouts)])
 
     evidence = Evidence(table, HEAD, keys=(0, 1))
@@ -141,12 +143,14 @@ def resume(
 @app.command()
 @user_errors
 def checkpoint(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder: all of its own.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a run folder for all of its checkpoints.")
+    ],
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per checkpoint.")
     ] = False,
 ) -> None:
-    """Read every byte of a checkpoint and compare it with its checksums."""
+    """Read every byte of a checkpoint and verify it against its checksums."""
     from overland.checkpoint.verify import find_checkpoints, total_bytes, verify
 
     damaged = 0
@@ -173,7 +177,7 @@ def data(
     last: Annotated[int | None, typer.Option("--to", help="Last step.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Replay the plan of a run's data and compare it with what the model was really fed."""
+    """Replay the data plan of a run and compare it with what the model actually consumed."""
     from overland.tools.proofs.data import prove_data
 
     with progress_bar("steps") as progress:
@@ -190,14 +194,15 @@ def data(
 @user_errors
 def sessions(
     stories: Annotated[
-        str, typer.Option(help="short, all, or words that name some: 'streamed pack rows few'.")
+        str, typer.Option(help="short, all, or words that select some: 'streamed pack rows few'.")
     ] = "short",
-    seed: Annotated[int, typer.Option(help="Decides where sessions are killed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Determines where sessions are killed.")] = 0,
     table: Annotated[
-        Path | None, typer.Option(help="Also write the table as Markdown, and skip what it holds.")
+        Path | None,
+        typer.Option(help="Also write results to a Markdown table, and skip those already in it."),
     ] = None,
 ) -> None:
-    """Kill ten sessions of readers on 1 to 8 ranks, and compare what they read with one run."""
+    """Kill ten data-reading sessions on 1 to 8 ranks, and compare what they read with one run."""
     import tempfile
 
     from overland.config.errors import ConfigError, Problem
@@ -208,7 +213,9 @@ def sessions(
     chosen = STORIES if stories == "all" else SHORT if stories == "short" else []
     chosen = chosen or [one for one in STORIES if words <= set(one.name.split())]
     if not chosen:
-        raise ConfigError([Problem("no story has all these words", "command line", "--stories")])
+        raise ConfigError(
+            [Problem("no story matches all of these words", "command line", "--stories")]
+        )
     evidence = Evidence(table, HEAD, keys=(0, 1, 2, 3))
     wrong = 0
     for story in chosen:

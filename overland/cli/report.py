@@ -1,4 +1,4 @@
-"""`overland report`: a page about runs, from their folders alone."""
+"""`overland report`: an HTML page about one or more runs, made from their folders alone."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The page; default: report.html in the run folder, or here for several runs.",
+            help="Page to write; default: report.html, in the run folder or (several runs) here.",
             show_default=False,
         ),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also write each plot as an SVG.", show_default=False),
+        typer.Option(metavar="DIR", help="Also write each plot as SVG.", show_default=False),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers; a page only with --output.")
+        bool,
+        typer.Option("--json", help="Print the numbers as JSON; write a page only with --output."),
     ] = False,
 ) -> None:
-    """Write a page about a run, or about several side by side: overland report RUN [RUN ...]
+    """Write an HTML report on one run, or comparing several: overland report RUN [RUN ...]
 
-    One HTML file that needs nothing else: curves, sessions, where the time went, data, samples,
-    config. It reads the run folders and changes nothing that training uses.
+    The page is one self-contained file: curves, sessions, where the time went, data, samples and
+    config. It changes nothing that training uses, so it is safe to run during training.
     """
     from overland.progress import progress_bar
     from overland.tools.reporting.run import open_runs

@@ -1,7 +1,7 @@
-"""`overland submit`: a chain of Slurm jobs that trains a config, or the script of one.
+"""`overland submit`: submits a chain of Slurm jobs that train a config, or prints the job script.
 
-With it go `overland env`, the one-time set-up of a cluster as a script, and `overland supervise`,
-which a job script runs beside the ranks.
+Also here: `overland env`, which prints the one-time setup script for a cluster, and `overland
+supervise`, which job scripts use to start and watch the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Submit(TyperCommand):
-    """`--site` without a name lists the sites."""
+    """Makes `--site` without a name list the sites."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         pairs = zip(args, [*args[1:], "--"], strict=False)
@@ -39,56 +39,57 @@ class Submit(TyperCommand):
 def submit(
     settings: Settings = None,
     site: Annotated[
-        str | None, typer.Option(help="A site's name or file; without either: the list.")
+        str | None, typer.Option(help="Name or file of a site; alone, lists the sites.")
     ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes to train on.", min=1)] = 1,
-    spares: Annotated[int, typer.Option(help="Nodes held in reserve.", min=0)] = 0,
-    sessions: Annotated[int, typer.Option(help="Jobs in the chain.", min=1)] = 1,
+    spares: Annotated[int, typer.Option(help="Spare nodes, held in reserve.", min=0)] = 0,
+    sessions: Annotated[int, typer.Option(help="Number of jobs in the chain.", min=1)] = 1,
     time: Annotated[
-        str | None, typer.Option(help="HH:MM:SS per job; default: all that the site allows.")
+        str | None, typer.Option(help="Time limit per job, HH:MM:SS; default: the site's maximum.")
     ] = None,
     account: Annotated[str | None, typer.Option(envvar="SBATCH_ACCOUNT")] = None,
     partition: Annotated[str | None, typer.Option(envvar="SBATCH_PARTITION")] = None,
     qos: Annotated[str | None, typer.Option(envvar="SBATCH_QOS")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the jobs; default: from the run folder.")
+        str | None, typer.Option(help="Job name; default: from the run folder.")
     ] = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(help="Where the site does not say.", min=1)
+        int | None, typer.Option(help="Devices per node, if the site does not specify it.", min=1)
     ] = None,
     container: Annotated[
-        str | None, typer.Option(help="Image to run in, such as overland.sif.")
+        str | None, typer.Option(help="Container image to run in, such as overland.sif.")
     ] = None,
     packed_env: Annotated[
-        str | None, typer.Option(help="A .tar.gz of conda-pack to copy to each node's disk.")
+        str | None, typer.Option(help="A conda-pack .tar.gz to unpack on each node's disk.")
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(help="Name of a variable to pass on; its value is never shown."),
+        typer.Option(help="Environment variable to pass on; its value is never printed."),
     ] = None,
     sbatch: Annotated[
-        str, typer.Option(help='More flags for sbatch, such as "--mail-type=END".')
+        str, typer.Option(help='Extra sbatch flags, such as "--mail-type=END".')
     ] = "",
     preflight: Annotated[bool, typer.Option(help="Test all nodes before training on them.")] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the script; submit nothing.")
+        bool, typer.Option("--dry-run", help="Print the script without submitting it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     sites: Annotated[bool, typer.Option("--sites", help="List the sites.")] = False,
     here: Annotated[
         bool,
-        typer.Option("--here", help="Run in the Slurm job that calls this, and submit nothing."),
+        typer.Option("--here", help="Run inside the current Slurm job instead of submitting one."),
     ] = False,
     evaluation: Annotated[
         bool,
-        typer.Option("--eval", help="CONFIG is a checkpoint: a job of one node evaluates it."),
+        typer.Option("--eval", help="CONFIG is a checkpoint, evaluated in a one-node job."),
     ] = False,
 ) -> None:
     """Write and submit the job chain of a run: overland submit CONFIG --site NAME --nodes N
 
-    The config is checked first and frozen beside the script, in the run folder. Each job goes on
-    where the one before stopped; a surplus one ends at once. With --eval, the rest is as for
-    `overland eval`: overland submit CHECKPOINT --eval --tasks hellaswag --site NAME
+    The config is checked first and saved with the script in the run folder. Each job resumes where
+    the previous one stopped; jobs that are no longer needed end at once. With --eval, other
+    options are those of `overland eval`: overland submit CHECKPOINT --eval --tasks hellaswag --site
+    NAME
     """
     from overland.config.write import to_toml
     from overland.errors import ClusterError
@@ -102,7 +103,9 @@ def submit(
         print(list_sites())
         return
     if site is None:
-        raise ClusterError(f"which cluster? give --site ({', '.join(sorted(site_files()))})")
+        raise ClusterError(
+            f"no cluster given; set --site to one of {', '.join(sorted(site_files()))}"
+        )
     wanted = JobRequest(
         nodes=nodes,
         spares=spares,
@@ -122,7 +125,9 @@ def submit(
     )
     for variable in wanted.env_names:
         if "=" not in variable and variable not in os.environ:
-            raise ClusterError(f"--env {variable}: is not set here, so there is nothing to pass on")
+            raise ClusterError(
+                f"--env {variable}: this variable is not set here, so it cannot be passed on"
+            )
     chosen = load_site(site)
     if evaluation:
         from overland.cli.submit_eval import submit_evaluation
@@ -148,7 +153,7 @@ def submit(
     if as_json:
         print(json.dumps({**job.to_json(), "script": str(script), "jobs": ids}, indent=2))
         return
-    print(f"Submitted {', '.join(ids)} as {job.name}, by {script}. To follow:\n")
+    print(f"Submitted {', '.join(ids)} as {job.name}, with {script}. To follow it:\n")
     print(*(f"  {line}" for line in how_to_follow(job, ids)), sep="\n")
 
 
@@ -163,13 +168,13 @@ def list_sites() -> str:
         for name, path in sorted(files.items())
     ]
     words = ("submit", "CONFIG", "--site", "NAME", "--nodes", "N", "--dry-run")
-    return "\n".join([*lines, "", f"`{command('overland', *words)}` shows a job's script."])
+    return "\n".join([*lines, "", f"`{command('overland', *words)}` prints a job script."])
 
 
 def load_for_chain(
     settings: list[str] | None, world_size: int, wanted: JobRequest, waive_missing: bool
 ) -> Loaded:
-    """The config, fit for a chain. Files that are missing only a dry run forgives."""
+    """Returns the config, checked for a chain of jobs. Only a dry run allows missing files."""
     from overland.checks import load_checked
     from overland.cli.train import settle_folder
     from overland.errors import ClusterError
@@ -185,13 +190,13 @@ def load_for_chain(
     checkpoint = loaded.config.checkpoint
     if wanted.sessions > 1 and not checkpoint.enable:
         raise ClusterError(
-            "--sessions: a chain goes on from checkpoints; checkpoint.enable = false"
+            "--sessions: a chain of jobs resumes from checkpoints; set checkpoint.enable = true"
         )
     if wanted.sessions > 1 and not can_be_repeated(loaded.config):
         raise ClusterError(
-            "--sessions: every job of the chain would do again what checkpoint.resume = "
-            f'"{checkpoint.resume}" and checkpoint.skip_optimizer ask for; submit one job with '
-            "them, then the chain without"
+            f'--sessions: every job of the chain would apply checkpoint.resume = "'
+            f'{checkpoint.resume}" and checkpoint.skip_optimizer again; submit one job with them, '
+            "then the chain without them"
         )
     return loaded
 
@@ -200,20 +205,20 @@ JOBS_OWN = {"HOME", "USER", "LOGNAME", "PATH", "PWD", "SHELL", "TMPDIR"}
 
 
 def variables_to_carry(loaded: Loaded) -> dict[str, str]:
-    """The variables that paths of the config name, but for those that every job sets itself."""
+    """Returns the variables in the config's paths, except those that every job sets itself."""
     from overland.errors import ClusterError
 
     for name in loaded.variables:
         if name.startswith(("SLURM_", "SBATCH_")):
             raise ClusterError(
-                f"the config names ${name}, which is that of the job that `submit` runs in and not "
-                "of the one to come; write the path without it"
+                f"the config uses ${name}, which here belongs to the job that `submit` runs in, "
+                "not to the submitted one; write the path without it"
             )
     return {name: value for name, value in loaded.variables.items() if name not in JOBS_OWN}
 
 
 def can_be_repeated(config: JobConfig) -> bool:
-    """Whether the same command, given again, goes on from the newest checkpoint."""
+    """Returns whether running the same command again resumes from the newest checkpoint."""
     return config.checkpoint.resume == "auto" and not config.checkpoint.skip_optimizer
 
 
@@ -226,13 +231,13 @@ def run_place(config: JobConfig) -> RunPlace:
     folder, training = RunFolder.of(config), config.training
     steps, length = training.steps, f"{training.steps} steps"
     if training.epochs is not None:
-        # How many steps these are is counted when training starts. More of them than the run has
-        # had go beyond the steps that it has done.
+        # Epochs become steps only when training starts. If more epochs are asked for than before,
+        # at least one more step is due.
         steps = 1 + folder.steps_done() * (folder.kept_epochs() < training.epochs)
         length = f"{training.epochs:g} epochs"
     if folder.steps_done() >= steps and can_be_repeated(config):
         raise ClusterError(
-            f"{folder.root} has finished its {length}; raise training.{length.split()[1]}, or take "
+            f"{folder.root} has finished its {length}; raise training.{length.split()[1]}, or set "
             "another job.dump_folder"
         )
     return RunPlace(
@@ -251,14 +256,16 @@ def run_place(config: JobConfig) -> RunPlace:
 
 
 def image(name: str | None) -> str | None:
-    """A file as an absolute path; what is no file may be a name that the site's runtime knows."""
+    """Returns a file as an absolute path; other names go to the site's container runtime."""
     from overland.errors import ClusterError
 
     if name is None or not name.endswith(".sif"):
         return name
     path = Path(name).expanduser().absolute()
     if not path.is_file():
-        raise ClusterError(f"--container {name}: no such file; containers/ has its definition")
+        raise ClusterError(
+            f"--container {name}: no such file; build it from the definition in containers/"
+        )
     return str(path)
 
 
@@ -271,17 +278,17 @@ def archive(name: str | None) -> str | None:
     path = Path(name).expanduser().absolute()
     if not path.is_file():
         setup = command("overland", "env", "SITE")
-        raise ClusterError(f"--packed-env {name}: no such file; `{setup}` tells how")
+        raise ClusterError(f"--packed-env {name}: no such file; `{setup}` shows how to make one")
     return str(path)
 
 
 @user_errors
 def env(
     site: Annotated[
-        str | None, typer.Argument(help="A site's name or file.", show_default=False)
+        str | None, typer.Argument(help="Name or file of a site.", show_default=False)
     ] = None,
 ) -> None:
-    """Print the one-time set-up script of a cluster, with reasons: overland env SITE > setup.sh"""
+    """Print the one-time setup script for a cluster, commented: overland env SITE > setup.sh"""
     from overland.tools.jobs.script import render_setup
     from overland.tools.jobs.site import load_site
 
@@ -293,19 +300,18 @@ def env(
 
 @user_errors
 def supervise(
-    config: Annotated[Path, typer.Argument(help="As `overland submit` froze it.")],
+    config: Annotated[Path, typer.Argument(help="Config as saved by `overland submit`.")],
     launch: Annotated[list[str], typer.Argument(help="srun … python -m overland")],
-    nodes: Annotated[int, typer.Option(help="To train on; the others are spares.", min=1)],
+    nodes: Annotated[int, typer.Option(help="Nodes to train on; the others are spares.", min=1)],
     tasks_per_node: Annotated[int, typer.Option(min=1)],
     steps: Annotated[
-        int | None, typer.Option(help="It is done after so many; default: as the config says.")
+        int | None,
+        typer.Option(help="Steps after which the run is done; default: from the config."),
     ] = None,
     preflight: Annotated[bool, typer.Option(help="Test all nodes first.")] = True,
-    requeue: Annotated[
-        bool, typer.Option(help="Go back into the queue when good nodes run out.")
-    ] = False,
+    requeue: Annotated[bool, typer.Option(help="Requeue the job when good nodes run out.")] = False,
 ) -> None:
-    """Start, watch and restart the ranks of a job: used by the scripts of `overland submit`."""
+    """Start, watch and restart the ranks of a job; used by the scripts of `overland submit`."""
     from overland.tools.jobs.supervise.policy import MAX_FAILED_STARTS
     from overland.tools.jobs.supervise.run import Supervised
     from overland.tools.jobs.supervise.supervisor import supervise

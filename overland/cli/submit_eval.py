@@ -1,4 +1,4 @@
-"""`overland submit --eval`: an evaluation as a job of one node."""
+"""`overland submit --eval`: runs an evaluation as a one-node job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-CARRIED = ("SCRATCH_ROOT", "HF_DATASETS_CACHE")  # where datasets of tasks are
+CARRIED = ("SCRATCH_ROOT", "HF_DATASETS_CACHE")  # where the tasks' datasets are
 
 if TYPE_CHECKING:
     from overland.tools.jobs.job import BatchJob, JobRequest, RunPlace
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def submit_evaluation(
     words: list[str], site: NamedSite, wanted: JobRequest, dry_run: bool, as_json: bool
 ) -> None:
-    """Checks what `overland eval` is asked, writes the script and hands it in."""
+    """Checks the options of `overland eval`, writes the script and submits it."""
     from overland.cli.eval import require_degree
     from overland.tools.jobs.job import plan_job
     from overland.tools.jobs.script import refuse_secret_values, render_evaluation
@@ -49,17 +49,17 @@ def submit_evaluation(
     if as_json:
         print(json.dumps({**facts(job), "script": str(script), "jobs": ids}, indent=2))
         return
-    print(f"Submitted {', '.join(ids)} as {job.name}, by {script}. To follow:\n")
+    print(f"Submitted {', '.join(ids)} as {job.name}, with {script}. To follow it:\n")
     print(*(f"  {line}" for line in how_to_follow(job, ids)), sep="\n")
 
 
 def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
-    """What `overland eval` would read in these words."""
+    """Returns the options that `overland eval` would parse from these words."""
     from overland.cli.eval import check_together, evaluate
     from overland.errors import ClusterError
 
     if wanted.nodes + wanted.spares > 1:
-        raise ClusterError("--nodes, --spares: an evaluation is a job of one node")
+        raise ClusterError("--nodes, --spares: an evaluation runs on one node; leave these out")
     app = typer.Typer(add_completion=False)
     app.command()(evaluate)
     verb = typer.main.get_command(app)
@@ -72,7 +72,7 @@ def check_words(words: list[str], wanted: JobRequest) -> dict[str, Any]:
 
 
 def check_data(options: dict[str, Any]) -> None:
-    """Refuses data that is not there."""
+    """Refuses data that does not exist."""
     from overland.config.load import load_config
     from overland.config.schema import DataSource
     from overland.run_folder import CONFIG
@@ -85,7 +85,7 @@ def check_data(options: dict[str, Any]) -> None:
 
 
 def check_tasks(options: dict[str, Any]) -> None:
-    """Refuses tasks that the job would find without their data, before it waits for a node."""
+    """Refuses tasks whose datasets are missing, before the job waits for a node."""
     if not options["tasks"]:
         return
     from overland.errors import ClusterError
@@ -108,14 +108,14 @@ def check_tasks(options: dict[str, Any]) -> None:
     if missing:
         some = [task for tasks in missing for task in tasks][:5]
         raise ClusterError(
-            f"{len(missing)} of {len(needs.datasets)} datasets are not in {root}: first run "
-            f"`{command('overland', 'fetch', 'tasks', *options['tasks'])}` (they are for "
+            f"{len(missing)} of {len(needs.datasets)} datasets are missing from {root}; first run "
+            f"`{command('overland', 'fetch', 'tasks', *options['tasks'])}` (needed by "
             f"{', '.join(some)})"
         )
 
 
 def place_for(options: dict[str, Any]) -> RunPlace:
-    """Where scripts and logs go: the run, or beside the weights."""
+    """Returns where scripts and logs go: the run folder, or next to the weights."""
     from overland.tools.evaluation.model import find_run
     from overland.tools.evaluation.results import place_of
     from overland.tools.jobs.job import RunPlace
@@ -145,7 +145,7 @@ def name_of(folder: Path) -> str:
 
 
 def absolute(words: list[str], path: Path) -> list[str]:
-    """The same words, with the checkpoint as seen from anywhere."""
+    """Returns the same words with the checkpoint as an absolute path."""
     where = str(path.expanduser().absolute())
     return [where if word == str(path) else word for word in words]
 
@@ -159,9 +159,9 @@ def facts(job: BatchJob) -> dict[str, object]:
 def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
     logs = shlex.quote(str(job.place.logs))
     if job.site.facts.scheduler == "none":
-        return [f"tail -f {logs}/job.log    # what it says"]
+        return [f"tail -f {logs}/job.log    # its log"]
     return [
-        f"squeue --me --name={job.name}    # where it stands",
-        f"tail -f {logs}/job-{ids[0]}.log    # what it says; the table comes at the end",
-        f"scancel --me --name={job.name}    # end it; submitted again, it continues",
+        f"squeue --me --name={job.name}    # its state",
+        f"tail -f {logs}/job-{ids[0]}.log    # its log, with the table at the end",
+        f"scancel --me --name={job.name}    # cancel it; submit again to resume",
     ]

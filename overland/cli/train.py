@@ -1,4 +1,4 @@
-"""`overland train`: runs here, one process per device, or joins the world that a launcher made."""
+"""`overland train`: trains here, one process per device, or as a rank that a launcher started."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def train(
         str | None, typer.Option(help="auto, none, or the path of a checkpoint.")
     ] = None,
     skip_optimizer: Annotated[
-        bool, typer.Option("--skip_optimizer", help="Resume with a new optimizer.")
+        bool, typer.Option("--skip_optimizer", help="Resume with a fresh optimizer.")
     ] = False,
 ) -> None:
     """Train a model: overland train CONFIG [section.key=value ...]
 
-    CONFIG is a TOML or YAML file or the name of a recipe (see `overland init`). Run it again to
-    resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND, DRY_RUN=1.
+    CONFIG is a TOML or YAML file or the name of a recipe (see `overland init`). Run the same
+    command again to resume. Environment: CONFIG_FILE, NGPU, LOG_RANK, COMM_BACKEND, DRY_RUN=1.
     """
     end_at_signal("stopped before the first step; nothing to save")
     from overland.cli.check import report
@@ -77,8 +77,8 @@ def train_here(
         if not loaded.is_set("job.dump_folder"):
             folder = loaded.config.job.dump_folder
             print(
-                f"note: the run folder is {folder}, after the config's name; job.dump_folder sets "
-                f"another",
+                f"note: the run folder is {folder}, named after the config; set job.dump_folder to "
+                f"change it",
                 file=sys.stderr,
             )
         if num_ranks > 1:
@@ -95,7 +95,7 @@ def train_here(
 
 
 def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[str]]:
-    """The folder is chosen before ranks are started, and handed to them as a setting."""
+    """Chooses the run folder before ranks are started, and passes it to them as a setting."""
     from overland.run_folder import fresh_folder
     from overland.tools.run import in_fresh_folder
 
@@ -108,7 +108,7 @@ def settle_folder(loaded: Loaded, arguments: list[str]) -> tuple[Loaded, list[st
 
 
 def run_rank(loaded: Loaded, world: World, printing: list[int], beat: Heartbeat) -> None:
-    """Trains as one rank; the exit code of a run that was stopped says so."""
+    """Trains as one rank; exits with `STOPPED` if the run was stopped before its end."""
     from overland.tools.run import train_rank
 
     if not train_rank(loaded.config, world, printing, beat).finished:

@@ -1,4 +1,4 @@
-"""`overland watch`: a live view of a run, from its folder alone."""
+"""`overland watch`: a live view of a run, made from its folder alone."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from overland.tools.watch.watch import Watch
 
 EXIT_CODES = {"stopped": 1, "failed": 1, "silent": 3}
-SLURM_PATIENCE = 5.0  # of a single look
+SLURM_PATIENCE = 5.0  # seconds to wait for Slurm, when the state is printed once
 
 
 class Watching(TyperCommand):
-    """`--serve` takes a port, and does without."""
+    """Lets `--serve` take a port or stand alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for place, word in enumerate(args):
@@ -49,7 +49,7 @@ def watch(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object; implies --once.")
     ] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)] = 2.0,
     serve: Annotated[
         int | None,
         typer.Option(
@@ -61,9 +61,9 @@ def watch(
         ),
     ] = None,
 ) -> None:
-    """Watch a run, from any machine that sees its folder; q leaves.
+    """Watch a run live, from any machine that can see its folder; press q to quit.
 
-    With --once the exit code tells the state: 0 alive or finished, 1 stopped or failed, 2 nothing
+    With --once, the exit code gives the state: 0 alive or finished, 1 stopped or failed, 2 nothing
     to watch, 3 no sign of life.
     """
     from rich.console import Console
@@ -77,7 +77,9 @@ def watch(
             raise typer.BadParameter("--serve shows a live page: leave out --once and --json")
         return serve_page(runs, serve)
     if len(runs) > 1:
-        raise NoRun(f"{len(runs)} runs: the terminal shows one; --serve shows several")
+        raise NoRun(
+            f"{len(runs)} runs were given, and the terminal shows only one; use --serve for several"
+        )
     watched = Watch(runs[0])
     if not (once or as_json) and sys.stdout.isatty():
         return follow(watched, interval)
@@ -96,8 +98,8 @@ def serve_page(runs: list[Path], port: int) -> None:
     from overland.tools.reporting.serve import PORT, open_server, tunnel
 
     with open_server(open_runs(runs), port or PORT) as server:
-        print(f"{server.address}\n\nFrom another machine, first:  {tunnel(server)}\n"
-              "Ctrl-C ends it.", flush=True)  # fmt: skip
+        print(f"{server.address}\n\nFrom another machine, first run:  {tunnel(server)}\n"
+              "Press Ctrl-C to stop.", flush=True)  # fmt: skip
         with suppress(KeyboardInterrupt):
             server.serve_forever(poll_interval=0.2)
 
@@ -124,14 +126,14 @@ def follow(watched: Watch, interval: float) -> None:
                 seen = watched.look()
     except KeyboardInterrupt:
         pass
-    console.print(draw(seen, console.width))  # what was on the screen is gone
+    console.print(draw(seen, console.width))  # the live screen is cleared on exit
     if seen.state == "finished":
         print(f"\n{finished_words(seen)}")
 
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[str, float], bool]]:
-    """Gives a function that waits some seconds and tells whether a key was pressed meanwhile."""
+    """Yields a function that waits some seconds and returns whether a key was pressed meanwhile."""
     import termios
     import time
     import tty
@@ -158,7 +160,7 @@ def keyboard() -> Iterator[Callable[[str, float], bool]]:
 
 
 def finite(value: Any) -> Any:
-    """JSON knows no NaN."""
+    """Replaces NaN and infinity by None, since JSON has neither."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""PEFT's adapter_config.json and our `[lora]` section: each in the other's words. Imports no torch.
+"""Translates between PEFT's adapter_config.json and our `[lora]` section. Does not import torch.
 
-A file may come from anywhere, so every value in it is looked at: one that would make the adapter
-compute something that Overland does not is refused by name, also if it is of a later PEFT.
+A file may come from anywhere, so every value is checked: a setting that Overland does not implement
+is refused by name, even if a later version of PEFT added it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from overland.errors import CheckpointError
 from overland.files import LARGEST_CONFIG, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
-PEFT_VERSION = "0.21.2"  # whose fields these are
+PEFT_VERSION = "0.21.2"  # the version whose fields are listed here
 
 KEYS = {
     "r": "rank",
@@ -35,7 +35,7 @@ KEYS = {
     "use_dora": "dora",
     "modules_to_save": "modules_to_save",
 }
-"""PEFT's names of what has a key in [lora]."""
+"""PEFT's names for the keys of [lora]."""
 
 DEFAULTS: dict[str, Any] = {
     "alora_invocation_tokens": None,
@@ -68,22 +68,23 @@ DEFAULTS: dict[str, Any] = {
     "use_qalora": False,
     "velora_config": None,
 }
-"""What PEFT writes for an adapter that uses none of these."""
+"""PEFT's values for an adapter that uses none of these."""
 
-# About how and where the adapter was made: what it computes does not depend on them.
+# These record how and where the adapter was made; its outputs do not depend on them.
 NO_MATTER = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode",
     "loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size",
     "revision", "runtime_config", "task_type",
 }  # fmt: skip
 EXPRESSIONS = ("targets", "exclude", "rank_pattern", "alpha_pattern")
-MOST_REPEATS = 6  # each one multiplies what a match may cost by the length of a name
-# These start by taking something out of the frozen weights, which the adapter's file does not hold.
+MOST_REPEATS = 6  # each one multiplies the cost of a match by up to the length of a name
+# These initialisations change the frozen weights, and the adapter's file does not contain the
+# change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The contents of a folder's adapter_config.json."""
+    """Returns the contents of a folder's adapter_config.json."""
     path = folder / ADAPTER_CONFIG
     try:
         contents = read_json(path, LARGEST_CONFIG)
@@ -97,26 +98,26 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def settings_of(contents: Mapping[str, Any], where: Path | str) -> Lora:
-    """The `[lora]` keys that an adapter_config.json stands for."""
+    """Returns the `[lora]` settings equivalent to an adapter_config.json."""
     _require_readable(contents, where)
     given = {ours: contents[theirs] for theirs, ours in KEYS.items() if theirs in contents}
     if isinstance(given.get("layers"), int):
         given["layers"] = [given["layers"]]
-    if given.get("layers") == []:  # which PEFT takes for all
+    if given.get("layers") == []:  # which means all in PEFT
         given["layers"] = None
     for ours in ("exclude", "modules_to_save", "rank_pattern", "alpha_pattern"):
         if ours in given and given[ours] is None:
             del given[ours]
     given.setdefault("rank", 8)
     if not given.get("targets"):
-        raise CheckpointError(f"{where}: target_modules names no module")
+        raise CheckpointError(f"{where}: target_modules is empty")
     try:
         settings = Lora.model_validate(given)
     except ValidationError as error:
         key = error.errors()[0]["loc"][0]
         theirs = next(name for name, ours in KEYS.items() if ours == key)
         raise CheckpointError(
-            f"{where}: {theirs} = {contents[theirs]!r:.80} is not what PEFT writes there"
+            f"{where}: {theirs} = {contents[theirs]!r:.80} is not a value that PEFT writes there"
         ) from None
     if settings.rank < 1:
         raise CheckpointError(f"{where}: r = {settings.rank}; expected a rank of 1 or more")
@@ -130,8 +131,8 @@ def settings_of(contents: Mapping[str, Any], where: Path | str) -> Lora:
 def check_expressions(
     config: JobConfig, places: Mapping[KeyPath, str]
 ) -> tuple[JobConfig, list[Problem]]:
-    """Returns the config without the regular expressions of `[lora]` that cannot be used, and what
-    is wrong with these."""
+    """Returns the config without the regular expressions in `[lora]` that cannot be used, and the
+    problems with these."""
     problems, left = [], {}
     for key in EXPRESSIONS:
         value = getattr(config.lora, key)
@@ -144,14 +145,14 @@ def check_expressions(
 
 
 def config_of(settings: Lora, modules: Sequence[str], base: str | None) -> dict[str, Any]:
-    """The adapter_config.json of a run's adapters. `modules` are those that have one, `base` is the
-    folder or name of the model."""
+    """Returns the adapter_config.json of a run's adapters. `modules` are the modules that have one;
+    `base` is the folder or name of the base model."""
     theirs = {name: getattr(settings, ours) for name, ours in KEYS.items()}
     theirs |= {"lora_alpha": _plain(settings.alpha)}
     theirs |= {"alpha_pattern": {k: _plain(v) for k, v in settings.alpha_pattern.items()}}
     for name in ("exclude_modules", "modules_to_save"):
         theirs[name] = theirs[name] or None
-    if settings.targets == "all-linear":  # PEFT, too, stores what it comes to
+    if settings.targets == "all-linear":  # PEFT also stores the resolved names
         theirs["target_modules"] = sorted(modules)
     return {**DEFAULTS, **theirs, "base_model_name_or_path": base}
 
@@ -159,17 +160,19 @@ def config_of(settings: Lora, modules: Sequence[str], base: str | None) -> dict[
 def expand_adapter(
     config: JobConfig, set_keys: Collection[KeyPath], where: str
 ) -> tuple[JobConfig, list[Problem]]:
-    """Returns the config with the `[lora]` keys that the folder of `lora.adapter` stands for, and
-    what is wrong with it. A key that is set to something else contradicts it."""
+    """Returns the config with the `[lora]` settings of the adapter in `lora.adapter`, and problems.
+    A key that is set to a different value contradicts the adapter."""
     name = config.lora.adapter
     if name is None:
         return config, []
     folder = Path(name)
-    if not folder.is_dir() and config.lora.rank:  # a run that has started; a check reports it
+    if (
+        not folder.is_dir() and config.lora.rank
+    ):  # a run that has already started; `checks` reports it
         return config, []
     if not (folder / ADAPTER_CONFIG).is_file():
         what = f"holds no {ADAPTER_CONFIG}" if folder.is_dir() else "no such folder"
-        message = f"{what}; expected a folder with an adapter, as PEFT saves one"
+        message = f"{what}; expected the folder of an adapter in PEFT's format"
         return config, [Problem(message, where, "lora.adapter", name)]
     try:
         found = settings_of(read_adapter_config(folder), folder / ADAPTER_CONFIG)
@@ -180,7 +183,7 @@ def expand_adapter(
         ours, theirs = getattr(config.lora, key), getattr(found, key)
         is_set = any(path[:2] == ("lora", key) for path in set_keys)
         if is_set and _comparable(ours) != _comparable(theirs):
-            message = f"the adapter in {name} has {theirs!r:.200}: take one of them out"
+            message = f"the adapter in {name} has {theirs!r:.200}; remove one of them"
             problems.append(Problem(message, where, f"lora.{key}", ours))
     taken = {key: getattr(found, key) for key in KEYS.values()}
     lora = config.lora.model_copy(update=taken)
@@ -190,51 +193,56 @@ def expand_adapter(
 def _require_readable(contents: Mapping[str, Any], where: Path | str) -> None:
     kind = contents.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{where}: peft_type = {kind!r:.80}; only LORA is read")
+        raise CheckpointError(f"{where}: peft_type = {kind!r:.80}; only LORA is supported")
     start = contents.get("init_lora_weights", True)
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
         raise CheckpointError(
             f"{where}: init_lora_weights = {start!r:.80} changes the frozen weights before "
-            "training, and they are not in the file; save it again with PEFT's "
-            "path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+            "training, and the file does not contain these; save it again with PEFT's "
+            "path_initial_model_for_weight_conversion, which converts it to a plain LoRA"
         )
     if (bias := contents.get("bias", "none")) != "none":
-        raise CheckpointError(f"{where}: bias = {bias!r:.80}; adapters with biases are not read")
+        raise CheckpointError(
+            f"{where}: bias = {bias!r:.80}; adapters with biases are not supported"
+        )
     pattern = contents.get("layers_pattern")
     if pattern and contents.get("layers_to_transform") and pattern not in ("layers", ["layers"]):
-        raise CheckpointError(f"{where}: layers_pattern = {pattern!r:.80}; only 'layers' is read")
+        raise CheckpointError(
+            f"{where}: layers_pattern = {pattern!r:.80}; only 'layers' is supported"
+        )
     checked = {"peft_type", "init_lora_weights", "bias", "layers_pattern"}
     for name, value in contents.items():
         if value and name not in {*KEYS, *NO_MATTER, *checked}:
-            raise CheckpointError(f"{where}: {name!s:.80} = {value!r:.80} is not read by Overland")
+            raise CheckpointError(f"{where}: {name!s:.80} = {value!r:.80} is not supported")
     base = contents.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
-        raise CheckpointError(f"{where}: base_model_name_or_path = {base!r:.80} is no name")
+        raise CheckpointError(f"{where}: base_model_name_or_path = {base!r:.80} is not a name")
 
 
 def _expressions(value: str | list[str] | dict[str, Any]) -> list[str]:
-    """The regular expressions in a value of `[lora]`: lists are of names."""
+    """Returns the regular expressions in a value of `[lora]`; lists contain names, not
+    expressions."""
     return [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
 
 
 def _wrong_expression(text: str) -> str:
-    """Returns why a regular expression is not used, if so. Some are still being matched with a name
-    of 40 letters after years: (.+)+x, (.|.)*x, or .* many times over."""
+    """Returns why a regular expression is refused, or an empty string. Some, such as (.+)+x,
+    (.|.)*x or .* many times over, would take years to match a name of 40 letters."""
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError):
-        return "is no regular expression"
+        return "is not a valid regular expression"
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", text, flags=re.DOTALL)
     if re.search(r"\)[*+{]", bare) or len(re.findall(r"[*+{]", bare)) > MOST_REPEATS:
         return (
-            f"repeats a group, or has more than {MOST_REPEATS} of * + {{}}, and might be matched "
-            "without end: write it without these"
+            f"repeats a group, or has more than {MOST_REPEATS} of * + {{}}, and could take forever "
+            "to match; write it without these"
         )
     return ""
 
 
 def _comparable(value: Any) -> Any:
-    """PEFT writes lists of names in any order."""
+    """Sorts lists, since PEFT writes lists of names in any order."""
     return sorted(value) if isinstance(value, list) else value
 
 

@@ -1,8 +1,9 @@
 """Settings from the command line and the environment.
 
 `key=value`, `--section.key value`, `--section.key=value`, `--section.flag` and
-`--section.no-flag` all mean the same kind of entry. A value is read as TOML where it is TOML, and
-else as text; the key's type has the last word (`model.flavor=8B`, `job.dump_folder=123` are text).
+`--section.no-flag` all become the same kind of entry. A value is parsed as TOML if possible, and
+otherwise taken as text; the type of the key decides (`model.flavor=8B`, `job.dump_folder=123` are
+text).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CONFIG_FILE = ("job", "config_file")
 
 @dataclass
 class Arguments:
-    """What the command line says; `config_files` are the files that `--job.config_file` names."""
+    """The parsed command line; `config_files` are the files given by `--job.config_file`."""
 
     entries: Entries = field(default_factory=dict)
     config_files: list[str] = field(default_factory=list)
@@ -60,21 +61,21 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         elif (key := find_key(todays_key(path))) is None or key.accepts(bool):
             _put(found, path, True)
         else:
-            message = f"has no value; expected {key.type_words}"
+            message = f"needs a value; expected {key.type_words}"
             found.problems.append(Problem(message, where=COMMAND_LINE, key=key.dotted))
     return found
 
 
 def _path(name: str) -> KeyPath:
-    """Keys may be written with dashes. What is inside of a key has a name that users chose, as in
-    `data.sources.fine-web.weight`: that stays as it is."""
+    """Splits a name into its path. Keys may be written with dashes; the third part is a name that
+    the user chose, as in `data.sources.fine-web.weight`, and is kept."""
     return tuple(
         word if place == 2 else word.replace("-", "_") for place, word in enumerate(name.split("."))
     )
 
 
 def parse_value(text: str, key: Key | None) -> Any:
-    """Returns the value that a word stands for, given the key it is meant for."""
+    """Parses the text of a value, given its key."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -95,7 +96,7 @@ def parse_value(text: str, key: Key | None) -> Any:
 
 
 def environment_entries(env: Mapping[str, str]) -> tuple[Entries, list[Problem]]:
-    """Reads COMM_BACKEND; the other variables are not settings of the run (see below)."""
+    """Reads COMM_BACKEND; the other variables are not settings of a run (see below)."""
     backend = env.get("COMM_BACKEND", "")
     if not backend:
         return {}, []
@@ -110,7 +111,7 @@ def environment_entries(env: Mapping[str, str]) -> tuple[Entries, list[Problem]]
 
 
 def ngpu(env: Mapping[str, str]) -> int | None:
-    """Reads NGPU, the processes to start on this machine; None: one per device."""
+    """Reads NGPU, the number of processes to start on this machine; None: one per device."""
     text = env.get("NGPU", "").strip()
     if not text:
         return None
@@ -120,7 +121,7 @@ def ngpu(env: Mapping[str, str]) -> int | None:
 
 
 def log_ranks(env: Mapping[str, str]) -> list[int]:
-    """Reads LOG_RANK, the ranks that print, such as 0 or 0,1; only rank 0 unless it is set."""
+    """Reads LOG_RANK, the ranks that print, such as 0 or 0,1; by default only rank 0."""
     text = env.get("LOG_RANK", "").strip()
     if not text:
         return [0]
@@ -130,7 +131,7 @@ def log_ranks(env: Mapping[str, str]) -> list[int]:
 
 
 def dry_run(env: Mapping[str, str]) -> bool:
-    """Reads DRY_RUN: with 1, check the config and stop."""
+    """Reads DRY_RUN: 1 checks the config without training."""
     text = env.get("DRY_RUN", "").strip().lower()
     if text not in ("", "0", "1", "false", "true"):
         raise _bad_variable("DRY_RUN", text, "expected 0 or 1")
@@ -142,7 +143,7 @@ def _bad_variable(name: str, text: str, message: str) -> ConfigError:
 
 
 def _without_no(path: KeyPath) -> tuple[KeyPath, bool]:
-    """Reads `checkpoint.no_enable` as `checkpoint.enable`, negated, unless there is such a key."""
+    """Reads `checkpoint.no_enable` as `checkpoint.enable`, negated, unless such a key exists."""
     if path[-1].startswith("no_") and find_key(todays_key(path)) is None:
         plain = (*path[:-1], path[-1].removeprefix("no_"))
         key = find_key(todays_key(plain))
@@ -152,7 +153,7 @@ def _without_no(path: KeyPath) -> tuple[KeyPath, bool]:
 
 
 def _is_value(word: str, key: Key | None) -> bool:
-    """Returns whether the word after `--section.key` is its value, and not the next argument."""
+    """Returns whether the word after `--section.key` is its value, not the next argument."""
     if word.startswith("--"):
         return False
     if key is not None and key.accepts(bool):

@@ -1,5 +1,5 @@
 """What follows from a config: parallel degrees for a world size, stages of a pipeline schedule, the
-type to compute in, the rates of a parameter group. Imports no torch."""
+compute type, the rates of a parameter group. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from overland.config.schema import JobConfig, Optimizer, Parallelism, ParameterGroup, Training
 from overland.errors import Kind, OverlandError
 
-# Stages of a rank, by pipeline schedule.
+# Stages per rank, by pipeline schedule.
 STAGES_PER_RANK = {
     "GPipe": 1,
     "1F1B": 1,
@@ -19,16 +19,16 @@ STAGES_PER_RANK = {
     "DualPipeV": 2,
 }
 
-# The loop turns back at the last rank: rank 0 has the first and the last stage.
+# V-shaped schedules: rank 0 has the first and the last stage.
 TURNING = {"ZBVZeroBubble", "DualPipeV"}
 
-# Weight gradients are computed apart from those of the inputs.
+# Schedules that compute weight gradients separately from input gradients.
 SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The parallel degrees of a run, for a certain world size."""
+    """The parallel degrees of a run, for a given world size."""
 
     pp: int
     dp_replicate: int
@@ -39,7 +39,7 @@ class Degrees:
 
     @property
     def dp(self) -> int:
-        """Shares that the global batch is cut into."""
+        """The number of parts that the global batch is split into."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -54,7 +54,7 @@ class DegreeError(OverlandError, ValueError):
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int, ranks_per_node: int = 1) -> Degrees:
-    """Fills in "the rest" and the sharding stage's shorthand, and checks that the product fits."""
+    """Resolves -1 and the sharding stage, and checks that the product equals the world size."""
     p = parallelism
     fixed = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
     if world_size % fixed:
@@ -68,7 +68,7 @@ def resolve_degrees(parallelism: Parallelism, world_size: int, ranks_per_node: i
             f"replicate {replicate} × shard {shard} × pipeline {p.pipeline_parallel_degree} × "
             f"context {p.context_parallel_degree} × tensor {p.tensor_parallel_degree} = "
             f"{replicate * shard * fixed}, but there are {world_size} devices; "
-            f"data_parallel_shard_degree = -1 takes the rest"
+            f"data_parallel_shard_degree = -1 uses all that remain"
         )
     return Degrees(
         pp=p.pipeline_parallel_degree,
@@ -109,8 +109,8 @@ def _reshards(p: Parallelism) -> bool:
 
 
 def settle_dtype(training: Training, device_type: str) -> Training:
-    """Returns the section without `auto`. A CPU without bfloat16 instructions took 200 times as
-    long in it."""
+    """Returns the section with `auto` resolved. On a CPU without bfloat16 instructions, bfloat16
+    was 200 times slower than float32."""
     if training.mixed_precision_param != "auto":
         return training
     dtype = "bfloat16" if device_type == "cuda" else "float32"
@@ -126,14 +126,15 @@ class GroupRates:
 
 
 def recomputes_some_split_blocks(config: JobConfig) -> bool:
-    """Whether every n-th block is recomputed, and tensor parallelism splits its matrices."""
+    """Returns whether every n-th block is recomputed while tensor parallelism splits its
+    matrices."""
     recompute = config.activation_checkpoint
     by_number = recompute.mode == "selective" and recompute.selective_ac_option != "op"
     return by_number and config.parallelism.tensor_parallel_degree > 1
 
 
 def optimizer_settings(config: JobConfig) -> Optimizer:
-    """Returns the optimizer's settings, with the rate of LoRA+ as the last group."""
+    """Returns the optimizer settings, with LoRA+'s learning rate as the last group."""
     settings, ratio = config.optimizer, config.lora.lr_ratio
     if not config.lora.rank or ratio == 1:
         return settings

@@ -1,8 +1,8 @@
-"""What is wrong with a config, one line each.
+"""Problems of a config, one line each.
 
-A line says where (file and line, command line, or environment variable), which key and value, what
-was expected, and the nearest valid name: `run.toml:12: training.seq_lenn = 2048: unknown key; did
-you mean training.seq_len?`
+A line gives the place (file and line, command line, or environment variable), the key and value,
+what was expected, and the nearest valid name: `run.toml:12: training.seq_lenn = 2048: unknown key;
+did you mean training.seq_len?`
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ProblemKind = Literal["invalid", "missing", "machine", "note"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to fix. `kind` says what sort of fix it takes:
+    """One thing to fix. `kind` says what kind of fix it needs:
 
-    invalid: the config is wrong; missing: a file or dataset is still to be fetched; machine: this
-    machine or torch build lacks what is asked; note: worth knowing, and no reason to stop.
+    invalid: fix the config; missing: a file or dataset is still to be fetched; machine: this
+    machine or torch build lacks something; note: worth knowing, but no reason to stop.
     """
 
     message: str
@@ -39,11 +39,11 @@ class Problem:
             subject = f"{subject} = {show_value(self.value)}" if subject else show_value(self.value)
         text = ": ".join(part for part in (self.where, subject, self.message) if part)
         text = f"{text}; did you mean {self.nearest}?" if self.nearest else text
-        return " ".join(text.splitlines())  # one problem is one line, whatever the value holds
+        return " ".join(text.splitlines())  # one problem is one line, even if the value has several
 
 
 class ConfigError(OverlandError):
-    """All problems of a config at once. `partial` is what could be read in spite of them."""
+    """All problems of a config at once. `partial` is what could be read despite them."""
 
     kind = Kind.CONFIG
 
@@ -54,7 +54,7 @@ class ConfigError(OverlandError):
 
 
 def show_value(value: Any, limit: int = 60) -> str:
-    """Returns the value as TOML would write it, cut to `limit` characters."""
+    """Returns the value as TOML would write it, truncated to `limit` characters."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif value is None:

@@ -1,4 +1,4 @@
-"""Questions about the schema: which keys exist, of which type, and how to say so in words."""
+"""Looks up the schema: which keys exist, of which type, and how to describe them in words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Key:
 
     @property
     def attribute(self) -> str:
-        """Its name in Python, where some words are reserved."""
+        """The key's name in Python, where some words are reserved."""
         return f"{self.name}_" if self.field.alias else self.name
 
     @property
@@ -46,37 +46,37 @@ class Key:
 
     @property
     def item_words(self) -> str:
-        """The type of the values of a table such as `data.datasets`."""
+        """The type of the values in a table such as `data.datasets`, in words."""
         return in_words(get_args(strip(self.annotation))[1])
 
     @property
     def table(self) -> type[Section] | None:
-        """What the values of a table of tables are, such as `data.sources`."""
+        """The section class of the values in a table of tables, such as `data.sources`."""
         kind = strip(self.annotation)
         value = get_args(kind)[1] if get_origin(kind) is dict else None
         return value if isinstance(value, type) and issubclass(value, Section) else None
 
     @property
     def record(self) -> type[Section] | None:
-        """What a table with keys of its own is, such as `model.sparse`."""
+        """The section class of a table with its own keys, such as `model.sparse`."""
         kinds = [strip(part) for part in members(self.annotation)]
         return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
     def inside(self, path: tuple[str, ...]) -> Key | None:
-        """Returns the key of one of those tables: `data.sources.c4.weight`."""
+        """Returns a key inside one of those tables: `data.sources.c4.weight`."""
         fields = self.table.model_fields if self.table else {}
         return Key(".".join(path[:3]), path[3], fields[path[3]]) if path[3] in fields else None
 
     @property
     def has_paths(self) -> bool:
-        """Whether variables and `~` in its value are resolved."""
+        """Whether variables and `~` in the value are resolved."""
         table = self.table.model_fields if self.table else {}
         inner = [Key(self.dotted, name, field) for name, field in table.items()]
         return _has_paths(self.annotation) or any(key.has_paths for key in inner)
 
     @property
     def annotation(self) -> Any:
-        """The annotation with its bounds, which pydantic keeps apart from it."""
+        """The annotation with its bounds, which pydantic stores separately."""
         annotation: Any = self.field.annotation
         for bound in self.field.metadata:
             annotation = Annotated[annotation, bound]
@@ -84,7 +84,7 @@ class Key:
 
     @property
     def choices(self) -> list[str]:
-        """The words that the key allows, if it allows only certain words."""
+        """The allowed words, if the key allows only certain words."""
         return [str(word) for part in members(self.annotation) for word in literal_words(part)]
 
     def accepts(self, kind: type) -> bool:
@@ -119,7 +119,7 @@ def find_key(path: tuple[str, ...]) -> Key | None:
 
 
 def nearest_key(dotted: str) -> str | None:
-    """Returns the key that was most likely meant, in its own section or in another."""
+    """Returns the key that was most likely meant, in the same section or in another."""
     section, _, name = dotted.partition(".")
     keys = list(all_keys().values())
     same_name = [key.dotted for key in keys if key.name == name]
@@ -141,14 +141,13 @@ def _has_paths(annotation: Any) -> bool:
 
 
 def in_words(annotation: Any) -> str:
-    """Returns a type as a physicist would say it: `a positive whole number`, `one of "a"
-    or "b"`."""
+    """Describes a type in plain words: `a positive whole number`, `one of "a" or "b"`."""
     parts = [part for part in members(annotation) if strip(part) is not type(None)]
     return " or ".join(_one_in_words(part) for part in parts)
 
 
 def members(annotation: Any) -> list[Any]:
-    """Returns the alternatives of a union; of anything else, itself."""
+    """Returns the alternatives of a union; for anything else, the type itself."""
     if get_origin(annotation) is Annotated:
         inner = members(get_args(annotation)[0])
         if len(inner) > 1:

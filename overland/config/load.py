@@ -1,13 +1,14 @@
-"""The one way in: a file or recipe, the environment and the command line become one `JobConfig`.
+"""The single entry point: a file or recipe, the environment and the command line become one
+`JobConfig`.
 
-1. The file is read to entries (key path, value, place); dialects are rewritten to today's keys.
-2. COMM_BACKEND is laid over it, then the command line, which has the last word.
-3. The result is validated; variables and `~` in its paths are resolved. Whatever is wrong is told
-   at once, each thing in one line.
-4. What `[sft]` needs and nobody has set is chosen, and said.
-5. `model.from = FOLDER` stands for three other keys (architecture, tokenizer and weights of a
-   model), and is replaced by them: one mechanism underneath, and a run folder's config.toml says in
-   full what was taken from where. `lora.adapter = FOLDER` likewise gives the keys of [lora].
+1. The file is read into entries (key path, value, place); dialects are translated to current keys.
+2. COMM_BACKEND overrides the file, and the command line overrides both.
+3. The result is validated, and variables and `~` in its paths are resolved. All problems are
+   reported at once, one line each.
+4. Defaults that `[sft]` needs are filled in and reported.
+5. `model.from = FOLDER` is replaced by the three keys it stands for (architecture, tokenizer and
+   weights of a model), so that a run folder's config.toml records exactly what was loaded from
+   where. `lora.adapter = FOLDER` likewise sets the keys of [lora].
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from overland.words import any_of, command, nearest_name
 
 @dataclass(frozen=True)
 class Loaded:
-    """A validated config, what was noted on the way, and where each key was set."""
+    """A validated config, notes made while loading it, and where each key was set."""
 
     config: JobConfig
     notes: list[str]
@@ -49,9 +50,9 @@ class Loaded:
     places: dict[KeyPath, str] = field(default_factory=dict)
     dropped: frozenset[KeyPath] = frozenset()
     written: dict[str, str] = field(default_factory=dict)
-    """The paths that had variables or `~` in them, as they were written, by key."""
+    """The original text of paths with variables or `~`, by key."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Those variables and their values."""
+    """The values of those variables."""
 
     def where(self, key: str) -> str:
         """Returns where `section.key` was set (`run.toml:12`); the file alone if it has its
@@ -71,17 +72,17 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     resolve: bool = True,
 ) -> Loaded:
-    """The config of a run.
+    """Loads the config of a run.
 
     Args:
         source: Path of a .toml, .yaml or .yml file, or the name of a recipe in the package; None:
-            `--job.config_file` or the variable CONFIG_FILE names it.
+            taken from `--job.config_file` or the variable CONFIG_FILE.
         arguments: Overrides, as in `training.steps=20` or `--training.steps 20`.
         env: The environment.
-        resolve: Whether variables and `~` in paths are replaced.
+        resolve: Whether to resolve variables and `~` in paths.
 
     Raises:
-        ConfigError: With all problems; its `partial` is a `Loaded` of everything that was right.
+        ConfigError: With all problems; its `partial` is a `Loaded` of everything that was valid.
     """
     given = parse_arguments(arguments)
     path, shown = find_source(source, given, env)
@@ -134,14 +135,14 @@ def load_config(
 def translate(
     entries: Entries, shown: str, below: Entries | None = None, above: Entries | None = None
 ) -> Translated:
-    """Entries in today's keys, notes on what was renamed or has no meaning here, and problems:
-    what would train something else here than in the trainer that the file was written for.
+    """Returns entries in current keys, notes on keys that were renamed or have no effect, and
+    problems: keys that would train something else here than in the trainer the file is for.
 
     Args:
         entries: What was read.
         shown: Name of the place it was read from.
-        below: Entries, in today's keys, that these will be laid over.
-        above: Entries that will be laid over these, as they were given.
+        below: Entries, in current keys, that these will override.
+        above: Entries that will override these, untranslated.
     """
     first = Translated(entries, [], [])
     if is_stub(entries):
@@ -155,7 +156,7 @@ def translate(
 def with_sft_defaults(
     config: JobConfig, places: Mapping[KeyPath, str]
 ) -> tuple[JobConfig, list[str]]:
-    """Returns the config with what conversations need and nobody has set, and says so. Pairs of
+    """Returns the config with the defaults that conversations need, and a note about them. Pairs of
     answers are not packed: each is a row."""
     if config.sft.shape == "off":
         return config, []
@@ -168,13 +169,12 @@ def with_sft_defaults(
     update = {key.partition(".")[2]: value for key, value in chosen.items()}
     said = any_of([f"{key} = {show_value(value)}" for key, value in chosen.items()], "and")
     data = config.data.model_copy(update=update)
-    return config.model_copy(update={"data": data}), [f"with sft.shape, {said} unless set"]
+    return config.model_copy(update={"data": data}), [f"with sft.shape, the default is {said}"]
 
 
 def in_own_folder(config: JobConfig, path: Path) -> JobConfig:
-    """Returns the config with a run folder named after its file, so that configs do not share
-    one. The same file means the same folder, whoever starts it and whenever: that is how a run
-    resumes."""
+    """Returns the config with a run folder named after its file, so that configs do not share one.
+    The same file always means the same folder, which is how a run resumes."""
     folder = f"{Job().dump_folder}/{path.stem}"
     return config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": folder})})
 
@@ -183,14 +183,14 @@ def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) ->
     """Returns the file to read and its name in messages."""
     named = [*([source] if source else []), *given.config_files]
     if len(set(named)) > 1:
-        message = f"names a second config file beside {named[0]}; give one"
+        message = f"is a second config file, after {named[0]}; give only one"
         raise ConfigError([Problem(message, COMMAND_LINE, "job.config_file", named[-1])])
     name = named[0] if named else env.get("CONFIG_FILE", "")
     where = COMMAND_LINE if named else "environment CONFIG_FILE"
     if not name:
         train, init = command("overland", "train", "quickstart"), command("overland", "init")
         message = (
-            f"no config is given; name a file or a recipe, as in `{train}` (`{init}` lists the "
+            f"no config given; name a file or a recipe, as in `{train}` (`{init}` lists the "
             "recipes), or set CONFIG_FILE"
         )
         raise ConfigError([Problem(message)])
@@ -206,7 +206,7 @@ def find_source(source: str | None, given: Arguments, env: Mapping[str, str]) ->
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """Sorts problems by line within the file; then the environment; then the command line."""
+    """Sorts problems: the file by line, then the environment, then the command line."""
 
     def rank(problem: Problem) -> tuple[int, int]:
         if problem.where == COMMAND_LINE:
@@ -220,7 +220,7 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def recipe_for(folder: Path) -> str | None:
-    """Returns the recipe whose run folder this is, unless it is told otherwise."""
+    """Returns the recipe that has this run folder by default, if any."""
     for name in recipe_names():
         job = tomllib.loads((recipes_folder() / f"{name}.toml").read_text(encoding="utf-8"))["job"]
         if Path(job["dump_folder"]) == folder:
@@ -245,7 +245,7 @@ def recipes_folder() -> Path:
 def _no_such_config(path: Path) -> str:
     if path.suffix in SUFFIXES or path.parent != Path("."):
         return "no such file"
-    return f"no such file, nor a recipe of that name (recipes: {', '.join(recipe_names())})"
+    return f"no such file, and no recipe of that name (recipes: {', '.join(recipe_names())})"
 
 
 def _near(path: Path) -> str | None:
@@ -262,13 +262,13 @@ def _near(path: Path) -> str | None:
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model_state_dict.pt")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 FROM = ("model.config", "model.hf_assets_path", "checkpoint.initial_load_path")
-"""What `model.from` stands for."""
+"""The keys that `model.from` stands for."""
 
 
 def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]]:
-    """Returns the config with `model.from` replaced by the keys it stands for, and what is wrong
-    with it. A tokenizer may be given beside it; another architecture or other weights contradict
-    it. A folder that is still to be fetched stands for all of them: `checks` reports it."""
+    """Returns the config with `model.from` replaced by the keys it stands for, and problems. A
+    tokenizer may be set as well; another architecture or other weights contradict it. A folder that
+    is still to be fetched stands for all three: `checks` reports it."""
     if config.model.from_ is None:
         return config, []
     folder = Path(config.model.from_)
@@ -282,11 +282,11 @@ def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]
     }
     for key in ("model.config", "checkpoint.initial_load_path"):
         if given[key] is not None and Path(given[key] or "") != Path(parts[key]):
-            message = f"stands beside model.from = {config.model.from_}: take one of them out"
+            message = f"conflicts with model.from = {config.model.from_}; remove one of them"
             return config, [Problem(message, where, key, given[key])]
     taken = {**parts, **{key: value for key, value in given.items() if value is not None}}
     if "model.hf_assets_path" not in taken and takes_tokens(Path(parts["model.config"])):
-        message = "holds no tokenizer: set model.hf_assets_path to one that fits the weights"
+        message = "has no tokenizer; set model.hf_assets_path to the one that fits the weights"
         return config, [Problem(message, where, "model.from", config.model.from_)]
     update: dict[str, dict[str, str | None]] = {"model": {"from_": None}, "checkpoint": {}}
     for key, value in taken.items():
@@ -298,23 +298,26 @@ def expand_from(config: JobConfig, where: str) -> tuple[JobConfig, list[Problem]
 
 
 def parts_of(folder: Path) -> tuple[dict[str, str], str]:
-    """Returns what a folder gives, by key; or what it lacks."""
+    """Returns the parts that a folder provides, by key, or what it lacks."""
     if not folder.exists():
         return dict.fromkeys(FROM, str(folder)), ""
     if not folder.is_dir():
         fetch = command("overland", "fetch", "model", "NAME")
-        return {}, f"is a file; expected a folder, as `{fetch}` brings one"
+        return {}, f"is a file; expected a folder, such as one that `{fetch}` downloads"
     if (folder / MODEL_CONFIG).is_file() and (folder / CONFIG).is_file():  # a run
         architecture, tokenizer = folder / MODEL_CONFIG, folder / TOKENIZER
     elif (folder / COMMITTED).is_file():
         message = (
-            "is one checkpoint of a run: name the run's folder, whose newest checkpoint is taken"
+            "is a single checkpoint of a run; name the run folder, whose newest checkpoint is used"
         )
         return {}, message
     elif not (folder / "config.json").is_file():
-        return {}, "holds no config.json, which says what model it is"
+        return {}, "has no config.json, which describes the architecture"
     elif not has_weights(folder):
-        return {}, "holds no weights (*.safetensors); model.config takes its architecture alone"
+        return (
+            {},
+            "has no weights (*.safetensors); set model.config to use only its architecture",
+        )
     else:
         architecture, tokenizer = folder, folder
     parts = {"model.config": str(architecture), "checkpoint.initial_load_path": str(folder)}
@@ -324,7 +327,7 @@ def parts_of(folder: Path) -> tuple[dict[str, str], str]:
 
 
 def takes_tokens(architecture: Path) -> bool:
-    """Returns whether the model has a vocabulary; one of images has none. A file that cannot be
+    """Returns whether the model has a vocabulary; image models have none. A file that cannot be
     read is reported where the model is built."""
     path = architecture / "config.json" if architecture.is_dir() else architecture
     try:

@@ -1,6 +1,6 @@
 """Config files as a flat map from key path to value and place.
 
-TOML and YAML end in the same `Entries`, so that nothing after this module knows which one it was.
+TOML and YAML both become `Entries`, so that nothing after this module depends on the format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KeyPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """A value and the place it was written at (`run.toml:12`, `command line`, …)."""
+    """A value and the place where it was set (`run.toml:12`, `command line`, …)."""
 
     value: Any
     where: str
@@ -34,12 +34,12 @@ SUFFIXES = (".toml", ".yaml", ".yml")
 
 
 def read_file(path: Path, shown: str) -> Entries:
-    """Entries of a .toml, .yaml or .yml file; `shown` is its name in messages."""
+    """Returns the entries of a .toml, .yaml or .yml file; `shown` is its name in messages."""
     try:
         if path.stat().st_size > LARGEST_CONFIG:
-            message = f"larger than {LARGEST_CONFIG:,} bytes, which no config is"
+            message = f"larger than {LARGEST_CONFIG:,} bytes, too large for a config"
             raise ConfigError([Problem(message, where=shown)])
-        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
     except UnicodeDecodeError as error:
         message = f"not a text file in UTF-8 (byte {error.start} cannot be read)"
         raise ConfigError([Problem(message, where=shown)]) from None
@@ -60,7 +60,7 @@ def read_toml(text: str, shown: str) -> Entries:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_toml_problem(str(error), text, index, shown)]) from None
     except RecursionError:
-        raise ConfigError([Problem("its values are nested too deep", where=shown)]) from None
+        raise ConfigError([Problem("its values are nested too deeply", where=shown)]) from None
     except ValueError as error:  # a number with thousands of digits
         raise ConfigError([Problem(f"not valid TOML: {error}", where=shown)]) from None
 
@@ -86,7 +86,7 @@ def read_yaml(text: str, shown: str) -> Entries:
         detail = error.problem or error.context or "cannot be read"
         raise ConfigError([Problem(f"not valid YAML: {detail}", where=where)]) from None
     except RecursionError:
-        raise ConfigError([Problem("its values are nested too deep", where=shown)]) from None
+        raise ConfigError([Problem("its values are nested too deeply", where=shown)]) from None
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, TypeError) as error:
@@ -99,7 +99,7 @@ def read_yaml(text: str, shown: str) -> Entries:
 
 
 def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entries:
-    """Leaves of a nested mapping; an empty mapping is a leaf of its own."""
+    """Returns the leaves of a nested mapping; an empty mapping is a leaf itself."""
     entries: Entries = {}
 
     def visit(value: Any, path: KeyPath) -> None:
@@ -118,7 +118,7 @@ def flatten(tree: dict[Any, Any], lines: dict[KeyPath, int], shown: str) -> Entr
 
 
 def nest(entries: Entries) -> dict[str, Any]:
-    """Undoes `flatten`. A later entry takes the place of an earlier one on its way."""
+    """Undoes `flatten`. A later entry replaces an earlier one on its path."""
     tree: dict[str, Any] = {}
     for path, entry in entries.items():
         node = tree
@@ -131,8 +131,8 @@ def nest(entries: Entries) -> dict[str, Any]:
 
 
 def overlay(base: Entries, top: Entries) -> Entries:
-    """Lays `top` over `base`: a value takes away what it replaces, above and below its path, or in
-    another unit: steps take the place of epochs."""
+    """Returns `base` overridden by `top`. A value also removes what it replaces above and below its
+    path, and the same setting in another unit: steps replace epochs."""
     pairs = [tuple(tuple(key.split(".")) for key in pair) for pair in IN_PLACE_OF.items()]
     other_unit = {pair[1 - i] for pair in pairs for i in (0, 1) if pair[i] in top}
     kept = {
@@ -155,14 +155,14 @@ def _toml_problem(message: str, text: str, index: LineIndex, shown: str) -> Prob
     line = int(found.group(1)) if found and found.group(1) else len(rows)
     where = f"{shown}:{line}"
     for path, second, first in index.repeats:
-        # tomllib stops at the first repeat, which is also the first that the index saw.
+        # tomllib stops at the first repeat, which is also the first that the index recorded.
         if detail.startswith(REPEATED):
             message = f"given twice; first on line {first}"
             return Problem(message, where=f"{shown}:{second}", key=".".join(path))
     detail = _TOML_WORDS.get(detail, detail[:1].lower() + detail[1:])
     row = rows[line - 1].strip() if 0 < line <= len(rows) else ""
     word = re.match(r"([^=]+?)\s*=\s*([A-Za-z_./~][^#\"']*?)\s*(#.*)?$", row)
-    if detail == "no valid value" and word:
+    if detail == "invalid value" and word:
         hint = f'text needs quotes: {word.group(1)} = "{word.group(2)}"'
         return Problem(f"not valid TOML, {hint}", where=where)
     shown_row = f" in `{row}`" if row else ""
@@ -172,18 +172,18 @@ def _toml_problem(message: str, text: str, index: LineIndex, shown: str) -> Prob
 REPEATED = ("Cannot overwrite", "Cannot declare", "Cannot mutate", "Duplicate")
 
 _TOML_WORDS = {
-    "Invalid value": "no valid value",
-    "Illegal character '\\n'": "a text without its closing quote",
-    "Unterminated string": "a text without its closing quote",
-    "Unclosed array": "a list without its closing ]",
-    "Expected ']' at the end of a table declaration": "a section without its closing ]",
-    "Expected '=' after a key in a key/value pair": "no = after the key",
-    "Expected newline or end of document after a statement": "something after the value",
+    "Invalid value": "invalid value",
+    "Illegal character '\\n'": "missing closing quote",
+    "Unterminated string": "missing closing quote",
+    "Unclosed array": "missing closing ] of a list",
+    "Expected ']' at the end of a table declaration": "missing closing ] of a section",
+    "Expected '=' after a key in a key/value pair": "missing = after the key",
+    "Expected newline or end of document after a statement": "unexpected text after the value",
 }
 
 
 def _yaml_loader() -> Any:
-    """PyYAML's safe loader, which reads 3e-4 as a number (by YAML 1.1 it would be text)."""
+    """Returns PyYAML's safe loader, made to read 3e-4 as a number (in YAML 1.1 it is text)."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -225,15 +225,15 @@ _STRINGS = re.compile(
 
 @dataclass
 class LineIndex:
-    """Line of each key and table, and the keys given twice: (path, second line, first line)."""
+    """The line of each key and table, and repeated keys: (path, second line, first line)."""
 
     lines: dict[KeyPath, int] = field(default_factory=dict)
     repeats: list[tuple[KeyPath, int, int]] = field(default_factory=list)
 
 
 def index_lines(text: str) -> LineIndex:
-    """Finds the line of each key, since `tomllib` keeps no positions. The text may be broken: the
-    index then holds what came before, and goes on at the next line."""
+    """Finds the line of each key, since `tomllib` keeps no positions. If the text is not valid
+    TOML, indexing continues at the next line."""
     return _Scanner(text).scan()
 
 
@@ -261,7 +261,7 @@ class _Scanner:
         path = self._key()
         self._next_line()
         if many:
-            # Each table of an array gets its number, so that equal keys are no repeats.
+            # Each table of an array gets its number, so that equal keys do not count as repeats.
             number = self.counts[path] = self.counts.get(path, -1) + 1
             self.index.lines.setdefault(path, line)
             path = (*path, str(number))

@@ -1,4 +1,4 @@
-"""Entries to a `JobConfig`, or to one sentence per thing that is wrong."""
+"""Turns entries into a `JobConfig`, or into one sentence per problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
     bad = _bad_paths(known)
     for path in bad:
         key = find_key(path)
-        assert key is not None  # unknown keys were taken out above
+        assert key is not None  # unknown keys were removed above
         inside = {other: known[other] for other in known if other[: len(path)] == path}
         where = next(iter(inside.values())).where
         below = {other[len(path) :]: entry for other, entry in inside.items()}
@@ -37,10 +37,10 @@ def validate_entries(entries: Entries) -> tuple[JobConfig, list[Problem], set[Ke
 
 
 def check_switches(config: JobConfig, entries: Entries) -> Iterator[Problem]:
-    """Refuses keys of a section that is not switched on: they would do nothing."""
+    """Refuses keys of a section that is not enabled: they would have no effect."""
     for section, switches in SWITCHES.items():
         values = getattr(config, section)
-        changed = [  # a run folder's config sets them all
+        changed = [  # only these: a run folder's config sets all keys
             f"{section}.{name}"
             for name, field in type(values).model_fields.items()
             if getattr(values, name) != field.default
@@ -50,7 +50,7 @@ def check_switches(config: JobConfig, entries: Entries) -> Iterator[Problem]:
         for key in changed:
             path = tuple(key.split("."))
             where = next((one.where for other, one in entries.items() if other[:2] == path), "")
-            message = f"does nothing unless {any_of(switches)} is set"
+            message = f"has no effect unless {any_of(switches)} is set"
             yield Problem(message, where, key, getattr(values, path[1]))
 
 
@@ -64,7 +64,7 @@ def _unknown_keys(entries: Entries) -> tuple[list[Problem], set[KeyPath]]:
         unknown.add(path)
         section, is_section = path[0], path[0] in sections()
         if len(path) == 1 and is_section:
-            message = f"is a section; expected its keys below [{section}]"
+            message = f"is a section; write its keys below [{section}]"
             problems[path] = Problem(message, entry.where, section, entry.value)
         elif len(path) == 1 and not isinstance(entry.value, dict):
             problems[path] = _taught("is not inside a [section]", path, entry)
@@ -79,8 +79,8 @@ def _unknown_keys(entries: Entries) -> tuple[list[Problem], set[KeyPath]]:
 
 
 def _taught(message: str, path: KeyPath, entry: Entry) -> Problem:
-    """Makes a problem that names the nearest key, or what to write for a name that other trainers
-    have."""
+    """Returns a problem that suggests the nearest key, or what to set for a name from another
+    trainer."""
     name = path[-1]
     near = _nearest_inside(path) or nearest_key(".".join(("", *path)[-2:]))
     same_name = near is not None and near.rpartition(".")[2] == name
@@ -103,7 +103,8 @@ def _bad_paths(known: Entries) -> list[KeyPath]:
 
 
 def _nearest_inside(path: KeyPath) -> str | None:
-    """Returns a key of the same table of `data.sources` or its like, or of `model.sparse`."""
+    """Returns the nearest key in the same table, such as one of `data.sources` or
+    `model.sparse`."""
     above = find_key(path[:2]) if len(path) == 3 else None
     if above and above.record and (near := nearest_name(path[2], above.record.model_fields)):
         return f"{above.dotted}.{near}"
@@ -121,15 +122,15 @@ def _nearest_choice(value: Any, choices: list[str]) -> str | None:
 
 
 EPOCHS = (
-    "set training.epochs for a single source, or training.steps for a mixture. Data that ends is "
-    "read again; data.sources.NAME.max_epochs limits how often"
+    "set training.epochs for a single source, or training.steps for a mixture. Data is read "
+    "repeatedly; data.sources.NAME.max_epochs limits how often"
 )
 ACCUMULATION = (
-    "it follows from the batch: set training.global_batch_size = passes × local_batch_size × "
+    "it follows from the batch size: set training.global_batch_size = passes × local_batch_size × "
     "data-parallel devices"
 )
 
-# The last part of a key, without _ and in lower case -> what to do in place of it.
+# The last part of a key, without _ and in lower case -> what to set instead.
 LESSONS = {
     **dict.fromkeys(("epochs", "numepochs", "numtrainepochs", "maxepochs", "nepochs"), EPOCHS),
     **dict.fromkeys(
@@ -162,11 +163,11 @@ LESSONS = {
     ),
     **dict.fromkeys(
         ("fp16", "bf16", "precision", "mixedprecision", "torchdtype"),
-        'set training.mixed_precision_param, to "bfloat16" or "float16" for example',
+        'set training.mixed_precision_param, for example to "bfloat16" or "float16"',
     ),
     **dict.fromkeys(
         ("gradientcheckpointing", "activationcheckpointing"),
-        'set activation_checkpoint.mode, to "full" for example',
+        'set activation_checkpoint.mode, for example to "full"',
     ),
     **dict.fromkeys(("outputdir", "outdir", "savedir", "outputfolder"), "set job.dump_folder"),
     **dict.fromkeys(
@@ -177,7 +178,7 @@ LESSONS = {
     ),
     **dict.fromkeys(
         ("evalsteps", "evalinterval", "evalevery", "evalfreq"),
-        "set validation.enable = true and validation.freq, or the freq of a set of validation.sets",
+        "set validation.enable = true and validation.freq, or freq of a set in validation.sets",
     ),
     **dict.fromkeys(
         ("datapath", "trainfile", "datadir", "trainpath", "traindata"),
@@ -188,6 +189,5 @@ LESSONS = {
 
 
 def lesson(name: str) -> str:
-    """Returns what to set in place of another trainer's name; empty for names that are
-    not known."""
+    """Returns what to set instead of a key of another trainer; empty for unknown names."""
     return LESSONS.get(name.replace("_", "").replace("-", "").lower(), "")

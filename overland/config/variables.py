@@ -1,8 +1,8 @@
 """Variables and home folders in the paths of a config: `$SCRATCH/x`, `${SCRATCH}/x`, `~/x`.
 
-They are resolved once, when a config is loaded. Everything that is written from then on (the run
-folder's config.toml, the config that a job is submitted with) holds the resolved path, so that a
-later session means the same files whatever its environment says. `$$` is a plain `$`.
+They are resolved once, when a config is loaded. Everything that is written afterwards (the run
+folder's config.toml, the config of a submitted job) holds the resolved path, so that a later
+session uses the same files whatever its environment. `$$` is a literal `$`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ VARIABLE = re.compile(
     r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<braced>[^}]*)\}|(?P<dollar>\$)|(?P<open>\{.*))"
 )
 Change = Callable[[str, str], str]
-"""From the name of a key and its path to another path."""
+"""Maps the name of a key and its path to another path."""
 
 
 @dataclass
 class Resolved:
-    """A config whose paths hold no variables, and how they were written."""
+    """A config with all variables in paths resolved, and the paths as they were written."""
 
     config: JobConfig
     written: dict[str, str] = field(default_factory=dict)
-    """The paths that are not as they were written, by key."""
+    """The original text of the paths that changed, by key."""
     variables: dict[str, str] = field(default_factory=dict)
-    """The variables that paths name, with their values."""
+    """The variables in the paths, with their values."""
     problems: list[Problem] = field(default_factory=list)
 
 
 def resolve_paths(
     config: JobConfig, env: Mapping[str, str], where: Callable[[str], str] = lambda key: ""
 ) -> Resolved:
-    """Replaces variables and `~` in every key that holds a path; `where` tells where one is set."""
+    """Resolves variables and `~` in every key that holds a path; `where` returns where a key is
+    set."""
     found = Resolved(config)
 
     def resolve(dotted: str, text: str) -> str:
@@ -61,8 +62,8 @@ def resolve_paths(
 
 
 def with_literal_paths(config: JobConfig) -> JobConfig:
-    """Returns the config with its paths as a file must hold them, so that no variable is read into
-    one."""
+    """Returns the config with every `$` in its paths escaped, so that none is read as a
+    variable."""
     return with_paths(config, lambda key, path: path.replace("$", "$$"))
 
 
@@ -102,24 +103,24 @@ def on_paths(key: Key, value: Any, change: Change) -> Any:
 
 
 def expand(text: str, env: Mapping[str, str]) -> tuple[str, list[str], str]:
-    """Returns the path, the variables in it, and what is wrong with it."""
+    """Returns the resolved path, the variables in it, and what is wrong with it, if anything."""
     names, problems = [], []
 
     def value(found: re.Match[str]) -> str:
         if found["dollar"]:
             return "$"
         if found["open"]:
-            problems.append(f"expected ${{NAME}}, not {found[0]}: its brace is not closed")
+            problems.append(f"expected ${{NAME}}, not {found[0]}; the closing brace is missing")
             return found[0]
         name = found["plain"] or found["braced"]
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            problems.append(f"expected ${{NAME}}, not {found[0]}; $$ is a plain $")
+            problems.append(f"expected ${{NAME}}, not {found[0]}; write $$ for a literal $")
         elif SECRET.search(name):
-            problems.append(f"${name} looks like a secret, which a path must not hold")
+            problems.append(f"${name} looks like a secret, which must not be part of a path")
         elif not env.get(name):
             problems.append(
-                f"the variable {name} is not set here: `export {name}=…`, or write the path out "
-                "($$ is a plain $)"
+                f"the variable {name} is not set here; `export {name}=…`, or write the path out "
+                "($$ is a literal $)"
             )
         names.append(name)
         return env.get(name, "")
@@ -128,5 +129,5 @@ def expand(text: str, env: Mapping[str, str]) -> tuple[str, list[str], str]:
     if text.startswith("~") and not problems:
         path = os.path.expanduser(path)
         if path.startswith("~"):
-            problems.append(f"there is no user {path.split('/')[0][1:]}, so ~ has no meaning")
+            problems.append(f"~{path.split('/')[0][1:]}: there is no such user")
     return path, names, "; ".join(dict.fromkeys(problems))

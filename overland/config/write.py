@@ -1,5 +1,5 @@
-"""A `JobConfig` as TOML that `load_config` reads back to the same config, and the reference of all
-keys as text, table, JSON and JSON Schema."""
+"""Writes a `JobConfig` as TOML that `load_config` reads back to the same config, and the reference
+of all keys as text, table, JSON and JSON Schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-# Left out, this one would be named after the file that it is read back from.
+# If it were left out, the run folder would be named after the file when it is read back.
 ALWAYS = ("job.dump_folder",)
 
 
@@ -39,15 +39,15 @@ def to_toml(
     written: Mapping[str, str] | None = None,
     resolved: bool = True,
 ) -> str:
-    """The config as TOML.
+    """Returns the config as TOML.
 
     Args:
         config: What to write.
-        full: Also write the keys that have their default.
-        comments: Put each key's description above it.
+        full: Also write keys that have their default value.
+        comments: Write each key's description above it.
         heading: Comment at the top.
-        written: Paths as they were before variables were resolved, by key; each becomes a comment.
-        resolved: Whether variables in paths were replaced; a `$` in one is then a plain one.
+        written: Paths before variables were resolved, by key; each becomes a comment.
+        resolved: Whether variables in paths were resolved; a `$` in a path is then literal.
     """
     if resolved:
         config = with_literal_paths(config)
@@ -88,7 +88,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML's basic strings take JSON's escapes, but for DEL, which TOML wants escaped.
+        # JSON's escapes are valid in TOML's basic strings, except that TOML also escapes DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Section):
         return toml_value(value.model_dump(exclude_defaults=True))
@@ -113,7 +113,7 @@ def _lines(key: Key, value: Any, comments: bool) -> list[str]:
 
 
 def _tables(key: Key, tables: dict[str, Section], written: Mapping[str, str]) -> list[str]:
-    """Writes one TOML table each, with what is set in it."""
+    """Returns one TOML table each, with the keys that are set."""
     blocks = []
     for name, table in tables.items():
         values = table.model_dump(exclude_defaults=True)
@@ -124,7 +124,7 @@ def _tables(key: Key, tables: dict[str, Section], written: Mapping[str, str]) ->
 
 
 def _as_written(dotted: str, written: Mapping[str, str]) -> list[str]:
-    """Returns how the paths of this key, or below it, were written."""
+    """Returns comments with the original text of paths at or below this key."""
     return [
         f"# {key.rpartition('.')[2]} is written {toml_value(text)}"
         for key, text in written.items()

@@ -53,7 +53,7 @@ def test_the_same_config_resumes_also_for_longer_and_at_another_rate() -> None:
 def test_another_model_or_other_data_does_not_resume_it(change: str) -> None:
     ran("a.toml")
     (said,) = refusals("a.toml", change)
-    assert "holds a run with another" in said
+    assert "has a run with another" in said
     assert "--resume none" in said
     assert refusals("a.toml", change, "checkpoint.resume=none") == []
     assert refusals("a.toml", change, "job.dump_folder=./outputs/a") == []  # on purpose
@@ -69,7 +69,7 @@ def test_a_folder_with_a_readme_that_is_no_runs_is_refused() -> None:
     Path("project").mkdir()
     Path("project/README.md").write_text("# My thesis\n")
     (line,) = refusals("a.toml", "job.dump_folder=project")
-    assert "holds a README.md that is no run's" in line
+    assert "has a README.md of something else" in line
     Path("project/README.md").write_text("# My run\n\nWritten by `overland train`; edited.\n")
     assert refusals("a.toml", "job.dump_folder=project") == []
     (line,) = refusals("a.toml", "job.dump_folder=")
@@ -80,4 +80,4 @@ def test_a_folder_with_a_readme_that_is_no_runs_is_refused() -> None:
 def test_checkpoints_have_a_folder_of_their_own_in_the_run_folder(folder: str) -> None:
     found = check_config(load_config("a.toml", [f"checkpoint.folder={folder}"], {}), 1)
     (line,) = [str(one) for one in found if "checkpoint.folder" in str(one)]
-    assert "expected the name of a folder of its own" in line
+    assert "expected the name of a separate folder" in line

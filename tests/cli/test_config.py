@@ -39,7 +39,7 @@ def test_reference_has_a_table_for_the_terminal() -> None:
     for table in reference_tables():
         console.print(table)
     text = console.export_text()
-    assert "[training] The batch" in text
+    assert "[training] Data, batch size" in text
     assert "local_batch_size" in text
 
 

@@ -71,7 +71,7 @@ def test_a_corpus_from_before_bos_was_the_default_is_kept(
     assert "documents begin with <s>, by the convention" in capsys.readouterr().err
     lay_out("lines", source, tokenizer.with_bos(False), tmp_path)
     assert not framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
-    assert "(--bos makes another corpus)" in capsys.readouterr().err
+    assert "(--bos builds a separate corpus)" in capsys.readouterr().err
     lay_out("lines", source, tokenizer, tmp_path)
     assert framed("lines", source, tokenizer, tmp_path, skip_bad=False).add_bos
 
@@ -104,7 +104,7 @@ def test_a_part_is_counted_from_one_or_given_by_slurm() -> None:
             find_part(wrong, False, {})
     with pytest.raises(DataError, match="which has gaps"):
         find_part(None, True, {**slurm, "SLURM_ARRAY_TASK_COUNT": "2"})
-    with pytest.raises(DataError, match="--array is for tasks"):
+    with pytest.raises(DataError, match="--array works only in a task"):
         find_part(None, True, {})
 
 
@@ -127,7 +127,7 @@ def test_an_interrupted_build_says_how_to_go_on_and_does(here: Path) -> None:
     wait_until(lambda: list(here.glob("data/*/shards/*/*.shard")), "a shard")
     code, output = interrupt(process)
     assert code == 130
-    assert "shards are made; the same command again makes the rest" in output
+    assert "shards are complete; run the same command again to build the rest" in output
     assert "Traceback" not in output
     (folder,) = (here / "data").iterdir()
     layout = read_layout(folder)
@@ -136,13 +136,13 @@ def test_an_interrupted_build_says_how_to_go_on_and_does(here: Path) -> None:
 
 def test_a_corpus_is_not_built_into_its_source(here: Path) -> None:
     done = overland(*BUILD, "--out", "lines/tokens", cwd=here, code=2)
-    assert "lines/tokens is lines or lies inside it" in done.stderr
+    assert "lines/tokens is inside the source lines" in done.stderr
     assert sorted(path.name for path in (here / "lines").iterdir()) == [
         f"{number:03d}.jsonl" for number in range(3)
     ]
     for out in (here, here / "lines-of-another", here / "data"):
         check_apart(here / "lines", out)
-    with pytest.raises(DataError, match="lies inside it"):
+    with pytest.raises(DataError, match="is inside the source"):
         check_apart(here / "lines", here / "data" / ".." / "lines")
 
 

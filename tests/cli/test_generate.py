@@ -152,7 +152,7 @@ ODD = [
     (["--step", "3"], "--step 3 selects a checkpoint of a run"),
     (["--device", "warp"], "--device warp cannot be used here"),
     (["x" * 3000], "prompt 1 has"),
-    (["--system", "Be short."], "--system is for --chat"),
+    (["--system", "Be short."], "--system needs --chat"),
 ]
 
 

@@ -57,7 +57,7 @@ def test_nothing_is_overwritten_unless_forced() -> None:
 def test_an_unknown_recipe_names_the_nearest() -> None:
     result = runner.invoke(app, ["quikstart"])
     assert result.exit_code == 2
-    assert result.stderr.startswith("there is no recipe quikstart (recipes: ")
+    assert result.stderr.startswith("there is no recipe quikstart; recipes are ")
     assert result.stderr.endswith("did you mean quickstart?\n")
 
 

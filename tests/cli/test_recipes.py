@@ -61,7 +61,7 @@ def test_the_quickstart_is_fine_tuned_and_asked_before_and_after(tmp_path: Path)
     small = ["training.steps=2", "training.local_batch_size=2", "validation.steps=1"]
     for verb, code in (("check", 0), ("train", 2)):
         missing = overland(verb, "sft_quickstart", cwd=tmp_path, code=code)
-        assert "quickstart` makes it" in (missing.stderr if code else missing.stdout)
+        assert "quickstart` creates it" in (missing.stderr if code else missing.stdout)
     part = "training.dataset=stdlib:0/40"
     overland("train", "quickstart", *TINY, *small, part, *QUIET, cwd=tmp_path, NGPU="1")
     part = "training.dataset=docstrings:3/40"

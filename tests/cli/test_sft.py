@@ -81,8 +81,8 @@ def test_conversations_are_built_beforehand(folder: Path) -> None:
                        "--json", cwd=folder)  # fmt: skip
     assert json.loads(dropped.stdout)["counts"] == {"too long": 1}
     for more, said in (
-        (["--sft", "learn=last"], "does nothing unless sft.shape is set"),
+        (["--sft", "learn=last"], "has no effect unless sft.shape is set"),
         (["--sft", "shape=chat"], 'sft.shape = "chat": expected one of'),
-        (["--seq-len", "64"], "--seq-len is for --sft"),
+        (["--seq-len", "64"], "--seq-len applies only with --sft"),
     ):
         assert said in overland(*words, *more, cwd=folder, code=2).stderr

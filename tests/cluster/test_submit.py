@@ -305,8 +305,8 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
     [
         (["--site", "frontier"],
          "frontier requires --account for every job: give it, or set SBATCH_ACCOUNT"),
-        ([], "which cluster? give --site (frontier, generic-amd, generic-nvidia, laptop, "
-         "perlmutter, s3df)"),
+        ([], "no cluster given; set --site to one of frontier, generic-amd, generic-nvidia, "
+         "laptop, perlmutter, s3df"),
         (["--site", "s3df", "--account", "fac:repo"],
          "s3df: the number of devices per node depends on the partition; give --partition (ada, "
          "ampere, hopper) or --devices-per-node"),
@@ -321,7 +321,7 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
          "--time 00:02:00: ranks stop 3 minutes before the end "
          "(checkpoint.walltime_margin_minutes), which leaves no time to train"),
         (["--site", "frontier", "--account", "abc123", "--container", "no.sif"],
-         "--container no.sif: no such file; containers/ has its definition"),
+         "--container no.sif: no such file; build it from the definition in containers/"),
         (["--site", "frontier", "--account", "abc123", "--sbatch", "--export=HF_TOKEN=hf_abc"],
          "--sbatch: a value in --export would be readable in the script; use `--env NAME` to "
          "pass a variable by name"),
@@ -338,14 +338,14 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
          "--env HF_TOKEN=…: expected only the name of a variable; its value is taken from the "
          "environment and never written to disk"),
         (["--site", "frontier", "--account", "abc123", "--env", "HF_TOKEN"],
-         "--env HF_TOKEN: is not set here, so there is nothing to pass on"),
+         "--env HF_TOKEN: this variable is not set here, so it cannot be passed on"),
         (["--site", "frontier", "--account", "abc123", "--sessions", "2",
           "checkpoint.enable=false"],
-         "--sessions: a chain goes on from checkpoints; checkpoint.enable = false"),
+         "--sessions: a chain of jobs resumes from checkpoints; set checkpoint.enable = true"),
         (["--site", "frontier", "--account", "abc123", "--sessions", "2",
           "checkpoint.skip_optimizer=true"],
-         "--sessions: every job of the chain would do again what checkpoint.resume = \"auto\" and "
-         "checkpoint.skip_optimizer ask for; submit one job with them, then the chain without"),
+         "--sessions: every job of the chain would apply checkpoint.resume = \"auto\" and "
+         "checkpoint.skip_optimizer again; submit one job with them, then the chain without them"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_submitted_is_one_sentence(words: list[str], message: str) -> None:
@@ -435,7 +435,7 @@ def test_variables_of_the_config_reach_the_job(
     assert "$USER" not in script.read_text()
     assert "is not set here" in refusal(*words, "data.folder=$SCRATCH_ROTO/data")
     assert "looks like a secret" in refusal(*words, "data.folder=/x/$HF_TOKEN")
-    assert "the config names $SLURM_JOB_ID" in refusal(*words, "data.folder=/x/$SLURM_JOB_ID")
+    assert "the config uses $SLURM_JOB_ID" in refusal(*words, "data.folder=/x/$SLURM_JOB_ID")
 
 
 def test_a_secret_is_passed_on_by_name_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,15 +50,21 @@ def test_what_cannot_be_evaluated_is_refused_before_it_is_queued(
     open_manager.cache_clear()
     site = ("--eval", "--site", "laptop")
     for words, said in (
-        (["model", "--nodes", "2"], "an evaluation is a job of one node"),
+        (["model", "--nodes", "2"], "an evaluation runs on one node"),
         (["nowhere"], "nowhere does not exist"),
         (["model", "--taks", "quiz"], "No such option: --taks"),
         (["model", "--limit", "many"], "Invalid value for '--limit'"),
         (["model", "--dtype", "float99"], "Invalid value for '--dtype'"),
         (["model", "--prefix", "beginning"], "Invalid value for '--prefix'"),
-        (["model", "--step", "1", "--steps", "all"], "give one of --step and --steps"),
-        (["model", "--num-fewshot", "0"], "--num-fewshot: is for tasks, and --tasks names none"),
-        (["model", "--tasks", "quiz", "--joined"], "--joined: is for perplexity, and --data names"),
+        (["model", "--step", "1", "--steps", "all"], "give either --step or --steps, not both"),
+        (
+            ["model", "--num-fewshot", "0"],
+            "--num-fewshot: applies only to tasks, and --tasks is not",
+        ),
+        (
+            ["model", "--tasks", "quiz", "--joined"],
+            "--joined: applies only to perplexity, and --data",
+        ),
         (["model", "--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
         (["model", "--tensor-parallel", "99"], "--tensor-parallel 99 does not divide"),
         (["model", "--tasks", "quiz", "--include-path", "definitions"], "fetch tasks quiz"),

@@ -32,15 +32,15 @@ BROKEN = [
         "[training]\nnum_epochs = 3\ngradient_accumulation_steps = 4\nlearning_rate = 3e-4\n\n"
         "[optimizer]\nbatch_size = 8\n",
         "run.toml:2: training.num_epochs = 3: unknown key; set training.epochs for a single "
-        "source, or training.steps for a mixture. Data that ends is read again; "
+        "source, or training.steps for a mixture. Data is read repeatedly; "
         "data.sources.NAME.max_epochs limits how often\n"
         "run.toml:3: training.gradient_accumulation_steps = 4: unknown key; it follows from the "
-        "batch: set training.global_batch_size = passes × local_batch_size × data-parallel "
+        "batch size: set training.global_batch_size = passes × local_batch_size × data-parallel "
         "devices\n"
         "run.toml:4: training.learning_rate = 0.0003: unknown key; set optimizer.lr\n"
         "run.toml:7: optimizer.batch_size = 8: unknown key; set training.local_batch_size "
         "(sequences per device and pass), or training.global_batch_size (per step)\n"
-        'command line: "grad_accum=4": no such setting; it follows from the batch: set '
+        'command line: "grad_accum=4": no such setting; it follows from the batch size: set '
         "training.global_batch_size = passes × local_batch_size × data-parallel devices",
         arguments=("grad_accum=4",),
     ),
@@ -83,7 +83,7 @@ BROKEN = [
         "A ZeRO stage that contradicts a degree",
         '[parallelism]\nsharding_stage = "zero0"\ndata_parallel_shard_degree = 8\n',
         'run.toml:2: parallelism.sharding_stage = "zero0": replicates everything, but '
-        "data_parallel_shard_degree = 8 shards; take one of the two out",
+        "data_parallel_shard_degree = 8 shards; remove one of the two",
     ),
     Broken(
         "A global batch that does not divide",
@@ -95,14 +95,14 @@ BROKEN = [
         "A missing file",
         '[model]\nhf_assets_path = "./assets/Llama-3.1-8B"\n',
         'run.toml:2: model.hf_assets_path = "./assets/Llama-3.1-8B": no such file or folder; '
-        "`overland fetch model NAME` brings one",
+        "`overland fetch model NAME` fetches one",
     ),
     Broken(
         "A dataset that is not on this machine",
         '[training]\ndataset = "c4"\n',
-        'run.toml:2: training.dataset = "c4": not on this machine (a name of torchtitan\'s for '
-        "public text): `overland fetch dataset allenai/c4 --include 'en/c4-train.*' --to "
-        "./data/c4` brings it, or set data.datasets.c4 or training.dataset_path to a folder",
+        'run.toml:2: training.dataset = "c4": not on this machine (torchtitan\'s name for a '
+        "public dataset); `overland fetch dataset allenai/c4 --include 'en/c4-train.*' --to "
+        "./data/c4` fetches it, or set data.datasets.c4 or training.dataset_path to a folder",
     ),
     Broken(
         "A misspelt dataset",
@@ -124,7 +124,7 @@ BROKEN = [
     Broken(
         "A lowest rate above the highest",
         "[optimizer]\nlr = 1e-4\n\n[lr_scheduler]\nmin_lr = 1e-3\n",
-        "run.toml:5: lr_scheduler.min_lr = 0.001: expected at most the peak rate "
+        "run.toml:5: lr_scheduler.min_lr = 0.001: expected at most the peak learning rate "
         "(optimizer.lr = 0.0001)",
     ),
     Broken(
@@ -169,7 +169,7 @@ BROKEN = [
         "run.toml:6: training.steps = 1.5: expected a positive whole number\n"
         "run.toml:11: parallelism.tensor_parallel_degree = 3: the degrees multiply to 3, which "
         "does not divide 8 devices; parallelism.tensor_parallel_degree = 2 would fit\n"
-        'run.toml:14: job.custom_import = "my_modles": no such module here or in the installed '
-        "packages",
+        'run.toml:14: job.custom_import = "my_modles": no such module in this folder or among the '
+        "installed packages",
     ),
 ]

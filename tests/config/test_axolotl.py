@@ -208,15 +208,15 @@ def test_lora_on_alpaca(tmp_path: Path) -> None:
     assert values(loaded, "metrics.enable_wandb", "metrics.log_freq", "debug.seed") == [True, 1, 42]
     said = "\n".join(loaded.notes)
     for words in (
-        "tune.yml: a config of axolotl, read as: base_model → model.from",
+        "tune.yml: an axolotl config, read as: base_model → model.from",
         "overland fetch model example/Tiny-Llama-3 --to assets/hf/Tiny-Llama-3`",
         "training.global_batch_size = 8 (2 × 4 × one device)",
-        'optimizer = "adamw_bnb_8bit" is now AdamW, whose moments are not rounded',
-        "evals_per_epoch has no key: set validation.freq",
+        'optimizer = "adamw_bnb_8bit" is now AdamW with full-precision moments',
+        "evals_per_epoch has no equivalent; set validation.freq",
         "flash_attention (line 51): the fastest implementation",
         "lora_model_dir (line 23)",
-        "they are empty, which sets nothing",
-        "as axolotl has it unless set: ",
+        "empty values have no effect",
+        "axolotl's defaults: ",
     ):
         assert words in said, said
 
@@ -298,44 +298,44 @@ def test_todays_keys_win_in_the_file_and_on_the_command_line(tmp_path: Path) -> 
     loaded = load(tmp_path, text, "training.global_batch_size=64")
     assert values(loaded, "training.seq_len", "training.global_batch_size") == [256, 64]
     said = "\n".join(loaded.notes)
-    assert "sequence_len is ignored, since training.seq_len is given too" in said
+    assert "sequence_len is ignored, since training.seq_len is also set" in said
     assert (
         "gradient_accumulation_steps (line 34): it follows from training.global_batch_size" in said
     )
 
 
 BAD = {
-    "seqence_len: 5": "seqence_len = 5: a key that is not known here, and may change what is "
-    "trained; take it out; did you mean sequence_len?",
-    "load_in_8bit: true": "load_in_8bit = true: frozen weights of 8 bits are not built",
-    "rl: kto": 'rl = "kto": dpo, ipo, orpo and simpo are built',
-    "rl: simpo": "cpo_alpha = null: must be 0 for simpo: it also learns the chosen answers",
-    "relora: true": "relora = true: ReLoRA is not built",
-    "optimizer: muon": 'optimizer = "muon": AdamW and Lion are built',
-    "lr_scheduler: rex": 'lr_scheduler = "rex": built are cosine',
-    "lr_scheduler: polynomial": 'lr_scheduler = "polynomial": built are cosine',
-    "chat_template: phi_3": 'chat_template = "phi_3": templates of this name are axolotl\'s own',
+    "seqence_len: 5": "seqence_len = 5: unknown key, which may change what is "
+    "trained; remove it; did you mean sequence_len?",
+    "load_in_8bit: true": "load_in_8bit = true: 8-bit frozen weights are not supported",
+    "rl: kto": 'rl = "kto": expected dpo, ipo, orpo or simpo',
+    "rl: simpo": "cpo_alpha = null: must be 0 for simpo; it also learns the chosen answers",
+    "relora: true": "relora = true: ReLoRA is not supported",
+    "optimizer: muon": 'optimizer = "muon": only AdamW and Lion are supported',
+    "lr_scheduler: rex": 'lr_scheduler = "rex": expected one of cosine',
+    "lr_scheduler: polynomial": 'lr_scheduler = "polynomial": expected one of cosine',
+    "chat_template: phi_3": 'chat_template = "phi_3": this template is built into axolotl',
     "adapter: qlora": 'adapter = "qlora": qlora needs load_in_4bit: true',
-    "adapter: lora": "lora_r = null: is missing, which an adapter needs",
-    "load_in_4bit: true": "load_in_4bit = true: frozen weights of 4 bits need an adapter",
-    "plugins: [my.Plugin]": "my.Plugin is not known here",
+    "adapter: lora": "lora_r = null: is missing; an adapter needs it",
+    "load_in_4bit: true": "load_in_4bit = true: 4-bit frozen weights need an adapter",
+    "plugins: [my.Plugin]": "my.Plugin is not supported",
     "shuffle_merged_datasets: false": "training data is always shuffled",
-    "early_stopping_patience: 3": "a run is not ended early",
-    "special_tokens: {eos_token: <x>}": "special_tokens.eos_token: what the tokenizer has counts",
-    "lr_scheduler_kwargs: {power: 2}": "of cosine, power has no key here",
+    "early_stopping_patience: 3": "early stopping is not supported",
+    "special_tokens: {eos_token: <x>}": "special_tokens.eos_token: the tokenizer's own is used",
+    "lr_scheduler_kwargs: {power: 2}": "for cosine, power is not supported",
 }  # fmt: skip
 BAD_DATASETS = {
-    "type: mine": "type: mine: built are chat_template, sharegpt, alpaca or completion",
-    "type: {format: x}": "a format of your own (type) is a chat template here",
+    "type: mine": "type: mine: expected chat_template, sharegpt, alpaca or completion",
+    "type: {format: x}": "custom prompt formats (type) are not supported",
     "{}": "has no type, so it holds token ids",
-    "type: chat_template, roles_to_train: [user]": "roles_to_train: only assistants are learned",
+    "type: chat_template, roles_to_train: [user]": "roles_to_train: only assistant turns can be",
     "type: chat_template, train_on_eos: none": "train_on_eos: the token that ends a turn",
-    "type: chat_template, roles: {assistant: [narrator]}": "who is called narrator is not known",
-    "type: chat_template, message_property_mappings: {role: who}": "turns have role and content",
-    "type: chat_template, split: 'train[:10%]'": "a part of a split is a file of its own",
-    "type: chat_template, colour: red": "colour: a key that is not known here",
-    "type: chat_template, conversation: vicuna": "conversation: a key that is not known here",
-    "type: sharegpt, conversation: vicuna": 'chat_template = "vicuna": templates of this name',
+    "type: chat_template, roles: {assistant: [narrator]}": "roles: narrator is not a known role",
+    "type: chat_template, message_property_mappings: {role: who}": "expected role and content",
+    "type: chat_template, split: 'train[:10%]'": "slices of a split are not supported",
+    "type: chat_template, colour: red": "colour: unknown key",
+    "type: chat_template, conversation: vicuna": "conversation: unknown key",
+    "type: sharegpt, conversation: vicuna": 'chat_template = "vicuna": this template is built into',
 }
 PLAIN = "base_model: b\nlearning_rate: 1\n"
 
@@ -363,7 +363,7 @@ def test_datasets_that_would_be_read_otherwise_are_refused(tmp_path: Path, datas
 def test_several_datasets_are_refused_until_they_have_a_place(tmp_path: Path) -> None:
     one = "{path: a.jsonl, type: chat_template}"
     text = PLAIN + f"datasets: [{one}, {one}]\n"
-    with pytest.raises(ConfigError, match="axolotl reads several datasets as one"):
+    with pytest.raises(ConfigError, match="axolotl concatenates several datasets"):
         load(tmp_path, text)
     assert load(tmp_path, text, "training.dataset_path=all").config.training.dataset_path == "all"
 
@@ -373,7 +373,7 @@ def test_a_tokenizer_that_is_there_is_compared(tmp_path: Path) -> None:
     text = f"base_model: {tmp_path / 'base'}\nlearning_rate: 1\n"
     text += "datasets: [{path: a.jsonl, type: chat_template}]\nspecial_tokens:\n  eos_token: "
     assert load(tmp_path, text + "<|eot_id|>\n")
-    with pytest.raises(ConfigError, match=r"eos_token: </s>: the tokenizer's is"):
+    with pytest.raises(ConfigError, match=r"eos_token: </s>: the tokenizer uses"):
         load(tmp_path, text + "</s>\n")
 
 

@@ -91,9 +91,9 @@ trace_buf_size = 20000
 """
     (note,) = load(tmp_path, text).notes
     assert note.endswith(
-        "old.toml: without effect here: parallelism.expert_tensor_parallel_degree (line 3), "
+        "old.toml: ignored: parallelism.expert_tensor_parallel_degree (line 3), "
         "parallelism.expert_parallel_degree (line 4), checkpoint.load_step (line 7), "
-        "comm.trace_buf_size (line 9): they have torchtitan's defaults, so nothing is lost"
+        "comm.trace_buf_size (line 9): torchtitan's default values, so nothing is lost"
     )
 
 
@@ -196,7 +196,7 @@ def test_an_older_file_says_nothing_new_once_converted(tmp_path: Path) -> None:
 def test_todays_key_wins_over_the_older_one(tmp_path: Path) -> None:
     loaded = load(tmp_path, "[training]\nlocal_batch_size = 2\nbatch_size = 4\n")
     assert loaded.config.training.local_batch_size == 2
-    assert "ignored, since training.local_batch_size is given too" in loaded.notes[0]
+    assert "ignored, since training.local_batch_size is also set" in loaded.notes[0]
 
 
 def test_an_older_key_on_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
@@ -352,27 +352,30 @@ def test_layernorm_of_older_files_is_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('[model]\nconverters = ["mine"]\n', '"mine" is not known here: there are no converters'),
+        ('[model]\nconverters = ["mine"]\n', '"mine" is not known: there are no converters'),
         ("[checkpoint]\nload_step = 5\n", "set checkpoint.resume to the path of that step"),
         (
             '[checkpoint]\nexclude_from_loading = ["optimizer", "lr_scheduler"]\n',
-            "only the optimizer can be left out of loading, not lr_scheduler",
+            "only the optimizer can be excluded from loading, not lr_scheduler",
         ),
         ('[fault_tolerance]\nsemi_sync_method = "diloco"\n', "every step is synchronous"),
         ("[fault_tolerance]\nenable = true\n", "start one run on all devices"),
-        ('[model]\nconverters = ["quantize.linear.mx"]\n', '"quantize.linear.mx" is not built'),
-        ('[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "have one scale per tensor"),
-        ('[float8]\nfilter_fqns = ["attention.wk"]\n', "are all those of the blocks"),
+        ('[model]\nconverters = ["quantize.linear.mx"]\n', '"quantize.linear.mx" is not supported'),
+        ('[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "float8 uses one scale per tensor"),
+        (
+            '[float8]\nfilter_fqns = ["attention.wk"]\n',
+            "applies to all linear layers of the blocks",
+        ),
         ('[float8]\nscaling_type_input = "delayed"\n', "are dynamic; remove this key"),
-        ("[float8]\nmine = 1\n", "float8.mine = 1: torchtitan's key is not known here"),
-        ("[quantize.linear]\nmine = 1\n", "quantize.linear.mine = 1: torchtitan's key is not"),
-        ("[experimental]\nmine = 1\n", "experimental.mine = 1: torchtitan's key is not known"),
-        ('[experimental]\ncustom_args_module = "m"\n', "let job.custom_import import a module"),
-        ('[job]\ncustom_config_module = "m"\n', "let job.custom_import import a module"),
+        ("[float8]\nmine = 1\n", "float8.mine = 1: this torchtitan key is unknown"),
+        ("[quantize.linear]\nmine = 1\n", "quantize.linear.mine = 1: this torchtitan key"),
+        ("[experimental]\nmine = 1\n", "experimental.mine = 1: this torchtitan key is"),
+        ('[experimental]\ncustom_args_module = "m"\n', "set job.custom_import to a module"),
+        ('[job]\ncustom_config_module = "m"\n', "set job.custom_import to a module"),
         ("[optimizer]\nearly_step_in_backward = true\n", "set training.max_norm = 0"),
         ("[checkpoint]\ncreate_seed_checkpoint = true\n", "no seed checkpoint is needed"),
         ('[comm]\nmode = "fake_backend"\n', "DRY_RUN=1"),
-        ("[checkpoint]\ninitial_load_in_hf = true\n", "no folder of weights is given"),
+        ("[checkpoint]\ninitial_load_in_hf = true\n", "no weights are given"),
     ],
 )
 def test_what_would_train_something_else_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -409,18 +412,18 @@ def test_weights_come_from_the_assets_that_the_command_line_names(tmp_path: Path
         (
             "grad_accum_steps: 1",
             "grad_accum_steps: 4",
-            "loss.grad_accum_steps = 4: accumulation follows from the global batch; set "
+            "loss.grad_accum_steps = 4: accumulation follows from the global batch size; set "
             "training.global_batch_size to 16 × 4 × the number of data-parallel devices",
         ),
         (
             "path_chkpt_prev: null",
             "pretrain: weights",
-            "model.from_scratch = true: checkpoint.pretrain names weights to start from",
+            "model.from_scratch = true: checkpoint.pretrain sets initial weights",
         ),
         (
             "random_shift: false",
             "random_shift: true",
-            "dataset.transforms.set.random_shift = true: this transform is not built here",
+            "dataset.transforms.set.random_shift = true: this transform is not supported",
         ),
         ("pad: true", "pad: 'on'", 'dataset.transforms.set.pad = "on": expected true or false'),
         (
@@ -439,12 +442,12 @@ def test_weights_come_from_the_assets_that_the_command_line_names(tmp_path: Path
         (
             "mask_ratio: 0.75}",
             "mask_ratio: 0.75, num_channels: 3}",
-            "dataset.num_channels = 1: model.hf_config.num_channels is 3: make them equal",
+            "dataset.num_channels = 1: model.hf_config.num_channels is 3; make them equal",
         ),
-        (", W_pad: 1080", "", "dataset.transforms.set.pad = true: H_pad and W_pad of"),
-        ("num_workers: 1", "input: {C: 1, H: 8}", "dataset.input.W is missing beside it"),
+        (", W_pad: 1080", "", "dataset.transforms.set.pad = true: set H_pad and W_pad of"),
+        ("num_workers: 1", "input: {C: 1, H: 8}", "dataset.input.W is missing"),
         ("  warmup_it", "  scheduler_update_iterations: 5\n  warmup_it", "updated at every step"),
-        ("misc: {", "misc: {mine: 1, ", "misc.mine = 1: nothing is known here of this key"),
+        ("misc: {", "misc: {mine: 1, ", "misc.mine = 1: unknown key"),
     ],
 )
 def test_what_would_train_something_else_than_the_stub_is_refused(
@@ -477,8 +480,8 @@ def test_the_stub_without_mixed_precision_trains_in_float32_whatever_its_dtype(
             'model.tokenizer_path is now model.hf_assets_path = "/a", the folder that holds the '
             "tokenizer",
         ),
-        ("[comm]\ntrace_buf_size = 1\n", "keep what PyTorch's flight recorder holds"),
-        ("[memory_estimation]\nenable = true\n", "`overland check` counts the memory of a step"),
+        ("[comm]\ntrace_buf_size = 1\n", "save PyTorch's flight recorder"),
+        ("[memory_estimation]\nenable = true\n", "`overland check` computes the memory of a step"),
     ],
 )
 def test_notes_name_what_there_is(tmp_path: Path, text: str, says: str) -> None:

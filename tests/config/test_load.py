@@ -137,9 +137,9 @@ def test_the_file_is_named_by_argument_option_or_environment(write) -> None:
     assert config_of(None, "--job.config_file", file).training.steps == 7
     assert config_of(None, f"--job.config_file={file}").training.steps == 7
     assert config_of(None, CONFIG_FILE=file).training.steps == 7
-    with pytest.raises(ConfigError, match=r"names a second config file beside run\.toml"):
+    with pytest.raises(ConfigError, match=r"is a second config file, after run\.toml"):
         config_of(file, "--job.config_file", "other.toml")
-    with pytest.raises(ConfigError, match="no config is given"):
+    with pytest.raises(ConfigError, match="no config given"):
         config_of(None)
 
 
@@ -153,7 +153,7 @@ def test_a_file_that_is_not_there_names_what_is_near(write) -> None:
     with pytest.raises(ConfigError) as caught:
         config_of(None, CONFIG_FILE="quikstart")
     assert str(caught.value) == (
-        'environment CONFIG_FILE: "quikstart": no such file, nor a recipe of that name (recipes: '
+        'environment CONFIG_FILE: "quikstart": no such file, and no recipe of that name (recipes: '
         f"{', '.join(recipe_names())}); did you mean quickstart?"
     )
 

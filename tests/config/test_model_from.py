@@ -55,9 +55,9 @@ def test_a_run_folder_is_a_model_too(model: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
-        ("config.json", "holds no config.json"),
-        ("model-00001-of-00002.safetensors", "holds no weights"),
-        ("tokenizer.json", "holds no tokenizer"),
+        ("config.json", "has no config.json"),
+        ("model-00001-of-00002.safetensors", "has no weights"),
+        ("tokenizer.json", "has no tokenizer"),
     ],
 )
 def test_a_folder_that_lacks_something_is_refused(model: Path, missing: str, says: str) -> None:
@@ -74,7 +74,7 @@ def test_a_model_of_images_needs_no_tokenizer(model: Path) -> None:
 
 def test_a_checkpoint_of_a_run_is_told_apart_from_the_run(model: Path) -> None:
     (model / "COMMITTED").write_text("")
-    with pytest.raises(ConfigError, match="is one checkpoint of a run: name the run's folder"):
+    with pytest.raises(ConfigError, match="is a single checkpoint of a run; name the run folder"):
         load("model.from=model")
 
 
@@ -85,7 +85,7 @@ def test_weights_of_torch_files_are_taken(model: Path) -> None:
 
 @pytest.mark.parametrize("key", ["model.config", "checkpoint.initial_load_path"])
 def test_what_contradicts_it_is_refused(model: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match="take one of them out"):
+    with pytest.raises(ConfigError, match="remove one of them"):
         load("model.from=model", f"{key}=other")
 
 
@@ -100,7 +100,7 @@ def test_a_folder_that_is_to_be_fetched_or_trained_is_named_once(model: Path) ->
     assert re.search(
         r"model.from = .assets/x.: no .*fetch model NAME --to assets/x`", missing("assets/x")
     )
-    assert missing("runs/quickstart").endswith("overland train quickstart` makes it")
+    assert missing("runs/quickstart").endswith("overland train quickstart` creates it")
     with pytest.raises(ConfigError, match="is a file; expected a folder"):
         load("model.from=model/config.json")
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_to_be_fetched_or_trained_is_named_once(model: Path) ->
 def test_weights_that_are_not_taken_are_named(model: Path) -> None:
     (note,) = [p for p in check_config(load("model.config=model"), 1) if "random weights" in str(p)]
     assert note.kind == "note"
-    assert "`model.from` takes its weights and the tokenizer too" in str(note)
+    assert "to use its weights and the tokenizer too, set `model.from`" in str(note)
     assert not [
         p
         for p in check_config(load("model.from=model"), 1)
@@ -122,7 +122,7 @@ def test_a_flavor_that_has_no_effect_is_told(model: Path, key: str) -> None:
         return [str(p) for p in check_config(load(*arguments), 1) if p.key == "model.flavor"]
 
     (note,) = notes(f"{key}=model", "model.flavor=8B")
-    assert f'model.flavor = "8B": has no effect: the architecture is that of {key}' in note
+    assert f'model.flavor = "8B": has no effect: the architecture comes from {key}' in note
     assert not notes(f"{key}=model")
     assert not notes(f"{key}=model", "model.flavor=debug")  # as a run's config.toml has it
     assert not notes("model.flavor=8B")

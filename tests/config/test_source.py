@@ -69,13 +69,16 @@ def test_yaml_keys_have_the_line_they_stand_on() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[a\nx = 1\n", "x.toml:1: not valid TOML: a section without its closing ] in `[a`"),
+        ("[a\nx = 1\n", "x.toml:1: not valid TOML: missing closing ] of a section in `[a`"),
         (
             'a = "x\nb = 1\n',
-            'x.toml:1: not valid TOML: a text without its closing quote in `a = "x`',
+            'x.toml:1: not valid TOML: missing closing quote in `a = "x`',
         ),
-        ("[a]\nx 3\n", "x.toml:2: not valid TOML: no = after the key in `x 3`"),
-        ("x = 1 y = 2\n", "x.toml:1: not valid TOML: something after the value in `x = 1 y = 2`"),
+        ("[a]\nx 3\n", "x.toml:2: not valid TOML: missing = after the key in `x 3`"),
+        (
+            "x = 1 y = 2\n",
+            "x.toml:1: not valid TOML: unexpected text after the value in `x = 1 y = 2`",
+        ),
         ("[a]\n[b]\n[a]\n", "x.toml:3: a: given twice; first on line 1"),
         ("a.b = 1\na = { c = 1, c = 2 }\n", "x.toml:2: a.c: given twice; first on line 2"),
     ],

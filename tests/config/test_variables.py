@@ -69,8 +69,8 @@ def test_every_key_that_is_a_path_takes_variables() -> None:
         ("$EMPTY/x", "the variable EMPTY is not set here"),
         ("/x/$HF_TOKEN", "$HF_TOKEN looks like a secret"),
         ("${SCRATCH_ROOT:-/tmp}/x", "expected ${NAME}, not ${SCRATCH_ROOT:-/tmp}"),
-        ("~nobody_of_that_name/x", "there is no user nobody_of_that_name"),
-        ("${SCRATCH_ROOT/x", "its brace is not closed"),
+        ("~nobody_of_that_name/x", "~nobody_of_that_name: there is no such user"),
+        ("${SCRATCH_ROOT/x", "the closing brace is missing"),
     ],
 )
 def test_what_cannot_be_resolved_is_one_sentence(path: str, says: str) -> None:

@@ -100,9 +100,9 @@ def test_mixtures_are_grouped_by_source(tmp_path: Path, corpora: dict[str, Corpu
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"data": {"packing": "best_fit"}}, 'packing = "best_fit" fills sequences up'),
+        ({"data": {"packing": "best_fit"}}, 'packing = "best_fit" leaves no padding to save'),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "a pipeline takes sequences of one"),
-        ({"parallelism": {"tensor_parallel_degree": 3}}, "would have to split into 3 parts"),
+        ({"parallelism": {"tensor_parallel_degree": 3}}, "cannot split into 3 parts"),
     ],
 )
 def test_what_cannot_be_grouped_is_refused(

@@ -583,8 +583,8 @@ def test_defaults_fit_conversations_and_are_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[sft]\nlearn = "last"', r"run.toml:2: sft.learn .*does nothing unless sft.shape is set"),
-        ("[lora]\nalpha = 16.0", r"lora.alpha .*does nothing unless lora.rank or lora.adapter is"),
+        ('[sft]\nlearn = "last"', r"run.toml:2: sft.learn .*has no effect unless sft.shape is set"),
+        ("[lora]\nalpha = 16.0", r"lora.alpha .*has no effect unless lora.rank or lora.adapter"),
         ("[preference]\nbeta = 0.3", r"preference.beta .*unless preference.loss is set"),
     ],
 )

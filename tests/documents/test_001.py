@@ -136,7 +136,7 @@ def test_assets_of_a_gated_model_come_with_a_token_of_the_environment(
     overland(DOWNLOAD, cwd=tmp_path, code=2, HF_ENDPOINT=hub.url)
     env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
     done = shown("python scripts/download_hf_assets.py", tmp_path, env=env)
-    assert "--assets safetensors brings the weights" in done.stderr
+    assert "add --assets safetensors for the weights" in done.stderr
     found = downloaded(tmp_path / "assets/hf/Llama-3.1-8B")
     assert {"tokenizer.json", "config.json"} <= found
     assert not any("safetensors" in name for name in found)

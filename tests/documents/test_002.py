@@ -413,7 +413,7 @@ def test_the_plugin_is_built_with_the_versions_of_the_machine(tmp_path: Path) ->
     """By `sh`, as the document has it; where ROCm is not, it says so and fetches nothing."""
     copied("frontier", tmp_path)
     refused = typed("sh aws_ofi_rccl.sh", tmp_path, code=2)
-    assert "/opt/rocm-6.3.1 is not there: set ROCM_PATH" in refused
+    assert "/opt/rocm-6.3.1 does not exist; set ROCM_PATH" in refused
     tools, log = tmp_path / "tools", tmp_path / "log"
     tools.mkdir()
     note = f'#!/bin/sh\necho "$(basename "$0") $*" >>{log}\n'

@@ -75,7 +75,7 @@ def test_torchrun_trains_with_all_flags(trained: str, folder: Path) -> None:
         "local_batch_size = 4",
     ):
         assert line in config
-    assert "note: --local_batch 32 is an upper bound: each rank takes 1 × 4 a step" in trained
+    assert "note: --local_batch 32 is an upper bound; each rank takes 1 × 4 per step" in trained
     assert trained.count("is an upper bound") == 1
     assert list((folder / "logs/tensorboard/run1").glob("events.out.tfevents.*"))
     files = [path.name for path in (run / "run1/step_4").glob("rank_*")]
@@ -163,11 +163,14 @@ print("c4", evaluate_c4_ppl(model, "tokenizer", "c4", seq_len=32, batch=1), mode
 def test_a_batch_that_cannot_be_dealt_is_one_sentence(folder: Path) -> None:
     flags = FLAGS.replace("global_batch=8", "global_batch=256")
     said = typed(f"NGPU=48 DRY_RUN=1 python train.py {flags}", folder, code=2)
-    assert said.strip().splitlines()[-1] == "--global_batch 256 cannot be dealt evenly to 48 ranks"
+    assert (
+        said.strip().splitlines()[-1]
+        == "--global_batch 256 cannot be divided evenly among 48 ranks"
+    )
     said = typed(f"NGPU=32 DRY_RUN=1 python train.py {flags} --local_batch=0", folder, code=2)
     assert said.strip() == "--local_batch 0: expected 1 or more"
     flags += "--no_such_flag --data_name=../SmolLM"
     said = typed(f"NGPU=32 DRY_RUN=1 python train.py {flags}", folder, code=2)
-    assert "datas/ has no open_source of ../SmolLM: --data_dir is read by its format" in said
-    assert "--local_batch 32 is an upper bound: each rank takes 1 × 8 a step" in said
+    assert "datas/ has no open_source for ../SmolLM; --data_dir is read by its format" in said
+    assert "--local_batch 32 is an upper bound; each rank takes 1 × 8 per step" in said
     assert "no_such_flag" in said

@@ -106,7 +106,7 @@ def test_an_adapter_config_that_names_no_model_is_one_sentence(text: str, tmp_pa
     copied("frontier-sft", tmp_path)
     (tmp_path / "adapter_config.json").write_text(text)
     done = overland("zero_to_fp32.py", "--merge_lora", cwd=tmp_path, code=2)
-    assert done.stderr.strip().endswith("name the model with --base_dir")
+    assert done.stderr.strip().endswith("name the base model with --base_dir")
     assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -127,7 +127,9 @@ def test_checkpoints_of_others_are_merged(kind: str, tmp_path: Path) -> None:
     line += " --output_path out.safetensors"
     if kind == "peft":
         said = typed(line, tmp_path, code=2)
-        assert "names meta-llama/Llama, which is no folder here: name the model with" in said
+        assert (
+            "names meta-llama/Llama, which is not a folder here; name the base model with" in said
+        )
         line += f" --base_dir {BASE}"
     typed(line, tmp_path)
     overland(

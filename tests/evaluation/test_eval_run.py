@@ -47,7 +47,7 @@ def test_a_run_is_evaluated_on_what_it_validates_on(run: Path) -> None:
     )
     assert [found["summed_loss"] for found in two] == [found["summed_loss"] for found in one]
     earlier = overland("eval", "run/checkpoint/step_2", "--data", "notes.jsonl", cwd=run.parent)
-    assert "notes.jsonl: each document by itself, windows of 32 tokens every 16" in earlier.stdout
+    assert "notes.jsonl: each document separately, windows of 32 tokens every 16" in earlier.stdout
 
     kept = sorted((run / "evaluations").glob("*/*"))
     assert [file.parent.name for file in kept] == ["step_2", "step_3", "step_3"]

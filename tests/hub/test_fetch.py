@@ -320,7 +320,7 @@ def test_verify_needs_no_network_and_names_each_file(hub: Hub) -> None:
     hub.add("me/llama", MODEL)
     run("model", "me/llama", "--to", "there")
     hub.close()
-    assert "every file is as" in run("model", "me/llama", "--to", "there", "--verify").stdout
+    assert "every file matches" in run("model", "me/llama", "--to", "there", "--verify").stdout
     assert "there contains main, commit" in refused(
         "model", "me/llama", "--to", "there", "--verify", "--revision", "v2"
     )

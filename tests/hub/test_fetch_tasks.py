@@ -172,7 +172,7 @@ def test_a_dataset_with_a_script_is_refused_by_name(tasks: Path, hub: Hub) -> No
     write_task(tasks, "scripted", dataset_path="team/script")
     done = fetch(tasks, "scripted", "plain", code=2)
     assert "team/script is loaded by its own script, script.py" in done.stderr
-    assert "1 of 2 datasets are not here" in done.stderr
+    assert "1 of 2 datasets could not be fetched" in done.stderr
     assert questions(tasks, "plain") == ["plain?"]  # the others came
 
 

@@ -153,8 +153,8 @@ def test_a_run_beside_4_bits_goes_on_generates_and_is_not_merged(
     ("more", "message"),
     [
         ([], "set model.from"),
-        (["checkpoint.type=full"], "checkpoint.type = full would hold the frozen weights"),
-        (["parallelism.tensor_parallel_degree=2"], "tensor parallelism cuts rows"),
+        (["checkpoint.type=full"], "checkpoint.type = full would also save the frozen weights"),
+        (["parallelism.tensor_parallel_degree=2"], "tensor parallelism splits rows"),
         (["training.float8=tensorwise"], "choose one of the two"),
     ],
 )

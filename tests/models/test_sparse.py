@@ -138,16 +138,16 @@ def test_what_leaves_is_dense_with_zeros(ranks: RankPool, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ("pattern = '4:4'", "uses all weights"),
+        ("pattern = '4:4'", "keeps all weights"),
         ("pattern = 'half'", "model.sparse.pattern"),
         ("patern = '2:4'", "did you mean model.sparse.pattern"),
         ("pattern = '2:7'", "needs rows of a multiple of 7 weights, but model.layers.0."),
         ("modules = ['upproj']", "matches no linear layer of this model's blocks, such as model.l"),
         ("method = 'magnitud'", "did you mean 'magnitude'"),
         ("[lora]\nrank = 4", "choose one"),
-        ("[preference]\nloss = 'dpo'\n[sft]\nshape = 'preference'", "masks that go on changing"),
+        ("[preference]\nloss = 'dpo'\n[sft]\nshape = 'preference'", "masks that keep changing"),
         ("[training]\nfloat8 = 'tensorwise'", "choose one of the two"),
-        ("pattern = '2:8'\n[parallelism]\ntensor_parallel_degree = 4", "inside of groups of 8"),
+        ("pattern = '2:8'\n[parallelism]\ntensor_parallel_degree = 4", "within groups of 8"),
     ],
 )
 def test_what_cannot_be_is_said_before_training(lines: str, says: str, tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_the_rest_is_refused_by_name(tmp_path: Path, flavor: str, layout: str, s
 def test_check_says_what_cannot_be_split(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "network"\nflavor = "silent"\n[training]\nseq_len = 32\n')
-    for axis, says in (("tensor", "network has no plan for it"),
-                       ("pipeline", "network does not say where it can be cut")):  # fmt: skip
+    for axis, says in (("tensor", "network has no parallel plan for it"),
+                       ("pipeline", "network does not say where to split it")):  # fmt: skip
         loaded = load_config(str(path), [f"parallelism.{axis}_parallel_degree=2"])
         assert any(says in one.message for one in check_config(loaded, 2))
 
@@ -133,8 +133,8 @@ def check_order(folder: Path, flavor: str) -> str:
         ),
         ("backwards", r"calls them in the order blocks\.4, blocks\.3, blocks\.2, blocks\.1, b"),
         ("leaves one out", r"names blocks\.2 among the blocks, which its forward pass does not"),
-        ("calls one again", r"Described calls blocks\.0 2 times, and a stage of a pipeline calls"),
-        ("returns two", r"blocks\.0 of Described returns a tuple, and what passes from one stage"),
+        ("calls one again", r"Described calls blocks\.0 2 times, but a pipeline stage calls"),
+        ("returns two", r"blocks\.0 of Described returns a tuple, but pipeline stages pass"),
         (
             "another shape",
             r"returns the shape \(1, 32, 16\), and between\(32\) of its structure\(\) says "
@@ -171,7 +171,7 @@ def test_every_rank_of_a_run_is_told_before_a_pipeline_is_cut(
 def test_a_pass_that_needs_numbers_is_no_error(tmp_path: Path) -> None:
     assert check_order(tmp_path, "plain") == ""
     note = check_order(tmp_path, "reads numbers")
-    assert note.startswith("it was not checked whether Described calls its blocks in the order")
+    assert note.startswith("could not check whether Described calls its blocks in the order")
     assert "fails with RuntimeError: Tensor.item() cannot be called on meta tensors" in note
 
 
@@ -187,5 +187,5 @@ def test_check_takes_that_pass(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert refused.stderr.startswith("blocks.0 of Described returns the shape (1, 32, 16)")
     assert noted.exit_code == 0
-    assert "note: it was not checked whether Described calls its blocks" in noted.stderr
-    assert "none: the model reads values, which a fake step lacks" in noted.stdout
+    assert "note: could not check whether Described calls its blocks" in noted.stderr
+    assert "none: the model reads values, and fake tensors have none" in noted.stdout

@@ -171,7 +171,7 @@ def test_what_is_said_about_a_run_is_said_in_samples(unbroken: Path) -> None:
     assert facts["flops_per_sample"] == 5_698_560
     assert (facts["samples_per_step"], facts["samples_in_all"]) == (8, 64)
     assert not any("token" in key or "sequence" in key for key in facts)
-    assert "has no effect: a row of vit_mae is one sample" in "\n".join(facts["notes"])
+    assert "has no effect: each row of vit_mae is one sample" in "\n".join(facts["notes"])
 
 
 def test_a_killed_run_resumes_to_the_same_bits(unbroken: Path, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_what_is_trained_whole_cannot_be_switched_off(files: Path, tmp_path: Pat
         preference={"reference": "adapter_off"},
     )
     (problem,) = check_objective(Loaded(whole, [], "run.toml"))
-    assert "lora.modules_to_save are trained whole" in problem.message
+    assert "lora.modules_to_save cannot be switched off" in problem.message
 
 
 def test_what_is_precomputed_lasts_for_more_steps_and_other_batches(

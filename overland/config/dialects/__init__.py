@@ -1,6 +1,6 @@
-"""Config files of other trainers, rewritten in today's keys before they are validated.
+"""Config files of other trainers, translated to current keys before they are validated.
 
-Each dialect writes into a `Draft`: entries in today's keys, and notes that say what happened.
+Each dialect writes into a `Draft`: entries in current keys, and notes on what was translated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class Translated(NamedTuple):
 
 
 class Draft:
-    """Collects translated entries. What the file says in today's own keys is never overwritten."""
+    """Collects translated entries. Entries that the file has in current keys are never
+    overwritten."""
 
     def __init__(self, native: Entries, shown: str) -> None:
         self.entries = dict(native)
@@ -29,7 +30,7 @@ class Draft:
         self._reasons: dict[str, list[str]] = {}
 
     def put(self, path: KeyPath, value: Any, source: Entry) -> bool:
-        """Sets a key from an older one; False if the file has today's key as well, which wins."""
+        """Sets a key from an older one; False if the file also has the current key, which wins."""
         if path in self._native:
             return False
         self.entries[path] = Entry(value, source.where, source.section_where)
@@ -40,24 +41,25 @@ class Draft:
             if old != new:
                 self.note(source, f"{'.'.join(old)} is now {'.'.join(new)}")
         else:
-            self.note(source, f"{'.'.join(old)} is ignored, since {'.'.join(new)} is given too")
+            self.note(source, f"{'.'.join(old)} is ignored, since {'.'.join(new)} is also set")
 
     def note(self, source: Entry, text: str) -> None:
         self.notes.append(f"{source.where}: {text}")
 
     def refuse(self, path: KeyPath, source: Entry, reason: str) -> None:
-        """Reports what would train something else than was asked for: a note is not enough."""
+        """Reports a key that would train something other than was asked for, where a note is not
+        enough."""
         self.problems.append(Problem(reason, source.where, ".".join(path), source.value))
 
     def without_meaning(self, path: KeyPath, source: Entry, reason: str) -> None:
-        """Keys with the same reason share a note."""
+        """Notes a key that has no effect; keys with the same reason share a note."""
         line = source.where.rpartition(":")[2] if ":" in source.where else ""
         shown = ".".join(path) + (f" (line {line})" if line.isdecimal() else "")
         self._reasons.setdefault(reason, []).append(shown)
 
     def finish(self) -> Translated:
         grouped = [
-            f"{self._shown}: without effect here: {', '.join(keys)}: {reason}"
+            f"{self._shown}: ignored: {', '.join(keys)}: {reason}"
             for reason, keys in self._reasons.items()
         ]
         return Translated(self.entries, self.notes + grouped, self.problems)

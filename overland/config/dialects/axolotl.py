@@ -1,7 +1,7 @@
 """axolotl's YAML: one flat list of keys about the model, the data and the training.
 
-Where a file leaves out a key that decides what is learned, axolotl's default counts and not ours.
-Keys that need no thought are in `axolotl_keys`, those about data in `axolotl_data`.
+If a file leaves out a key that affects training, axolotl's default applies, not ours. Simple keys
+are in `axolotl_keys`, those about data in `axolotl_data`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from overland.config.errors import Problem
 from overland.config.source import Entries, Entry
 from overland.words import nearest_name
 
-UNKNOWN = "a key that is not known here, and may change what is trained; take it out"
+UNKNOWN = "unknown key, which may change what is trained; remove it"
 SOME = frozenset(
     {"datasets", "sequence_len", "micro_batch_size", "gradient_accumulation_steps", "num_epochs",
      "learning_rate", "adapter", "lora_r", "sample_packing", "val_set_size", "output_dir", "rl"}
 )  # fmt: skip
-# What axolotl takes where a file is silent, by today's keys.
+# axolotl's defaults, by current key.
 DEFAULTS: dict[str, Any] = {
     "training.local_batch_size": 1,
     "training.max_norm": 1.0,
@@ -50,13 +50,13 @@ DEFAULTS: dict[str, Any] = {
 
 
 def is_axolotl(entries: Entries) -> bool:
-    """Recognises a file by `base_model`, or by three other keys, outside of a section."""
+    """Recognises a file by `base_model` and one other top-level key, or by three others."""
     tops = {path[0] for path in entries}
     return ("base_model" in tops and bool(tops & SOME)) or len(tops & SOME) >= 3
 
 
 def translate_axolotl(entries: Entries, shown: str, above: Entries) -> Translated:
-    """Entries in today's keys, notes, and what is refused; `above` will be laid over them."""
+    """Returns entries in current keys, notes and problems; `above` will override the entries."""
     file = File.of(entries, shown, above)
     _model(file)
     translate_data(file)
@@ -78,7 +78,7 @@ def _model(file: File) -> None:
     entry = file.take("base_model")
     if entry is None:
         if not file.decided("model.from") and not file.decided("model.config"):
-            file.refuse("base_model", None, "is missing: which model is to be tuned?")
+            file.refuse("base_model", None, "is missing; name the model to fine-tune")
     else:
         folder = folder_of(file, entry, "model", "assets/hf")
         if file.value("reinit_weights"):
@@ -92,7 +92,9 @@ def _model(file: File) -> None:
         file.put("model.hf_assets_path", folder, tokenizer, "tokenizer_config")
     config = file.take("base_model_config")
     if config is not None and (entry is None or config.value != entry.value):
-        reason = "the architecture is that of base_model; write what differs as model.overrides"
+        reason = (
+            "the architecture always comes from base_model; set model.overrides for what differs"
+        )
         file.refuse("base_model_config", config, reason)
     for key in ("overrides_of_model_config", "model_config"):
         file.rename(key, "model.overrides")
@@ -102,12 +104,12 @@ def _lora(file: File) -> None:
     adapter, narrow = file.take("adapter"), file.take("load_in_4bit")
     if adapter is None:
         if narrow is not None and narrow.value:
-            file.refuse("load_in_4bit", narrow, "frozen weights of 4 bits need an adapter")
+            file.refuse("load_in_4bit", narrow, "4-bit frozen weights need an adapter")
         for key in [key for key in file.keys if key in LORA or key.startswith("lora_target_")]:
             file.ignore(key, "without adapter, all weights are trained")
         return
     if adapter.value not in ("lora", "qlora"):
-        file.refuse("adapter", adapter, "only lora and qlora are built")
+        file.refuse("adapter", adapter, "expected lora or qlora")
     if narrow is not None and narrow.value:
         file.put("lora.base", "nf4", narrow, "load_in_4bit")
     elif adapter.value == "qlora":
@@ -116,7 +118,7 @@ def _lora(file: File) -> None:
     if not is_given:
         for key in ("lora_r", "lora_alpha"):
             if key not in file.keys and not file.decided(LORA[key]):
-                file.refuse(key, None, "is missing, which an adapter needs")
+                file.refuse(key, None, "is missing; an adapter needs it")
     file.renamed.append("adapter → lora.rank")
     _targets(file)
     for key, today in LORA.items():
@@ -125,7 +127,7 @@ def _lora(file: File) -> None:
 
 
 def _targets(file: File) -> None:
-    """Names, or all matrices of the blocks; both together are all and what is named besides."""
+    """Translates the targets: names, all matrices of the blocks, or all of these plus names."""
     names, all_linear = file.take("lora_target_modules"), file.take("lora_target_linear")
     if all_linear is not None and all_linear.value:
         others = [
@@ -134,7 +136,9 @@ def _targets(file: File) -> None:
         ]  # fmt: skip
         if others:
             named = ", ".join(map(str, others))
-            reason = f"with lora_target_linear: name all targets, {named} among them"
+            reason = (
+                f"does not combine with lora_target_linear; list all targets, including {named}"
+            )
             file.refuse("lora_target_modules", names, reason)
         file.put("lora.targets", "all-linear", all_linear, "lora_target_linear")
     elif names is not None:
@@ -145,7 +149,7 @@ def _preference(file: File) -> None:
     entry = file.take("rl")
     if entry is None:
         for key in [key for key in (*PREFERENCE, "orpo_alpha", "cpo_alpha") if key in file.keys]:
-            file.ignore(key, "without rl, pairs of answers are not trained on")
+            file.ignore(key, "without rl, there is no preference tuning")
         return
     loss, asked = entry.value, file.take("dpo_loss_type")
     if asked is not None:
@@ -154,9 +158,9 @@ def _preference(file: File) -> None:
         if len(wanted) == 1 and str(wanted[0]) in kinds and loss in ("dpo", "ipo"):
             loss = kinds[wanted[0]]
         else:
-            file.refuse("dpo_loss_type", asked, "one of sigmoid and ipo is built")
+            file.refuse("dpo_loss_type", asked, "expected sigmoid or ipo")
     if loss not in ("dpo", "ipo", "orpo", "simpo"):
-        file.refuse("rl", entry, "dpo, ipo, orpo and simpo are built")
+        file.refuse("rl", entry, "expected dpo, ipo, orpo or simpo")
         return
     file.put("preference.loss", loss, entry, "rl")
     for key, today in PREFERENCE.items():
@@ -167,22 +171,24 @@ def _preference(file: File) -> None:
         file.ignore("orpo_alpha", "it is for orpo")
     alpha = file.take("cpo_alpha")
     if loss == "simpo" and (alpha is None or alpha.value != 0):
-        reason = "must be 0 for simpo: it also learns the chosen answers, which is not built"
-        file.refuse("cpo_alpha", alpha, reason + (" (axolotl takes 1)" if alpha is None else ""))
+        reason = "must be 0 for simpo; it also learns the chosen answers, which is not supported"
+        file.refuse(
+            "cpo_alpha", alpha, reason + (" (axolotl's default is 1)" if alpha is None else "")
+        )
     before = file.take("precompute_ref_log_probs")
     if before is not None and before.value:
         file.put("preference.reference", "precomputed", before, "precompute_ref_log_probs")
 
 
 def _batch(file: File) -> None:
-    """The batch depends on the number of devices, which a file need not know."""
+    """Translates the batch size, which in axolotl depends on the number of devices."""
     size, passes = file.take("micro_batch_size"), file.take("gradient_accumulation_steps")
     whole = file.take("batch_size")
     rows = 1 if size is None else size.value
     if size is not None:
         file.put("training.local_batch_size", rows, size, "micro_batch_size")
     if whole is not None and passes is None and type(whole.value) is type(rows) is int and rows:
-        passes = Entry(max(1, whole.value // rows), whole.where)  # what axolotl makes of it
+        passes = Entry(max(1, whole.value // rows), whole.where)  # as axolotl does
     number = 1 if passes is None else passes.value
     known = [
         file.keys[key].value for key in ("dp_shard_size", "dp_replicate_size") if key in file.keys
@@ -205,8 +211,8 @@ def _batch(file: File) -> None:
     file.note(
         passes,
         f"gradient_accumulation_steps is now training.global_batch_size = {batch} ({rows} × "
-        f"{number} × {count}); axolotl's batch grows with the devices, this one does not: "
-        "multiply it by the number of data-parallel devices",
+        f"{number} × {count}); axolotl's batch grows with the number of devices, this one does "
+        "not: multiply it by the number of data-parallel devices",
     )
 
 
@@ -224,13 +230,13 @@ def _optimizer(file: File) -> None:
     if name in NARROW_ADAMW and entry is not None:
         file.note(
             entry,
-            f'optimizer = "{name}" is now AdamW, whose moments are not rounded to 8 bits or paged; '
-            "optimizer.bf16_moments = true makes them smaller",
+            f'optimizer = "{name}" is now AdamW with full-precision moments, not paged; '
+            "optimizer.bf16_moments = true halves their size",
         )
     elif name not in ADAMW:
         near = nearest_name(str(name), (*ADAMW, *NARROW_ADAMW, *LION))
         hint = f"; did you mean {near}?" if near else ""
-        file.refuse("optimizer", entry, f"AdamW and Lion are built{hint}")
+        file.refuse("optimizer", entry, f"only AdamW and Lion are supported{hint}")
     if entry is not None:
         file.put("optimizer.name", "AdamW", entry, "optimizer")
 
@@ -240,7 +246,7 @@ def _schedule(file: File) -> None:
     if steps is not None and steps.value != -1:
         file.put("training.steps", steps.value, steps, "max_steps")
         if epochs is not None:
-            reason = "max_steps is set, which ends the run"
+            reason = "max_steps is set, and overrides it"
             file.draft.without_meaning(("num_epochs",), epochs, reason)
     elif epochs is not None:
         file.put("training.epochs", epochs.value, epochs, "num_epochs")
@@ -274,7 +280,7 @@ def _decay(file: File) -> None:
         reason = "it is for lr_scheduler: cosine"
         file.draft.without_meaning(("cosine_min_lr_ratio",), least, reason)
     if given:
-        reason = f"of {name}, {', '.join(map(str, given))} has no key here"
+        reason = f"for {name}, {', '.join(map(str, given))} is not supported"
         file.refuse("lr_scheduler_kwargs", options, reason)
     shapes = {
         "cosine": "cosine",
@@ -284,20 +290,20 @@ def _decay(file: File) -> None:
         "constant_with_warmup": "constant",
     }
     if name not in shapes:
-        file.refuse("lr_scheduler", entry, f"built are {', '.join(shapes)}")
+        file.refuse("lr_scheduler", entry, f"expected one of {', '.join(shapes)}")
         return
     if entry is None:
         file.default("lr_scheduler.decay_type", "cosine")
     else:
         file.put("lr_scheduler.decay_type", shapes[name], entry, "lr_scheduler")
-    if name == "constant" and entry is not None:  # has no warm-up, whatever the file says of one
+    if name == "constant" and entry is not None:  # has no warm-up, even if the file sets one
         file.put("lr_scheduler.warmup_steps", 0, entry)
         for key in ("warmup_steps", "warmup_ratio"):
             file.ignore(key, "lr_scheduler: constant has no warm-up")
 
 
 def _numbers(file: File) -> None:
-    """Types of numbers, recomputation and the like."""
+    """Translates precision, recomputation and attention."""
     names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16",
              "float32": "float32"}  # fmt: skip
     given = {name: entry for name in names if (entry := file.take(name)) is not None}
@@ -316,12 +322,12 @@ def _numbers(file: File) -> None:
         file.draft.without_meaning(
             ("gradient_checkpointing",),
             recompute,
-            "as little is computed again as the memory allows (activation_checkpoint.mode)",
+            "recomputes as little as memory allows (activation_checkpoint.mode)",
         )
     file.ignore("selective_checkpointing", "see activation_checkpoint.mode")
     attention = file.take("attn_implementation")
     if attention is not None and attention.value in ("sage", "fp8"):
-        file.refuse("attn_implementation", attention, "attention in 8 bits is not built")
+        file.refuse("attn_implementation", attention, "8-bit attention is not supported")
     elif attention is not None:
         file.draft.without_meaning(("attn_implementation",), attention, KERNELS)
 
@@ -374,7 +380,7 @@ def _rest(file: File) -> None:
     plugins = file.take("plugins")
     for name in listed(None if plugins is None else plugins.value):
         if not any(one in str(name) for one in PLUGINS):
-            file.refuse("plugins", plugins, f"{name} is not known here")
+            file.refuse("plugins", plugins, f"{name} is not supported")
     if plugins is not None:
         file.draft.without_meaning(("plugins",), plugins, KERNELS)
     for key, entry in list(file.keys.items()):

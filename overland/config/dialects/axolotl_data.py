@@ -1,4 +1,4 @@
-"""What axolotl's YAML says about data: datasets, their types, chat templates and special tokens."""
+"""The data keys of axolotl's YAML: datasets, their types, chat templates and special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overland.words import any_of, command
 
 TEMPLATES = ("chatml", "alpaca")
 FALLBACK = "tokenizer_default_fallback_"
-# Who speaks, by the names that are understood here for it (see data/conversations.py).
+# Roles, and the names for them that Overland understands (see data/conversations.py).
 ROLES = {
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "model", "bot", "chatgpt"),
@@ -22,33 +22,39 @@ ROLES = {
     "tool": ("tool", "function", "observation"),
 }
 TURNS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
-# Of a dataset: values at which nothing is lost, and what to do about others.
+# Keys of a dataset: values that can be ignored, and what to do about any other value.
 UNUSED: dict[str, tuple[list[Any], str]] = {
     "ds_type": (
         ["json", "jsonl", "parquet", "arrow", "csv"],
-        "JSON, CSV, parquet and Arrow are read",
+        "supported formats are JSON, CSV, Parquet and Arrow",
     ),
     "trust_remote_code": ([True, False], ""),
-    "revision": (["main"], "`overland fetch` takes --revision"),
+    "revision": (["main"], "use --revision of `overland fetch`"),
     "train_on_eos": (["turn"], "the token that ends a turn is learned with the turn"),
     "train_on_eot": (["turn"], "the token that ends a turn is learned with the turn"),
-    "roles_to_train": ([["assistant"], ["gpt"]], "only assistants are learned from, or all tokens"),
-    "message_field_training": (["train", "weight"], "a turn says it by train or weight"),
-    "field_tools": (["tools"], "the column is called tools here"),
-    "drop_system_message": ([False], "take system turns out of the files"),
-    "field_human": (["human", "user"], "the role is called human or user here"),
-    "field_model": (["gpt", "assistant", "model"], "the role is called gpt or assistant here"),
-    "field_system": (["system", "system_prompt"], "the column is called system here"),
-    "field_instruction": (["instruction"], "the column is called instruction here"),
-    "field_input": (["input"], "the column is called input here"),
-    "field_output": (["output"], "the column is called output here"),
-    "field_chosen": (["chosen"], "the column is called chosen here"),
-    "field_rejected": (["rejected"], "the column is called rejected here"),
+    "roles_to_train": (
+        [["assistant"], ["gpt"]],
+        "only assistant turns can be learned, or all tokens",
+    ),
+    "message_field_training": (
+        ["train", "weight"],
+        "the field of a turn must be named train or weight",
+    ),
+    "field_tools": (["tools"], "the column must be named tools"),
+    "drop_system_message": ([False], "remove system turns from the files"),
+    "field_human": (["human", "user"], "the role must be named human or user"),
+    "field_model": (["gpt", "assistant", "model"], "the role must be named gpt or assistant"),
+    "field_system": (["system", "system_prompt"], "the column must be named system"),
+    "field_instruction": (["instruction"], "the column must be named instruction"),
+    "field_input": (["input"], "the column must be named input"),
+    "field_output": (["output"], "the column must be named output"),
+    "field_chosen": (["chosen"], "the column must be named chosen"),
+    "field_rejected": (["rejected"], "the column must be named rejected"),
     "preprocess_shards": ([], ""),
 }
 TEXT_PAIRS = (
-    "chosen and rejected are written as they are where they are texts, without a template: keep "
-    "them as lists of turns, and set type: chat_template.argilla_chat"
+    "chosen and rejected answers that are plain text get no chat template; store them as lists of "
+    "turns, and set type: chat_template.argilla_chat"
 )
 
 
@@ -63,24 +69,24 @@ def translate_data(file: File) -> None:
             file.refuse(
                 "datasets",
                 entry,
-                "axolotl reads several datasets as one: put their files into one folder and set "
+                "axolotl concatenates several datasets; put their files into one folder and set "
                 "training.dataset_path to it, or give each a weight in [data.sources.NAME]",
             )
         _source(file, entry, records[0], "training")
         _type(file, entry, records[0])
     elif not (file.decided("training.dataset_path") or file.decided("training.dataset")):
-        file.refuse("datasets", None, "is missing: what is to be learned from?")
+        file.refuse("datasets", None, "is missing; name the data to train on")
     _packing(file)
     _validation(file)
 
 
 def _length(file: File) -> None:
-    """A row has room for both answers of a pair, and axolotl counts one of them."""
+    """Sets the sequence length; a row holds both answers of a pair, while axolotl counts one."""
     entry, pairs = file.take("sequence_len"), "rl" in file.keys
     length = 512 if entry is None else entry.value
     if pairs and type(length) is int:
         length *= 2
-        file.note(entry, f"training.seq_len = {length}: a row holds both answers of a pair")
+        file.note(entry, f"training.seq_len = {length}, since a row holds both answers of a pair")
     if entry is None:
         file.default("training.seq_len", length)
     else:
@@ -102,23 +108,23 @@ def _datasets(file: File, key: str) -> tuple[Entry, list[dict[str, Any]]] | None
 
 
 def _source(file: File, entry: Entry, dataset: dict[str, Any], section: str) -> None:
-    """Where a dataset lies."""
+    """Translates where a dataset is stored."""
     path, files = str(dataset.pop("path", "")), dataset.pop("data_files", [])
     files = listed(files)
     kind = dataset.get("ds_type")
     if len(files) > 1:
-        reason = "has several data_files: put them into a folder of their own, and set path to it"
+        reason = "has several data_files; put them into one folder, and set path to it"
         file.refuse("datasets", entry, reason)
     name = str(files[0]) if files else path
     if not name:
-        file.refuse("datasets", entry, "one of them has no path")
+        file.refuse("datasets", entry, "a dataset has no path")
         return
     owner, _, last = path.partition("/")
     on_hub = not files and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and owner not in (".", "..")
     if on_hub and kind is None and not Path(path).exists() and not Path(path).suffix:
         file.put(f"{section}.dataset", last, entry, f"{entry_name(section)}.path")
         fetch = command("overland", "fetch", "dataset", path, "--to", f"data/{last}")
-        file.note(entry, f"{path} is read from data/{last}, which `{fetch}` brings")
+        file.note(entry, f"{path} is read from data/{last}; `{fetch}` downloads it")
     else:
         file.put(f"{section}.dataset_path", name, entry, f"{entry_name(section)}.path")
     subset, split = dataset.pop("name", None), dataset.pop("split", None)
@@ -128,7 +134,11 @@ def _source(file: File, entry: Entry, dataset: dict[str, Any], section: str) -> 
         if split != "train" or Path(name).is_dir() or on_hub:
             file.put(f"{section}.split", split, entry, f"{entry_name(section)}.split")
     elif split is not None:
-        file.refuse("datasets", entry, f"split: {split}: a part of a split is a file of its own")
+        file.refuse(
+            "datasets",
+            entry,
+            f"split: {split}: slices of a split are not supported; write the slice to its own file",
+        )
 
 
 def entry_name(section: str) -> str:
@@ -136,22 +146,24 @@ def entry_name(section: str) -> str:
 
 
 def _type(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    """What the records are, and what writes them."""
+    """Translates the format of the records, and their template."""
     kind = dataset.pop("type", None)
     pairs = "rl" in file.keys
     file.default("sft.skip_unlearned", True)
     if not isinstance(kind, str | None):
-        reason = "a format of your own (type) is a chat template here: set sft.chat_template to one"
+        reason = "custom prompt formats (type) are not supported; set sft.chat_template instead"
         file.refuse("datasets", entry, reason)
     elif pairs:
         _pairs(file, entry, dataset, kind or "")
     elif kind in KINDS:
         KINDS[kind](file, entry, dataset)
     elif kind is None:
-        reason = "has no type, so it holds token ids; `overland data build` makes these from texts"
+        reason = (
+            "has no type, so it holds token ids; build these from text with `overland data build`"
+        )
         file.refuse("datasets", entry, reason)
     else:
-        file.refuse("datasets", entry, f"type: {kind}: built are {any_of(list(KINDS))}")
+        file.refuse("datasets", entry, f"type: {kind}: expected {any_of(list(KINDS))}")
     _learned(file, entry, dataset)
     _too_long(file, kind)
     _unused(file, entry, dataset)
@@ -159,7 +171,7 @@ def _type(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
 
 def _too_long(file: File, kind: Any) -> None:
     entry = file.take("excess_length_strategy")
-    if kind == "completion":  # axolotl cuts texts before it looks at their length
+    if kind == "completion":  # axolotl splits texts before it checks their length
         file.default("sft.too_long", "split")
     elif entry is None:
         file.default("sft.too_long", "drop")
@@ -178,7 +190,7 @@ def _chat(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
         known = {key: names.pop(key) for key in ("role", "content") if key in names}
         full = {"role": known.get("role", "role"), "content": known.get("content", "content")}
         if full not in TURNS or any(ours != theirs for ours, theirs in names.items()):
-            reason = "turns have role and content, or from and value; rename theirs in the files"
+            reason = "expected role and content, or from and value; rename them in the files"
             file.refuse("datasets", entry, f"message_property_mappings: {reason}")
         shape = "sharegpt" if full == TURNS[1] else "messages"
     file.put("sft.shape", shape, entry, "datasets.type")
@@ -188,7 +200,7 @@ def _chat(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
 
 
 def _sharegpt(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    """Gone from axolotl, and still in many files."""
+    """Removed from axolotl, but still found in many files."""
     dataset.setdefault("field_messages", "conversations")
     dataset["message_property_mappings"] = dict(TURNS[1])
     if (named := dataset.pop("conversation", None)) is not None:
@@ -208,7 +220,7 @@ def _completion(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
     file.put("sft.shape", "text", entry, "datasets.type")
     file.put("training.column", dataset.pop("field", "text"), entry, "datasets.field")
     file.put("sft.parse_specials", True, entry)
-    file.ignore("chat_template", "texts need none")
+    file.ignore("chat_template", "plain texts use no template")
 
 
 def _pairs(file: File, entry: Entry, dataset: dict[str, Any], kind: str) -> None:
@@ -223,7 +235,7 @@ def _pairs(file: File, entry: Entry, dataset: dict[str, Any], kind: str) -> None
         dataset["chat_template"] = writer
     names = _table(file, entry, dataset, "message_property_mappings")
     if names and names not in TURNS:
-        file.refuse("datasets", entry, "turns have role and content, or from and value")
+        file.refuse("datasets", entry, "expected turns with role and content, or from and value")
     dataset.pop("field_messages", None)
     _template(file, entry, dataset)
 
@@ -237,7 +249,7 @@ KINDS: dict[str, Callable[[File, Entry, dict[str, Any]], None]] = {
 
 
 def _template(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
-    """A dataset's own template comes before that of the file."""
+    """Translates the chat template; a dataset's own one overrides the one for all datasets."""
     place = file.take("chat_template")
     jinja = file.take("chat_template_jinja")
     name = dataset.pop("chat_template", place.value if place else None)
@@ -247,7 +259,9 @@ def _template(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
         return
     if text is not None and name in (None, "jinja"):
         if "\n" in str(text) or "{" in str(text):
-            reason = "is a template itself: write it to a file, and name that"
+            reason = (
+                "contains the template itself; save it to a file, and set the path of that file"
+            )
             file.refuse("chat_template_jinja", source, reason)
         else:
             file.put("sft.chat_template", text, source, "chat_template_jinja")
@@ -264,8 +278,8 @@ def _template(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
         file.refuse(
             "chat_template",
             source if place else Entry(name, entry.where),
-            "templates of this name are axolotl's own: take it out where the tokenizer brings its "
-            "own, or set sft.chat_template to a file or to chatml",
+            "this template is built into axolotl; remove the key if the tokenizer has its own "
+            "template, or set sft.chat_template to a file or to chatml",
         )
 
 
@@ -279,23 +293,21 @@ def _learned(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
     for role, names in _table(file, entry, dataset, "roles").items():
         unknown = [str(name) for name in listed(names) if name not in ROLES.get(str(role), ())]
         if unknown:
-            reason = (
-                f"roles: who is called {any_of(unknown)} is not known here; rename it in the files"
-            )
+            reason = f"roles: {any_of(unknown)} is not a known role; rename it in the files"
             file.refuse("datasets", entry, reason)
 
 
 def _table(file: File, entry: Entry, dataset: dict[str, Any], key: str) -> dict[str, Any]:
     value = dataset.pop(key, {})
     if not isinstance(value, dict):
-        file.refuse("datasets", entry, f"{key}: expected keys below it")
+        file.refuse("datasets", entry, f"{key}: expected a table of keys")
         return {}
     return {str(name): item for name, item in value.items()}
 
 
 def _unused(file: File, entry: Entry, dataset: dict[str, Any]) -> None:
     for key, value in dataset.items():
-        harmless, reason = UNUSED.get(key, ([], "a key that is not known here; take it out"))
+        harmless, reason = UNUSED.get(key, ([], "unknown key; remove it"))
         if value not in harmless:
             file.refuse("datasets", entry, f"{key}: {reason}")
 
@@ -308,7 +320,7 @@ def _packing(file: File) -> None:
     elif entry is not None and entry.value:
         file.put("data.packing", "best_fit", entry, "sample_packing")
         file.put("data.document_mask", True, entry)
-    else:  # a sample is a row, or several where it is split
+    else:  # a sample is one row, or several if it is split
         packing = "overflow" if file.set_to("sft.too_long") == "split" else "trunc"
         if entry is not None:
             file.put("data.packing", packing, entry, "sample_packing")
@@ -323,7 +335,7 @@ def _validation(file: File) -> None:
     if others is not None:
         entry, records = others
         if len(records) > 1:
-            file.refuse("test_datasets", entry, "one set is validated on: name one")
+            file.refuse("test_datasets", entry, "only one validation set is supported; name one")
         _source(file, entry, records[0], "validation")
         column = records[0].get("field_messages") or records[0].get("field")
         if column is not None:
@@ -338,16 +350,16 @@ def _validation(file: File) -> None:
         file.put("validation.steps", -1, source)
     file.every("eval", "validation.freq", "the last step is always validated")
     if strategy is not None and not is_off:
-        reason = "validation.freq says how often, in steps"
+        reason = "validation.freq sets how often, in steps"
         file.draft.without_meaning(("eval_strategy",), strategy, reason)
 
 
 def _tokens(file: File) -> None:
-    """Special tokens: new ones are added; those that the tokenizer has stay what they are for."""
+    """Adds new special tokens; those that the tokenizer already has keep their roles."""
     entry, given = file.table("special_tokens")
     added = listed(given.pop("additional_special_tokens", None))
     if given.pop("pad_token", None) is not None and entry is not None:
-        reason = "padding is masked; exports name a pad token"
+        reason = "padding is masked; exports set a pad token"
         file.draft.without_meaning(("special_tokens", "pad_token"), entry, reason)
     own = _named_tokens(file)
     for name, token in given.items():
@@ -357,10 +369,13 @@ def _tokens(file: File) -> None:
             added = [*added, token]
             file.renamed.append("special_tokens.eos_token → sft.new_tokens")
         elif own:
-            reason = f"{name}: {token}: the tokenizer's is {own.get(name)}, and stays so"
+            reason = f"{name}: {token}: the tokenizer uses {own.get(name)}, which cannot be changed"
             file.refuse("special_tokens", entry, reason)
         else:
-            file.note(entry, f"special_tokens.{name}: what the tokenizer has counts; compare them")
+            file.note(
+                entry,
+                f"special_tokens.{name}: the tokenizer's own is used; make sure they agree",
+            )
     tokens = file.take("tokens")
     wanted = [*listed(tokens.value if tokens else None), *added]
     if wanted:
@@ -369,7 +384,7 @@ def _tokens(file: File) -> None:
 
 
 def _named_tokens(file: File) -> dict[str, str]:
-    """The special tokens that the tokenizer names, if it is there already."""
+    """Returns the special tokens of the tokenizer, if it has been fetched."""
     folder = file.set_to("model.hf_assets_path") or file.set_to("model.from")
     try:
         named = read_json(Path(str(folder)).expanduser() / "tokenizer_config.json")

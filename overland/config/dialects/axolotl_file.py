@@ -1,4 +1,4 @@
-"""A file of axolotl while it is translated."""
+"""An axolotl file while it is being translated."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from overland.config.fields import sections
 from overland.config.source import Entries, Entry, nest
 from overland.words import command
 
-UNSET = "they are empty, which sets nothing"
-SAME = "this is how it is done here"
+UNSET = "empty values have no effect"
+SAME = "Overland already works this way"
 
 
 @dataclass
 class File:
-    """The keys of a file that are still to be translated, and what those before became."""
+    """The keys of a file that are still to be translated, and the results so far."""
 
     draft: Draft
     keys: dict[str, Entry]
     above: Entries
     first: Entry
-    """Where defaults stand."""
+    """The place that is given for defaults."""
     taken: dict[str, Entry] = field(default_factory=dict)
     renamed: list[str] = field(default_factory=list)
     chosen: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, entries: Entries, shown: str, above: Entries) -> File:
-        """Today's own sections may stand beside axolotl's keys, and win."""
+        """Splits a file; sections in current keys may appear alongside axolotl's keys, and win."""
         own = {p: e for p, e in entries.items() if p[0] in sections() and len(p) > 1}
         others = {path: entry for path, entry in entries.items() if path not in own}
         values = nest(others)
@@ -49,17 +49,17 @@ class File:
         return file
 
     def take(self, key: str) -> Entry | None:
-        """The entry of a key that is set; the next to ask finds none."""
+        """Returns the entry of a key, if set, and removes it."""
         entry = self.keys.pop(key, None)
         if entry is not None:
             self.taken[key] = entry
         return entry
 
     def table(self, key: str) -> tuple[Entry | None, dict[str, Any]]:
-        """A key that holds keys of its own."""
+        """Takes a key that holds a table."""
         entry = self.take(key)
         if entry is not None and not isinstance(entry.value, Mapping):
-            self.refuse(key, entry, "expected keys below it")
+            self.refuse(key, entry, "expected a table of keys")
             return None, {}
         return entry, {} if entry is None else {str(k): v for k, v in entry.value.items()}
 
@@ -73,31 +73,31 @@ class File:
             self.put(today, entry.value, entry, key)
 
     def put(self, today: str, value: Any, entry: Entry, key: str = "") -> None:
-        """Sets today's key; `key` is the one that it comes from."""
+        """Sets a current key; `key` is the axolotl key that it comes from."""
         path = tuple(today.split("."))
         if isinstance(value, Mapping) and value:
             for name, item in value.items():
                 self.draft.put((*path, str(name)), item, entry)
         elif not self.draft.put(path, value, entry):
-            self.draft.note(entry, f"{key or today} is ignored, since {today} is given too")
+            self.draft.note(entry, f"{key or today} is ignored, since {today} is also set")
             return
         if key:
             self.renamed.append(f"{key} → {today}")
 
     def default(self, today: str, value: Any) -> None:
-        """Sets what axolotl does where its file is silent."""
+        """Sets axolotl's default for a key that the file does not set."""
         path = tuple(today.split("."))
         if path not in self.draft.entries and path not in self.above:
             self.draft.put(path, value, self.first)
             self.chosen.append(f"{today} = {show_value(value)}")
 
     def decided(self, today: str) -> bool:
-        """Whether the file or the command line says it, or a part of it, in today's keys."""
+        """Returns whether the file or the command line sets a current key, or a part of it."""
         path = tuple(today.split("."))
         return any(one[: len(path)] == path for one in (*self.above, *self.draft.entries))
 
     def set_to(self, today: str) -> Any:
-        """The value of today's key, if it has one."""
+        """Returns the value of a current key, if it has one."""
         path = tuple(today.split("."))
         entry = self.above.get(path) or self.draft.entries.get(path)
         return None if entry is None else entry.value
@@ -114,35 +114,37 @@ class File:
             self.draft.without_meaning((key,), entry, reason)
 
     def every(self, what: str, today: str, otherwise: str) -> None:
-        """Steps between two saves or validations. How many an epoch has is not known here."""
+        """Translates the steps between saves or validations. Steps per epoch are not known here."""
         entry, per_epoch = self.take(f"{what}_steps"), self.take(f"{what}s_per_epoch")
         if entry is not None and isinstance(entry.value, float) and entry.value < 1:
-            self.note(entry, f"{what}_steps is a share of the run: set {today}, in steps")
+            self.note(entry, f"{what}_steps is a fraction of the run; set {today}, in steps")
         elif entry is not None:
             whole = isinstance(entry.value, float) and entry.value.is_integer()
             steps = int(entry.value) if whole else entry.value
             self.put(today, steps, entry, f"{what}_steps")
         if per_epoch is not None:
             self.note(
-                per_epoch, f"{what}s_per_epoch has no key: set {today}, in steps; {otherwise}"
+                per_epoch,
+                f"{what}s_per_epoch has no equivalent; set {today}, in steps; {otherwise}",
             )
 
     def finish(self) -> Translated:
-        """Names every key: those that nothing was said about ask for what is done here anyway."""
+        """Returns the result, with a note for every key; keys without one match what Overland
+        does."""
         name, problems = self.first.where, [str(one) for one in self.draft.problems]
         said = "\n".join([*self.renamed, *self.draft.finish().notes, *problems])
         for key, entry in self.taken.items():
             if not re.search(rf"\b{re.escape(key)}\b", said):
                 self.draft.without_meaning((key,), entry, SAME)
         done = self.draft.finish()
-        about = [f"{name}: a config of axolotl, read as: {', '.join(self.renamed)}"]
+        about = [f"{name}: an axolotl config, read as: {', '.join(self.renamed)}"]
         if self.chosen:
-            about.append(f"{name}: as axolotl has it unless set: {', '.join(self.chosen)}")
+            about.append(f"{name}: axolotl's defaults: {', '.join(self.chosen)}")
         return Translated(done.entries, about + done.notes, done.problems)
 
 
 def folder_of(file: File, entry: Entry, kind: str, parent: str) -> str:
-    """A folder, or where `overland fetch` puts what has this name on a Hub."""
+    """Returns a local folder, or the folder to fetch a model of this name to."""
     name = str(entry.value)
     owner, slash, last = name.partition("/")
     on_hub = slash and "/" not in last and owner not in (".", "..", "~", "")
@@ -150,10 +152,10 @@ def folder_of(file: File, entry: Entry, kind: str, parent: str) -> str:
         return name
     folder = f"{parent}/{last}"
     fetch = command("overland", "fetch", kind, name, "--to", folder)
-    file.note(entry, f"{name} is read from {folder}, which `{fetch}` brings")
+    file.note(entry, f"{name} is read from {folder}; `{fetch}` downloads it")
     return folder
 
 
 def listed(value: Any) -> list[Any]:
-    """What may be one thing or several."""
+    """Returns a value that may be single or a list, as a list."""
     return list(value) if isinstance(value, list) else [] if value is None else [value]

@@ -1,14 +1,14 @@
-"""The keys of axolotl that need no thought: the same under another name, without a meaning here, or
-refused unless they ask for what is done here anyway.
+"""The simple keys of axolotl: renamed, without effect here, or refused unless they ask for what
+Overland does anyway.
 
-Those that depend on each other are translated in `axolotl` and `axolotl_data`.
+Keys that depend on each other are translated in `axolotl` and `axolotl_data`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# axolotl's key -> today's key, with the same values.
+# axolotl's key -> current key, with the same values.
 RENAMED: dict[str, str] = {
     "output_dir": "job.dump_folder",
     "dataset_prepared_path": "data.cache_folder",
@@ -64,7 +64,7 @@ PREFERENCE: dict[str, str] = {
     "max_prompt_len": "preference.max_prompt",
 }
 
-# Those that need thought.
+# Keys that are translated by code.
 TRANSLATED = (
     "base_model", "tokenizer_config", "overrides_of_model_config", "adapter", "load_in_4bit",
     "lora_target_modules", "lora_target_linear", "rl", "orpo_alpha", "cpo_alpha",
@@ -77,22 +77,22 @@ TRANSLATED = (
     "save_strategy", "wandb_project", "use_wandb", "deepspeed", "fsdp", "fsdp_config",
 )  # fmt: skip
 
-KERNELS = "the fastest implementation that this device has is chosen; all compute the same"
-PADDING = "padding is masked and costs no loss, so nothing depends on it"
+KERNELS = "the fastest implementation on the device is used; all compute the same"
+PADDING = "padding is masked and takes no loss, so it makes no difference"
 PACKING = "packed or not, the loss per token is the same"
-MODEL = "the architecture and the tokenizer are recognised by the files in the folder"
+MODEL = "the architecture and the tokenizer are detected from the files in the folder"
 REMOTE = "code that comes with a model is never run"
-HUB = "nothing is fetched or sent while training; `overland fetch` and `overland push` do that"
+HUB = "training uses no network; `overland fetch` downloads and `overland push` uploads"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
-LOGS = "metrics go to the run folder, to TensorBoard, and to Weights & Biases where asked for"
+LOGS = "metrics go to the run folder, to TensorBoard, and optionally to Weights & Biases"
 WANDB = "the wandb package reads it from its own variable: WANDB_PROJECT, WANDB_NAME, …"
-LAUNCH = "the launcher says which devices there are (NGPU, `overland submit`)"
+LAUNCH = "the launcher sets the devices (NGPU, `overland submit`)"
 SHARDING = "parameters are sharded block by block over all devices (parallelism.sharding_stage)"
-INFERENCE = "it is about asking a model; `overland generate` does that"
+INFERENCE = "it is for inference; use `overland generate`"
 MERGING = "`overland convert` merges, with --merge-lora"
-MEMORY = "`overland check` counts the memory of a step per device"
-ITSELF = "it is found out by itself"
-RESUME = "a run resumes from its own newest checkpoint by itself"
+MEMORY = "`overland check` computes the memory of a step per device"
+ITSELF = "it is determined automatically"
+RESUME = "a run automatically resumes from its own newest checkpoint"
 EVALUATION = "validation measures the loss"
 
 IGNORED: dict[str, str] = {
@@ -177,152 +177,153 @@ IGNORED: dict[str, str] = {
          "bench_split", "metric_for_best_model", "greater_is_better", "eval_accumulation_steps"),
         EVALUATION,
     ),
-    "tf32": "products of float32 stay float32; training.mixed_precision_param is for speed",
-    "gradient_checkpointing_kwargs": "recomputation is exact whatever it is done by",
+    "tf32": "float32 products stay float32; for speed, set training.mixed_precision_param",
+    "gradient_checkpointing_kwargs": "recomputation is always exact",
     **dict.fromkeys(
         ("gc_steps", "gc_collect_steps", "torch_empty_cache_steps"),
         "garbage is collected every training.gc_freq steps",
     ),
     "save_safetensors": "weights are always safetensors",
-    "save_only_model": "every checkpoint is whole, so that it can be resumed",
-    "save_first_step": "checkpoint.interval says when to save",
+    "save_only_model": "every checkpoint is complete, so that it can be resumed",
+    "save_first_step": "checkpoint.interval sets when to save",
     "merge_lora": MERGING,
     "merge_method": MERGING,
     "resize_token_embeddings_to_32x":
-        "a vocabulary that grows stays a multiple of what its size was a multiple of",
+        "a growing vocabulary stays aligned to the same multiple",
     "shrink_embeddings": "a vocabulary never shrinks",
-    "mean_resizing_embeddings": "rows of new tokens always start as the mean of the others",
+    "mean_resizing_embeddings": "embeddings of new tokens always start as the mean of the others",
     "embeddings_skip_upcast": "lora.base is the type of all frozen weights",
     "peft_autocast_adapter_dtype": "training.dtype is the type of the adapters",
-    "eot_tokens": "what ends a turn is known by the chat template",
+    "eot_tokens": "the chat template determines what ends a turn",
     "peft_ensure_weight_tying": "tied matrices stay tied",
     "streaming_multipack_buffer_size": PACKING,
     "pretrain_multipack_buffer_size": PACKING,
-    "dataloader_drop_last": "training.last_batch says what becomes of rows that fill no batch",
+    "dataloader_drop_last": "training.last_batch sets what happens to an incomplete last batch",
 }  # fmt: skip
 
-# Key that would train something else here if it were ignored -> (values that would not; what to do
-# at any other).
+# Key that would change what is trained if it were ignored -> (harmless values; what to do about any
+# other value).
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "load_in_8bit": (
         [False],
-        "frozen weights of 8 bits are not built: take it out, which keeps them in bfloat16, or set "
+        "8-bit frozen weights are not supported; remove it, which keeps them in bfloat16, or set "
         "load_in_4bit",
     ),
-    "gptq": ([False], "weights quantized by GPTQ cannot be read"),
+    "gptq": ([False], "GPTQ weights are not supported"),
     "bnb_config_kwargs": (
         [],
-        "other quantizations than NF4 are not built: take it out",
+        "NF4 is the only supported quantization; remove it",
     ),
-    "model_quantization_config": ([], "quantized weights cannot be read"),
-    "lora_fan_in_fan_out": ([False], "matrices of the models here are the other way round"),
+    "model_quantization_config": ([], "quantized weights are not supported"),
+    "lora_fan_in_fan_out": ([False], "the matrices of supported models are not transposed"),
     "lora_target_parameters": (
         [[]],
-        "adapters are for matrices of layers: set lora_target_modules",
+        "adapters apply only to matrices of layers; set lora_target_modules",
     ),
-    "peft_layers_pattern": (["layers", ["layers"]], "the list of blocks is called layers here"),
+    "peft_layers_pattern": (["layers", ["layers"]], "the list of blocks is always called layers"),
     "peft_layer_replication": ([[]], "blocks are not replicated"),
     "peft_init_lora_weights": (
         [True],
-        "adapters start as PEFT's do by default; take it out",
+        "adapters are always initialised as PEFT does by default; remove it",
     ),
     "peft_trainable_token_indices": (
         [],
         "single rows of the embeddings cannot be trained; lora_modules_to_save: [embed_tokens, "
         "lm_head] trains all of them",
     ),
-    "peft": ([], "LoftQ is not built; take it out"),
+    "peft": ([], "LoftQ is not supported; remove it"),
     "loraplus_lr_embedding": (
         [1e-6],
-        "adapters of embeddings have the learning rate of all adapters; take it out",
+        "adapters of embeddings use the same learning rate as all adapters; remove it",
     ),
-    "relora": ([False], "ReLoRA is not built"),
-    "relora_prune_ratio": ([], "ReLoRA is not built"),
-    "lisa_n_layers": ([], "LISA is not built"),
-    "lisa_step_interval": ([], "LISA is not built"),
-    "jagged_restart_steps": ([], "the learning rate has no restarts"),
-    "jagged_restart_warmup_steps": ([], "the learning rate has no restarts"),
+    "relora": ([False], "ReLoRA is not supported"),
+    "relora_prune_ratio": ([], "ReLoRA is not supported"),
+    "lisa_n_layers": ([], "LISA is not supported"),
+    "lisa_step_interval": ([], "LISA is not supported"),
+    "jagged_restart_steps": ([], "restarts of the learning rate are not supported"),
+    "jagged_restart_warmup_steps": ([], "restarts of the learning rate are not supported"),
     "unfrozen_parameters": (
         [[]],
-        "say in model.freeze what is not trained, by names with wildcards",
+        "set model.freeze to the parameters that are not trained, by name with wildcards",
     ),
     "lr_groups": (
         [[]],
-        "write them as [[optimizer.groups]], whose lr_factor is a multiple of the learning rate",
+        "use [[optimizer.groups]] with an lr_factor, which multiplies the learning rate",
     ),
-    "embedding_lr": ([], "write it as one of [[optimizer.groups]], with an lr_factor"),
-    "embedding_lr_scale": ([], "write it as one of [[optimizer.groups]], with an lr_factor"),
-    "optim_args": ([], "write them as optimizer.options"),
-    "optim_target_modules": ([], "GaLore is not built"),
-    "lr_quadratic_warmup": ([False], "the warm-up is linear"),
+    "embedding_lr": ([], "use [[optimizer.groups]] with an lr_factor"),
+    "embedding_lr_scale": ([], "use [[optimizer.groups]] with an lr_factor"),
+    "optim_args": ([], "set optimizer.options instead"),
+    "optim_target_modules": ([], "GaLore is not supported"),
+    "lr_quadratic_warmup": ([False], "the warm-up is always linear"),
     "cosine_constant_lr_ratio": (
         [],
-        "a plateau comes before the decay: set lr_scheduler.decay_ratio",
+        "the plateau comes before the decay; set lr_scheduler.decay_ratio",
     ),
-    "lr_div_factor": ([], "the warm-up starts from 0"),
+    "lr_div_factor": ([], "the warm-up always starts from 0"),
     "shuffle_merged_datasets": ([True], "training data is always shuffled"),
     "shuffle_before_merging_datasets": ([False], "training data is always shuffled"),
     "curriculum_sampling": ([False], "training data is always shuffled"),
     "dataset_exact_deduplication": (
         [False],
-        "equal samples are not removed: do that to the files first",
+        "duplicates are not removed; deduplicate the files first",
     ),
-    "dataset_shard_num": ([], "a part of a dataset is a file or a split of its own"),
-    "dataset_shard_idx": ([], "a part of a dataset is a file or a split of its own"),
-    "min_sample_len": ([], "short samples are not dropped: take them out of the files"),
-    "streaming": ([False], "data is read from files: take it out"),
+    "dataset_shard_num": ([], "parts of a dataset are not supported; write a part to its own file"),
+    "dataset_shard_idx": ([], "parts of a dataset are not supported; write a part to its own file"),
+    "min_sample_len": ([], "short samples are not dropped; remove them from the files"),
+    "streaming": ([False], "data is read from local files; remove it"),
     "pretraining_dataset": (
         [[]],
-        "it is for pretraining, which has a config of its own: `overland init` writes one",
+        "it is for pretraining; start from a pretraining recipe of `overland init`",
     ),
     "early_stopping_patience": (
         [],
-        "a run is not ended early: take it out, and checkpoint.keep_best = 1 keeps the best",
+        "early stopping is not supported; remove it, and set checkpoint.keep_best = 1 to keep the "
+        "best",
     ),
     "load_best_model_at_end": (
         [False],
-        "the last weights are the result: take it out, and checkpoint.keep_best = 1 also keeps the "
-        "best",
+        "the last weights are the result; remove it, and set checkpoint.keep_best = 1 to also keep "
+        "the best",
     ),
     "resume_from_checkpoint": (
         [],
-        "checkpoints of axolotl cannot be resumed; set base_model or lora_model_dir to its weights",
+        "axolotl's checkpoints cannot be resumed; set base_model or lora_model_dir to its weights",
     ),
-    "loss_watchdog_threshold": ([], "set health.spike_guard, which looks at the recent losses"),
-    "loss_watchdog_patience": ([], "set health.spike_guard, which looks at the recent losses"),
-    "trainer_cls": ([], "code of your own goes into a module that job.custom_import names"),
-    "s2_attention": ([False], "every token sees all tokens before it: take it out"),
-    "sage_attention": ([False], "attention in 8 bits is not built: take it out"),
-    "scaling_softmax": ([False], "attention has its usual softmax: take it out"),
-    "use_eaft": ([False], "that loss is not built"),
-    "use_pose": ([False], "positions are those of the text: take it out"),
-    "rope_scaling": ([], "write it as model.overrides.rope_scaling"),
-    "reward_model": ([False], "reward models are not trained"),
-    "process_reward_model": ([False], "reward models are not trained"),
-    "num_labels": ([], "models that sort texts are not trained"),
-    "added_tokens_overrides": ([], "set tokens to special tokens to add"),
-    "fix_untrained_tokens": ([], "rows of the vocabulary stay what they are"),
-    "activation_offloading": ([False], "activations stay on the device, or are computed again"),
+    "loss_watchdog_threshold": ([], "set health.spike_guard, which detects loss spikes"),
+    "loss_watchdog_patience": ([], "set health.spike_guard, which detects loss spikes"),
+    "trainer_cls": ([], "put custom code into a module, and set job.custom_import to it"),
+    "s2_attention": ([False], "sparse attention is not supported; remove it"),
+    "sage_attention": ([False], "8-bit attention is not supported; remove it"),
+    "scaling_softmax": ([False], "attention uses the standard softmax; remove it"),
+    "use_eaft": ([False], "this loss is not supported"),
+    "use_pose": ([False], "positions always follow the text; remove it"),
+    "rope_scaling": ([], "set model.overrides.rope_scaling instead"),
+    "reward_model": ([False], "reward models are not supported"),
+    "process_reward_model": ([False], "reward models are not supported"),
+    "num_labels": ([], "classification models are not supported"),
+    "added_tokens_overrides": ([], "set tokens to the special tokens to add"),
+    "fix_untrained_tokens": ([], "untrained embeddings are not changed"),
+    "activation_offloading": ([False], "activations stay on the device or are recomputed"),
     "layer_offloading": ([False], "set training.enable_cpu_offload"),
-    "qat": ([], "quantization is not trained for"),
-    "quantization": ([], "quantization is not built"),
-    "freeze_mm_modules": ([], "models of images with text are not built"),
-    "dpo_use_weighting": ([False], "pairs have the same weight"),
-    "dpo_loss_weights": ([], "one loss is minimised"),
-    "dpo_norm_loss": ([False], "the loss is a mean over pairs"),
+    "qat": ([], "quantization-aware training is not supported"),
+    "quantization": ([], "quantization is not supported"),
+    "freeze_mm_modules": ([], "multimodal models are not supported"),
+    "dpo_use_weighting": ([False], "all pairs have the same weight"),
+    "dpo_loss_weights": ([], "combinations of losses are not supported"),
+    "dpo_norm_loss": ([False], "the loss is always a mean over pairs"),
     "rpo_alpha": ([], "set rl: orpo to learn the chosen answers as well"),
-    "kto_desirable_weight": ([], "KTO is not built"),
-    "kto_undesirable_weight": ([], "KTO is not built"),
+    "kto_desirable_weight": ([], "KTO is not supported"),
+    "kto_undesirable_weight": ([], "KTO is not supported"),
     "default_system_message": (
         [],
-        "only the chat template can write a system turn that the data does not have: set "
-        "sft.chat_template to a file that does",
+        "only a chat template can add a default system message; set sft.chat_template to one that "
+        "does",
     ),
-    "trl": ([], "it is for GRPO, which is not built"),
-    "vllm": ([], "it is for GRPO, which is not built"),
+    "trl": ([], "it is for GRPO, which is not supported"),
+    "vllm": ([], "it is for GRPO, which is not supported"),
 }
 
-# Optimizers that do what AdamW does.
+# Optimizers that are equivalent to AdamW.
 ADAMW = (
     "adamw_torch",
     "adamw_torch_fused",
@@ -338,6 +339,6 @@ NARROW_ADAMW = (
 )  # fmt: skip
 LION = ("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "lion_pytorch")
 
-# Plugins that only bring other implementations, and the beginnings of their keys.
+# Plugins that only provide other implementations, and the prefixes of their keys.
 PLUGINS = ("liger", "cut_cross_entropy")
 PLUGIN_KEYS = ("liger_",)

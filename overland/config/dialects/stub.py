@@ -1,7 +1,7 @@
 """The YAML of the training stub: `dist`, `dataset`, `model.hf_config`, `optim`, … of a ViT-MAE.
 
-The stub trains a masked autoencoder. Its dataset paths are lists of images, or placeholders: where
-they are not there, it trains on random tensors.
+The stub trains a masked autoencoder. Its dataset paths are lists of images, or placeholders: if
+they do not exist, it trains on random tensors.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ RENAMED: dict[str, str] = {
     "checkpoint.pretrain": "checkpoint.initial_load_path",
 }
 
-TRANSFORMS = "of transforms that are switched off"
+TRANSFORMS = "these transforms are disabled"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
-WHOLE = "checkpoints are sharded and whole, and can be read on any number of devices"
-UNSET = "null sets nothing"
+WHOLE = "checkpoints are sharded and complete, and any number of devices can load them"
+UNSET = "null has no effect"
 TRANSFORM_SET = ("dataset", "transforms", "set")
 NORMS = ("instance_norm", "uses_instance_norm")
 DROPS = ("drop_last", "drop_last_in_sampler", "drop_last_in_loader")
@@ -56,14 +56,14 @@ SWITCHES = frozenset(
     {"dist.cpu_only", "misc.cpu_only", "misc.uses_mixed_precision", "model.from_scratch"}
     | {f"dataset.{name}" for name in DROPS}
 )
-NEVER = 1_000_000_000  # steps between two saves
+NEVER = 1_000_000_000  # steps between saves
 LOGS = "metrics and logs go to the run folder (job.dump_folder)"
 
-# Key, or a section or table -> why it means nothing here. The longest match counts.
+# Key, section or table -> why it has no effect. The longest match counts.
 WITHOUT_MEANING: dict[str, str] = {
-    "dist.uses_unique_world_seed": "every random stream follows from debug.seed",
+    "dist.uses_unique_world_seed": "debug.seed determines all random numbers",
     "dataset.transforms": TRANSFORMS,
-    "dataset.num_channels": "model.overrides.num_channels says it",
+    "dataset.num_channels": "model.overrides.num_channels sets it",
     "dataset.cache_size": LOADER,
     "dataset.debug": LOGS,
     "dataset.num_workers": LOADER,
@@ -73,16 +73,16 @@ WITHOUT_MEANING: dict[str, str] = {
     "checkpoint.rank0_only": WHOLE,
     "checkpoint.preempt_metadata_path": "the newest checkpoint is found in the run folder",
     "logging": LOGS,
-    "misc.max_eval_retry": "validation reads the same images every time, and none is not finite",
-    "misc.num_gpus": "the launcher counts devices (NGPU)",
+    "misc.max_eval_retry": "validation reads the same images every time, and all are finite",
+    "misc.num_gpus": "the launcher sets the number of devices (NGPU)",
     "misc.monitors_dynamics": LOGS,
     "misc.data_dump_on": LOGS,
 }
 
 
 def is_stub(entries: Entries) -> bool:
-    """Recognises the stub by `model.hf_config`, or by two of its own sections and none of another
-    kind."""
+    """Recognises the stub by `model.hf_config`, or by at least two of its own sections and no
+    unknown ones."""
     tops = {path[0] for path in entries}
     if any(path[:2] == ("model", "hf_config") for path in entries):
         return True
@@ -90,7 +90,7 @@ def is_stub(entries: Entries) -> bool:
 
 
 def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
-    """Entries in today's keys, notes, and what is refused; `above` will be laid over them."""
+    """Returns entries in current keys, notes and problems; `above` will override the entries."""
     draft = Draft({}, shown)
     first = next(iter(entries.values()))
     draft.put(("training", "dataset"), "random", first)
@@ -99,7 +99,7 @@ def translate_stub(entries: Entries, shown: str, above: Entries) -> Translated:
     draft.put(("lr_scheduler", "decay_type"), "cosine", first)
     draft.notes.append(
         f"{shown}: a config of the training stub, read as a vit_mae with a cosine schedule, on "
-        "random tensors where the lists of images are not there"
+        "random tensors if the lists of images do not exist"
     )
     for path, entry in entries.items():
         _one(draft, path, entry)
@@ -129,7 +129,7 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
     elif dotted in SPECIAL:
         SPECIAL[dotted](draft, entry)
     elif path[:3] == TRANSFORM_SET:
-        pass  # done after all
+        pass  # handled after all keys
     elif dotted in RENAMED:
         if entry.value is None:
             draft.without_meaning(path, entry, UNSET)
@@ -138,14 +138,14 @@ def _one(draft: Draft, path: KeyPath, entry: Entry) -> None:
     elif reason:
         draft.without_meaning(path, entry, reason)
     elif path[0] == "misc":
-        draft.refuse(path, entry, "nothing is known here of this key; remove it")
+        draft.refuse(path, entry, "unknown key; remove it")
     else:
-        # Today's key, or an unknown one, which validation reports in the section it belongs to.
+        # A current key, or an unknown one, which validation reports.
         draft.put((HOME.get(path[0], path[0]), *path[1:]), entry.value, entry)
 
 
 def _switches(draft: Draft, entries: Entries) -> None:
-    """Refuses what is neither true nor false: any text would count as one of them."""
+    """Refuses values that are neither true nor false, since any text would count as true."""
     for path, entry in entries.items():
         is_transform = path[:3] == TRANSFORM_SET and path[3:] not in [(name,) for name in NORMS]
         if not (".".join(path) in SWITCHES or is_transform) or entry.value is None:
@@ -157,9 +157,9 @@ def _switches(draft: Draft, entries: Entries) -> None:
 
 
 def _steps(draft: Draft, entries: Entries, above: Entries) -> None:
-    """The stub ends after its epochs, whatever the schedule spans."""
+    """Sets the length of the run; the stub ends after its epochs, however long the schedule is."""
     epochs, steps = ("training", "epochs"), ("training", "steps")
-    if steps in above:  # who shortens a run by hand means it
+    if steps in above:  # steps on the command line override the file's epochs
         draft.entries.pop(epochs, None)
     entry = entries.get(("lr_scheduler", "total_iterations"))
     if entry is None:
@@ -181,24 +181,26 @@ def _images(draft: Draft, entries: Entries) -> None:
     first = next(iter(given.values()))
     if len(given) < len(sizes):
         missing = next(name for name in sizes if name not in given)
-        reason = f"dataset.input.{missing} is missing beside it"
+        reason = f"dataset.input.{missing} is missing"
         draft.refuse(("dataset", "input"), first, reason)
         return
     draft.put(("images", "shape"), [entry.value for entry in given.values()], first)
-    draft.note(first, "dataset.input.C, H and W are now images.shape, of random tensors")
+    draft.note(first, "dataset.input.C, H and W are now images.shape, for random tensors")
 
 
 def _channels(draft: Draft, entries: Entries) -> None:
-    """Said twice, it must be the same."""
+    """Refuses two settings of the number of channels that differ."""
     path = ("dataset", "num_channels")
     entry, taken = entries.get(path), entries.get(("model", "hf_config", "num_channels"))
     if entry is not None and entry.value is not None and taken and taken.value != entry.value:
-        reason = f"model.hf_config.num_channels is {taken.value}: make them equal, or remove this"
+        reason = (
+            f"model.hf_config.num_channels is {taken.value}; make them equal, or remove this key"
+        )
         draft.refuse(path, entry, reason)
 
 
 def _transforms(draft: Draft, entries: Entries) -> None:
-    """Refuses transforms that are switched on and not built: without them it would train on other
+    """Refuses transforms that are enabled but not supported: without them, training would use other
     images than was asked for."""
     transforms = ("dataset", "transforms")
     for path, entry in entries.items():
@@ -212,11 +214,13 @@ def _transforms(draft: Draft, entries: Entries) -> None:
         elif not isinstance(entry.value, bool):
             pass  # _switches refuses it
         elif name != "pad":
-            draft.refuse(path, entry, "this transform is not built here; set it to false")
+            draft.refuse(path, entry, "this transform is not supported; set it to false")
         else:
             sizes = [entries.get((*transforms, key)) for key in ("H_pad", "W_pad")]
             if None in sizes:
-                draft.refuse(path, entry, "H_pad and W_pad of dataset.transforms say to what")
+                draft.refuse(
+                    path, entry, "set H_pad and W_pad of dataset.transforms to the padded size"
+                )
                 continue
             draft.put(("images", "pad"), [one.value for one in sizes if one], entry)
             draft.note(entry, "dataset.transforms.set.pad, H_pad and W_pad are now images.pad")
@@ -230,12 +234,12 @@ def _last_batch(draft: Draft, entries: Entries) -> None:
         draft.note(
             given[0],
             f'dataset.drop_last_in_sampler and drop_last_in_loader are now training.last_batch = "'
-            f'{how}": of the whole run, since batches go on from one segment and epoch to the next',
+            f'{how}", for the whole run: batches continue across segments and epochs',
         )
 
 
 def _saves(draft: Draft, entries: Entries) -> None:
-    """The stub validates where it saves, and saves what is best."""
+    """Sets saving and validation; the stub validates when it saves, and keeps the best."""
     saves = entries.get(("checkpoint", "chkpt_saving_iterations"))
     validates = ("validation", "dataset_path") in draft.entries
     every = saves.value if saves is not None else None
@@ -248,26 +252,26 @@ def _saves(draft: Draft, entries: Entries) -> None:
             draft.put(("checkpoint", "keep_best"), 1, saves)
             draft.note(
                 saves,
-                "at each of these saves it validates on path_eval (validation.freq), and the best "
+                "each of these saves also validates on path_eval (validation.freq), and the best "
                 "checkpoint is kept (checkpoint.keep_best)",
             )
     elif saves is not None:
         draft.note(
             saves,
-            "checkpoint.chkpt_saving_iterations: null saves after the last step and on a stop, and "
-            "does not validate",
+            "checkpoint.chkpt_saving_iterations: null saves only after the last step and when "
+            "stopped, and does not validate",
         )
         draft.put(("checkpoint", "interval"), NEVER, saves)
 
 
 def _accumulation(draft: Draft, entries: Entries, above: Entries) -> None:
-    """The batch depends on it, and on the number of devices, which is not known here."""
+    """Refuses accumulation, since the batch also depends on the unknown number of devices."""
     path, batch = ("loss", "grad_accum_steps"), ("training", "global_batch_size")
     entry = entries.get(path)
     if entry is None:
         return
     if entry.value in (None, 1):
-        draft.without_meaning(path, entry, "one step is one batch")
+        draft.without_meaning(path, entry, "there is no accumulation")
     elif batch in entries or batch in above:
         draft.without_meaning(path, entry, "it follows from training.global_batch_size")
     else:
@@ -276,7 +280,7 @@ def _accumulation(draft: Draft, entries: Entries, above: Entries) -> None:
         draft.refuse(
             path,
             entry,
-            "accumulation follows from the global batch; set training.global_batch_size to "
+            "accumulation follows from the global batch size; set training.global_batch_size to "
             f"{local} × {entry.value} × the number of data-parallel devices",
         )
 
@@ -289,34 +293,34 @@ def _from_scratch(draft: Draft, entries: Entries, above: Entries) -> None:
     has_weights = weights in draft.entries or weights in above
     resumes = ("checkpoint", "resume") in draft.entries or ("checkpoint", "resume") in above
     if entry.value is True and has_weights:
-        reason = "checkpoint.pretrain names weights to start from: remove it, or set this to false"
+        reason = "checkpoint.pretrain sets initial weights; remove it, or set this to false"
         draft.refuse(path, entry, reason)
     elif entry.value is False and not (has_weights or resumes):
         draft.note(
             entry,
-            "model.from_scratch is false, but neither checkpoint.pretrain nor path_chkpt_prev "
-            "names weights: it starts from fresh ones, as the stub does",
+            "model.from_scratch is false, but neither checkpoint.pretrain nor path_chkpt_prev is "
+            "set; training starts from new weights, as in the stub",
         )
     else:
-        reason = "checkpoint.initial_load_path says what weights to start from"
+        reason = "checkpoint.initial_load_path sets the initial weights"
         draft.without_meaning(path, entry, reason)
 
 
 def _update_interval(draft: Draft, entry: Entry) -> None:
     path = ("lr_scheduler", "scheduler_update_iterations")
     if entry.value in (None, 1):
-        draft.without_meaning(path, entry, "the rate is updated at every step")
+        draft.without_meaning(path, entry, "the learning rate is updated at every step")
     else:
         draft.refuse(
             path,
             entry,
-            "the rate is updated at every step; set it to 1, and count warmup_iterations and "
-            "total_iterations in steps",
+            "the learning rate is updated at every step; set this to 1, and count "
+            "warmup_iterations and total_iterations in steps",
         )
 
 
 def _cpu_only(draft: Draft, entries: Entries) -> None:
-    """Stands above dist.backend."""
+    """Overrides dist.backend."""
     for path in (("dist", "cpu_only"), ("misc", "cpu_only")):
         entry = entries.get(path)
         if entry is not None and entry.value is True:
@@ -327,23 +331,23 @@ def _cpu_only(draft: Draft, entries: Entries) -> None:
                 "CUDA_VISIBLE_DEVICES=''",
             )
         elif entry is not None:
-            draft.without_meaning(path, entry, "GPUs are used where there are any")
+            draft.without_meaning(path, entry, "GPUs are used if there are any")
 
 
 def _mixed_precision(draft: Draft, entries: Entries) -> None:
-    """Stands above dist.dtype."""
+    """Overrides dist.dtype."""
     path = ("misc", "uses_mixed_precision")
     entry = entries.get(path)
     if entry is not None and entry.value is False:
         draft.put(("training", "mixed_precision_param"), "float32", entry)
         draft.note(entry, 'misc.uses_mixed_precision is now mixed_precision_param = "float32"')
     elif entry is not None:
-        reason = "training.mixed_precision_param says in which type"
+        reason = "training.mixed_precision_param sets the type"
         draft.without_meaning(path, entry, reason)
 
 
 def _later(draft: Draft, entry: Entry) -> None:
-    """Needs other keys too, and is done after all of them."""
+    """Handled after all keys, since it depends on other keys."""
 
 
 def _folder(draft: Draft, entries: Entries) -> None:
@@ -358,12 +362,12 @@ def _folder(draft: Draft, entries: Entries) -> None:
         draft.note(
             source,
             f'checkpoint.directory and prefix are now job.dump_folder = "{folder}"; checkpoints '
-            f"are also found as {folder}.<time>[.preempt] (checkpoint.link_by_time)",
+            f"are also linked as {folder}.<time>[.preempt] (checkpoint.link_by_time)",
         )
 
 
 def _state_dict_type(draft: Draft, entry: Entry) -> None:
-    """The stub's whole checkpoints are four files of `torch.save`."""
+    """Translates the format; the stub's full checkpoints are four files of `torch.save`."""
     if entry.value == "full":
         draft.put(("checkpoint", "type"), "full", entry)
         draft.put(("checkpoint", "full_format"), "torch", entry)

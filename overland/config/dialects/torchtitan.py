@@ -1,6 +1,6 @@
-"""torchtitan's TOML: v0.2 loads unchanged, and older files too, with notes on what moved.
+"""torchtitan's TOML: files of v0.2 load unchanged, and older ones too, with notes on what changed.
 
-Works on raw keys, so a file in today's keys passes through untouched. Keys that move are in
+Works on raw keys, so a file in current keys passes through untouched. Renamed keys are in
 `torchtitan_keys`; the few whose values change as well have a function here.
 """
 
@@ -23,21 +23,21 @@ from overland.config.dialects.torchtitan_keys import (
 )
 from overland.config.source import Entries, Entry, KeyPath
 
-HARMLESS = "they have torchtitan's defaults, so nothing is lost"
-SAME = "this is how it is done here"
+HARMLESS = "torchtitan's default values, so nothing is lost"
+SAME = "Overland already works this way"
 WEIGHTS_IN_HF = ("checkpoint", "initial_load_in_hf")
 INITIAL_WEIGHTS = ("checkpoint", "initial_load_path")
 ASSETS = ("model", "hf_assets_path")
 MODEL_FROM = ("model", "from")
 FLOAT8 = ("training", "float8")
-NO_CONVERTER = "there are no converters; training.float8 narrows products"
+NO_CONVERTER = "there are no converters; set training.float8 for float8"
 
 
 def translate_torchtitan(
     entries: Entries, shown: str, below: Entries, above: Entries
 ) -> Translated:
-    """Entries in today's keys, notes, and what is refused; `below` is what they will be laid over,
-    `above` what will be laid over them."""
+    """Returns entries in current keys, notes and problems. The entries will override `below`, and
+    `above` will override them."""
     old = {path: entry for path, entry in entries.items() if _is_old(path, entry)}
     draft = Draft({path: e for path, e in entries.items() if path not in old}, shown)
     for path, entry in old.items():
@@ -66,7 +66,7 @@ def translate_torchtitan(
 
 
 def todays_key(path: KeyPath) -> KeyPath:
-    """Returns where a renamed key lives now; any other key is returned as it is."""
+    """Returns the current name of a renamed key; any other key is returned unchanged."""
     new = RENAMED.get(".".join(path))
     return tuple(new.split(".")) if new else path
 
@@ -80,13 +80,13 @@ def _is_old(path: KeyPath, entry: Entry) -> bool:
 
 
 def _ignored_section(path: KeyPath) -> str:
-    """Why no key of the section or table that `path` lies in means anything here, if so."""
+    """Returns why all keys in the section or table of `path` have no effect; empty if they do."""
     tables = (".".join(path[:n]) for n in range(1, len(path) + 1))
     return next((IGNORED_SECTIONS[name] for name in tables if name in IGNORED_SECTIONS), "")
 
 
 def _flavor(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    """8B_flex and 8B_varlen are 8B with attention inside documents."""
+    """Translates 8B_flex and 8B_varlen: 8B with attention within documents."""
     size, _, kind = entry.value.removesuffix("_attn").rpartition("_")
     draft.entries[path] = Entry(size, entry.where, entry.section_where)
     backend = {"flex": "flex", "varlen": "auto"}[kind]
@@ -115,9 +115,9 @@ def _converters(draft: Draft, path: KeyPath, entry: Entry) -> None:
         elif "grouped_mm" in name:
             draft.note(entry, f'"{name}" in model.converters is ignored: {EXPERTS}')
         elif name.endswith("mx"):
-            draft.refuse(path, entry, f'"{name}" is not built: {MX}; {NO_CONVERTER}')
+            draft.refuse(path, entry, f'"{name}" is not supported: {MX}; {NO_CONVERTER}')
         else:
-            draft.refuse(path, entry, f'"{name}" is not known here: {NO_CONVERTER}')
+            draft.refuse(path, entry, f'"{name}" is not known: {NO_CONVERTER}')
 
 
 def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -129,14 +129,14 @@ def _float8(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 def _narrow(draft: Draft, asked: str, entry: Entry) -> None:
     if draft.put(FLOAT8, "tensorwise", entry):
-        draft.note(entry, f'{asked} is now training.float8 = "tensorwise"; the head stays wide')
+        draft.note(entry, f'{asked} is now training.float8 = "tensorwise"; the head is not float8')
     else:
-        draft.note(entry, f"{asked} is ignored, since training.float8 is given too")
+        draft.note(entry, f"{asked} is ignored, since training.float8 is also set")
 
 
 def _norm_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    """rmsnorm, fused_rmsnorm and compiled_rmsnorm compute the same. Any other is a switch of the
-    model, which refuses those that it has not."""
+    """rmsnorm, fused_rmsnorm and compiled_rmsnorm compute the same. Any other value is passed to
+    the model, which refuses norms that it does not have."""
     if str(entry.value).endswith("rmsnorm"):
         draft.without_meaning(path, entry, "RMSNorm is the default norm")
     else:
@@ -144,7 +144,7 @@ def _norm_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    """A tokenizer file stands for the folder around it; Meta's own sits in `original/`."""
+    """Replaces a tokenizer file by its folder; Meta's own file is in `original/`."""
     if not isinstance(entry.value, str):
         draft.without_meaning(path, entry, HARMLESS)
         return
@@ -161,9 +161,7 @@ def _tokenizer_path(draft: Draft, path: KeyPath, entry: Entry) -> None:
             "the tokenizer",
         )
     else:
-        draft.note(
-            entry, "model.tokenizer_path is ignored, since model.hf_assets_path is given too"
-        )
+        draft.note(entry, "model.tokenizer_path is ignored, since model.hf_assets_path is also set")
 
 
 def _color(draft: Draft, path: KeyPath, entry: Entry) -> None:
@@ -172,7 +170,7 @@ def _color(draft: Draft, path: KeyPath, entry: Entry) -> None:
 
 
 def _checkpoint_folder(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    """Without a folder, the first versions saved nothing."""
+    """Translates the folder; the first versions saved nothing if it was empty."""
     if entry.value == "":
         draft.rename(path, ("checkpoint", "enable"), False, entry)
     else:
@@ -196,12 +194,12 @@ def _interval_type(draft: Draft, path: KeyPath, entry: Entry) -> None:
         draft.note(
             entry,
             f'checkpoint.interval_type = "{entry.value}" is ignored: checkpoint.interval counts '
-            "steps, so look at its value",
+            "steps, so check its value",
         )
 
 
 def _async_mode(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    """Copies always go through page-locked memory here."""
+    """Copies always go through pinned memory here."""
     draft.entries[path] = Entry("async", entry.where, entry.section_where)
 
 
@@ -216,22 +214,22 @@ def _exclude_from_loading(draft: Draft, path: KeyPath, entry: Entry) -> None:
     others = [name for name in left_out if name != "optimizer"]
     if others:
         draft.refuse(
-            path, entry, f"only the optimizer can be left out of loading, not {', '.join(others)}"
+            path, entry, f"only the optimizer can be excluded from loading, not {', '.join(others)}"
         )
 
 
 def _weights_in_hf(draft: Draft, path: KeyPath, entry: Entry) -> None:
-    """Needs the other keys too: see `_weights_from_assets`."""
+    """Handled in `_weights_from_assets`, since it depends on other keys."""
 
 
 def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
     """With initial_load_in_hf and no path, torchtitan starts from the weights in hf_assets_path."""
     assets = known.get(ASSETS)
     if asked.value is not True or INITIAL_WEIGHTS in known or MODEL_FROM in known:
-        draft.without_meaning(WEIGHTS_IN_HF, asked, "the format of the weights is recognised")
+        draft.without_meaning(WEIGHTS_IN_HF, asked, "the format of the weights is detected")
         return
     if assets is None:
-        reason = "no folder of weights is given; set checkpoint.initial_load_path to it"
+        reason = "no weights are given; set checkpoint.initial_load_path to their folder"
         draft.refuse(WEIGHTS_IN_HF, asked, reason)
         return
     draft.put(INITIAL_WEIGHTS, assets.value, asked)
@@ -240,7 +238,7 @@ def _weights_from_assets(draft: Draft, asked: Entry, known: Entries) -> None:
 
 
 def _names(value: Any) -> list[str]:
-    """A list, which older files write as text with commas."""
+    """Returns a list of names, which older files write as text with commas."""
     names = value if isinstance(value, list) else str(value).split(",")
     return [str(name).strip() for name in names if str(name).strip()]
 
@@ -266,7 +264,7 @@ SPECIAL: dict[str, Callable[[Draft, KeyPath, Entry], None]] = {
     "checkpoint.initial_load_in_hf": _weights_in_hf,
 }
 
-# Keys that are today's as well: only these values of theirs are old.
+# Keys that still exist: only these of their values are old.
 BY_VALUE: dict[str, Callable[[Any], bool]] = {
     "model.flavor": lambda v: (
         isinstance(v, str) and v.removesuffix("_attn").endswith(("_flex", "_varlen"))

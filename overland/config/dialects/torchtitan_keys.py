@@ -1,4 +1,4 @@
-"""The keys of torchtitan that are not ours: where they moved to, or why they mean nothing here.
+"""The keys of torchtitan that are not ours: what they became, or why they have no effect here.
 
 v0.2's keys that are also ours are not listed; they need no translation.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-ANY: Any = object()  # no default that would make the key harmless: always give the reason
+ANY: Any = object()  # no value is harmless: always give the reason
 
-# Older key -> today's key, with the same values.
+# Older key -> current key, with the same values.
 RENAMED: dict[str, str] = {
     "job.print_args": "job.print_config",
     "experimental.custom_import": "job.custom_import",
@@ -41,40 +41,45 @@ RENAMED: dict[str, str] = {
     "validation.batch_size": "validation.local_batch_size",
 }
 
-MX = "products in 8 bits have one scale per tensor, not one per block of numbers"
+MX = "float8 uses one scale per tensor, not one per block"
 GATHERED = "weights are gathered in training.mixed_precision_param and scaled in every pass"
-EXPERTS = "the models here are dense, without experts"
-FUSED = "the fused implementation is the only one"
-STAGES = "Overland splits the layers over the stages by their cost itself"
+EXPERTS = "only dense models are supported, without experts"
+FUSED = "the optimizer is always fused"
+STAGES = "Overland itself divides the layers among stages, by their cost"
 LOADER = "a thread reads ahead (data.read_ahead); there are no loader processes"
-FAULTS = "TorchFT is not used; a failed run goes on from its last checkpoint"
-ESTIMATE = "`overland check` counts the memory of a step per device"
+FAULTS = "TorchFT is not used; a failed run resumes from its last checkpoint"
+ESTIMATE = "`overland check` computes the memory of a step per device"
 FLIGHT = (
-    "jobs of `overland submit` keep what PyTorch's flight recorder holds when ranks hang, in the "
-    "run folder"
+    "jobs of `overland submit` save PyTorch's flight recorder to the run folder when ranks hang"
 )
 FULL_SAVE = (
-    "every checkpoint is whole, so that it can be resumed; checkpoint.last_save_in_hf adds plain "
-    "weights"
+    "every checkpoint is complete, so that it can be resumed; checkpoint.last_save_in_hf also "
+    "exports the weights"
 )
 
-# Key without a meaning here -> (torchtitan's default, why). At the default nothing is lost.
+# Key without effect here -> (torchtitan's default, why). At the default nothing is lost.
 IGNORED: dict[str, tuple[Any, str]] = {
     "job.config_file": (ANY, "the file is named on the command line"),
-    "job.save_config_file": (ANY, "the resolved config is always written into the run folder"),
-    "job.use_for_integration_test": (ANY, "it belongs to torchtitan's own tests"),
-    "metrics.save_for_all_ranks": (False, "metrics are those of the whole run"),
-    "metrics.rank_0_only": (True, "metrics are those of the whole run"),
+    "job.save_config_file": (ANY, "the resolved config is always saved in the run folder"),
+    "job.use_for_integration_test": (ANY, "it is for torchtitan's own tests"),
+    "metrics.save_for_all_ranks": (False, "metrics cover the whole run"),
+    "metrics.rank_0_only": (True, "metrics cover the whole run"),
     "model.print_after_conversion": (False, "no converter changes the model"),
     "optimizer.implementation": ("fused", FUSED),
     "optimizer.fused": (True, FUSED),
     "optimizer.foreach": (False, FUSED),
     "compile.components": (["model", "loss"], "each block is compiled"),
     "training.gc_debug": (False, "garbage is collected every training.gc_freq steps"),
-    "training.data_parallel_type": (ANY, "parallelism.sharding_stage says how data is spread"),
+    "training.data_parallel_type": (
+        ANY,
+        "parallelism.sharding_stage sets the kind of data parallelism",
+    ),
     "training.checkpoint_interval_type": ("steps", "checkpoint.interval counts steps"),
-    "training.enable_loss_parallel": (True, "the loss follows tensor parallelism by itself"),
-    "training.disable_loss_parallel": (False, "the loss follows tensor parallelism by itself"),
+    "training.enable_loss_parallel": (True, "the loss is always parallel with tensor parallelism"),
+    "training.disable_loss_parallel": (
+        False,
+        "the loss is always parallel with tensor parallelism",
+    ),
     "training.dataloader.num_workers": (0, LOADER),
     "training.dataloader.persistent_workers": (False, LOADER),
     "training.dataloader.pin_memory": (False, LOADER),
@@ -83,8 +88,11 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "validation.dataloader.persistent_workers": (False, LOADER),
     "validation.dataloader.pin_memory": (False, LOADER),
     "validation.dataloader.prefetch_factor": (None, LOADER),
-    "parallelism.disable_loss_parallel": (False, "the loss follows tensor parallelism by itself"),
-    "parallelism.enable_compiled_autograd": (False, "the backward pass is compiled by blocks"),
+    "parallelism.disable_loss_parallel": (
+        False,
+        "the loss is always parallel with tensor parallelism",
+    ),
+    "parallelism.enable_compiled_autograd": (False, "the backward pass is compiled block by block"),
     "parallelism.module_fqns_per_model_part": (None, STAGES),
     "parallelism.pipeline_parallel_first_stage_less_layers": (1, STAGES),
     "parallelism.pipeline_parallel_last_stage_less_layers": (1, STAGES),
@@ -108,18 +116,21 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "checkpoint.last_save_model_only": (ANY, FULL_SAVE),
     "checkpoint.last_save_model_weights_only": (ANY, FULL_SAVE),
     "checkpoint.model_weights_only": (ANY, FULL_SAVE),
-    "checkpoint.enable_first_step_checkpoint": (False, "checkpoint.interval says when to save"),
-    "checkpoint.load_only": (False, "set checkpoint.resume for loading; saving goes on"),
+    "checkpoint.enable_first_step_checkpoint": (False, "checkpoint.interval sets when to save"),
+    "checkpoint.load_only": (False, "set checkpoint.resume to load; saving continues"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (ANY, EXPERTS),
-    "activation_checkpoint.early_stop": (False, "PyTorch's default is taken"),
-    "activation_checkpoint.visualize_memory_budget_pareto": (False, "no plot is drawn of it"),
+    "activation_checkpoint.early_stop": (False, "PyTorch's default is used"),
+    "activation_checkpoint.visualize_memory_budget_pareto": (False, "it is not plotted"),
     "activation_checkpoint.preserve_rng_state": (True, "random state is always restored"),
-    "activation_checkpoint.determinism_check": ("default", "PyTorch's default is taken"),
-    "activation_checkpoint.debug": (False, "there is no debug mode of recomputation"),
+    "activation_checkpoint.determinism_check": ("default", "PyTorch's default is used"),
+    "activation_checkpoint.debug": (False, "recomputation has no debug mode"),
     "comm.trace_buf_size": (20000, FLIGHT),
     "comm.save_traces_folder": ("comm_traces", FLIGHT),
     "comm.save_traces_file_prefix": ("rank_", FLIGHT),
-    "experimental.enable_compiled_autograd": (False, "the backward pass is compiled by blocks"),
+    "experimental.enable_compiled_autograd": (
+        False,
+        "the backward pass is compiled block by block",
+    ),
     "experimental.pipeline_parallel_split_points": ([], STAGES),
     "experimental.pipeline_parallel_schedule_csv": ("", STAGES),
     "experimental.pipeline_parallel_microbatches": (None, STAGES),
@@ -130,83 +141,83 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "debug.moe_force_load_balance": (False, EXPERTS),
 }
 
-# Of products in 8 bits, under both names of the section.
+# Keys of float8, under both names of the section.
 for _section in ("quantize.linear.float8", "float8"):
     IGNORED |= {
         f"{_section}.enable_fsdp_float8_all_gather": (False, GATHERED),
         f"{_section}.precompute_float8_dynamic_scale_for_fsdp": (False, GATHERED),
         f"{_section}.force_recompute_fp8_weight_in_bwd": (False, GATHERED),
-        f"{_section}.emulate": (False, "on a CPU, and only there, products are emulated"),
+        f"{_section}.emulate": (False, "float8 is emulated on CPUs only"),
         f"{_section}.moe_fqns_prototype": ([], EXPERTS),
     }
 
 WEIGHTS_ONLY = (
-    "initial_load_path gives weights only; to continue the whole run, set checkpoint.resume to the "
-    "checkpoint's path"
+    "initial_load_path loads only weights; to continue the whole run, set checkpoint.resume to the "
+    "path of the checkpoint"
 )
 FIXED_SCHEMA = (
-    "a module cannot add keys or change defaults here; remove this key, and let job.custom_import "
-    "import a module that registers your model, data or callbacks"
+    "a module cannot add keys or change defaults; remove this key, and set job.custom_import to a "
+    "module that registers your model, data or callbacks"
 )
-# Key that would train something else here if it were ignored -> (values that would not, the default
-# first; what to do at any other value).
+# Key that would change what is trained if it were ignored -> (harmless values, the default first;
+# what to do about any other value).
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "job.custom_config_module": ([""], FIXED_SCHEMA),
     "experimental.custom_args_module": ([""], FIXED_SCHEMA),
     "optimizer.early_step_in_backward": (
         [False],
-        "the optimizer steps after the backward pass, when gradients have been clipped; remove "
-        "this key, and set training.max_norm = 0 to train without clipping, as it does",
+        "the optimizer steps after the backward pass, once gradients are clipped; remove this key, "
+        "and set training.max_norm = 0 to train without clipping, as it does",
     ),
     "checkpoint.initial_load_model_only": ([True], WEIGHTS_ONLY),
     "checkpoint.initial_load_model_weights_only": ([True], WEIGHTS_ONLY),
-    "checkpoint.initial_load_in_hf_quantized": ([False], "quantized weights cannot be read"),
+    "checkpoint.initial_load_in_hf_quantized": ([False], "quantized weights are not supported"),
     "checkpoint.load_step": ([-1], "set checkpoint.resume to the path of that step's checkpoint"),
     "checkpoint.create_seed_checkpoint": (
         [False],
-        "no seed checkpoint is needed, and this would train; remove this key: first weights depend "
-        "on debug.seed, not on the layout",
+        "no seed checkpoint is needed, and this would start training; remove this key: initial "
+        "weights depend on debug.seed, not on the layout",
     ),
     "comm.mode": (
         ["default"],
-        "this would train; remove this key, and try the layout without devices by DRY_RUN=1 or "
-        "`overland check`",
+        "this would start training; remove this key, and check the layout without devices with "
+        "DRY_RUN=1 or `overland check`",
     ),
     "fault_tolerance.enable": (
         [False],
-        "replica groups of TorchFT are not built, so each would train by itself; remove this key "
-        "and start one run on all devices",
+        "TorchFT's replica groups are not supported, so each would train on its own; remove this "
+        "key and start one run on all devices",
     ),
     "fault_tolerance.semi_sync_method": (
         [None],
-        "replicas that train by themselves between synchronisations are not built; every step is "
-        "synchronous",
+        "replicas that train on their own between synchronisations are not supported; every step "
+        "is synchronous",
     ),
 }
 
-# Products that stay wide here as well: of the head, and of parts that no dense model has.
+# Layers that are not float8 here either: the head, and parts that no dense model has.
 WIDE = [[], ["output"], ["router.gate"], ["output", "router.gate"], ["router.gate", "output"]]
 for _section in ("quantize.linear.float8", "float8"):
     REFUSED |= {
         f"{_section}.recipe_name": (
             [None, "tensorwise", ""],
-            "products in 8 bits have one scale per tensor; remove this key, and training.float8 = "
-            '"tensorwise" takes them so',
+            "float8 uses one scale per tensor; remove this key, and set training.float8 = "
+            '"tensorwise"',
         ),
         f"{_section}.filter_fqns": (
             WIDE,
-            "products in 8 bits are all those of the blocks, and not the head; remove this key, "
-            "and training.float8 takes them so",
+            "float8 applies to all linear layers of the blocks, but not to the head; remove this "
+            "key, and set training.float8",
         ),
     }
     for _role in ("input", "weight", "grad_output"):
         REFUSED[f"{_section}.scaling_type_{_role}"] = (
             ["dynamic"],
-            "scales of products in 8 bits are dynamic; remove this key",
+            "float8 scales are dynamic; remove this key",
         )
 
-# Sections and tables of which no (other) key means anything here: they are read only with a
-# converter or a switch that is refused, or by models that are not here.
+# Sections and tables whose (other) keys have no effect here: torchtitan reads them only with a
+# converter or a switch that is refused, or for models that are not supported.
 IGNORED_SECTIONS: dict[str, str] = {
     "quantize.linear.mx": MX,
     "quantize.grouped_mm": EXPERTS,
@@ -215,7 +226,7 @@ IGNORED_SECTIONS: dict[str, str] = {
     "memory_estimation": ESTIMATE,
 }
 
-# Sections of torchtitan whose other keys are not known here, so that ignoring them may train
-# something else.
+# Sections of torchtitan whose other keys are unknown, so that ignoring them might change what is
+# trained.
 REFUSED_SECTIONS = frozenset({"quantize", "float8", "experimental"})
-UNKNOWN = "torchtitan's key is not known here, and may change what is trained; remove it"
+UNKNOWN = "this torchtitan key is unknown, and may change what is trained; remove it"

@@ -1,5 +1,5 @@
-"""LoRA fine-tuning of Llama 3 8B on guanaco, from what was downloaded to SCRATCH_ROOT: what
-`overland train sft_lora_llama3_8b` does. Settings follow as section.key=value."""
+"""LoRA fine-tuning of Llama 3 8B on guanaco, with the files in SCRATCH_ROOT: runs `overland train
+sft_lora_llama3_8b`. Settings may follow as section.key=value."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ SETTINGS = {
     "model.hf_assets_path": SCRATCH_ROOT / "llama-tokenizers-cache",
     "training.dataset_path": SCRATCH_ROOT / "data_cache/mlabonne___guanaco-llama2-1k",
     "job.dump_folder": "results_modified",
-    "job.custom_import": "zero_to_fp32",  # which puts itself beside the adapters
+    "job.custom_import": "zero_to_fp32",  # which copies itself next to the adapters
 }
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""One file of float32 weights from a checkpoint; with --merge_lora, adapters put into them:
+"""Writes a checkpoint as one file of float32 weights; with --merge_lora, merges the adapters:
 
     python checkpoint-63/zero_to_fp32.py --model_dir checkpoint-63 --merge_lora --output_path OUT
 
-MODEL_DIR is a checkpoint of Overland or DeepSpeed, or a PEFT folder; it is where this file lies,
-unless it is named. A run that imports this module (`job.custom_import`) gets a copy beside the
-adapters of each save.
+MODEL_DIR is a checkpoint of Overland or DeepSpeed, or a PEFT folder; the default is the folder of
+this file. A run that imports this module (`job.custom_import`) gets a copy next to the adapters of
+each save.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--model_dir", type=Path, default=HERE.parent)
     parser.add_argument("--output_path", type=Path, default=Path("model.safetensors"))
     parser.add_argument("--merge_lora", action="store_true")
-    parser.add_argument("--base_dir", type=Path, help="the model, if a PEFT folder does not say")
+    parser.add_argument(
+        "--base_dir", type=Path, help="the base model, if a PEFT folder does not name it"
+    )
     given = parser.parse_args()
     base = given.base_dir or base_of(given.model_dir)
     source = [str(base or given.model_dir), str(given.output_path), "--to", "safetensors"]
@@ -34,28 +36,28 @@ def main() -> None:
 
 
 def base_of(folder: Path) -> Path | None:
-    """The model that adapters belong to; None where the checkpoint itself leads to it."""
+    """Returns the base model of adapters; None if the checkpoint itself leads to it."""
     config = folder / "adapter_config.json"
     if not config.is_file() or (folder.absolute().parent / "config.toml").is_file():
         return None
     try:
         named = str(json.loads(config.read_text()).get("base_model_name_or_path") or "no model")
     except (ValueError, AttributeError, OSError):
-        refuse(f"{config} is torn, or no adapter_config.json of PEFT")
+        refuse(f"{config} is damaged, or not an adapter_config.json of PEFT")
     if Path(named).is_dir():
         return Path(named)
-    if (folder / "latest").is_file():  # DeepSpeed, which holds it all
+    if (folder / "latest").is_file():  # DeepSpeed's checkpoints include the base model
         return None
-    refuse(f"{config} names {named}, which is no folder here")
+    refuse(f"{config} names {named}, which is not a folder here")
 
 
 def refuse(problem: str) -> NoReturn:
-    print(f"{problem}: name the model with --base_dir", file=sys.stderr)
+    print(f"{problem}; name the base model with --base_dir", file=sys.stderr)
     sys.exit(2)
 
 
 class Copies(Callback):
-    """Puts this file beside adapters, where people look for it."""
+    """Copies this file next to adapters, where people look for it."""
 
     def on_save(self, run: Any, saved: Any) -> None:
         for folder in run.folder.root.glob("checkpoint-*") if run.world.is_first else ():

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds aws-ofi-rccl, by which RCCL speaks libfabric; without it, RCCL falls back to TCP. Frontier
-# has it as the module rccl-net-plugin, which every job of `overland submit` loads: this is for a
-# ROCm or a libfabric that the module does not fit.
+# Builds aws-ofi-rccl, the plugin that lets RCCL use libfabric; without it, RCCL falls back to TCP.
+# Frontier provides it as the module rccl-net-plugin, which every job of `overland submit` loads;
+# use this script for a version of ROCm or libfabric that the module does not support.
 #
 #   sh aws_ofi_rccl.sh
 #   ROCM_PATH=/opt/rocm-7.1.1 LIBFABRIC=/opt/cray/libfabric/2.1 PREFIX=$HOME/plugin sh aws_ofi_rccl.sh
@@ -11,7 +11,7 @@ LIBFABRIC=${LIBFABRIC:-/opt/cray/libfabric/1.22.0}
 PREFIX=${PREFIX:-$PWD/aws-ofi-rccl}
 for folder in "$ROCM_PATH" "$LIBFABRIC"; do
     [ -d "$folder" ] || {
-        echo "$folder is not there: set ROCM_PATH and LIBFABRIC to the versions of this machine" >&2
+        echo "$folder does not exist; set ROCM_PATH and LIBFABRIC to the versions on this machine" >&2
         exit 2
     }
 done

@@ -1,12 +1,13 @@
 #!/bin/bash
 # Evaluates a checkpoint, of any format, on one node of Frontier:
 #
-#   overland fetch tasks @frontier                  once, where there is a network
+#   overland fetch tasks @frontier                  once, on a machine with a network
 #   export SBATCH_ACCOUNT=abc123
 #   sbatch eval_ckpt.sh runs/llama3_8b_frontier     or a checkpoint, or what dcp_to_llama.py wrote
 #   ./eval_ckpt.sh outputs/pt --tokenizer torchtitan/datasets/tokenizer
 #
-# TASKS=hellaswag,mmlu are others than the nine of the list; flags of `overland eval` may follow.
+# Set TASKS=hellaswag,mmlu for other tasks than the nine of the list; flags of `overland eval` may
+# follow.
 #SBATCH --job-name=eval_ckpt
 #SBATCH --output=eval_ckpt_%j.out
 #SBATCH --nodes=1

@@ -2,10 +2,10 @@
 # Llama 3.1 8B at 8192 tokens on 64 nodes of Frontier, 24 hours:
 #
 #   export SBATCH_ACCOUNT=abc123
-#   sbatch train_8B_n64.sh                 one session; the same line again goes on from there
+#   sbatch train_8B_n64.sh                 one session; the same line again resumes
 #   ./train_8B_n64.sh --sessions 10        a chain of ten, with `overland submit`
 #
-# CONFIG_FILE is another config; settings may follow, such as optimizer.lr=3e-4.
+# Set CONFIG_FILE for another config; settings may follow, such as optimizer.lr=3e-4.
 #SBATCH --job-name=train_llama_8B_n64
 #SBATCH --output=train_llama_8B_n64_%j.out
 #SBATCH --partition=extended

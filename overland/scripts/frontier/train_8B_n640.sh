@@ -3,10 +3,10 @@
 # nodes take the place of bad and lost ones:
 #
 #   export SBATCH_ACCOUNT=abc123
-#   sbatch train_8B_n640.sh                one session; the same line again goes on from there
+#   sbatch train_8B_n640.sh                one session; the same line again resumes
 #   ./train_8B_n640.sh --sessions 10       a chain of ten, with `overland submit`
 #
-# CONFIG_FILE is another config; settings may follow, such as optimizer.lr=3e-4.
+# Set CONFIG_FILE for another config; settings may follow, such as optimizer.lr=3e-4.
 #SBATCH --job-name=train_llama_8B_n640
 #SBATCH --output=train_llama_8B_n640_%j.out
 #SBATCH --nodes=644

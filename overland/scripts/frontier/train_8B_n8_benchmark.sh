@@ -6,8 +6,8 @@
 #   sbatch --nodes=16 train_8B_n8_benchmark.sh      on another number of nodes
 #   ./train_8B_n8_benchmark.sh --nodes 16           the same, with `overland submit`
 #
-# The log has both per device, and `overland report RUN --json` the medians. CONFIG_FILE is another
-# config; settings may follow. These two need nothing that is fetched:
+# The log has both per device, and `overland report RUN --json` the medians. Set CONFIG_FILE for
+# another config; settings may follow. With these two, nothing needs to be fetched:
 # training.dataset=random model.hf_assets_path=none
 #SBATCH --job-name=train_llama_8B_n8_benchmark
 #SBATCH --output=train_llama_8B_n8_benchmark_%j.out

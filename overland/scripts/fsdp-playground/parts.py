@@ -1,5 +1,5 @@
-"""What train.py has Overland import on every rank: the loaders in datas/, the name that C4's
-perplexity is logged under, and the `slt` package, where it is on PYTHONPATH."""
+"""Imported on every rank for train.py: registers the loaders in datas/, the metric of C4's
+perplexity, and the `slt` package, if it is on PYTHONPATH."""
 
 from importlib.util import find_spec
 

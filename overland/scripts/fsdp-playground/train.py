@@ -1,6 +1,6 @@
-"""`torchrun … train.py --data_dir D --config C --tokenizer_dir T …`, which is `overland train`.
+"""`torchrun … train.py --data_dir D --config C --tokenizer_dir T …`, which runs `overland train`.
 
-What has no flag here follows as section.key=value: train.py … optimizer.lr=6e-4
+Settings without a flag may follow as section.key=value: train.py … optimizer.lr=6e-4
 """
 
 import argparse
@@ -24,30 +24,34 @@ NUM_RANKS = WORLD.size if WORLD else ngpu(os.environ) or num_local_ranks()
 def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data_dir", required=True, help="MDS shards, or any other format")
-    parser.add_argument("--data_name", default="FineWeb-Edu", help="a loader in datas/, or a label")
-    parser.add_argument("--local_cache_dir", default="data", help="for token shards")
     parser.add_argument(
-        "--config", required=True, help="config.json of Hugging Face, or its folder"
+        "--data_name", default="FineWeb-Edu", help="a loader in datas/, or any label"
     )
+    parser.add_argument("--local_cache_dir", default="data", help="folder for token shards")
+    parser.add_argument("--config", required=True, help="Hugging Face config.json, or its folder")
     parser.add_argument("--tokenizer_dir")
-    parser.add_argument("--output_dir", default="outputs/run1", help="its last part names the run")
+    parser.add_argument(
+        "--output_dir", default="outputs/run1", help="run folder; its last part names the run"
+    )
     parser.add_argument("--global_batch", type=int, default=256, help="sequences per step")
-    parser.add_argument("--local_batch", type=int, default=32, help="sequences per pass, at most")
+    parser.add_argument("--local_batch", type=int, default=32, help="maximum sequences per pass")
     parser.add_argument("--train_steps", type=int, default=200_000)
     parser.add_argument("--seq_len", type=int, default=2048)
     parser.add_argument("--strategy", default="pack", choices=["pack", "overflow", "trunc"])
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument(
-        "--enable_flash", action="store_true", help="it is taken where there is one"
-    )
+    parser.add_argument("--enable_flash", action="store_true", help="no effect: used if available")
     parser.add_argument("--enable_recompute", action="store_true", help="less memory, more time")
     parser.add_argument("--enable_slt", action="store_true", help="2:4 sparse linear layers")
     parser.add_argument("--enable_tensorboard", action="store_true")
-    parser.add_argument("--tensorboard_dir", help="below it, a folder named after the run")
+    parser.add_argument("--tensorboard_dir", help="parent of a folder named after the run")
     parser.add_argument("--ckpt_type", default="shard", choices=["full", "shard", "local"])
-    parser.add_argument("--resume_dir", help="a step_N to go on from; default: the newest")
-    parser.add_argument("--skip_optimizer", action="store_true", help="resume with a new optimizer")
-    parser.add_argument("--eval_every", type=int, default=0, help="steps; 0: never")
+    parser.add_argument("--resume_dir", help="a step_N to resume from; default: the newest")
+    parser.add_argument(
+        "--skip_optimizer", action="store_true", help="resume with a fresh optimizer"
+    )
+    parser.add_argument(
+        "--eval_every", type=int, default=0, help="steps between evaluations; 0: never"
+    )
     parser.add_argument(
         "--c4_dir", help="C4's validation set; default: LOCAL_CACHE_DIR/c4_validation"
     )
@@ -55,7 +59,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def settings(given: argparse.Namespace) -> list[str]:
-    """The flags as keys of Overland's config."""
+    """Returns the flags as settings of Overland's config."""
     output_dir = os.path.abspath(given.output_dir)
     found = {
         "job.dump_folder": output_dir,
@@ -82,7 +86,7 @@ def settings(given: argparse.Namespace) -> list[str]:
         os.environ["DATA_DIR"] = given.data_dir
         found["training.dataset_path"], found["training.dataset"] = None, loader
     else:
-        say(f"datas/ has no open_source of {given.data_name}: --data_dir is read by its format")
+        say(f"datas/ has no open_source for {given.data_name}; --data_dir is read by its format")
     if given.enable_slt:
         found["model.sparse.pattern"] = "2:4"
         found["model.sparse.method"] = "slt" if find_spec("slt") else None
@@ -94,16 +98,16 @@ def settings(given: argparse.Namespace) -> list[str]:
 
 
 def rows_per_pass(total: int, most: int) -> int:
-    """The most that a rank can take at once, if passes of one size make up the step."""
+    """Returns the most rows that a rank can take per pass, if all passes have the same size."""
     share, rest = divmod(total, NUM_RANKS)
     if rest or share < 1:
-        refuse(f"--global_batch {total} cannot be dealt evenly to {NUM_RANKS} ranks")
+        refuse(f"--global_batch {total} cannot be divided evenly among {NUM_RANKS} ranks")
     if most < 1:
         refuse(f"--local_batch {most}: expected 1 or more")
     rows = max(n for n in range(1, min(most, share) + 1) if share % n == 0)
     if rows < most:
         passes = share // rows
-        say(f"--local_batch {most} is an upper bound: each rank takes {passes} × {rows} a step")
+        say(f"--local_batch {most} is an upper bound; each rank takes {passes} × {rows} per step")
     return rows
 
 

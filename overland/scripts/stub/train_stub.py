@@ -6,5 +6,5 @@ import sys
 from overland.cli.main import app
 
 if __name__ == "__main__":
-    os.environ.setdefault("NGPU", "1")  # started by itself, it is one process
+    os.environ.setdefault("NGPU", "1")  # without a launcher, run a single process
     app(["train", *sys.argv[1:]])

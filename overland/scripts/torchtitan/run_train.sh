@@ -4,8 +4,8 @@
 #   CONFIG_FILE   the config (or a recipe's name)           default: quickstart
 #   NGPU          processes on this machine, one per GPU     default: one per device
 #   LOG_RANK      ranks that print, such as 0,1              default: 0
-#   COMM_BACKEND  nccl, gloo, mpi or nvshmem                 default: what suits the device
-#   DRY_RUN=1     check the config, touch no GPU, train nothing
+#   COMM_BACKEND  nccl, gloo, mpi or nvshmem                 default: depends on the device
+#   DRY_RUN=1     check the config without training or using a GPU
 #
 #   CONFIG_FILE=./llama3_8b.toml NGPU=4 ./run_train.sh training.steps=20
 set -euo pipefail
@@ -15,9 +15,9 @@ export LOG_RANK=${LOG_RANK:-0}
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 overland=$here/.venv/bin/overland
-# `type -P` finds files only: a folder called overland is no command.
+# `type -P` finds only files: a folder called overland is not a command.
 [ -x "$overland" ] || overland=$(type -P overland) || {
-    echo "Overland is not installed yet: \`make setup\` in $here does it (or put it on the PATH)." >&2
+    echo "Overland is not installed; run \`make setup\` in $here, or put it on the PATH." >&2
     exit 2
 }
 exec "$overland" train "$@"

@@ -218,10 +218,10 @@ def test_an_index_that_is_wrong_is_one_sentence(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "its structure is another"),
-        ('{"shards": 5}', "its structure is another"),
+        ("[]", "it does not have the expected structure"),
+        ('{"shards": 5}', "it does not have the expected structure"),
         ('{"shards": [{}]}', "'format' is missing"),
-        ("[" * 100_000, "its values are nested too deep"),
+        ("[" * 100_000, "its values are nested too deeply"),
         ("", "Expecting value"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Loaders by name: with `--data_name NAME`, train.py reads what `open_source(data_dir)` of the
-module NAME in this folder returns, a source of documents:
+"""Loaders by name: with `--data_name NAME`, train.py reads the documents of the source that
+`open_source(data_dir)` returns in the module NAME of this folder:
 
     from overland.data.sources import open_source as open_files
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def loaders() -> dict[str, Callable[[str | None], Any]]:
-    """Returns the `open_source` of each module here that has one."""
+    """Returns the `open_source` of each module in this folder that has one."""
     modules = {
         one.name: import_module(f"datas.{one.name}") for one in pkgutil.iter_modules(__path__)
     }

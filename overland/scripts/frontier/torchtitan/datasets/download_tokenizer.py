@@ -1,4 +1,4 @@
-"""A tokenizer from a Hub to torchtitan/datasets/tokenizer, which is `overland fetch tokenizer`.
+"""Downloads a tokenizer to torchtitan/datasets/tokenizer, with `overland fetch tokenizer`.
 
 Gated models: accept the licence on the model's page, then `export HF_TOKEN=…`.
 """
@@ -12,9 +12,11 @@ from overland.cli.main import run
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repo_id", default="meta-llama/Meta-Llama-3.1-8B")
-    parser.add_argument("--tokenizer_path", default="", help="its folder in the repository")
+    parser.add_argument(
+        "--tokenizer_path", default="", help="folder of the tokenizer in the repository"
+    )
     parser.add_argument("--local_dir", default="torchtitan/datasets/tokenizer/")
-    parser.add_argument("--hf_token", help="shows in the list of processes; HF_TOKEN does not")
+    parser.add_argument("--hf_token", help="visible in the process list; HF_TOKEN is not")
     given = parser.parse_args()
     if given.hf_token:
         os.environ["HF_TOKEN"] = given.hf_token

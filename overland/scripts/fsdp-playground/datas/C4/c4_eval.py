@@ -1,4 +1,4 @@
-"""Perplexity on C4's validation set: while training (`--eval_every`), and of any model.
+"""Perplexity on C4's validation set: during training (`--eval_every`), or of any model.
 
 overland fetch dataset allenai/c4 --include "en/c4-validation.*" --to data/c4_validation
 """
@@ -28,9 +28,9 @@ def evaluate_c4_ppl(
     batch: int = 8,
     limit: int | None = None,
 ) -> tuple[float, int]:
-    """Returns the perplexity and how many tokens it is the mean of: every token of the set once,
-    in windows of `seq_len`. `model` is one of transformers, or any that returns logits; `limit` is
-    a number of documents."""
+    """Returns the perplexity and the number of tokens: every token of the set once, in windows of
+    `seq_len`. `model` is one of transformers, or any that returns logits; `limit` is the maximum
+    number of documents."""
     (c4,) = sets_of([f"c4={c4_dir}"], None, DataSource())
     device = next(model.parameters()).device
     cutter = Cutter(Tokenizer(Path(tokenizer_dir)), seq_len, seq_len, None, False, None)
@@ -44,7 +44,7 @@ def evaluate_c4_ppl(
 
 
 class Logits(nn.Module):
-    """What a model of transformers returns, without what is around it."""
+    """Returns the logits of a transformers model as a plain tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Logits(nn.Module):
 
 
 class C4Perplexity(Callback):
-    """Also logs the perplexity under the name that it has here."""
+    """Also logs the perplexity under the playground's name, eval/c4_ppl."""
 
     def on_validation(self, run: Any, record: dict[str, Any]) -> None:
         if "validation/c4/perplexity" in record:

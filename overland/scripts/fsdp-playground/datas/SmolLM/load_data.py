@@ -1,5 +1,5 @@
-"""Batches of packed sequences from MDS shards, for a training script of one's own. Ranks share one
-cache: each document is tokenised once, and every row is given to one rank."""
+"""Batches of packed sequences from MDS shards, for your own training script. Ranks share one cache:
+each document is tokenised once, and every row goes to exactly one rank."""
 
 from overland.data import build_train_loader
 
