@@ -418,7 +418,7 @@ def test_a_model_that_is_still_to_be_fetched_hides_nothing() -> None:
     done = CliRunner().invoke(app, [*words, "training.dataset_path=run.toml"])
     assert done.exit_code == 2
     assert 'model.config = "nowhere": no such file or folder' in done.stderr
-    assert "run.toml: its format is not known" in done.stderr
+    assert "run.toml has an unknown format" in done.stderr
     done = CliRunner().invoke(app, [*words, "parallelism.tensor_parallel_degree=3"])
     assert done.exit_code == 2
     assert 'model.config = "nowhere": no such file or folder' in done.stderr

@@ -389,7 +389,7 @@ def test_new_tokens_have_names_of_their_own(tokenizer: Path, name: str, words: s
 
 def test_text_has_no_records(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match="is text, or mixes formats: records are read from"):
+    with pytest.raises(DataError, match="is text, or mixes formats: records must all be in"):
         opened(job(tmp_path, tokenizer, tmp_path / "a.txt"))
     stdlib = job(tmp_path, tokenizer, tmp_path, training={"dataset_path": None})
     with pytest.raises(DataError, match="holds no records to fine-tune on"):

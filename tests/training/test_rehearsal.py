@@ -87,7 +87,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
         "a vocabulary of 257 tokens, the model only 128",
     ),
     "a folder without data": ({"training": {"dataset_path": "nothing"}}, "is empty"),
-    "an unknown format": ({"training": {"dataset_path": "picture.png"}}, "format is not known"),
+    "an unknown format": ({"training": {"dataset_path": "picture.png"}}, "has an unknown format"),
     "an empty document": ({"training": {"dataset_path": "blank"}}, "blank"),
     "no UTF-8": ({"training": {"dataset_path": "latin.txt"}}, "expected UTF-8 text"),
     "broken JSON": ({"training": {"dataset_path": "broken.jsonl"}}, "not a JSON object"),
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
     ),
     "a split of one file": (
         {"data": {"sources": {"a": {"path": "latin.txt", "split": "train"}}}},
-        "it has no subsets and no splits",
+        "is a single file, which has no subsets or splits",
     ),
     "a corpus that is damaged": (
         {"training": {"dataset_path": "half_corpus"}},
@@ -144,7 +144,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
     "a folder without weights": ({"checkpoint": {"initial_load_path": "weights"}}, "weights"),
     "held-out text of another format": (
         {"validation": {"enable": True, "dataset_path": "picture.png"}},
-        "format is not known",
+        "has an unknown format",
     ),
     "held-out text without a tokenizer": (
         {

@@ -1,7 +1,8 @@
 """Sources of documents: one class per format, each of which lists chunks and reads them.
 
-`open_source(path)` finds out which. A document is a text, or the ids of one that was tokenised
-before. A chunk is a name, such as `part-3.parquet#7`: what of a file is read front to back.
+`open_source(path)` detects the format. A document is a text, or the token ids of one that is
+already tokenized. A chunk is a name, such as `part-3.parquet#7`: a part of a file that is read
+front to back.
 """
 
 from overland.data.sources.arrow_parquet import Arrow, Parquet

@@ -1,6 +1,7 @@
-"""Arrays in `.npy`, `.npz` and `.safetensors` files: where each lies, and how it is read.
+"""Arrays in `.npy`, `.npz` and `.safetensors` files: where each one is, and how it is read.
 
-Nothing in a file is run, and no size that it claims is believed before the file is seen to have it.
+No code in a file is ever run, and a size that a header claims is checked against the file before it
+is used.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from overland.errors import DataError
 from overland.words import any_of
 
 ARRAY_SUFFIXES = (".npy", ".npz", ".safetensors")
-WANTED = "pixel_values"  # which array of a file is read, where it has several
-LONGEST_HEADER = 10_000  # of .npy: NumPy's own limit, which it looks at once the header is there
-LONGEST_INDEX = 1 << 20  # of .safetensors: ours; images need little, and it is read for every file
-LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: lengths of its name and extra field
+WANTED = "pixel_values"  # the array to read from a file that has several
+LONGEST_HEADER = 10_000  # .npy: NumPy's own limit, which it checks only after reading the header
+LONGEST_INDEX = 1 << 20  # .safetensors: our limit; images need little, and every file's is read
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip member: lengths of its name and extra field
 SAFETENSORS = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
     "U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
@@ -38,7 +39,7 @@ Values = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array in a file: its numbers lie at `offset`, one after another, or are a compressed
+    """An array in a file: contiguous values from `offset` on, in the file itself or in a compressed
     `member` of a zip."""
 
     dtype: str
@@ -52,7 +53,7 @@ class StoredArray:
 
 
 def find_array(path: Path) -> StoredArray:
-    """Returns where the array of a file lies: the only one, or the one called pixel_values."""
+    """Locates the array in a file: the only one, or the one called pixel_values."""
     with reading(path):
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -66,20 +67,20 @@ def find_array(path: Path) -> StoredArray:
             except (ValueError, TypeError, KeyError, SyntaxError, AttributeError, struct.error,
                     RecursionError, MemoryError, OverflowError, zipfile.BadZipFile,
                     RuntimeError, EOFError, zlib.error) as error:  # fmt: skip
-                # A header is text that anybody may have written.
+                # A header is untrusted text, and parsing it can fail in many ways.
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
-                raise DataError(f"{path} is no array or is cut short: {reason}") from None
+                raise DataError(f"{path} is not an array, or is truncated: {reason}") from None
     if not array.member and array.offset + array.num_bytes > size:
         raise DataError(
-            f"{path} is cut short: {' × '.join(map(str, array.shape))} {np.dtype(array.dtype)} "
-            f"need {array.offset + array.num_bytes:,} bytes, and it has {size:,}"
+            f"{path} is truncated: {' × '.join(map(str, array.shape))} {np.dtype(array.dtype)} "
+            f"values need {array.offset + array.num_bytes:,} bytes, but the file has {size:,}"
         )
     return array
 
 
 def read_array(path: Path, array: StoredArray, into: Values, first: int = 0) -> None:
-    """Fills `into`, which is contiguous and of the array's own type, with what the array holds from
-    its byte `first` on."""
+    """Fills `into`, which must be contiguous and have the array's dtype, with the array's bytes
+    from `first` on."""
     view = into.reshape(-1).view(np.uint8).data
     with reading(path):
         if array.member:
@@ -91,21 +92,21 @@ def read_array(path: Path, array: StoredArray, into: Values, first: int = 0) -> 
             while view:
                 count = os.preadv(descriptor, [view], at)
                 if not count:
-                    raise DataError(f"{path} is cut short: it ends at byte {at:,}")
+                    raise DataError(f"{path} is truncated: it ends at byte {at:,}")
                 view, at = view[count:], at + count
         finally:
             os.close(descriptor)
 
 
 def _read_member(path: Path, array: StoredArray, view: memoryview, first: int) -> None:
-    """A compressed array has no beginning of its images: it is unpacked from its first byte on."""
+    """Reads a compressed array, which has to be decompressed from its first byte on."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(array.member) as member:
             member.seek(array.offset + first)
             while view:
                 data = member.read(min(len(view), 1 << 20))
                 if not data:
-                    raise DataError(f"{path} is cut short: {array.member} ends too early")
+                    raise DataError(f"{path} is truncated: {array.member} ends too early")
                 view[: len(data)] = data
                 view = view[len(data) :]
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
@@ -113,16 +114,18 @@ def _read_member(path: Path, array: StoredArray, view: memoryview, first: int) -
 
 
 def _npy(file: IO[bytes], path: Path, size: int) -> StoredArray:
-    """The array of a .npy file, or of what stands for one in a zip."""
+    """The array of a .npy file, or of a .npy member of a zip."""
     if not size:
         raise DataError(f"{path} is empty")
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} of the format")
+        raise ValueError(f"unsupported format version {version}")
     length = file.read(2 if version == (1, 0) else 4)
     header = int.from_bytes(length, "little")
     if header > LONGEST_HEADER:
-        raise DataError(f"{path} is no array: its header has more than {LONGEST_HEADER:,} bytes")
+        raise DataError(
+            f"{path} is not an array: its header has more than {LONGEST_HEADER:,} bytes"
+        )
     whole = io.BytesIO(length + file.read(header))
     read = np.lib.format.read_array_header_1_0
     if version == (2, 0):
@@ -130,13 +133,13 @@ def _npy(file: IO[bytes], path: Path, size: int) -> StoredArray:
     shape, by_columns, dtype = read(whole, max_header_size=LONGEST_HEADER)
     if dtype.hasobject:
         raise DataError(
-            f"{path} holds Python objects (a pickle), which are not read: save numbers alone"
+            f"{path} contains Python objects (a pickle), which are not read: save only numbers"
         )
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise DataError(f"{path} holds {dtype}, where integers or floats were expected")
+        raise DataError(f"{path} contains {dtype} values; expected integers or floats")
     if by_columns and len(shape) > 1:
         raise DataError(
-            f"{path} is stored by columns (Fortran order): save it as np.ascontiguousarray(…)"
+            f"{path} is in Fortran order (by columns): save np.ascontiguousarray(array) instead"
         )
     return StoredArray(dtype.str, _checked(shape, path), 8 + len(length) + header)
 
@@ -149,7 +152,7 @@ def _npz(file: IO[bytes], path: Path) -> StoredArray:
             array = _npy(member, path, info.file_size)
         if array.offset + array.num_bytes > info.file_size:
             raise DataError(
-                f"{path} is cut short: {info.filename} has {info.file_size:,} bytes, and its array "
+                f"{path} is truncated: {info.filename} has {info.file_size:,} bytes, but its array "
                 f"needs {array.offset + array.num_bytes:,}"
             )
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
@@ -162,40 +165,44 @@ def _npz(file: IO[bytes], path: Path) -> StoredArray:
 def _safetensors(file: IO[bytes], path: Path, size: int) -> StoredArray:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, LONGEST_INDEX):
-        raise DataError(f"{path} is no safetensors file: its header would have {length:,} bytes")
+        raise DataError(f"{path} is not a safetensors file: its header claims {length:,} bytes")
     header = json.loads(file.read(length).decode())
     tensors = {name: one for name, one in header.items() if name != "__metadata__"}
     name = _chosen(list(tensors), path)
     kind, (begin, end) = tensors[name]["dtype"], tensors[name]["data_offsets"]
     if kind not in SAFETENSORS:
         known = ", ".join(SAFETENSORS)
-        raise DataError(f"{path} has {name} as {kind!r:.20}; images may be {known}")
+        raise DataError(f"{path} stores {name} as {kind!r:.20}; supported for images: {known}")
     shape = _checked(tensors[name]["shape"], path)
     array = StoredArray(SAFETENSORS[kind], shape, 8 + length + _natural(begin))
     if _natural(end) - begin != array.num_bytes:
-        raise DataError(f"{path} has {end - begin:,} bytes for {name}, not {array.num_bytes:,}")
+        raise DataError(
+            f"{path} has {end - begin:,} bytes for {name}; its shape needs {array.num_bytes:,}"
+        )
     return array
 
 
 def _chosen(names: list[str], path: Path) -> str:
     if not names:
-        raise DataError(f"{path} holds no array")
+        raise DataError(f"{path} contains no array")
     if len(names) == 1:
         return names[0]
     if WANTED in names:
         return WANTED
     shown = any_of([repr(name)[:40] for name in names[:5]], "and")
-    raise DataError(f"{path} holds {shown}: name the one with the images {WANTED}")
+    raise DataError(
+        f"{path} contains several arrays ({shown}): rename the one with the images to {WANTED}"
+    )
 
 
 def _checked(shape: Any, path: Path) -> tuple[int, ...]:
     shape = tuple(_natural(length) for length in shape)
     if not all(shape):
-        raise DataError(f"{path} is empty: its array has the shape {shape}")
+        raise DataError(f"{path} is empty: its array has shape {shape}")
     return shape
 
 
 def _natural(number: Any) -> int:
     if type(number) is not int or not 0 <= number < 1 << 62:
-        raise ValueError(f"{number!r:.40} is no size")
+        raise ValueError(f"{number!r:.40} is not a valid size")
     return number

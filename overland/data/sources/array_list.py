@@ -4,8 +4,8 @@
     run-12/0001.npy
     run-12/all.safetensors
 
-Paths are relative to the list, or absolute; a header is not needed. A file holds one image, H × W
-or C × H × W, or many, with a dimension more in front.
+Paths are absolute or relative to the list; the header is optional. A file holds one image, H × W
+or C × H × W, or many, with one more leading dimension.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from overland.data.sources.source import Arrays, FileSource, Kind
 from overland.errors import DataError
 from overland.words import any_of
 
-LOOKED_AT = 64  # rows, to tell a list of files from texts
-SCANNERS = 16  # threads, which wait for the file system together
-MARKED_BYTES = 4096  # of the beginning and of the end of each file
-MOST_CHANNELS = 4  # no image is so narrow: these are channels, in the wrong place
+LOOKED_AT = 64  # rows inspected to tell a list of files from a table of texts
+SCANNERS = 16  # threads, since scanning mostly waits for the file system
+MARKED_BYTES = 4096  # hashed at the beginning and at the end of each file
+MOST_CHANNELS = 4  # no image is this narrow: such a last dimension holds channels
 PATH_NAMES = ("path", "file", "filename", "file_path", "file_name")
 
 Shape = tuple[int, int, int]
 
 
 class ArrayList(FileSource):
-    """Images, each C × H × W, by number. All have one type; where some are smaller than others they
-    are padded with zeros, and lie in the middle."""
+    """Images, each C × H × W, accessed by number. All have the same dtype; smaller ones are
+    centered and padded with zeros."""
 
     format = "images"
     kind: Kind = "arrays"
@@ -58,19 +58,19 @@ class ArrayList(FileSource):
         channels: int | None = None,
         pad: Sequence[int] | None = None,
     ) -> None:
-        """`channels`: of an image, where that is known, which tells images of several channels from
-        several images. `pad`: the height and width that all are brought to."""
+        """`channels`: the channels of an image, if known; they tell an image with several channels
+        from several images. `pad`: the height and width that all images are padded to."""
         files = listed_files(path, column)
         super().__init__(path.parent, files, skip_bad)
         self.list = path
         found = self._scan()
         self.files = list(found)
         if not found:
-            raise DataError(f"{path} lists no file that can be read: {self.num_bad:,} were skipped")
+            raise DataError(f"{path} lists no readable file: {self.num_bad:,} were skipped")
         self.stored = [array for array, _ in found.values()]
         self._marks = [mark for _, mark in found.values()]
         self.shapes: list[Shape] = []
-        """Of an image of each file."""
+        """The shape of one image, for each file."""
         counts = []
         for file, array in zip(self.files, self.stored, strict=True):
             count, shape = images_in(array.shape, channels, root=path.parent / file)
@@ -117,13 +117,13 @@ class ArrayList(FileSource):
             yield {WANTED: image}
 
     def digest(self) -> str:
-        """Changes with the order of the images, and with the name, size, beginning or end of a
-        file; `overland prove data` compares all bytes."""
+        """Returns a digest of the order of the images and of each file's name, size, beginning and
+        end; `overland prove data` compares all bytes."""
         parts = (*self.files, *self._marks, str(self.shape))
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
     def _scan(self) -> dict[str, tuple[StoredArray, str]]:
-        """Looks at the header of every file."""
+        """Reads the header of every file."""
 
         def look(file: str) -> tuple[StoredArray, str] | DataError:
             try:
@@ -145,35 +145,35 @@ class ArrayList(FileSource):
         for file, array in zip(self.files, self.stored, strict=True):
             if np.dtype(array.dtype).newbyteorder("<") != first:
                 raise DataError(
-                    f"{self.root / file} holds {np.dtype(array.dtype)}, and {self.files[0]} "
-                    f"{first}: all images of {self.list} must have one type"
+                    f"{self.root / file} contains {np.dtype(array.dtype)} but {self.files[0]} "
+                    f"contains {first}: all images in {self.list} must have the same dtype"
                 )
         return first.str
 
     def _one_shape(self, pad: Sequence[int] | None) -> Shape:
-        """The shape that every image is brought to."""
+        """The shape that every image is padded to."""
         height, width = pad or self.shapes[0][1:]
         expected = (self.shapes[0][0], int(height), int(width))
         for file, shape in zip(self.files, self.shapes, strict=True):
             if pad is None and shape != expected:
                 raise DataError(
-                    f"{self.root / file} has an image of {_words(shape)}, and {self.files[0]} of "
+                    f"{self.root / file} has an image of {_words(shape)}, but {self.files[0]} has "
                     f"{_words(expected)}: set images.pad to the height and width of the largest"
                 )
             if shape[0] != expected[0] or shape[1] > expected[1] or shape[2] > expected[2]:
                 raise DataError(
-                    f"{self.root / file} has an image of {_words(shape)}, which is not padded to "
-                    f"{_words(expected)} (images.pad): raise it, or take the file out of the list"
+                    f"{self.root / file} has an image of {_words(shape)}, which cannot be padded "
+                    f"to {_words(expected)}: increase images.pad, or remove the file from the list"
                 )
         return expected
 
 
 def images_in(shape: tuple[int, ...], channels: int | None, root: Path) -> tuple[int, Shape]:
-    """Returns how many images an array holds, and the shape of each."""
+    """Returns the number of images in an array, and the shape of each."""
     if len(shape) in (3, 4) and shape[-1] <= MOST_CHANNELS < shape[-2]:
         raise DataError(
-            f"{root} has an array of {_words(shape)}, whose channels seem to come last: save it "
-            "with channels first, as np.moveaxis(array, -1, -3) gives it"
+            f"{root} has an array of {_words(shape)}, which looks channels-last: save it "
+            "channels-first, with np.moveaxis(array, -1, -3)"
         )
     if len(shape) == 2:
         return 1, (1, *shape)
@@ -182,13 +182,13 @@ def images_in(shape: tuple[int, ...], channels: int | None, root: Path) -> tuple
     if len(shape) == 4:
         return shape[0], shape[1:]
     raise DataError(
-        f"{root} has an array of {_words(shape)}; expected H × W, C × H × W, or a dimension more "
-        "in front for many images"
+        f"{root} has an array of {_words(shape)}; expected H × W or C × H × W, with one more "
+        "leading dimension for many images"
     )
 
 
 def is_array_list(path: Path) -> bool:
-    """Whether a CSV names files of arrays, as far as its first rows tell."""
+    """Whether a CSV lists array files, judging by its first rows."""
     try:
         return bool(_path_column(path, None))
     except (DataError, OSError):
@@ -196,10 +196,10 @@ def is_array_list(path: Path) -> bool:
 
 
 def listed_files(path: Path, column: str | None) -> list[str]:
-    """The files of a list, in its order."""
+    """The files of a list, in order."""
     which = _path_column(path, column)
     if which is None:
-        raise DataError(f"{path} names no {any_of(list(ARRAY_SUFFIXES))} files")
+        raise DataError(f"{path} lists no {any_of(list(ARRAY_SUFFIXES))} files")
     number, has_header = which
     files: list[str] = []
     for line, row in itertools.islice(_rows(path), int(has_header), None):
@@ -211,12 +211,12 @@ def listed_files(path: Path, column: str | None) -> list[str]:
         files.append(os.path.expanduser(name))
     if len(set(files)) < len(files):
         ((twice, _),) = Counter(files).most_common(1)
-        raise DataError(f"{path} lists {twice} twice: it would be read twice in an epoch")
+        raise DataError(f"{path} lists {twice} more than once: each epoch would repeat its images")
     return files
 
 
 def _path_column(path: Path, column: str | None) -> tuple[int, bool] | None:
-    """Which column names files, and whether the first row is a header."""
+    """Returns the index of the column that names files, and whether the first row is a header."""
     rows = [row for _, row in itertools.islice(_rows(path), LOOKED_AT)]
     if not rows:
         raise DataError(f"{path} is empty: it lists no files")
@@ -246,7 +246,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 if any(cell.strip() for cell in row):
                     yield reader.line_num, row
         except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: not a row of CSV: {error}") from None
+            raise DataError(f"{path}:{reader.line_num}: not a valid CSV row: {error}") from None
 
 
 def _mark(path: Path) -> str:

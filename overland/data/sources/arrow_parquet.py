@@ -1,7 +1,7 @@
-"""Parquet and Arrow files: tables whose columns pyarrow reads, one group of rows after another.
+"""Parquet and Arrow files: tables that pyarrow reads, one group of rows at a time.
 
-A chunk of parquet is a row group. A chunk of an Arrow IPC file is a record batch; an Arrow stream,
-as `datasets` keeps its tables in `save_to_disk` folders and in its cache, is one chunk.
+A chunk of a Parquet file is a row group. A chunk of an Arrow IPC file is a record batch; an Arrow
+stream, the format in which `datasets` keeps `save_to_disk` folders and its cache, is one chunk.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from overland.packages import need
 EXAMPLE_ROWS = 4
 FILE_MAGIC = b"ARROW1"
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-# Decoded at once. By its dictionary, a file of a kilobyte can repeat a text of megabytes in every
-# row; more rows would save a microsecond for each.
+# Rows decoded at once. Through a dictionary, a file of a kilobyte can repeat a text of megabytes in
+# every row, and larger batches would save only a microsecond per row.
 BATCH_ROWS = 64
 
 
 class _Table(FileSource):
-    """Files of columns; how many rows each group of a file has is known when it is opened."""
+    """Files of columns; the number of rows in each group is known once a file is opened."""
 
     def __init__(
         self, root: Path, files: list[str], column: str | None = None, skip_bad: bool = False
@@ -68,7 +68,7 @@ class _Table(FileSource):
             if self.column != WHOLE:
                 _check_column(root / file, columns, self.column, chosen)
             elif list(columns) != list(self.columns):
-                raise DataError(f"{root / file} has other columns than {root / files[0]}")
+                raise DataError(f"{root / file} has different columns than {root / files[0]}")
         if all(rows is not None and not sum(rows) for rows in self._rows.values()):
             raise DataError(f"{root / files[0]} is empty: it has no rows")
 
@@ -94,21 +94,21 @@ class _Table(FileSource):
                 first += len(array)
 
     def _look(self, path: Path) -> tuple[dict[str, Column], list[int] | None]:
-        """The columns of a file, and the rows of each of its groups; None if it has no groups."""
+        """Returns a file's columns and the number of rows in each group (None without groups)."""
         raise NotImplementedError
 
     def _arrays(self, path: Path, group: int | None) -> Iterator[Any]:
-        """The column that holds the documents, some rows at a time."""
+        """Yields the column that holds the documents, a few rows at a time."""
         raise NotImplementedError
 
     @staticmethod
     def _examples(path: Path, columns: Mapping[str, Column]) -> dict[str, Any]:
-        """A value of each column, from the first rows."""
+        """Returns a value of each column, from the first rows."""
         raise NotImplementedError
 
 
 class Parquet(_Table):
-    """A row group is read in small batches; rows per group are known from the files' footers."""
+    """Row groups are read in small batches; the footers give the number of rows per group."""
 
     format = "parquet"
 
@@ -133,7 +133,7 @@ class Parquet(_Table):
 
 
 class Arrow(_Table):
-    """Arrow IPC: files, whose record batches are chunks, and streams, which are one chunk each."""
+    """Arrow IPC: each record batch of a file is a chunk, and each stream is one chunk."""
 
     format = "arrow"
 
@@ -163,7 +163,7 @@ class Arrow(_Table):
 
 @contextmanager
 def _open_arrow(path: Path) -> Iterator[tuple[Any, bool]]:
-    """A reader, and whether it is of a file (that knows its batches) or of a stream."""
+    """Yields a reader, and whether it reads a file (which lists its batches) or a stream."""
     pa = need("pyarrow", f"{path}: arrow")
     need("pyarrow.ipc", f"{path}: arrow")
     with reading(path), path.open("rb") as file:
@@ -173,23 +173,23 @@ def _open_arrow(path: Path) -> Iterator[tuple[Any, bool]]:
 
 
 def _rows_per_batch(reader: Any) -> list[int]:
-    """Reads the heads of the batches alone: the file is mapped."""
+    """Reads only the batches' headers, since the file is memory-mapped."""
     return [_batch(reader, group).num_rows for group in range(reader.num_record_batches)]
 
 
 def _batch(reader: Any, group: int | None) -> Any:
     batch = reader.get_batch(group)
-    batch.validate()  # as many values as rows, within the bytes that there are
+    batch.validate()  # as many values as rows, all within the file's bytes
     return batch
 
 
 def _batches(reader: Any, path: Path) -> Iterator[Any]:
     yield from reader
-    # A stream that ends between two batches is read without complaint; its end mark tells.
+    # pyarrow does not notice a stream that ends between two batches, so check for the end marker.
     with reading(path), path.open("rb") as file:
         file.seek(-len(END_OF_STREAM), 2)
         if file.read() != END_OF_STREAM:
-            raise DataError(f"{path} is cut short: an Arrow stream without its end mark")
+            raise DataError(f"{path} is truncated: its Arrow stream has no end marker")
 
 
 def _open_parquet(path: Path) -> Any:
@@ -199,7 +199,8 @@ def _open_parquet(path: Path) -> Any:
 
 
 def _stored(parquet: Any, place: Place) -> list[str]:
-    """What the file calls the values at a place: of a nested column, not all of it is read."""
+    """Returns the file's own names for the values at a place, so that only the needed part of a
+    nested column is read."""
     first, last = str(place[0]), place[-1]
     stored = (parquet.schema.column(i).path for i in range(len(parquet.schema)))
     inside = [one for one in stored if one.startswith(f"{first}.") and one.endswith(f".{last}")]
@@ -207,12 +208,12 @@ def _stored(parquet: Any, place: Place) -> list[str]:
 
 
 def _columns_of(schema: Any) -> dict[str, Column]:
-    """Every column by name; of structs and lists, what they hold."""
+    """Returns every column by name; structs and lists are expanded into what they contain."""
     columns: dict[str, Column] = {}
     for field in schema:
         for place, type in _leaves((field.name,), field.type):
             kind = _kind_of(type)
-            # Bytes may be text; under a name of token ids they are ids of an unknown type.
+            # Bytes may be text; in a column named for token ids they are ids of unknown type.
             if place[-1] in ("tokens", "input_ids") and _is_binary(type):
                 kind = None
             columns.setdefault(column_name(place), Column(str(type), place, kind))
@@ -220,16 +221,16 @@ def _columns_of(schema: Any) -> dict[str, Column]:
 
 
 def _check_column(path: Path, columns: Mapping[str, Column], column: str, like: Column) -> None:
-    """Files of one corpus may differ; a file that lacks the column is named."""
+    """Raises an error that names the file if it lacks the column or stores it differently."""
     if column not in columns:
         raise no_column(path, column, columns, ", ".join(columns))
     if columns[column].kind != like.kind:
         type = columns[column].type
-        raise DataError(f"{path}: column {column!r} is {type}, in other files {like.kind}")
+        raise DataError(f"{path}: column {column!r} is {type}, but {like.kind} in other files")
 
 
 def _examples_of(table: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The first value of each column that is not null, from some rows."""
+    """Returns the first value of each column that is not null."""
     rows = table.to_pylist()
     found = {}
     for name, column in columns.items():
@@ -241,10 +242,11 @@ def _examples_of(table: Any, columns: Mapping[str, Column]) -> dict[str, Any]:
 def _documents(
     array: Any, place: Place, kind: Kind, path: Path, first: int, bad: Bad
 ) -> Iterator[Document]:
-    """Yields the documents of a column, or of what lies at `place` in it; `first` is its first row.
+    """Yields the documents of a column, or of the values at `place` in it; `first` is the number of
+    its first row.
 
-    Arrow takes lengths and offsets of a file for granted, and reads wherever they point; so they
-    are looked at before they are used.
+    Arrow trusts the lengths and offsets in a file and reads wherever they point, so they are
+    validated before they are used.
     """
     array.validate()
     if kind == "records":
@@ -270,15 +272,15 @@ def _documents(
 
 
 def _without_nulls(value: Any) -> Any:
-    """A table gives every field to every struct in it: null stands for those that it had not."""
+    """Drops null fields: a table gives every struct all fields, with null for missing ones."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _bytes_in(array: Any, path: Path) -> Iterator[bytes | None]:
-    """Each text as bytes, so that one that is no UTF-8 can be told from its neighbours. What a
-    dictionary holds is given out row by row: a short file can repeat a long text many times."""
+    """Yields each text as bytes, so that invalid UTF-8 spoils only its own document. Dictionary
+    values are expanded row by row, since a small file can repeat a long text many times."""
     pa = need("pyarrow", str(path))
     if not pa.types.is_dictionary(array.type):
         array = array.view(_bare(array.type))
@@ -288,7 +290,9 @@ def _bytes_in(array: Any, path: Path) -> Iterator[bytes | None]:
     words.validate(full=True)
     limits = need("pyarrow.compute", str(path)).min_max(array.indices).as_py()
     if limits["min"] is not None and not 0 <= limits["min"] <= limits["max"] < len(words):
-        raise DataError(f"{path} is damaged: an index of its dictionary of {len(words):,} is wrong")
+        raise DataError(
+            f"{path} is damaged: an index is outside its dictionary of {len(words):,} values"
+        )
     return (None if i is None else words[i].as_py() for i in array.indices.to_pylist())
 
 
@@ -298,7 +302,7 @@ def _lists_in(array: Any) -> Iterator[Any]:
 
 
 def _bare(type: Any) -> Any:
-    """The type of the same bytes that need not be UTF-8."""
+    """Returns the binary type for a string type: the same bytes, which need not be UTF-8."""
     pa = need("pyarrow", "arrow")
     bare = {
         pa.string(): pa.binary(),
@@ -311,7 +315,7 @@ def _bare(type: Any) -> Any:
 def _into(
     array: Any, step: Step, rows: npt.NDArray[np.int64], path: Path, bad: Bad
 ) -> tuple[Any, npt.NDArray[np.int64]]:
-    """One step into structs or lists; `rows` says of each value which row it is from."""
+    """Takes one step into structs or lists; `rows` is the row number of each value."""
     compute = need("pyarrow.compute", str(path))
     if step is not None:
         return compute.struct_field(array, [step]), rows
@@ -334,8 +338,8 @@ def _reading_arrow(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeDecodeError, MemoryError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split()) or "there is no memory for what it claims to hold"
-        raise DataError(f"{path} cannot be read, is cut short or damaged: {reason}") from None
+        reason = " ".join(str(error).split()) or "not enough memory for the size it claims"
+        raise DataError(f"{path} cannot be read, or is truncated or damaged: {reason}") from None
 
 
 def _leaves(place: Place, type: Any) -> Iterator[tuple[Place, Any]]:

@@ -1,8 +1,8 @@
-"""Which column holds the documents, and what lies at its place in a record.
+"""Which column holds the documents, and how its values are found in a record.
 
-A column is named by its path: `text`, `meta.text` (a field of an object), `files[].text` (of every
-object in a list; each is a document of its own). Where none is asked for, one of the usual names is
-taken, or the only column there is; otherwise the columns are listed, with an example of each.
+A column is named by its path: `text`, `meta.text` (a field of an object), `files[].text` (a field
+of every object in a list, each of which is a document). If none is requested, a column with a usual
+name or the only column is used; otherwise the error lists the columns, with an example of each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from overland.data.sources.source import Kind
 from overland.errors import DataError, Unsettled
 from overland.words import any_of, nearest_name
 
-# Where a corpus has several columns and none is asked for, the first of these that it has.
+# If a corpus has several columns and none is requested, the first of these that it has is used.
 USUAL_NAMES = ("text", "tokens", "input_ids", "content")
-WHOLE = "*"  # asked for as a column, it makes a document of each record
-LISTED = 24  # columns that a message shows at most
+WHOLE = "*"  # requested as a column, it makes each whole record a document
+LISTED = 24  # most columns that a message shows
 EXAMPLE_CHARACTERS = 32
 # What conversations and pairs for fine-tuning are called in public datasets.
 TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns")
@@ -32,11 +32,11 @@ PAIRS = (
     ("chosen", "rejected"),
 )
 Step: TypeAlias = str | None
-"""Into a record: the field of that name, or (None) every item of a list."""
+"""A step into a record: the field of that name, or (None) every item of a list."""
 Place: TypeAlias = tuple[Step, ...]
-MAX_COLUMNS = 256  # an object whose keys are data has any number
+MAX_COLUMNS = 256  # an object whose keys are data can have any number
 MAX_DEPTH = 6
-ITEMS = 4  # of a list, that are looked at
+ITEMS = 4  # of each list, inspected
 TYPE_NAMES: dict[Kind, str] = {"text": "string", "tokens": "list of int"}
 
 
@@ -45,7 +45,7 @@ class Column:
     type: str
     place: Place
     kind: Kind | None = None
-    """What its documents are; None: it holds none."""
+    """What its documents are, or None if it holds no documents."""
 
 
 RECORD = Column("record", (), "records")
@@ -62,7 +62,7 @@ def choose_column(
     columns: Mapping[str, Column],
     examples: Callable[[], Mapping[str, Any]] = dict,
 ) -> str:
-    """The wanted column, or the one that must be meant. `examples`: a value of each, by name."""
+    """Returns the wanted column, or the only sensible one. `examples` has a value of each."""
     if wanted == WHOLE:
         return WHOLE
     if wanted is not None:
@@ -71,7 +71,7 @@ def choose_column(
         if columns[wanted].kind is None:
             listed = _listed(columns, examples())
             raise DataError(
-                f"{where}: column {wanted!r} holds no text or token ids; its columns: {listed}"
+                f"{where}: column {wanted!r} contains no text or token ids; its columns: {listed}"
             )
         return wanted
     for name in USUAL_NAMES:
@@ -94,7 +94,7 @@ def no_column(where: object, name: str, columns: Mapping[str, object], listed: s
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` where a name is near, or nothing."""
+    """Returns `; did you mean 'x'?` if there is a similar name, otherwise an empty string."""
     near = nearest_name(name, known)
     return f"; did you mean {near!r}?" if near else ""
 
@@ -120,7 +120,7 @@ def _short(value: Any) -> str:
 
 
 def _chat(columns: Mapping[str, Column]) -> str:
-    """Returns what to say of conversations and of pairs of a question and an answer."""
+    """Returns a hint if the columns look like conversations or question-answer pairs."""
     tops = {column.place[0] for column in columns.values()}
     found = [name for name in TURNS if name in tops] or next(
         (list(pair) for pair in PAIRS if tops.issuperset(pair)), []
@@ -128,13 +128,13 @@ def _chat(columns: Mapping[str, Column]) -> str:
     if not found:
         return ""
     return (
-        f'. This looks like data for fine-tuning ({any_of(found, "and")}): sft.shape = "auto" '
-        "learns from conversations; to pretrain on it, write each as one text column"
+        f'. This looks like fine-tuning data ({any_of(found, "and")}): set sft.shape = "auto" to '
+        "train on conversations, or write each one as text in a single column to pretrain on it"
     )
 
 
 def values_at(record: object, place: Place) -> Iterator[object]:
-    """Yields every value at a place; None where the record has nothing there."""
+    """Yields every value at a place, and None if the record has nothing there."""
     if not place:
         yield record
         return
@@ -156,7 +156,7 @@ def kind_of_value(value: object) -> Kind | None:
 
 
 class Sample:
-    """The columns of some records, and what they hold."""
+    """The columns of some records, with their types and examples."""
 
     def __init__(self) -> None:
         self.num_lines = self.num_bytes = 0
@@ -170,8 +170,8 @@ class Sample:
                 self._add((name,), value)
 
     def columns(self, wanted: str | None) -> dict[str, Column]:
-        """Returns columns by name. One that is asked for, or has the usual name of text, may be
-        null in all of the sample: it is text then, and its nulls are bad documents."""
+        """Returns columns by name. If the wanted column, or one called text, is null throughout the
+        sample, it counts as text, and its nulls are bad documents."""
         found: dict[str, Column] = {}
         containers = {place[:end] for place in self._types for end in range(1, len(place))}
         for place, type in self._types.items():
@@ -183,7 +183,7 @@ class Sample:
                 type = TYPE_NAMES[kind]
             elif type == "null" and name in (wanted, "text"):
                 kind = "text"
-            # One whose own name is `a.b` comes before the field b of a.
+            # A column whose own name is `a.b` takes precedence over the field b of a.
             if name not in found or len(place) < len(found[name].place):
                 found[name] = Column(type, place, kind)
         return found
@@ -206,7 +206,7 @@ class Sample:
         if value is not None:
             self.examples.setdefault(column_name(place), value)
         kind = kind_of_value(value)
-        # An empty list may be one of anything; it settles nothing where there is more to see.
+        # An empty list could be of any type, so it does not count if other values show the type.
         if kind is not None:
             self._kinds[place][kind] += 1 if value or kind == "text" else 0
 

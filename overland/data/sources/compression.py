@@ -1,4 +1,4 @@
-"""Files as bytes, whatever they are compressed with, and what goes wrong with them as sentences."""
+"""Reads files as bytes, decompressed if necessary, and explains why one cannot be read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from overland.packages import need
 
 SUFFIXES = (".gz", ".zst", ".zstd", ".xz", ".bz2")
 READ_BYTES = 1 << 20
-COMPRESSION = 3  # by how much text shrinks under gzip and zstd
-# Given to zstd and xz at once: four bytes can stand for 128 KiB, and what comes out is held.
+COMPRESSION = 3  # typical compression ratio of text under gzip and zstd
+# Passed to zstd and xz at once: four bytes can expand to 128 KiB, and the output stays in memory.
 FOLDED_BYTES = 1 << 12
-# What an xz file may ask for; `xz -9` asks for 65 MiB, and zstd's own limit is 128 MiB.
+# Memory limit for xz; files from `xz -9` need 65 MiB, and zstd's own limit is 128 MiB.
 XZ_MEMORY = 256 << 20
-# What a compressed file that is held in memory whole may unfold to: this, or more if it is within
-# so many times its own size. Zeros shrink to a thousandth under gzip, text hardly to a tenth.
+# A compressed file that is read into memory whole may expand to this size, or to MOST_TIMES its own
+# size if that is more. gzip shrinks zeros to a thousandth, and text to hardly less than a tenth.
 MOST_UNFOLDED = 256 << 20
 MOST_TIMES = 100
 
@@ -33,7 +33,7 @@ def is_compressed(file: str) -> bool:
 
 
 def times_smaller(file: str) -> int:
-    """About how much smaller text is than it was."""
+    """Returns roughly how many times smaller a file is than its text."""
     return COMPRESSION if is_compressed(file) else 1
 
 
@@ -56,8 +56,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Reads all of a file, unless it is a small one that unfolds to more than memory should
-    hold."""
+    """Reads all of a file, unless it expands to far more than its own size."""
     with open_bytes(path) as file:
         if not is_compressed(path.name):
             return file.read()
@@ -67,19 +66,19 @@ def read_whole(path: Path) -> bytes:
             data += piece
             if len(data) > most:
                 raise DataError(
-                    f"{path} unfolds to more than {most:,} bytes, over {MOST_TIMES} times its own "
-                    "size; if that is meant, decompress it first"
+                    f"{path} decompresses to more than {most:,} bytes, over {MOST_TIMES} times its "
+                    "own size; if that is intended, decompress it first"
                 )
     return bytes(data)
 
 
 def most_unfolded(size: int) -> int:
-    """Returns how much a file of so many bytes may unfold to in memory."""
+    """Returns how many bytes a file of this size may expand to in memory."""
     return max(MOST_UNFOLDED, MOST_TIMES * size)
 
 
 def decompress(data: bytes, method: str, path: Path, most: int) -> bytes:
-    """Decompresses at most one byte more than `most`, however much there would be."""
+    """Decompresses at most `most` + 1 bytes, however many there are."""
     openers: dict[str, Callable[[IO[bytes]], Any]] = {
         "zstd": lambda file: io.BufferedReader(_ZstdFile(path, file)),
         "gz": lambda file: gzip.GzipFile(fileobj=file),
@@ -90,25 +89,25 @@ def decompress(data: bytes, method: str, path: Path, most: int) -> bytes:
         with openers[method](io.BytesIO(data)) as file:
             opened: bytes = file.read(max(most, 0) + 1)
             return opened
-    raise DataError(f"{path} is compressed with {method}; zstd, gz and bz2 can be read")
+    raise DataError(f"{path} is compressed with {method}; supported are zstd, gz and bz2")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Explains why a file cannot be read: an error under every policy, not a bad document."""
+    """Turns a failure to read a file into a DataError, which no policy for bad documents skips."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # of a compressed file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # the last three: compressed
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"{path} cannot be read: {reason}") from None
 
 
 class _Frames(io.RawIOBase):
-    """Decompresses frame after frame. The libraries' own readers take the end of a zstd file that
-    was cut short for the end of the data, and have no limit to the memory that an xz file takes."""
+    """Decompresses one frame after another. The libraries' own readers do not notice a truncated
+    zstd file, and have no limit on the memory that an xz file takes."""
 
     padding = b""
-    """What may stand between frames, and after the last."""
+    """Bytes allowed between frames, and after the last one."""
 
     def __init__(self, path: Path, file: IO[bytes] | None = None) -> None:
         self._file = file if file is not None else path.open("rb")
@@ -125,7 +124,7 @@ class _Frames(io.RawIOBase):
             self._rest = b""
             if not data:
                 if self._frame is not None:
-                    raise EOFError("it is cut short in the middle of a compressed frame")
+                    raise EOFError("it is truncated in the middle of a compressed frame")
                 return 0
             if self._frame is None:
                 data = data.lstrip(self.padding) if self.padding else data
@@ -150,7 +149,7 @@ class _Frames(io.RawIOBase):
     error: type[Exception]
 
     def begin(self) -> Any:
-        """A decompressor for the next frame."""
+        """Returns a decompressor for the next frame."""
         raise NotImplementedError
 
 

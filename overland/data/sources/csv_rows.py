@@ -1,4 +1,4 @@
-"""CSV and TSV with a header: a row is a record, and its documents are one of the columns."""
+"""CSV and TSV with a header: a row is a record, and one of the columns holds the documents."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BOM = "\ufeff"
 
 
 class CsvRows(FileSource):
-    """Text only. A chunk is a file: a quoted value may hold line breaks, so that nothing but
-    reading from the top tells where a row begins."""
+    """Text only. A chunk is a whole file: a quoted value may contain line breaks, so the start of a
+    row can only be found by reading from the top."""
 
     format = "csv"
 
@@ -36,7 +36,7 @@ class CsvRows(FileSource):
                 if self.column == WHOLE:
                     self.kind = "records"
             elif self.column == WHOLE and list(columns) != list(self.columns):
-                raise DataError(f"{root / file} has other columns than {root / self.files[0]}")
+                raise DataError(f"{root / file} has different columns than {root / self.files[0]}")
             elif self.column == WHOLE:
                 continue
             elif self.column not in columns:
@@ -49,11 +49,11 @@ class CsvRows(FileSource):
 
 
 def header(path: Path) -> list[str]:
-    """The names of the columns."""
+    """Returns the names of the columns."""
     rows = _rows(path, lambda message: None)
     names = [name.strip() for name in next(rows, (1, []))[1]]
     if not any(names):
-        raise DataError(f"{path} is empty: it has no header that names its columns")
+        raise DataError(f"{path} is empty: it has no header with the names of its columns")
     return names
 
 
@@ -64,14 +64,14 @@ def read_rows(path: Path, column: str, bad: Bad) -> Iterator[str]:
 def read_records(
     path: Path, bad: Bad, columns: Sequence[str] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Yields each row by the names of its columns, or of some of them."""
+    """Yields each row as a dict of all columns, or of the given ones."""
     names = header(path)
     rows = _rows(path, bad)
     next(rows)
     for line, row in rows:
         where = f"{path}:{line}"
         if len(row) != len(names):
-            bad(f"{where}: {len(row):,} values where the header names {len(names):,}")
+            bad(f"{where}: {len(row):,} values, but the header names {len(names):,} columns")
             continue
         record = dict(zip(names, row, strict=True))
         record = {name: record[name] for name in columns or names}
@@ -79,7 +79,7 @@ def read_records(
             for name in record:
                 record[name].encode()
         except UnicodeEncodeError:
-            bad(f"{where}: {name} is no UTF-8 text")
+            bad(f"{where}: {name} is not UTF-8 text")
             continue
         yield Located(record, where)
 
@@ -90,7 +90,7 @@ def _first(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _rows(path: Path, bad: Bad) -> Iterator[tuple[int, list[str]]]:
-    """Yields each row that is not blank, and the line that it ends on."""
+    """Yields each row that is not blank, with the number of its last line."""
     csv.field_size_limit(LONGEST_LINE)  # the library's own is 131,072
     begins = num_bytes = 0
 
@@ -98,12 +98,12 @@ def _rows(path: Path, bad: Bad) -> Iterator[tuple[int, list[str]]]:
         nonlocal num_bytes
         while line := file.readline(LONGEST_LINE + 1):
             num_bytes += len(line)
-            if num_bytes > LONGEST_LINE:  # which a quote that is never closed may make it
+            if num_bytes > LONGEST_LINE:  # as after a quote that is never closed
                 raise DataError(
-                    f"{path}:{begins}: a row of more than {LONGEST_LINE:,} bytes; a quote may be "
-                    "opened and never closed, or split the document"
+                    f"{path}:{begins}: a row of more than {LONGEST_LINE:,} bytes; look for a quote "
+                    "that is opened and never closed, or split the document"
                 )
-            # Bytes that are no UTF-8 spoil the value they are in, not the file.
+            # Invalid UTF-8 spoils only the value that contains it, not the file.
             text = line.decode("utf-8", "surrogateescape")
             yield text if reader.line_num else text.removeprefix(BOM)
 
@@ -121,7 +121,7 @@ def _rows(path: Path, bad: Bad) -> Iterator[tuple[int, list[str]]]:
                     raise DataError(
                         f"{path}:{begins}: a quote is opened and never closed"
                     ) from None
-                bad(f"{path}:{reader.line_num}: not a row of CSV: {error}")
+                bad(f"{path}:{reader.line_num}: not a valid CSV row: {error}")
                 continue
             if row:
                 yield reader.line_num, row

@@ -1,8 +1,8 @@
-"""Questions and answers from the docstrings of Python's standard library: data to fine-tune on that
+"""Questions and answers from the docstrings of Python's standard library: fine-tuning data that
 every machine has, without a download.
 
-The answer to "What does shutil.copyfile do?" is the first paragraph of its docstring. As a pair for
-preference tuning, the answer about something else in the same module is the rejected one.
+The answer to "What does shutil.copyfile do?" is the first paragraph of its docstring. In pairs for
+preference tuning, the rejected answer is about something else in the same module.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from overland.data.sources.source import FileSource, Kind
 from overland.data.sources.text import library_modules, part_of_files
 
-# One or two whole sentences: no signatures, and nothing that a short sequence cannot hold.
+# One or two whole sentences: no signatures, and nothing too long for a short sequence.
 ANSWER = re.compile(r"[A-Z].{15,158}\.")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Docstrings(FileSource):
     """A chunk is a module; its records have `question` and `answer`, and `chosen` and `rejected`
-    turns. `part` k of n takes every n-th module, from the k-th on."""
+    turns. `part` (k, n) takes every n-th module, starting with the k-th."""
 
     format = "docstrings"
     kind: Kind = "records"
@@ -37,7 +37,7 @@ class Docstrings(FileSource):
         asked = list(questions((self.root / chunk).read_text("utf-8", "replace"), chunk))
         others = [answer for _, answer in asked]
         for (question, answer), other in zip(asked, others[1:] + others[:1], strict=True):
-            if other != answer:  # it is the only one of its module, or says the same
+            if other != answer:  # equal if the module has only one, or two that say the same
                 turns = [[{"role": "assistant", "content": text}] for text in (answer, other)]
                 yield {"question": question, "answer": answer,
                        "chosen": turns[0], "rejected": turns[1]}  # fmt: skip
@@ -47,7 +47,7 @@ def questions(source: str, file: str) -> Iterator[tuple[str, str]]:
     """Yields a question and its answer for each public class and function with a docstring."""
     try:
         module = ast.parse(source)
-    except (SyntaxError, ValueError):  # a fixture, or the source of another Python
+    except (SyntaxError, ValueError):  # a test fixture, or written for another Python version
         return
     yield from _below(module, module_name(file))
 
@@ -67,6 +67,6 @@ def _below(node: ast.Module | ast.ClassDef, name: str) -> Iterator[tuple[str, st
 
 
 def module_name(file: str) -> str:
-    """The name that a module is imported by; a package goes without its __init__."""
+    """Returns the name that a module is imported by, without the `__init__` of a package."""
     parts = PurePosixPath(Path(file).with_suffix("").as_posix()).parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

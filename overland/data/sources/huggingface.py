@@ -1,7 +1,7 @@
-"""Folders as `datasets` writes them and as datasets lie on the hub: which files are meant.
+"""Selects the data files in folders written by `datasets` or downloaded from the Hugging Face Hub.
 
-A `save_to_disk` folder lists its files. A hub folder may say in its README.md which files belong to
-which subset (config) and split; otherwise the names of folders and files tell.
+A `save_to_disk` folder lists its files. The README.md of a Hub folder may say which files belong to
+which subset (config) and split; otherwise the names of folders and files decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from overland.data.sources.source import SHOWN, inside_folder
 from overland.errors import DataError, Unsettled
 from overland.files import LARGEST_CONFIG, parse_yaml, read_json
 
-MOST_STARS = 4  # of a README's pattern
+MOST_STARS = 4  # in a README's pattern
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -30,7 +30,7 @@ SPLIT_OF_SHARD = re.compile(r"(?:^|/)data/([\w.]+)-\d{5}-of-\d{5}")
 def choose_name(
     what: str, wanted: str | None, names: Collection[str], usual: str, where: object
 ) -> str:
-    """The wanted name, the usual one, or the only one."""
+    """Returns the wanted name, the usual one, or the only one."""
     found = _chosen(what, wanted, names, where)
     if found is not None:
         return found
@@ -44,7 +44,8 @@ def choose_name(
 def choose_split(
     wanted: str | None, names: Collection[str], where: object, held_out: bool = False
 ) -> str:
-    """The wanted split; otherwise the one to train on or, `held_out`, one to validate on."""
+    """Returns the wanted split; otherwise the training split or, if `held_out`, one to validate
+    on."""
     if not held_out:
         return choose_name("split", wanted, names, "train", where)
     found = _chosen("split", wanted, names, where)
@@ -58,8 +59,8 @@ def choose_split(
     raise Unsettled(
         f"{where} has no validation or test split: set ",
         "split",
-        f" to one of its own ({has}) that is not trained on, or take it out of [validation] and "
-        "set data.holdout = 0.01",
+        f" to one of its splits ({has}) that is not used for training, or remove it from "
+        "[validation] and set data.holdout = 0.01",
     )
 
 
@@ -73,14 +74,15 @@ def _chosen(what: str, wanted: str | None, names: Collection[str], where: object
 def saved_files(
     folder: Path, subset: str | None, split: str | None, held_out: bool = False
 ) -> tuple[Path, list[str]] | None:
-    """The Arrow files of a `save_to_disk` folder and where they lie; None if it is none."""
+    """Returns the Arrow files of a `save_to_disk` folder and the folder they are in, or None if
+    this is no such folder."""
     if subset is not None and (folder / subset).is_dir():
         folder, subset = folder / subset, None
     is_dict = (folder / "dataset_dict.json").is_file()
     if not is_dict and not (folder / "state.json").is_file():
         return None
     if subset is not None:
-        raise DataError(f"{folder} has no subset {subset!r}: it was saved from one dataset")
+        raise DataError(f"{folder} has no subset {subset!r}: it was saved from a single dataset")
     if is_dict:
         splits = _json(folder / "dataset_dict.json").get("splits", [])
         chosen = choose_split(split, splits, folder, held_out)
@@ -90,10 +92,12 @@ def saved_files(
     if not is_dict and split is not None:
         choose_split(split, [state["_split"]] if state.get("_split") else [], folder)
     if state.get("_indices_files") or state.get("_indices_data_files"):
-        raise DataError(f"{folder} was saved with indices: call flatten_indices() and save again")
+        raise DataError(
+            f"{folder} was saved with an indices mapping: call flatten_indices() and save it again"
+        )
     entries = state.get("_data_files")
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        raise DataError(f"{state_path} lists no data files: it is not of `save_to_disk`")
+        raise DataError(f"{state_path} lists no data files: `save_to_disk` did not write it")
     files = [entry.get("filename") for entry in entries]
     for file in files:
         inside_folder(folder, file, state_path)
@@ -107,7 +111,7 @@ def select_files(
     split: str | None,
     held_out: bool = False,
 ) -> list[str]:
-    """Returns those of `files` (relative to `root`) that belong to the subset and the split."""
+    """Returns the `files` (relative to `root`) that belong to the subset and the split."""
     configs = _configs(root / "README.md")
     if configs:
         return _by_readme(root, files, configs, subset, split, held_out)
@@ -119,19 +123,19 @@ def select_files(
 
 
 def read_together(root: Path, files: Sequence[str]) -> str:
-    """A sentence about the subsets that these files are from, if there are several; a README that
-    names subsets has one of them read."""
+    """Returns a note if these files are from several subsets; if the README defines subsets, only
+    one of them is read."""
     folders = sorted({file.partition("/")[0] for file in files if "/" in file})
     if len(folders) < 2 or _configs(root / "README.md"):
         return ""
     more = f" and {len(folders) - SHOWN:,} more" if len(folders) > SHOWN else ""
     names = f"{', '.join(folders[:SHOWN])}{more}"
-    return f"{len(folders):,} subsets are read together: {names}; subset chooses one of them"
+    return f"{len(folders):,} subsets are read together: {names}; set subset to read one of them"
 
 
 def subset_files(root: Path, files: Sequence[str], subset: str | None, where: str) -> list[str]:
-    """Returns those of `files` that belong to the subset, or to the usual one, whatever their
-    split; `root` need hold no more than the README.md. Errors name `where`."""
+    """Returns the `files` that belong to the subset, or to the default one, in any split; only the
+    README.md needs to be in `root`. Errors name `where`."""
     configs = _configs(root / "README.md")
     if not configs and subset is None:
         return list(files)
@@ -147,7 +151,7 @@ def subset_files(root: Path, files: Sequence[str], subset: str | None, where: st
 
 
 def split_of(file: str) -> str | None:
-    """The split that a file's name speaks of, if it does; its own name before its folders'."""
+    """Returns the split that a file's path names, if any; the file name comes before folders."""
     shard = SPLIT_OF_SHARD.search(file)
     if shard:
         return shard[1]
@@ -161,7 +165,8 @@ def split_of(file: str) -> str | None:
 def _by_split(root: Path, files: Sequence[str], split: str | None, held_out: bool) -> list[str]:
     splits = {file: split_of(file) for file in files}
     names = sorted({name for name in splits.values() if name is not None})
-    # Without being asked, only where every file says what it is: no text is left out by accident.
+    # Unless a split is requested, files are selected only if every file names its split, so that no
+    # data is left out by accident.
     if split is None and (not names or (None in splits.values() and not held_out)):
         return list(files)
     wanted = split if split is None or split in names else ALIASES.get(split, split)
@@ -203,7 +208,7 @@ def _below(root: Path, files: Sequence[str], config: dict[str, Any]) -> list[str
 
 
 def _start(root: Path, config: dict[str, Any]) -> str:
-    """The folder that a subset's patterns count from, with its slash."""
+    """Returns the folder that a subset's patterns are relative to, with its slash."""
     if not config.get("data_dir"):
         return ""
     folder = (
@@ -227,7 +232,7 @@ def _matching(
 
 
 def _configs(page: Path) -> list[dict[str, Any]]:
-    """`configs` of the YAML that a dataset's README.md begins with."""
+    """Returns `configs` from the YAML front matter of a dataset's README.md."""
     if not page.is_file():
         return []
     with page.open(encoding="utf-8", errors="replace") as file:
@@ -241,7 +246,7 @@ def _configs(page: Path) -> list[dict[str, Any]]:
 
 
 def _patterns(data_files: Any) -> dict[str, list[str]]:
-    """Split -> patterns, from any of the forms that a README may use."""
+    """Returns the patterns of each split, from any of the forms that a README may use."""
     if isinstance(data_files, dict):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
     entries = data_files if isinstance(data_files, list) else [data_files] if data_files else []
@@ -264,7 +269,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
             raise re.error("too many *")
         return re.compile(text)
     except re.error as error:
-        raise DataError(f"the pattern {pattern!r:.200} cannot be used: {error}") from None
+        raise DataError(f"the pattern {pattern!r:.200} is not valid: {error}") from None
 
 
 def _json(path: Path) -> dict[str, Any]:

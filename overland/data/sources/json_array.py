@@ -1,6 +1,6 @@
-"""A JSON file that is one array of objects, given out item by item, as JSON lines are line by line.
+"""A JSON file that is one array of objects, read item by item, as JSON lines are read line by line.
 
-Public datasets for fine-tuning often come so (`alpaca_data.json`). Only one item is in memory.
+Public fine-tuning datasets often use this format (`alpaca_data.json`). Only one item is in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD_BYTES = 256  # blanks before the array
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file is one array. Lines of JSON have names of their own, and never are."""
+    """Whether a file is one array. Only .json files can be; .jsonl and .ndjson have lines."""
     if bare_suffix(path) != ".json":
         return False
     with reading(path), open_bytes(path) as file:
@@ -29,9 +29,9 @@ def is_array(path: Path) -> bool:
 
 
 def array_items(path: Path, longest: int) -> Iterator[bytes]:
-    """Yields the text of each item. What is no JSON comes as one item, with all that follows of
-    it; then there are no more."""
-    # Bytes that are no UTF-8 spoil the item they are in, and come out as they went in.
+    """Yields the text of each item. Invalid JSON is yielded as one last item, together with
+    everything that follows it."""
+    # Invalid UTF-8 spoils only the item that contains it; its bytes are passed through unchanged.
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     scan = json.JSONDecoder().raw_decode
     with reading(path), open_bytes(path) as file:
@@ -67,4 +67,4 @@ def array_items(path: Path, longest: int) -> Iterator[bytes]:
                 yield text[: longest + 1].encode("utf-8", "surrogateescape")
                 return
             else:
-                raise DataError(f"{path} is cut short: a JSON array without its end")
+                raise DataError(f"{path} is truncated: its JSON array has no end")

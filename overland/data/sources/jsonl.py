@@ -1,11 +1,12 @@
-"""JSON lines: an object per line, of which one value is the document; and files of lines, in parts.
+"""JSON lines: one object per line, one value of which is the document. Files are read in parts.
 A file that is one array of objects counts as lines, too.
 
-A part holds the lines that begin in it, so that several processes can share one file, and a build
-that is killed keeps the parts that it made. Parts are ranges of bytes; of a compressed file, of
-what it unfolds to. To reach a part of such a file, all before it must be unfolded, so it has few
-parts, and the reader stays open where a part ends: the next one continues there. How long the text
-is can only be estimated: the last part takes whatever is left.
+A part holds the lines that begin in it, so that several processes can share one file and a build
+that is killed keeps the parts it finished. Parts are byte ranges: of the file or, if it is
+compressed, of its decompressed text. To reach a part of a compressed file, everything before it has
+to be decompressed, so there are few parts, and the reader stays open at the end of a part so that
+the next one continues there. The length of the text can only be estimated, so the last part takes
+whatever is left.
 """
 
 from __future__ import annotations
@@ -50,26 +51,26 @@ from overland.data.sources.source import Bad, Document, FileSource, Kind, Locate
 from overland.packages import need
 
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
-# Looked at to settle the column: of all files together, or a line of each file.
+# Read to choose the column: this much from all files together, but at least one line of each.
 SAMPLE_RECORDS = 1000
 SAMPLE_BYTES = 4 << 20
 SAMPLE_FILES = 16
-NO_ARRAY = "; one object per line is read, no array"
-PART_BYTES = 4 << 20  # a second for one core; some form a shard
-LONGEST_LINE = 256 << 20  # four times as much is in memory while it is parsed
-MAX_PARTS = 32  # of a compressed file, which is unfolded up to each of them
-FEW_FILES = 64  # as many need no look at how much each unfolds to
+NO_ARRAY = "; expected one object per line, not an array"
+PART_BYTES = 4 << 20  # takes one core a second; a shard is made of several
+LONGEST_LINE = 256 << 20  # parsing takes four times as much memory
+MAX_PARTS = 32  # of a compressed file, which is decompressed up to the start of each
+FEW_FILES = 64  # only with fewer compressed files is the expansion of each one measured
 USUAL_EXPANSION = 3
 HEAD_BYTES = 1 << 20
 UNFOLDED_BYTES = 64 << 20
-SEGMENT_BYTES = 64 << 20  # a part under the rules of earlier versions, by its number
+SEGMENT_BYTES = 64 << 20  # size of a numbered part under the rules of earlier versions
 BOM = b"\xef\xbb\xbf"
 RANGE = re.compile(r"(.*)#(\d+)-(\d*)", re.DOTALL)
 SEGMENT = re.compile(r"(.*)#(\d+)", re.DOTALL)
 
 
 class JsonLines(FileSource):
-    """One object per line; its documents are one of the object's values."""
+    """One object per line; one of the object's values holds the documents."""
 
     format = "jsonl"
 
@@ -80,7 +81,7 @@ class JsonLines(FileSource):
         sample = sample_lines(root, files)
         columns = sample.columns(column)
         self.columns = {name: column.type for name, column in columns.items()}
-        # Without a single good line there is nothing to choose from; reading will say why.
+        # Without a single good line there is nothing to choose from; reading will report why.
         if columns:
             self.column = choose_column(self.place, column, columns, lambda: sample.examples)
         else:
@@ -139,7 +140,7 @@ class _Unusable(Exception):
 
 
 def _parse(line: bytes) -> tuple[object, str]:
-    """Returns what a line says, and the line itself."""
+    """Returns the parsed line, and its text."""
     try:
         text = line.decode("utf-8")
         return json.loads(text), text
@@ -150,7 +151,7 @@ def _parse(line: bytes) -> tuple[object, str]:
     except json.JSONDecodeError as error:
         hint = NO_ARRAY if text.strip() == "[" else ""
         raise _Unusable(f"not a JSON object: {error.msg}{hint}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits; a deep nest
+    except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
         raise _Unusable("not a JSON object that can be read") from None
 
 
@@ -163,7 +164,7 @@ def _document(value: object, column: Place, kind: Kind, record: object, line: st
     if kind == "tokens" and isinstance(value, list) and kind_of_value(value) == "tokens":
         if value and not 0 <= min(value) <= max(value) < 1 << 63:
             wrong = min(value) if min(value) < 0 else max(value)
-            raise _Unusable(f"{column_name(column)} has {wrong:,}, which is no token id")
+            raise _Unusable(f"{column_name(column)} has {wrong:,}, which is not a token id")
         return np.asarray(value, dtype=np.int64)
     if kind == "tokens" or not isinstance(value, str):
         what = f'"{column_name(column)}"' + (" of token ids" if kind == "tokens" else "")
@@ -173,15 +174,15 @@ def _document(value: object, column: Place, kind: Kind, record: object, line: st
         raise _Unusable(f"expected an object with a {what}, got {line.strip()[:60]!r}{near}")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can say half of a surrogate pair, which is no text
+    except UnicodeEncodeError:  # JSON can encode half of a surrogate pair, which is not text
         raise _Unusable(
-            f"{column_name(column)} has half of a surrogate pair, no UTF-8 text"
+            f"{column_name(column)} has half of a surrogate pair, so it is not UTF-8 text"
         ) from None
     return value
 
 
 def sample_lines(root: Path, files: Sequence[str]) -> Sample:
-    """Some records of some files, spread over them, from the beginning of each."""
+    """Samples the first records of some files, spread evenly over all of them."""
     sample = Sample()
     chosen = [files[len(files) * i // SAMPLE_FILES] for i in range(SAMPLE_FILES)]
     chosen = list(dict.fromkeys(chosen))
@@ -200,14 +201,14 @@ def sample_lines(root: Path, files: Sequence[str]) -> Sample:
 
 
 class LineRange(NamedTuple):
-    """Lines that begin in [start, stop) of a file, or from `start` on."""
+    """The lines of a file that begin at bytes [start, stop), or from `start` on."""
 
     start: int = 0
     stop: int | None = None
 
 
 def split_lines(chunk: str, files: frozenset[str]) -> tuple[str, LineRange]:
-    """The file and the part that a chunk names."""
+    """Returns the file and the part that a chunk names."""
     if chunk in files:
         return chunk, LineRange()
     if found := RANGE.fullmatch(chunk):
@@ -219,7 +220,7 @@ def split_lines(chunk: str, files: frozenset[str]) -> tuple[str, LineRange]:
 
 
 def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
-    """The chunks of all files; those of one follow each other."""
+    """Yields the chunks of all files, one file after another."""
     looks = sum(map(is_compressed, files)) < FEW_FILES
     for file in files:
         with reading(root / file):
@@ -236,7 +237,7 @@ def line_chunks(root: Path, files: Sequence[str], rules: int) -> Iterator[str]:
 
 
 def bytes_of_part(chunk: str, files: frozenset[str]) -> int | None:
-    """Returns the bytes of a part's text, where its name tells."""
+    """Returns the bytes of a part's text, if its name says."""
     _, part = split_lines(chunk, files)
     if SEGMENT.fullmatch(chunk) or not (part.start or part.stop):
         return None
@@ -244,9 +245,9 @@ def bytes_of_part(chunk: str, files: frozenset[str]) -> int | None:
 
 
 def read_part(path: Path, part: LineRange) -> Iterator[tuple[bytes, int, int]]:
-    """Yields each line, where the reading began, and its number since then. Of a line
-    longer than `LONGEST_LINE` there is one byte more than that, and no end. The items of an array
-    are its lines."""
+    """Yields each line, the offset where reading began, and the line's number from there. A line
+    longer than `LONGEST_LINE` is cut off one byte after that. The items of an array count as
+    lines."""
     if is_array(path):
         yield from ((item, 0, n) for n, item in enumerate(array_items(path, LONGEST_LINE), start=1))
         return
@@ -269,7 +270,7 @@ def read_part(path: Path, part: LineRange) -> Iterator[tuple[bytes, int, int]]:
 
 
 def lines_before(path: Path, offset: int) -> int:
-    """Counts lines, which takes reading the file up to there: only a message asks for it."""
+    """Counts lines, which means reading the file up to there: only messages need it."""
     return sum(1 for _ in read_part(path, LineRange(0, offset))) if offset else 0
 
 
@@ -290,9 +291,9 @@ class _KeptReader(NamedTuple):
     key: tuple[str, int, int]
     file: IO[bytes]
     offset: int
-    """Where it stands: at the beginning of a line."""
+    """Its position, which is the beginning of a line."""
     stop: int
-    """Of the part that it has read: no line begins between this and `offset`."""
+    """The end of the part that it has read: no line begins between this and `offset`."""
 
 
 _kept: list[_KeptReader] = []  # one at most
@@ -300,14 +301,14 @@ _lock = threading.Lock()
 
 
 def _open_at(path: Path, part: LineRange) -> tuple[IO[bytes], int]:
-    """A file at the first line that begins in the part, and where that is."""
+    """Opens a file at the first line that begins in the part, and returns its offset, too."""
     if not part.start:
         return open_bytes(path), 0
     kept = _take(path, part.start) if is_compressed(path.name) else None
     if kept is not None and kept.stop == part.start:
         return kept.file, kept.offset
     file, offset = (kept.file, kept.offset) if kept is not None else (open_bytes(path), 0)
-    # The line under way belongs to the part before.
+    # The line that is under way at the start belongs to the previous part.
     if is_compressed(path.name):
         while offset < part.start - 1:
             data = file.read(min(READ_BYTES, part.start - 1 - offset))
@@ -320,7 +321,7 @@ def _open_at(path: Path, part: LineRange) -> tuple[IO[bytes], int]:
 
 
 def _skip_line(file: IO[bytes]) -> int:
-    """Goes to where the next line begins; how many bytes that took."""
+    """Moves to the beginning of the next line, and returns how many bytes were skipped."""
     skipped = 0
     while line := file.readline(READ_BYTES):
         skipped += len(line)
@@ -330,7 +331,7 @@ def _skip_line(file: IO[bytes]) -> int:
 
 
 def _keep(path: Path, file: IO[bytes], offset: int, stop: int) -> IO[bytes]:
-    """Keeps a reader for the part that follows; returns what is to be closed in its place."""
+    """Keeps a reader open for the next part; returns the file to close instead."""
     with _lock:
         _kept.append(_KeptReader(_key(path), file, offset, stop))
         return _kept.pop(0).file if len(_kept) > 1 else io.BytesIO()
@@ -353,22 +354,21 @@ def _key(path: Path) -> tuple[str, int, int]:
 
 
 def _expansion(path: Path) -> int:
-    """Returns how much longer the text is than the file: a power of two, by the file's
-    beginning."""
+    """Estimates from the beginning of a file how many times longer its text is: a power of two."""
     with reading(path), path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     unfolded = 0
     with contextlib.suppress(
         OSError, EOFError, ValueError, zlib.error, lzma.LZMAError
-    ):  # reading says why
+    ):  # reading will report why
         unfolded, unused = _unfold(path, head)
         head = head[: len(head) - unused]
     return 2 ** max(0, round(math.log2(unfolded / len(head)))) if unfolded and head else 1
 
 
 def _unfold(path: Path, head: bytes) -> tuple[int, int]:
-    """Returns how many bytes the beginning of a file unfolds to, and how many of it were not
-    needed."""
+    """Returns how many bytes the beginning of a file expands to, and how many of its bytes were not
+    used for that."""
     makers: dict[str, Any] = {
         ".gz": lambda: zlib.decompressobj(wbits=31),
         ".xz": lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY),

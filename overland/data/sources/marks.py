@@ -1,10 +1,10 @@
-"""Which file changed: a mark per file, taken once and compared later.
+"""Detects changed files: a mark of each file is taken once and compared later.
 
-The time of a file changes when it is copied or touched (which people do to keep files from being
-purged), so a file counts as changed only if its size or its bytes differ. Bytes are looked at only
-where the time differs, and then all of them. Only a corpus of more than `WHOLE_BYTES` is marked by
-sixteen blocks of each large file, as all were by earlier versions: what is edited between them,
-without a change of size, goes unseen there, and `unsure_of` names the files it may concern.
+The modification time changes when a file is copied or touched (which people do to keep files from
+being purged), so a file counts as changed only if its size or its bytes differ. Bytes are compared
+only if the time differs, and then all of them. Only in a corpus of more than `WHOLE_BYTES` are
+large files marked by sixteen blocks each, as earlier versions always did: an edit between those
+blocks that keeps the size goes unnoticed, and `unsure_of` names the files that may have one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 
 BLOCK_BYTES = 16 << 10
 NUM_BLOCKS = 16
-WHOLE_BYTES = 64 << 30  # a minute for one core, once; tokenising as much takes it two hours
-HASHERS = 16  # threads, which hash side by side and wait for the disk together
+WHOLE_BYTES = 64 << 30  # takes one core a minute, once; tokenizing as much takes two hours
+HASHERS = 16  # threads, which hash and wait for the disk in parallel
 WHOLE = "whole:"
 
 
 class FileMark(NamedTuple):
-    """A mark of a file, by which a change is found. JSON keeps it as a list."""
+    """A mark of a file, used to detect changes. Stored as a list in JSON."""
 
     size: int
     time_ns: int
     sample: str
-    """Digest of the file. If it is larger than 256 KiB, either of all of it, which `whole:` says,
-    or of blocks of it."""
+    """Digest of the file. For files larger than 256 KiB, a digest of the whole file starts with
+    `whole:`; otherwise it covers only some blocks."""
 
     @property
     def is_sure(self) -> bool:
@@ -40,7 +40,7 @@ class FileMark(NamedTuple):
 
 
 def marks_of_files(root: Path, files: Iterable[str], whole: bool = True) -> dict[str, FileMark]:
-    """Marks of files; without `whole` those that earlier versions took."""
+    """Takes marks of files; without `whole`, those of earlier versions."""
     paths = {file: root / file for file in files}
     stats = {file: os.stat(path) for file, path in paths.items()}
     whole = whole and sum(stat.st_size for stat in stats.values()) <= WHOLE_BYTES
@@ -55,8 +55,7 @@ def marks_of_files(root: Path, files: Iterable[str], whole: bool = True) -> dict
 
 
 def changed_files(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
-    """Returns what became of the files since they were marked: a sentence for each that is not the
-    same."""
+    """Returns a sentence for each file that has changed since it was marked."""
 
     def change(file: str) -> str | None:
         return _change(root / file, FileMark(*marks[file]))
@@ -66,19 +65,19 @@ def changed_files(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
 
 
 def has_mark(path: Path, mark: FileMark) -> bool:
-    """Whether a file, wherever it is, has the bytes that were marked."""
+    """Whether a file, wherever it is now, has the bytes that were marked."""
     stat = os.stat(path)
     return stat.st_size == mark.size and _look(path, stat, mark) == mark.sample
 
 
 def unsure_of(root: Path, marks: Mapping[str, FileMark]) -> list[str]:
-    """Files that were touched, copied or edited since they were marked by blocks of them alone."""
+    """Returns the files that were touched, copied or edited and whose marks cover only blocks."""
     loose = ((file, mark) for file, mark in marks.items() if not FileMark(*mark).is_sure)
     return [file for file, mark in loose if os.stat(root / file).st_mtime_ns != mark[1]]
 
 
 def digest_of(value: Any) -> str:
-    """Digests marks and whatever else describes a source; times are left out."""
+    """Digests marks and whatever else describes a source, without modification times."""
     text = json.dumps(_without_times(value))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -87,18 +86,18 @@ def _change(path: Path, mark: FileMark) -> str | None:
     try:
         stat = os.stat(path)
     except FileNotFoundError:
-        return f"{path} is gone"
+        return f"{path} no longer exists"
     if stat.st_size != mark.size:
-        return f"{path} changed: it had {mark.size:,} bytes and has {stat.st_size:,}"
+        return f"{path} changed: it had {mark.size:,} bytes and now has {stat.st_size:,}"
     if stat.st_mtime_ns == mark.time_ns:
         return None
     if _look(path, stat, mark) != mark.sample:
-        return f"{path} changed: its size is the same, its content is not"
+        return f"{path} changed: its size is the same, but its content is not"
     return None
 
 
 def _look(path: Path, stat: os.stat_result, mark: FileMark) -> str:
-    """Digests as much of a file as the mark is of."""
+    """Digests the part of a file that the mark covers."""
     return (_whole if mark.sample.startswith(WHOLE) else _sample)(path, stat)
 
 
@@ -108,7 +107,7 @@ def _whole(path: Path, stat: os.stat_result) -> str:
     return WHOLE + _digest(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-# Whoever makes shards compares marks after each of them: a file that was touched is hashed once.
+# Marks are compared after every shard: with the cache, a file that was touched is hashed only once.
 @lru_cache(maxsize=1 << 16)
 def _digest(path: Path, size: int, time_ns: int, inode: int) -> str:
     with path.open("rb") as file:

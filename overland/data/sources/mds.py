@@ -1,9 +1,9 @@
-"""MosaicML's streaming format (MDS), read without its library: `index.json` and shards beside it.
+"""MosaicML's streaming format (MDS), read without its library: `index.json` next to its shards.
 
 A shard is `uint32 n | uint32 offsets[n + 1] | JSON | samples`; a sample is the sizes of its
 variable columns (uint32 each) followed by the bytes of all columns. The index has every shard's
-size and, if the writer was asked for them, its hashes, before and after compression. Values are
-decoded by the name of their encoding; pickles are never loaded.
+size and, if the writer was configured to store them, its hashes, before and after compression.
+Values are decoded by the name of their encoding; pickles are never loaded.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from overland.data.sources.source import (
 from overland.errors import DataError, Unsettled
 from overland.files import read_json, what_is_wrong
 
-LOOKED_AT = 100  # samples, to settle what a column of JSON holds
+LOOKED_AT = 100  # samples read to decide what a column of JSON holds
 INDEX = "index.json"
 LARGEST_SHARD = 2**32 - 1  # what a shard's own table of 32-bit offsets can reach
-# Codes that a value begins with where the encoding's name leaves the type open.
+# Codes that a value begins with if the encoding's name does not specify the type.
 DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64",
     65: "int64", 18: "float16", 34: "float32", 66: "float64",
@@ -46,7 +46,7 @@ SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 
 
 class MDS(FileSource):
-    """A chunk is a shard. Columns of bytes are ids of `dtype`, as llm-foundry writes them."""
+    """A chunk is a shard. Columns of bytes are token ids of `dtype`, as llm-foundry writes them."""
 
     format = "mds"
 
@@ -112,7 +112,7 @@ class MDS(FileSource):
             value = decode_value(self.columns[self.column], data)
             if isinstance(value, bytes):
                 value = np.frombuffer(value, np.dtype(self.dtype).newbyteorder("<"))
-        except UnicodeDecodeError as error:  # a ValueError, too
+        except UnicodeDecodeError as error:  # before ValueError, its base class
             self.bad(f"{where}: expected UTF-8 text, got {error.reason} at byte {error.start:,}")
             return None
         except ValueError as error:
@@ -126,12 +126,12 @@ class MDS(FileSource):
         return value
 
     def _kinds_of_json(self) -> dict[str, Kind]:
-        """Tells the kind of columns whose encoding leaves it open, by some samples."""
+        """Returns the kinds of JSON columns, whose encoding does not tell, from some samples."""
         names = [name for name, code in self.columns.items() if code == "json"]
         sample = Sample()
         for raw in self._some(names):
             for name, data in raw.items():
-                with contextlib.suppress(ValueError):  # reading will say so
+                with contextlib.suppress(ValueError):  # reading will report it
                     sample.add({name: decode_value("json", data)})
         return {name: one.kind for name, one in sample.columns("").items() if one.kind}
 
@@ -144,27 +144,27 @@ class MDS(FileSource):
         return found
 
     def _check_int64(self) -> None:
-        """Bytes of another type either do not divide by eight or are ids that nobody has."""
+        """Detects another type: its bytes are not a multiple of eight, or give impossible ids."""
         assert self.column is not None
         for raw in self._some([self.column]):
             data = raw[self.column]
             ids = np.frombuffer(data[: len(data) // 8 * 8], "<i8")
             if len(data) % 8 or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32):
                 raise Unsettled(
-                    f"{self.root}: column {self.column!r} holds bytes that are no int64 ids: set ",
+                    f"{self.root}: the bytes in column {self.column!r} are not int64 ids: set ",
                     "dtype",
                     " to their type, such as uint16",
                 )
 
     def _some(self, names: list[str]) -> Iterator[dict[str, bytes]]:
-        """The first samples of the first shard that has any."""
+        """Yields the first samples of the first shard that has any."""
         shards = (file for file, shard in self._shards.items() if shard.num_samples)
         file = next(shards, None)
         if names and file is not None:
             yield from itertools.islice(self._raw(file, names), LOOKED_AT)
 
     def _raw(self, chunk: str, names: list[str]) -> Iterator[dict[str, bytes]]:
-        """The bytes of the named columns of each sample."""
+        """Yields the bytes of the named columns of each sample."""
         shard, path = self._shards[chunk], self.root / chunk
         for name in names:
             if shard.encodings.get(name) != self.columns[name]:
@@ -186,20 +186,20 @@ class MDS(FileSource):
                 place = end
             if place != len(sample):
                 raise DataError(
-                    f"{path}: sample {number:,} has {len(sample):,} bytes where its columns take "
-                    f"{place:,}: the shard is damaged"
+                    f"{path} is damaged: sample {number:,} has {len(sample):,} bytes, but its "
+                    f"columns take {place:,}"
                 )
             yield found
 
 
 def _offsets(data: bytes, num_samples: int, path: Path) -> list[int]:
-    """Returns where each sample begins, and the last one ends."""
+    """Returns the offset where each sample begins, and where the last one ends."""
     count = int.from_bytes(data[:4], "little")
     if count != num_samples:
-        raise DataError(f"{path} holds {count:,} samples; the index says {num_samples:,}")
+        raise DataError(f"{path} has {count:,} samples, but the index says {num_samples:,}")
     offsets: list[int] = np.frombuffer(data[4 : 4 * (count + 2)], "<u4").tolist()
     if len(offsets) != count + 1 or offsets[-1] != len(data) or offsets != sorted(offsets):
-        raise DataError(f"{path} is damaged: its table of samples does not fit its size")
+        raise DataError(f"{path} is damaged: its table of samples does not match its size")
     return offsets
 
 
@@ -219,17 +219,17 @@ class MDSShard:
     compression: str
     num_samples: int
     encodings: dict[str, str]
-    """By column, in the order of a sample's bytes."""
+    """The encoding of each column, in the order of a sample's bytes."""
     sizes: list[int | None]
-    """Of each column; None: every sample says its own."""
+    """The size of each column, or None if every sample has its own."""
 
     def stored(self, root: Path) -> ListedFile:
-        """The shard as it lies there: decompressed already, or not."""
+        """Returns the shard's file on disk, which may already be decompressed."""
         return self.raw if self.zipped is None or (root / self.raw.name).exists() else self.zipped
 
 
 def is_mds(folder: Path) -> bool:
-    """Whether it has an index of shards; or one that is wrong, next to shards."""
+    """Whether a folder has an index of shards, or a broken index next to shards."""
     try:
         index = read_json(folder / INDEX)
     except OSError:
@@ -241,32 +241,32 @@ def is_mds(folder: Path) -> bool:
 
 
 def read_mds_index(root: Path) -> dict[str, MDSShard]:
-    """Shards by the name of their file before compression, in the index's order."""
+    """Returns the shards by the name of their uncompressed file, in the index's order."""
     path = root / INDEX
     try:
         with reading(path):
             index = read_json(path)
         shards = [_shard(entry, path) for entry in index["shards"]]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DataError(f"{path} is no index of MDS shards: {what_is_wrong(error)}") from None
+        raise DataError(f"{path} is not an index of MDS shards: {what_is_wrong(error)}") from None
     by_name = {shard.raw.name: shard for shard in shards}
     if len(by_name) < len(shards):
-        raise DataError(f"{path} names a shard twice")
+        raise DataError(f"{path} lists a shard twice")
     if not any(shard.num_samples for shard in shards):
         raise DataError(f"{path} is empty: it lists no samples")
     return by_name
 
 
 def read_shard(root: Path, shard: MDSShard) -> bytes:
-    """The bytes of a shard; what is stored and what comes out of it are both checked."""
+    """Reads the bytes of a shard, and checks them before and after decompression."""
     part = shard.stored(root)
     path = root / part.name
     with reading(path):
         _check_size(path.stat().st_size, part, path)
         if shard.raw.num_bytes > (most := most_unfolded(part.num_bytes)):
             raise DataError(
-                f"{path} would unfold to {shard.raw.num_bytes:,} bytes; of a file of its size "
-                f"{most:,} are read at most"
+                f"{path} would decompress to {shard.raw.num_bytes:,} bytes; the limit for a file "
+                f"of its size is {most:,}"
             )
         data = path.read_bytes()
         _check(data, part, path)
@@ -279,15 +279,15 @@ def read_shard(root: Path, shard: MDSShard) -> bytes:
 def _shard(entry: dict[str, Any], index: Path) -> MDSShard:
     if entry["format"] != "mds" or entry["version"] != 2:
         raise DataError(
-            f"{index}: shards of format {entry['format']}, version {entry['version']}; "
-            "mds, version 2, is read"
+            f"{index} lists shards of format {entry['format']}, version {entry['version']}; "
+            "only mds version 2 is supported"
         )
     if len(set(entry["column_names"])) != len(entry["column_sizes"]):
-        raise ValueError("its lists of columns differ in length, or a column comes twice")
+        raise ValueError("its lists of columns differ in length, or a column is listed twice")
     zipped = entry["zip_data"]
     counts = [entry["samples"], *(size for size in entry["column_sizes"] if size is not None)]
     if any(not 0 <= int(count) <= LARGEST_SHARD for count in counts):
-        raise ValueError(f"a number of samples or bytes that no shard has: {counts}")
+        raise ValueError(f"impossible number of samples or bytes: {counts}")
     return MDSShard(
         _part(entry["raw_data"], index),
         None if zipped is None else _part(zipped, index),
@@ -301,30 +301,31 @@ def _shard(entry: dict[str, Any], index: Path) -> MDSShard:
 def _part(entry: dict[str, Any], index: Path) -> ListedFile:
     inside_folder(index.parent, entry["basename"], index)
     if not 0 <= int(entry["bytes"]) <= LARGEST_SHARD:
-        raise ValueError(f"{entry['basename']} of {entry['bytes']} bytes, which no shard has")
+        raise ValueError(f"impossible size of {entry['basename']}: {entry['bytes']} bytes")
     return ListedFile(entry["basename"], int(entry["bytes"]), dict(entry["hashes"]))
 
 
 def _check(data: bytes, part: ListedFile, path: Path) -> None:
-    """Size and hashes, as far as Python has the algorithm (xxhash it has not)."""
+    """Checks the size, and hashes whose algorithm Python has (it does not have xxhash)."""
     _check_size(len(data), part, path)
     for name, expected in part.hashes.items():
-        if name in hashlib.algorithms_available and not name.startswith("shake"):  # of no length
+        # SHAKE digests have no fixed length to compare.
+        if name in hashlib.algorithms_available and not name.startswith("shake"):
             found = hashlib.new(name, data, usedforsecurity=False).hexdigest()
             if found != expected:
                 raise DataError(
-                    f"{path} is damaged: its {name} is {found}, the index says {expected}"
+                    f"{path} is damaged: its {name} is {found}, but the index says {expected}"
                 )
 
 
 def _check_size(size: int, part: ListedFile, path: Path) -> None:
     if size != part.num_bytes:
-        what = "is cut short" if size < part.num_bytes else "is too long"
-        raise DataError(f"{path} {what}: {size:,} bytes where the index says {part.num_bytes:,}")
+        what = "is truncated" if size < part.num_bytes else "is too long"
+        raise DataError(f"{path} {what}: {size:,} bytes, but the index says {part.num_bytes:,}")
 
 
 def kind_of_encoding(encoding: str) -> Kind | None:
-    """Returns what a column may hold for us; of json only its values tell."""
+    """Returns the kind of documents that a column can hold; for JSON, only its values can tell."""
     name, _, rest = encoding.partition(":")
     if name == "str":
         return "text"
@@ -334,7 +335,7 @@ def kind_of_encoding(encoding: str) -> Kind | None:
 
 
 def decode_value(encoding: str, data: bytes) -> Any:
-    """Decodes a value. Raises ValueError (UnicodeDecodeError among them) if it is none."""
+    """Decodes a value. Raises ValueError (or its subclass UnicodeDecodeError) if it is invalid."""
     name, _, rest = encoding.partition(":")
     if name == "str":
         return data.decode("utf-8")
@@ -348,21 +349,21 @@ def decode_value(encoding: str, data: bytes) -> Any:
         return _decode_json(data)
     if name == "ndarray":
         return _decode_ndarray(data, *rest.split(":")) if rest else _decode_ndarray(data)
-    raise ValueError(f"values of encoding {encoding!r} are not read")
+    raise ValueError(f"encoding {encoding!r} is not supported")
 
 
 def _decode_json(data: bytes) -> Any:
     try:
         value = json.loads(data.decode("utf-8"))
         if isinstance(value, str):
-            value.encode()  # JSON can say half of a surrogate pair, which is no text
+            value.encode()  # JSON can encode half of a surrogate pair, which is not text
         return value
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def _decode_ndarray(data: bytes, dtype: str | None = None, shape: str | None = None) -> Any:
-    """Type and shape stand in the encoding's name, or else before the values."""
+    """Decodes an array. Its type and shape are in the encoding's name or precede the values."""
     try:
         if dtype is None:
             dtype, data = DTYPES[data[0]], data[1:]
@@ -374,7 +375,7 @@ def _decode_ndarray(data: bytes, dtype: str | None = None, shape: str | None = N
             sizes = np.frombuffer(data[1:end], SHAPE_DTYPES[code]).tolist()
             data = data[end:]
     except (IndexError, KeyError):
-        raise ValueError("the array's head is damaged") from None
+        raise ValueError("the array's header is damaged") from None
     return _array(data, dtype).reshape(sizes)
 
 

@@ -1,4 +1,5 @@
-"""Megatron's `.bin` of token ids and `.idx` of where sequences and documents begin."""
+"""Megatron's format: a `.bin` of token ids, and an `.idx` with the start of each sequence and
+document."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ DOCUMENTS_PER_CHUNK = 8192
 class MegatronIndex:
     dtype: str
     lengths: npt.NDArray[np.int32]
-    """Of each sequence, in tokens."""
+    """The length of each sequence, in tokens."""
     pointers: npt.NDArray[np.int64]
-    """Of each sequence, in bytes."""
+    """The offset of each sequence, in bytes."""
     documents: npt.NDArray[np.int64]
-    """The sequence that each document begins with, and the number of sequences."""
+    """The first sequence of each document, followed by the number of sequences."""
 
 
 class Megatron(FileSource):
-    """A chunk is a range of documents; a document is its sequences, one after another."""
+    """A chunk is a range of documents; a document is one or more sequences, concatenated."""
 
     format = "megatron"
     kind: Kind = "tokens"
@@ -91,7 +92,8 @@ def _pair(file: str) -> list[str]:
 
 
 def read_megatron_index(path: Path) -> MegatronIndex:
-    """Checked against itself and the size of the .bin, so that reading cannot go astray."""
+    """Reads an index and checks that it is consistent and fits the size of the .bin, so that later
+    reads stay in bounds."""
     tokens = path.with_suffix(".bin")
     with reading(path):
         data = _bytes_of(path)
@@ -99,16 +101,19 @@ def read_megatron_index(path: Path) -> MegatronIndex:
     with reading(tokens):
         num_bytes = tokens.stat().st_size
     if size < HEAD.size or bytes(data[: len(MAGIC)]) != MAGIC:
-        raise DataError(f"{path} is no Megatron index: it does not begin with MMIDIDX")
+        raise DataError(f"{path} is not a Megatron index: it does not begin with MMIDIDX")
     _, version, code, num_sequences, num_borders = HEAD.unpack(bytes(data[: HEAD.size]))
     if version != 1 or code not in DTYPES:
         raise DataError(
-            f"{path}: version {version}, type code {code}; version 1 with integers is read"
+            f"{path} has version {version} and type code {code}; only version 1 with integers is "
+            "supported"
         )
     sizes = [HEAD.size, 4 * num_sequences, 8 * num_sequences, 8 * num_borders]
-    ends = list(itertools.accumulate(sizes))  # of any size, where NumPy's numbers would wrap around
-    if size not in (ends[-1], ends[-1] + num_sequences):  # the rest: one mode per sequence
-        raise DataError(f"{path} is cut short or damaged: {size:,} bytes where {ends[-1]:,} fit")
+    ends = list(itertools.accumulate(sizes))  # Python ints, because NumPy's would overflow
+    if size not in (ends[-1], ends[-1] + num_sequences):  # optionally one mode byte per sequence
+        raise DataError(
+            f"{path} is truncated or damaged: it has {size:,} bytes, expected {ends[-1]:,}"
+        )
     index = MegatronIndex(
         DTYPES[code],
         data[ends[0] : ends[1]].view("<i4"),
@@ -118,28 +123,28 @@ def read_megatron_index(path: Path) -> MegatronIndex:
     borders = index.documents
     if not num_borders or borders[0] != 0 or borders[-1] != num_sequences:
         raise DataError(f"{path} is damaged: its documents do not cover its sequences")
-    is_back = (borders[1:] < borders[:-1]).any()  # a difference would wrap around
+    is_back = (borders[1:] < borders[:-1]).any()  # a difference could overflow
     if is_back or (index.lengths < 0).any() or (index.pointers < 0).any():
-        raise DataError(f"{path} is damaged: it has negative lengths or places")
+        raise DataError(f"{path} is damaged: it has negative lengths or offsets")
     reach = index.pointers + index.lengths.astype(np.int64) * np.dtype(index.dtype).itemsize
     if num_sequences and max(reach.max(), index.pointers.max()) > num_bytes:
         worst = int(np.maximum(reach, index.pointers).argmax())
         raise DataError(
-            f"{tokens} is cut short: sequence {worst:,} ends at byte {int(reach[worst]):,} and the "
-            f"file has {num_bytes:,}"
+            f"{tokens} is truncated: sequence {worst:,} ends at byte {int(reach[worst]):,}, but "
+            f"the file has {num_bytes:,} bytes"
         )
-    # A document may name the same sequence again and again, and be larger than any memory.
+    # Sequences may overlap, so a damaged index can describe a document larger than any memory.
     begins = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[borders]
     longest = int(np.diff(begins).max(initial=0)) * np.dtype(index.dtype).itemsize
     if longest > num_bytes:
         raise DataError(
-            f"{path} is damaged: it has a document of {longest:,} bytes, and {tokens.name} has "
-            f"{num_bytes:,}"
+            f"{path} is damaged: it has a document of {longest:,} bytes, but {tokens.name} has "
+            f"only {num_bytes:,}"
         )
     return index
 
 
 def _bytes_of(path: Path) -> npt.NDArray[np.uint8]:
-    if not path.stat().st_size:  # which no system maps
+    if not path.stat().st_size:  # an empty file cannot be memory-mapped
         return np.zeros(0, np.uint8)
     return np.memmap(path, dtype=np.uint8, mode="r")

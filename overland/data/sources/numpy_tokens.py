@@ -1,4 +1,4 @@
-"""Token ids as bare arrays: `.npy`, or `.bin` whose type stands in its name or is given."""
+"""Token ids as plain arrays: `.npy`, or `.bin` whose type is in its name or given."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from overland.data.sources.source import (
 )
 from overland.errors import DataError, Unsettled
 
-# An array in one row has no borders of documents. It is read in pieces of this many tokens, each
+# A one-dimensional array has no document boundaries. It is read in pieces of this many tokens, each
 # of them a document: long enough for any block, short enough for memory.
 PIECE_TOKENS = 1 << 20
 ROWS_PER_CHUNK = 4096
-LONGEST_HEADER = 10_000  # NumPy's own limit, which it looks at once the header is in memory
+LONGEST_HEADER = 10_000  # NumPy's own limit, which it checks only after reading the header
 DTYPE_IN_NAME = re.compile(rf"(?:^|[-_.])({'|'.join(TOKEN_DTYPES)})(?=[-_.])")
 
 
 class NumpyTokens(FileSource):
-    """Rows of a two-dimensional array are documents; of an array in one row, pieces are."""
+    """The rows of a two-dimensional array, or pieces of a one-dimensional one, are documents."""
 
     format = "numpy"
     kind: Kind = "tokens"
@@ -82,22 +82,24 @@ def _open_npy(path: Path) -> Any:
     with path.open("rb") as file:
         head = file.read(12)  # 6 bytes of magic, the version in 2, the header's length in 2 or 4
     if int.from_bytes(head[8:10] if head[6:7] == b"\1" else head[8:12], "little") > LONGEST_HEADER:
-        raise DataError(f"{path} is no array: its header has more than {LONGEST_HEADER:,} bytes")
+        raise DataError(
+            f"{path} is not an array: its header has more than {LONGEST_HEADER:,} bytes"
+        )
     try:
-        with np.errstate(over="raise"):  # of a shape that no number holds
+        with np.errstate(over="raise"):  # the product of a shape may overflow
             array = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except Exception as error:  # the header is Python, so it may end in any error that Python has
+    except Exception as error:  # the header is a Python literal, so it can raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path} is no array or is cut short: {reason}") from None
+        raise DataError(f"{path} is not an array, or is truncated: {reason}") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
-            f"{path}: expected one or two dimensions of integers, got {array.dtype} of shape "
-            f"{array.shape}"
+            f"{path}: expected a one- or two-dimensional array of integers, got {array.dtype} of "
+            f"shape {array.shape}"
         )
-    if len(array) and not array.size:  # any number of such rows takes no byte
-        raise DataError(f"{path} is empty: it has {len(array):,} rows of no tokens")
+    if len(array) and not array.size:  # empty rows take no bytes, so there could be any number
+        raise DataError(f"{path} is empty: its {len(array):,} rows have no tokens")
     return array
 
 
@@ -105,14 +107,16 @@ def _open_bin(path: Path, given: str | None) -> Any:
     named = DTYPE_IN_NAME.search(path.name)
     if given is None and named is None:
         raise Unsettled(
-            f"{path}: say of what type its ids are, in its name (tokens.uint16.bin) or by ",
+            f"{path}: specify the type of its token ids, in its name (tokens.uint16.bin) or with ",
             "dtype",
             "",
         )
     dtype = np.dtype(given or (named[1] if named else "")).newbyteorder("<")
     size = path.stat().st_size
     if size % dtype.itemsize:
-        raise DataError(f"{path} is cut short: {size:,} bytes are no whole number of {dtype.name}")
+        raise DataError(
+            f"{path} is truncated: {size:,} bytes are not a whole number of {dtype.name} values"
+        )
     return np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Opens the source at a path: the format shows in the files."""
+"""Opens the source at a path, and detects its format from the files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SUFFIXES = {
     "text": TEXT_SUFFIXES,
 }
 STAND_ALONE = {"parquet", "arrow", "megatron", "numpy"}
-LINES = {"text", "jsonl", "csv"}  # read when compressed as a whole, too
+LINES = {"text", "jsonl", "csv"}  # formats whose files may also be compressed
 FORMATS = {suffix: name for name, suffixes in SUFFIXES.items() for suffix in suffixes}
-# About the data, not data; only where a folder is searched, so naming one still reads it.
+# Descriptions, not data. Skipped only when a folder is searched: a file that is named is read.
 DESCRIPTIONS = {
     "readme.md", "license.md", "license.txt", "dataset_info.json", "dataset_infos.json",
     "dataset_dict.json", "state.json", "metadata.json", "config.json", "index.json",
@@ -47,12 +47,13 @@ def open_source(
     skip_bad: bool = False,
     held_out: bool = False,
 ) -> FileSource:
-    """The corpus at `path`: a file, a folder, or the prefix of a Megatron pair. Nothing is read but
-    what it takes to settle files and column.
+    """Opens the corpus at `path`: a file, a folder, or the prefix of a Megatron pair. Reads only
+    what it takes to choose the files and the column.
 
-    `column` holds the documents; `subset` and `split` choose a part of a dataset; `dtype` is of
-    ids whose file does not say it. `skip_bad` passes over bad documents and counts them. `held_out`
-    takes the validation or test split of a dataset that has splits, where none is asked for.
+    `column` holds the documents; `subset` and `split` choose a part of a dataset; `dtype` is the
+    data type of the token ids, if the file does not specify one. `skip_bad` skips bad documents and
+    counts them. `held_out` takes the validation or test split of a dataset that has splits, unless
+    `split` is given.
     """
     path = Path(path).expanduser()
     path = path if path.name else path.resolve()  # "." and "/" have no name of their own
@@ -66,14 +67,14 @@ def open_source(
     if path.is_file():
         name = _format_of(path)
         if name is None:
-            raise DataError(f"{path}: its format is not known; {_known()}")
+            raise DataError(f"{path} has an unknown format; {_known()}")
         if name == "megatron":
             path = path.with_suffix(".idx")
         if subset or split:
-            raise DataError(f"{path} is one file: it has no subsets and no splits")
+            raise DataError(f"{path} is a single file, which has no subsets or splits")
         return _open(name, path.parent, [path.name], column, dtype, skip_bad)
     if (path / "corpus.json").is_file():
-        # Late, because what a corpus is made of is itself described by means of sources.
+        # Imported late, because a corpus folder is itself described in terms of sources.
         from overland.data.corpus_folder import BuiltCorpus
 
         return BuiltCorpus(path, skip_bad)
@@ -102,7 +103,7 @@ def _open(
     skip_bad: bool,
 ) -> FileSource:
     if name in ("megatron", "numpy") and column not in (None, "text"):
-        raise DataError(f"{root} is {name}: it has no column {column!r}, nor any other")
+        raise DataError(f"{root} is in {name} format: it has no columns, so no {column!r}")
     if name == "megatron":
         return Megatron(root, files, skip_bad)
     if name == "numpy":
@@ -116,20 +117,20 @@ def _open(
 
 
 def _data_files(root: Path, left_out: LeftOut, column: str | None) -> list[str]:
-    """Returns all files that may be data, in order; none that is hidden or describes the others."""
+    """Returns all files that may be data, in order, without hidden files and descriptions."""
     found: dict[str, str] = {}
     for file in walk(root, left_out):
         name = _format_of(root / file)
         if name == "megatron" and file.endswith(".bin"):  # read with its .idx
             continue
-        # Spark and its kin keep what is not yet data under `_`; text has its __init__.py.
+        # Spark and similar tools mark unfinished output with `_`; text may include __init__.py.
         is_put_aside = any(part.startswith("_") for part in file.split("/"))
         if name is not None and (name == "text" or not is_put_aside):
             found[file] = name
         elif name is not None:
-            left_out.add(file, "a name that begins with _")
+            left_out.add(file, "its name begins with _")
         elif not is_put_aside and not _is_about(file):
-            left_out.add(file, "not a format that is read")
+            left_out.add(file, "unknown format")
     formats = {name for file, name in found.items() if not _is_about(file)}
     formats = formats or set(found.values())
     files = []
@@ -141,16 +142,17 @@ def _data_files(root: Path, left_out: LeftOut, column: str | None) -> list[str]:
             left_out.add(file, reason)
     if not files:
         rest = f"; {left_out}" if left_out.count else ""
-        raise DataError(f"{root} is empty: it holds nothing that is read; {_known()}{rest}")
+        raise DataError(f"{root} contains no data files; {_known()}{rest}")
     return files
 
 
 def _why_left_out(path: Path, name: str, formats: set[str], column: str) -> str | None:
-    """A note beside data is about it; among texts a README is a text."""
+    """Returns why a file is skipped, or None: a README next to data describes it, but among texts
+    it is a text."""
     alone = formats & STAND_ALONE
     if alone:
         is_note = name in ("text", "csv") or bare_suffix(path) == ".json"
-        return f"beside {min(alone)} files" if is_note else None
+        return f"next to {min(alone)} files" if is_note else None
     if name == "csv" and formats != {"csv"}:
         return None if column in header(path) else f"it has no column {column!r}"
     is_beside = name == "jsonl" or "jsonl" in formats or formats == {"csv"}
@@ -158,19 +160,22 @@ def _why_left_out(path: Path, name: str, formats: set[str], column: str) -> str 
 
 
 def _is_about(file: str) -> bool:
-    """Whether a file describes the data, so that nobody misses it there."""
+    """Whether a file only describes the data, so that skipping it need not be reported."""
     path = Path(file)
     return path.name.lower() in DESCRIPTIONS or path.stem.lower() in ABOUT
 
 
 def _one_format(root: Path, files: Iterable[str]) -> str:
-    """Text may have JSON lines and CSV beside it; everything else stands alone."""
+    """Returns the format of the files. Text may be mixed with JSON lines and CSV, but nothing
+    else."""
     found = {_format_of(root / file) or "" for file in files}
     if len(found) > 1 and found <= LINES:
         return "text"
     if len(found) > 1:
         names = " and ".join(sorted(found))
-        raise DataError(f"{root} holds {names} files: name the file or folder that is meant")
+        raise DataError(
+            f"{root} contains {names} files: specify one file, or a folder with one format"
+        )
     return found.pop()
 
 
@@ -182,11 +187,12 @@ def _format_of(path: Path) -> str | None:
 
 
 def _mds_folder(path: Path, subset: str | None, split: str | None, held_out: bool) -> Path | None:
-    """MDS keeps its splits in folders, each with an index."""
+    """Returns the MDS folder of the subset and split, if any: each split is a folder with an
+    index."""
     folder = path / subset if subset and (path / subset).is_dir() else path
     if is_mds(folder):
         if split is not None or (subset and folder is path):
-            raise DataError(f"{folder} is MDS in one piece: it has no subset or split to choose")
+            raise DataError(f"{folder} is a single MDS dataset: it has no subsets or splits")
         return folder
     splits = [one.name for one in sorted(folder.iterdir()) if one.is_dir() and is_mds(one)]
     return folder / choose_split(split, splits, folder, held_out) if splits else None
@@ -194,4 +200,6 @@ def _mds_folder(path: Path, subset: str | None, split: str | None, held_out: boo
 
 def _known() -> str:
     names = {name: " ".join(sorted(suffixes)) for name, suffixes in SUFFIXES.items()}
-    return "known: MDS folders, " + ", ".join(f"{name} ({which})" for name, which in names.items())
+    return "supported: MDS folders, " + ", ".join(
+        f"{name} ({which})" for name, which in names.items()
+    )

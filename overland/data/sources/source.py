@@ -1,15 +1,14 @@
 """What a source is.
 
-Anything that lists chunks and reads one front to back is a source (`Source`); a user's own needs no
-more. Those that read files know more (`FileSource`): the kind of their documents, their columns,
-how many documents a chunk holds where that can be told without reading it, and a mark per file by
-which a changed one is found.
+Anything that lists chunks and reads each front to back is a source (`Source`); a user-defined
+source needs nothing else. Sources that read files know more (`FileSource`): the kind of their
+documents, their columns, the number of documents in a chunk if it is known without reading it, and
+a mark of each file to detect changes.
 
-A document is a text, token ids, arrays by name, or a whole record; `kind` says which, and is "text"
-where a source does not say it. One of arrays declares its `fields`, see arrays.py. Token ids may
-have channels, an element for each id, such as how much predicting it counts: a source declares
-them, `channels = {"weights": "float32"}`, and its documents are dicts with `tokens` and each of
-these.
+A document is a text, token ids, named arrays, or a whole record; `kind` says which, and defaults to
+"text". A source of arrays declares its `fields`, see arrays.py. Token ids may have channels, with
+one element per id, such as its loss weight: a source declares them, `channels = {"weights":
+"float32"}`, and its documents are dicts with `tokens` and each of the channels.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 Document: TypeAlias = str | Tokens | Arrays | Mapping[str, Any]
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 RULES = (2, 1)
-"""How files are marked and cut into chunks. What was laid out under earlier rules keeps them:
-1 marks large files by blocks of them, and cuts JSON lines every 64 MiB."""
+"""Versions of how files are marked and split into chunks. Existing layouts keep their version:
+1 marks only some blocks of large files, and splits JSON lines every 64 MiB."""
 Bad: TypeAlias = Callable[[str], None]
-"""Told of a document that cannot be used; raises, or counts and lets the reader go on."""
+"""Called with a message about an unusable document; raises, or counts it and returns."""
 SHOWN = 5
 
 
 class BadDocument(DataError):
-    """A document that cannot be used, and could be skipped."""
+    """Raised for a document that cannot be used but could be skipped."""
 
 
 class Located(dict[str, Any]):
-    """A whole record, which knows where it was read."""
+    """A whole record that knows where it was read from."""
 
     def __init__(self, record: Mapping[str, Any], where: str | Callable[[], str]) -> None:
-        """`where` may be asked for only when a message needs it: it may take counting lines."""
+        """`where` may be a function, called only for a message: it may have to count lines."""
         super().__init__(record)
         self._where = where
 
@@ -57,25 +56,25 @@ class Located(dict[str, Any]):
 
 
 class Source(Protocol):
-    """Anything that lists chunks and reads them; a user's own needs no more."""
+    """Anything that lists chunks and reads them; a user-defined source needs nothing else."""
 
     def chunks(self) -> Sequence[str]:
-        """Names of the chunks, always in the same order."""
+        """Returns the names of the chunks, always in the same order."""
 
     def read(self, chunk: str) -> Iterator[Document]:
-        """The documents of one chunk, front to back."""
+        """Yields the documents of one chunk, front to back."""
 
 
 class FileSource:
-    """Files of one format under one folder. Chunks are named relative to it, so that a corpus may
-    be moved; everything held is plain, so that a source can be sent to another process."""
+    """Files of one format in one folder. Chunk names are relative to it, so that a corpus can be
+    moved; all attributes are plain data, so that a source can be sent to another process."""
 
     format = ""
     kind: Kind = "text"
     column: str | None = None
-    """The column that documents are taken from, where the format has columns."""
+    """The column that holds the documents, if the format has columns."""
     dtype: str | None = None
-    """Of token ids, where the files do not say it."""
+    """The data type of token ids, if the files do not specify one."""
     rules = RULES[0]
 
     def __init__(self, root: Path, files: Iterable[str], skip_bad: bool = False) -> None:
@@ -84,88 +83,90 @@ class FileSource:
         self.names = frozenset(self.files)
         self.columns: dict[str, str] = {}
         self.is_walked = False
-        """Whether all files below its folder are read, which no list or index names."""
+        """Whether the files were found by searching the folder, not named by a list or an index."""
         self.not_read = ""
-        """Files beside these that are left out, in a sentence."""
+        """A note about other files in the folder that are skipped."""
         self.together = ""
-        """Subsets that are read as one, in a sentence."""
+        """A note about subsets that are read together."""
         self.skip_bad = skip_bad
         self.num_bad = 0
         if not self.files:
-            raise DataError(f"{root} is empty: it holds no {self.format} files")
+            raise DataError(f"{root} is empty: it contains no {self.format} files")
 
     @property
     def notes(self) -> list[str]:
-        """What a user may want to know about what is read."""
+        """What a user may want to know about which files are read."""
         return [note for note in (self.not_read, self.together) if note]
 
     @property
     def place(self) -> Path:
-        """What messages name: the file, where there is only one."""
+        """The path to show in messages: the file if there is only one, otherwise the folder."""
         return self.root / self.files[0] if len(self.files) == 1 else self.root
 
     def chunks(self) -> list[str]:
-        """Names of the chunks, always in the same order."""
+        """Returns the names of the chunks, always in the same order."""
         return list(self.files)
 
     def num_documents(self, chunk: str) -> int | None:
-        """How many documents the chunk holds, where the format says so beforehand."""
+        """Returns the number of documents in a chunk, if it is known without reading it."""
         return None
 
     def about_documents(self) -> int | None:
-        """About how many documents there are in all, if that can be told without reading them."""
+        """Estimates the total number of documents, if that is possible without reading them."""
         counts = [self.num_documents(chunk) for chunk in self.chunks()]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
 
     def num_bytes(self, chunk: str) -> int | None:
-        """Returns about the size of its text, where that is not an even share of its file."""
+        """Estimates the size of a chunk's text, if that is not an even share of its file."""
         return None
 
     def read(self, chunk: str) -> Iterator[Document]:
-        """The documents of one chunk, front to back."""
+        """Yields the documents of one chunk, front to back."""
         raise NotImplementedError
 
     def depends_on(self) -> list[str]:
-        """Every file that the documents depend on."""
+        """Returns every file that the documents depend on."""
         return self.files
 
     def files_of(self, chunk: str) -> list[str]:
-        """Returns those of them that one chunk is read from."""
+        """Returns the files that one chunk is read from."""
         file, part = split_part(chunk)
         return [chunk if part is None or chunk in self.names else file]
 
     def marks(self) -> dict[str, FileMark]:
-        """A mark of each of these files, to be kept and given to `changes_since`."""
+        """Takes a mark of each of these files, to store and to pass to `changes_since` later."""
         return marks_of_files(self.root, self.depends_on(), whole=self.rules > 1)
 
     def changes_since(self, marks: Mapping[str, FileMark]) -> list[str]:
-        """A sentence for each file that is not as it was when marked, is gone, or is new."""
+        """Returns a sentence for each file that was changed, deleted or added since."""
         new = [file for file in self.depends_on() if file not in marks]
         return [*changed_files(self.root, marks), *(f"{self.root / file} is new" for file in new)]
 
     def fingerprint(self, marks: Mapping[str, FileMark] | None = None) -> str:
-        """Changes with what is read: the column, and any file's name, place, size or content.
+        """Returns a digest of what is read: the column, and each file's name, order, size and
+        content.
 
-        `marks` of the same moment save taking them again.
+        Pass `marks` that were just taken to avoid taking them again.
         """
         marks = self.marks() if marks is None else marks
         return digest_of([self.format, self.column, self.dtype, dict(marks)])
 
     def bad(self, message: str) -> None:
-        """Bad content, never a file that cannot be read: an error, or skipped and counted."""
+        """Raises an error for a bad document, or counts it as skipped. Unreadable files are always
+        errors and never come here."""
         if not self.skip_bad:
             raise BadDocument(message)
         self.num_bad += 1
 
 
 def list_chunks(source: Source) -> list[str]:
-    """The names of a source's chunks; one of somebody's own may list what is none."""
+    """Returns the names of a source's chunks, and checks them: the source may be user-defined."""
     chunks = list(source.chunks())
     for chunk in chunks:
         if not isinstance(chunk, str):
             raise DataError(
-                f"chunks() of {type(source).__name__} lists {chunk!r:.60}, expected names: str"
+                f"chunks() of {type(source).__name__} returned {chunk!r:.60}; expected strings"
             )
     return chunks
 
@@ -173,7 +174,7 @@ def list_chunks(source: Source) -> list[str]:
 def check_dtype(dtype: str | None) -> str | None:
     if dtype is not None and dtype not in TOKEN_DTYPES:
         known = ", ".join(TOKEN_DTYPES)
-        raise DataError(f"dtype {dtype!r} is no type of token ids; known: {known}")
+        raise DataError(f"dtype {dtype!r} is not a type for token ids; use one of {known}")
     return dtype
 
 
@@ -182,19 +183,19 @@ def part_of(file: str, number: int) -> str:
 
 
 def split_part(chunk: str) -> tuple[str, int | None]:
-    """`a.jsonl#3` is part 3 of a.jsonl; a name without a number is the whole file."""
+    """Splits `a.jsonl#3` into the file a.jsonl and part 3 (None for a whole file)."""
     file, mark, number = chunk.rpartition("#")
     return (file, int(number)) if mark and number.isdecimal() else (chunk, None)
 
 
 def inside_folder(folder: Path, name: object, index: Path) -> Path:
-    """The file that an index names, which must lie in the index's own folder.
+    """Returns the path of a file that an index names, which must be in the index's own folder.
 
-    By its name and not by where links lead: Hugging Face's cache is made of links.
+    Only the name is checked, not where links lead: Hugging Face's cache consists of links.
     """
     path = Path(str(name))
     if not isinstance(name, str) or not name or path.is_absolute() or ".." in path.parts:
-        raise DataError(f"{index} names {name!r}, which is outside its folder: refused")
+        raise DataError(f"{index} names {name!r}, which is outside its folder and is not read")
     return folder / path
 
 
@@ -207,7 +208,7 @@ def decode(data: bytes, where: str, bad: Bad) -> str | None:
 
 
 def token_ids(values: object, where: str, bad: Bad) -> Tokens | None:
-    """One document's ids, of any integer type and any shape, as int64 in one row."""
+    """Returns a document's token ids, of any integer type and shape, as a flat int64 array."""
     try:
         ids = np.asarray(values)
     except ValueError:  # rows of unequal lengths
@@ -218,14 +219,14 @@ def token_ids(values: object, where: str, bad: Bad) -> Tokens | None:
     ids = ids.reshape(-1)
     low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
     if low < 0 or high >= 1 << 63:
-        bad(f"{where}: {low if low < 0 else high:,} is no token id")
+        bad(f"{where}: {low if low < 0 else high:,} is not a token id")
         return None
     return ids.astype(np.int64)
 
 
 @dataclass
 class LeftOut:
-    """Files and folders that are not read: how many, and the first of them with the reason."""
+    """Files and folders that are not read: how many, and the first few with the reason."""
 
     count: int = 0
     shown: list[str] = field(default_factory=list)
@@ -244,10 +245,10 @@ class LeftOut:
 
 
 def walk(root: Path, left_out: LeftOut) -> list[str]:
-    """The files below a folder, relative to it and in order; nothing hidden.
+    """Returns the files below a folder, relative to it and in order, without hidden ones.
 
-    Linked folders are followed, unless they lead to one that is read already: into the folder
-    itself, above it, or to where another link has led.
+    Links to folders are followed, unless the target is already read: inside the folder itself,
+    above it, or reached through another link.
     """
     found: list[str] = []
     top = os.path.realpath(root)
@@ -259,7 +260,7 @@ def walk(root: Path, left_out: LeftOut) -> list[str]:
             with os.scandir(root / start) as listed:
                 entries = sorted(listed, key=lambda entry: entry.name, reverse=True)
         except OSError as error:
-            left_out.add(start or ".", f"a folder that cannot be opened: {error.strerror}")
+            left_out.add(start or ".", f"the folder cannot be opened: {error.strerror}")
             continue
         for entry in entries:
             name = start + entry.name
@@ -267,7 +268,7 @@ def walk(root: Path, left_out: LeftOut) -> list[str]:
                 continue
             try:
                 is_folder, is_file = entry.is_dir(), entry.is_file()
-            except OSError as error:  # a chain of links without an end
+            except OSError as error:  # a loop of links
                 left_out.add(name, str(error.strerror))
                 continue
             if is_file:
@@ -276,13 +277,13 @@ def walk(root: Path, left_out: LeftOut) -> list[str]:
                 is_link = entry.is_symlink()
                 leads_to = os.path.realpath(entry.path) if is_link else f"{real}/{entry.name}"
                 if leads_to in seen or (is_link and _overlap(leads_to, top)):
-                    left_out.add(f"{name}/", "a link to a folder that is read already")
+                    left_out.add(f"{name}/", "a link to a folder that is already read")
                 else:
                     seen.add(leads_to)
                     folders.append((f"{name}/", leads_to))
             else:
                 is_link = entry.is_symlink()
-                left_out.add(name, "a link to nothing" if is_link else "not a regular file")
+                left_out.add(name, "a broken link" if is_link else "not a regular file")
     return sorted(found, key=lambda name: name.split("/"))
 
 

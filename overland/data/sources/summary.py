@@ -1,4 +1,4 @@
-"""A summary of a source: everything is read once, and counted."""
+"""Summarizes a source: reads everything once, and counts it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from overland.words import bad_ones
 
 @dataclass
 class SourceSummary:
-    """The counts of a source. Lengths are in characters for text, tokens for ids, bytes for
-    arrays."""
+    """Counts of a source. Lengths are in characters for text, in tokens for token ids, and in bytes
+    for arrays."""
 
     format: str
     kind: str
@@ -37,14 +37,14 @@ class SourceSummary:
     not_read: str = ""
     together: str = ""
     num_tokens: int | None = None
-    """Of text, where a tokenizer has counted them."""
+    """For text, if a tokenizer counted them."""
 
     @property
     def unit(self) -> str:
         return {"text": "characters", "tokens": "tokens", "arrays": "bytes"}[self.kind]
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """(shortest, longest, documents) of each power of two, without gaps."""
+        """Returns (shortest, longest, documents) for each power of two, without gaps."""
         powers = range(min(self.by_power), max(self.by_power) + 1)
         return [(2**p // 2, max(2**p - 1, 0), self.by_power.get(p, 0)) for p in powers]
 
@@ -82,7 +82,7 @@ class SourceSummary:
 
 
 class TokenCount:
-    """Counts tokens, some documents at a time."""
+    """Counts tokens, a batch of documents at a time."""
 
     AT_ONCE = 256
 
@@ -106,8 +106,8 @@ def summarise(
     each: Callable[[Document], None] = lambda document: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SourceSummary:
-    """Reads all of it in order; `each` is given every document. A user's own source may know no
-    more than its chunks."""
+    """Reads a whole source in order, and calls `each` with every document. A user-defined source
+    may have only `chunks` and `read`."""
     chunks = source.chunks()
     summary = SourceSummary(
         getattr(source, "format", type(source).__name__),
@@ -128,7 +128,7 @@ def summarise(
         found = summary.num_documents + getattr(source, "num_bad", 0) - before
         expected = source.num_documents(chunk) if isinstance(source, FileSource) else None
         if expected is not None and found != expected:
-            raise DataError(f"{chunk} holds {found:,} documents where {expected:,} were announced")
+            raise DataError(f"{chunk} has {found:,} documents, but {expected:,} were expected")
     summary.num_bad = getattr(source, "num_bad", 0)
     summary.not_read = getattr(source, "not_read", "")
     summary.together = getattr(source, "together", "")
@@ -140,8 +140,8 @@ def summarise(
 
 
 def document_hash(document: Document) -> str:
-    """SHA-256 of a text's UTF-8 bytes, of ids as little-endian int64, or of the names and bytes of
-    arrays."""
+    """Returns the SHA-256 of a text's UTF-8 bytes, of ids as little-endian int64, or of the names
+    and bytes of arrays."""
     if isinstance(document, str):
         return hashlib.sha256(document.encode()).hexdigest()
     if not isinstance(document, Mapping):
@@ -162,7 +162,7 @@ def length_of(document: Document) -> int:
 
 
 def plain(document: Document) -> Any:
-    """Returns the document as JSON has it."""
+    """Returns the document as JSON values."""
     if isinstance(document, Mapping):
         return {name: np.asarray(values).tolist() for name, values in document.items()}
     return document if isinstance(document, str) else document.tolist()

@@ -1,6 +1,6 @@
-"""Plain text: a file is a document. A folder may hold JSON lines and CSV beside it.
+"""Plain text: each file is a document. A folder may also contain JSON lines and CSV.
 
-The built-in corpus is text, too: the source of Python's own standard library.
+The built-in corpus is text, too: the source code of Python's standard library.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from overland.data.sources.source import Bad, FileSource, LeftOut, decode, walk
 from overland.errors import DataError
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py", ".tex"}
-# Left out: third-party packages, generated tables and the test suite, whose long literals are half
-# of all text and teach little.
+# Skipped: third-party packages, generated tables, and the test suite, whose long literals are half
+# of all text and teach a model little.
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 HELD_OUT_EVERY = 20
 
@@ -39,7 +39,7 @@ def read_text_file(path: Path, bad: Bad) -> Iterator[str]:
 
 
 class TextFolder(FileSource):
-    """Text files (one document each), JSON lines and CSV (`text` of each), also compressed."""
+    """Text files (one document each), JSON lines and CSV (their `text` column), also compressed."""
 
     format = "text"
 
@@ -58,16 +58,16 @@ class TextFolder(FileSource):
             files = [one for one in found if _is_text(one)]
         if not files:
             known = ", ".join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES))
-            raise DataError(f"{path} holds no text: looked for {known} (also compressed)")
+            raise DataError(f"{path} contains no text: looked for {known} (also compressed)")
         super().__init__(root, files, skip_bad)
         if column == WHOLE:
             raise DataError(
-                f"{path} is text, or mixes formats: records are read from JSON lines, CSV, "
-                "parquet, Arrow or MDS, one of them (a text is a record with a column text)"
+                f"{path} is text, or mixes formats: records must all be in one format, which can "
+                "be JSON lines, CSV, parquet, Arrow or MDS"
             )
         if column not in (None, "text"):
             if all(map(_is_one, files)):
-                raise DataError(f"{path} is text: it has no column {column!r}, nor any other")
+                raise DataError(f"{path} is plain text: it has no columns, so no {column!r}")
             self.column = column
 
     def chunks(self) -> list[str]:
@@ -102,10 +102,10 @@ class TextFolder(FileSource):
 
 
 class StandardLibrary(FileSource):
-    """The source text of Python's own standard library, on every machine without a download.
+    """The source code of Python's standard library, on every machine without a download.
 
-    Every twentieth file is held out. `part` k of n takes every n-th of the others, from the k-th
-    on: small corpora that stand for large ones.
+    Every twentieth file is held out. `part` (k, n) takes every n-th of the others, starting with
+    the k-th, to make small corpora that stand in for large ones.
     """
 
     format = "stdlib"
@@ -114,7 +114,7 @@ class StandardLibrary(FileSource):
         self.held_out = held_out
         root, modules = library_modules()
         files = [path for i, path in enumerate(modules) if (i % HELD_OUT_EVERY == 0) == held_out]
-        # Some __init__.py are empty, and a document without a token is an error.
+        # Some __init__.py are empty, and a document without tokens is an error.
         files = [file for file in files if (root / file).stat().st_size]
         super().__init__(root, part_of_files(files, self.format, part))
 
@@ -126,17 +126,17 @@ class StandardLibrary(FileSource):
 
 
 def part_of_files(files: list[str], name: str, part: tuple[int, int]) -> list[str]:
-    """Every n-th file, from the k-th on: part k of n."""
+    """Returns part k of n: every n-th file, starting with the k-th."""
     which, of = part
     if of < 1:
         raise DataError(f"{name}:{which}/{of}: expected at least one part, such as {name}:0/1")
     if not 0 <= which < of:
-        raise DataError(f"{name}:{which}/{of}: parts are counted from 0 to {of - 1}")
+        raise DataError(f"{name}:{which}/{of}: parts are numbered from 0 to {of - 1}")
     return files[which::of]
 
 
 def library_modules() -> tuple[Path, list[str]]:
-    """The folder of Python's standard library, and the modules in it."""
+    """Returns the folder of Python's standard library, and the modules in it."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return root, _modules(root)
 
@@ -146,7 +146,7 @@ def _is_lines(file: str) -> bool:
 
 
 def _is_one(file: str) -> bool:
-    """Whether all of the file is one document."""
+    """Whether the whole file is one document."""
     return bare_suffix(Path(file)) in TEXT_SUFFIXES
 
 
@@ -156,7 +156,7 @@ def _is_text(file: str) -> bool:
 
 @cache
 def _modules(root: Path) -> list[str]:
-    """Lists modules, without a look into what is left out, which is most of it."""
+    """Lists modules without entering the skipped folders, which hold most of the files."""
     found = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]

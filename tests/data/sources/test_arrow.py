@@ -134,7 +134,7 @@ def test_a_file_cut_short_is_named_and_never_skipped(
     data = write(tmp_path / name, table()).read_bytes()
     size = int(len(data) * kept) if kept == 0.5 else int(kept) % len(data)
     (tmp_path / name).write_bytes(data[:size])
-    with pytest.raises(DataError, match=rf"{name} (cannot be read|is cut short)"):
+    with pytest.raises(DataError, match=rf"{name} (cannot be read|is truncated)"):
         read_all(open_source(tmp_path, skip_bad=True))
 
 
@@ -157,7 +157,7 @@ def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path, name: str) -
     write(tmp_path / name, table())
     with pytest.raises(DataError, match=rf"{name} has no column 'txt'; did you mean 'text'\?"):
         open_source(tmp_path, column="txt")
-    with pytest.raises(DataError, match=r"column 'id' holds no text or token ids"):
+    with pytest.raises(DataError, match=r"column 'id' contains no text or token ids"):
         open_source(tmp_path, column="id")
 
 

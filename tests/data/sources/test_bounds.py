@@ -75,7 +75,7 @@ def test_a_small_shard_does_not_unfold_to_a_huge_one(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"shards": [entry]}))
     (shard,) = read_mds_index(tmp_path).values()
     ended = limited(partial(read_shard, tmp_path, shard))
-    assert "a.mds.gz would unfold to 2,147,483,648 bytes" in ended, ended
+    assert "a.mds.gz would decompress to 2,147,483,648 bytes" in ended, ended
 
 
 def test_a_shard_of_another_size_is_not_read(tmp_path: Path) -> None:

@@ -62,5 +62,5 @@ def test_it_is_read_as_records_only_and_in_parts() -> None:
     assert sorted(chunks) == sorted(Docstrings().chunks())
     with pytest.raises(DataError, match=r"docstrings holds questions and answers: set sft.shape"):
         open_by_name("docstrings", DataSource(), Data())
-    with pytest.raises(DataError, match=r"docstrings:3/3: parts are counted from 0 to 2"):
+    with pytest.raises(DataError, match=r"docstrings:3/3: parts are numbered from 0 to 2"):
         open_by_name("docstrings:3/3", whole, Data())

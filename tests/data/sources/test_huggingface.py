@@ -65,7 +65,7 @@ def test_a_state_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: s
     save_to_disk(tmp_path / "x", [["a"]])
     state = {"_data_files": [{"filename": name}]}
     (tmp_path / "x" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match=r"state\.json names .* outside its folder: refused"):
+    with pytest.raises(DataError, match=r"state\.json names .* outside its folder and is not read"):
         open_source(tmp_path / "x")
 
 
@@ -90,7 +90,7 @@ def test_subsets_of_a_hub_folder_are_folders(tmp_path: Path) -> None:
     assert open_source(tmp_path, subset="de").notes == []
     whole = open_source(tmp_path)
     assert read_all(whole) == ["de train", "en train"]
-    assert whole.notes == ["2 subsets are read together: de, en; subset chooses one of them"]
+    assert whole.notes == ["2 subsets are read together: de, en; set subset to read one of them"]
     # A README decides itself, whatever folders its files lie in.
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n- config_name: default\n  data_files: '*/train.parquet'\n---\n"
@@ -185,6 +185,6 @@ def test_json_lines_in_a_hub_folder(tmp_path: Path) -> None:
 def test_two_formats_in_one_folder_are_a_question(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", "a")
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n')
-    with pytest.raises(DataError, match="holds jsonl and parquet files: name the file or folder"):
+    with pytest.raises(DataError, match="contains jsonl and parquet files: specify one file, or"):
         open_source(tmp_path)
     assert read_all(open_source(tmp_path / "a.parquet")) == ["a"]

@@ -45,7 +45,7 @@ def test_other_bytes_of_the_same_size_are_named(folder: Path, name: str) -> None
     (folder / name).write_text("y" * size)
     os.utime(folder / name, (1, 1))
     assert changes(folder, marks) == [
-        f"{folder / name} changed: its size is the same, its content is not"
+        f"{folder / name} changed: its size is the same, but its content is not"
     ]
     assert open_source(folder).fingerprint() != fingerprint
 
@@ -90,8 +90,8 @@ def test_a_file_that_grew_is_gone_or_is_new_is_named(folder: Path) -> None:
     (folder / "b.txt").unlink()
     (folder / "c.txt").write_text("new")
     assert changes(folder, marks) == [
-        f"{folder / 'a.txt'} changed: it had 5 bytes and has 10",
-        f"{folder / 'b.txt'} is gone",
+        f"{folder / 'a.txt'} changed: it had 5 bytes and now has 10",
+        f"{folder / 'b.txt'} no longer exists",
         f"{folder / 'c.txt'} is new",
     ]
 

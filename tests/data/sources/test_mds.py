@@ -89,7 +89,7 @@ def test_bytes_may_be_ids_of_another_type_and_json_may_be_text(tmp_path: Path) -
 def test_bytes_of_another_type_ask_for_it(tmp_path: Path) -> None:
     for ids in (np.arange(3), np.arange(1, 9)):  # no whole number of int64, and absurd ids
         write_mds(tmp_path, {"tokens": "bytes"}, [{"tokens": ids.astype("<u2").tobytes()}])
-        with pytest.raises(DataError, match="bytes that are no int64 ids: set --dtype to their"):
+        with pytest.raises(DataError, match=r"column .* are not int64 ids: set --dtype to their"):
             open_source(tmp_path)
         (found,) = read_all(open_source(tmp_path, dtype="uint16"))
         assert list(found) == list(ids)
@@ -159,7 +159,7 @@ def test_a_truncated_shard_is_named(tmp_path: Path, name: str) -> None:
     folder = copied(name, tmp_path)
     path = next(folder.glob("shard.00002*"))
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=rf"{path.name} is cut short: .* bytes where the index"):
+    with pytest.raises(DataError, match=rf"{path.name} is truncated: .* bytes, but the index"):
         read_all(open_source(folder))
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_size_of_a_column_is_named(tmp_path: Path) -> None:
     write_mds(tmp_path, {"text": "str"}, [{"text": b"fine"}, {"text": b"also"}])
     path = tmp_path / "shard.00000.mds"
     flip(path, len(path.read_bytes()) - 8)
-    with pytest.raises(DataError, match=r"sample 1 has 8 bytes where its columns take 9"):
+    with pytest.raises(DataError, match=r"sample 1 has 8 bytes, but its columns take 9"):
         read_all(open_source(tmp_path, skip_bad=True))
 
 
@@ -192,17 +192,17 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(
 ) -> None:
     folder = copied("mds_zstd", tmp_path)
     change_index(folder, lambda shard: shard[part].update(basename=name))
-    with pytest.raises(DataError, match=r"index\.json names .* outside its folder: refused"):
+    with pytest.raises(DataError, match=r"index\.json names .* outside its folder and is not read"):
         open_source(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda shard: shard.pop("samples"), "no index of MDS shards: 'samples' is missing"),
+        (lambda shard: shard.pop("samples"), "not an index of MDS shards: 'samples' is missing"),
         (lambda shard: shard["column_sizes"].pop(), "lists of columns differ in length"),
         (lambda shard: shard.update(format="csv"), "shards of format csv"),
-        (lambda shard: shard.update(samples=3), "holds 15 samples; the index says 3"),
+        (lambda shard: shard.update(samples=3), "has 15 samples, but the index says 3"),
         (lambda shard: shard.update(compression="br"), "compressed with br"),
     ],
 )
@@ -230,7 +230,7 @@ def test_shards_with_a_file_that_is_no_index_are_not_called_empty(
 ) -> None:
     folder = copied("mds_plain", tmp_path)
     (folder / "index.json").write_text(text)
-    with pytest.raises(DataError, match=rf"index\.json is no index of MDS shards: {message}"):
+    with pytest.raises(DataError, match=rf"index\.json is not an index of MDS shards: {message}"):
         open_source(folder)
 
 

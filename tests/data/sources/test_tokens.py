@@ -20,10 +20,10 @@ def ids(path: Path, **options: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("suffix", "cut", "message"),
     [
-        (".bin", -2, r"text_document\.bin is cut short: sequence 59 ends at byte 52,132"),
-        (".idx", -1, r"text_document\.idx is cut short or damaged"),
-        (".idx", 20, r"text_document\.idx is no Megatron index"),
-        (".idx", 0, r"text_document\.idx is no Megatron index"),
+        (".bin", -2, r"text_document\.bin is truncated: sequence 59 ends at byte 52,132"),
+        (".idx", -1, r"text_document\.idx is truncated or damaged"),
+        (".idx", 20, r"text_document\.idx is not a Megatron index"),
+        (".idx", 0, r"text_document\.idx is not a Megatron index"),
     ],
 )
 def test_a_megatron_file_cut_short_is_named(
@@ -40,7 +40,7 @@ def test_a_megatron_file_cut_short_is_named(
     ("place", "value", "message"),
     [
         (17, 7, "type code 7"),
-        (34 + 3, 0x80, "negative lengths or places"),
+        (34 + 3, 0x80, "negative lengths or offsets"),
         (34 + 60 * 12, 9, "documents do not cover its sequences"),
     ],
 )
@@ -86,24 +86,24 @@ def test_raw_ids_have_their_type_in_the_name_or_given(tmp_path: Path) -> None:
         row.tofile(tmp_path / name)
     assert ids(tmp_path / "train.uint16.bin") == ids(tmp_path / "train_uint16.bin")
     assert ids(tmp_path / "train.bin", dtype="uint16") == [row.tolist()]
-    with pytest.raises(DataError, match=r"train\.bin: say of what type its ids are"):
+    with pytest.raises(DataError, match=r"train\.bin: specify the type of its token ids"):
         open_source(tmp_path / "train.bin")
-    with pytest.raises(DataError, match=r"train\.bin is cut short: 6 bytes are no whole number"):
+    with pytest.raises(DataError, match=r"train\.bin is truncated: 6 bytes are not a whole number"):
         open_source(tmp_path / "train.bin", dtype="uint32")
-    with pytest.raises(DataError, match="dtype 'float32' is no type of token ids"):
+    with pytest.raises(DataError, match="dtype 'float32' is not a type for token ids"):
         open_source(tmp_path / "train.bin", dtype="float32")
 
 
 def test_arrays_that_are_no_ids_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.ones(3))
-    with pytest.raises(DataError, match=r"a\.npy: expected one or two dimensions of integers"):
+    with pytest.raises(DataError, match=r"a\.npy: expected a one- or two-dimensional array of"):
         open_source(tmp_path)
     np.save(tmp_path / "a.npy", np.array([{}]), allow_pickle=True)
-    with pytest.raises(DataError, match=r"a\.npy is no array or is cut short"):
+    with pytest.raises(DataError, match=r"a\.npy is not an array, or is truncated"):
         open_source(tmp_path)
     np.save(tmp_path / "a.npy", np.arange(1000))
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-8])
-    with pytest.raises(DataError, match=r"a\.npy is no array or is cut short"):
+    with pytest.raises(DataError, match=r"a\.npy is not an array, or is truncated"):
         open_source(tmp_path)
     np.save(tmp_path / "a.npy", np.arange(0))
     with pytest.raises(DataError, match="is empty: it holds no tokens"):

@@ -75,12 +75,12 @@ def test_what_is_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("overland.data.sources.source.SHOWN", 9)
     named = open_source(data).not_read
     for part in (
-        "shut/ (a folder that cannot be opened: Permission denied)",
-        "loop/ (a link to a folder that is read already)",
-        "twice/ (a link to a folder that is read already)",
-        "linked/deep/back/ (a link to a folder that is read already)",
-        "lost.jsonl (a link to nothing)",
-        "photo.jpg (not a format that is read)",
+        "shut/ (the folder cannot be opened: Permission denied)",
+        "loop/ (a link to a folder that is already read)",
+        "twice/ (a link to a folder that is already read)",
+        "linked/deep/back/ (a link to a folder that is already read)",
+        "lost.jsonl (a broken link)",
+        "photo.jpg (unknown format)",
         "meta.csv (it has no column 'text')",
     ):
         assert part in named
@@ -96,7 +96,7 @@ def test_notes_beside_data_of_another_format_are_named(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     assert read_all(source) == ["a"]
     assert source.not_read == (
-        "2 files not read: more.csv (beside parquet files), more.txt (beside parquet files)"
+        "2 files not read: more.csv (next to parquet files), more.txt (next to parquet files)"
     )
 
 
@@ -106,7 +106,7 @@ def test_csv_is_read_by_its_header(tmp_path: Path) -> None:
         b'\xef\xbb\xbfid,text\r\n1,plain\r\n\r\n2,"caf\xe9"\n3\n4,more\n5,"x"y\n6,last\n'
     )
     (tmp_path / "README.md").write_text("about")
-    with pytest.raises(DataError, match=r"a\.csv:4: text is no UTF-8 text"):
+    with pytest.raises(DataError, match=r"a\.csv:4: text is not UTF-8 text"):
         read_all(open_source(tmp_path))
     source = open_source(tmp_path, skip_bad=True)
     assert source.columns == {"id": "string", "text": "string"}
