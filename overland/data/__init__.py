@@ -1,4 +1,4 @@
-"""Any corpus in, exact batches out."""
+"""Turns any corpus into exact, reproducible batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["build_train_loader"]
 
 
 def __getattr__(name: str) -> Any:
-    """Late: the loader imports torch, which most of this package does without."""
+    """Imports the loader late, because it needs torch and most of this package does not."""
     if name == "build_train_loader":
         from overland.data.loader import build_train_loader
 

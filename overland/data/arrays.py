@@ -1,10 +1,10 @@
-"""Samples that are arrays by name, such as an image and its class, and how a shard keeps them.
+"""Samples that are named arrays, such as an image and its class, and how a shard stores them.
 
-A source of `kind = "arrays"` declares its fields, and each of its documents is a dict with those:
+A source of `kind = "arrays"` declares its fields, and each of its documents is a dict with them:
 
     fields = {"pixels": ("float32", (3, 32, 32)), "label": ("int64", ())}
 
-A shard keeps a record per sample: the bytes of its fields, one after another.
+A shard stores a record per sample: the bytes of its fields, concatenated.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from overland.data.shard import TOKENS, WEIGHTS
 from overland.errors import DataError
 
 Values = npt.NDArray[Any]
-TYPES = "biuf"  # booleans, integers and floats: what both numpy and torch have
+TYPES = "biuf"  # booleans, integers and floats, which both numpy and torch have
 LARGEST = 8  # bytes: torch has no long doubles
 RESERVED = ("sample_B", "epoch_B")
 WEIGHT = "weight_B"
 
 
 class Unfit(Exception):
-    """Raised when a document is not what its source has declared; it says how."""
+    """Raised when a document does not match what its source declared; the message says how."""
 
 
 @dataclass(frozen=True)
 class Field:
     dtype: str
-    """As numpy writes it, little-endian."""
+    """In numpy's notation, little-endian."""
     shape: tuple[int, ...]
 
     @property
@@ -50,13 +50,13 @@ class Field:
 
 @dataclass(frozen=True)
 class Arrays:
-    """The fields of a sample, in the order in which a record keeps them."""
+    """The fields of a sample, in the order of a record."""
 
     fields: Mapping[str, Field]
 
     @classmethod
     def declared(cls, name: str, fields: Any) -> Arrays:
-        """Returns what a source has declared, or a sentence about what is wrong with it."""
+        """Returns the fields that a source declares, or raises an error that says what is wrong."""
         try:
             known = {
                 str(field): Field(np.dtype(dtype).newbyteorder("<").str, tuple(map(int, shape)))
@@ -64,8 +64,8 @@ class Arrays:
             }
         except (TypeError, ValueError) as error:
             raise DataError(
-                f'{name} is a source of arrays: expected fields = {{"pixels": ("float32", (3, 32, '
-                f"32))}} or the like, got {fields!r} ({error})"
+                f'{name} is a source of arrays: expected fields such as {{"pixels": ("float32", '
+                f"(3, 32, 32))}}, got {fields!r} ({error})"
             ) from None
         for field, one in known.items():
             if not field.isidentifier() or field in RESERVED:
@@ -74,45 +74,45 @@ class Arrays:
             is_known = dtype.kind in TYPES and dtype.itemsize <= LARGEST
             if not is_known or min(one.shape, default=1) < 1:
                 raise DataError(
-                    f"{name}: the field {field} is {one}; expected booleans, integers or floats of "
-                    f"at most {8 * LARGEST} bits, and a shape without zeros"
+                    f"{name}: field {field} is {one}; expected booleans, integers or floats of at "
+                    f"most {8 * LARGEST} bits, and a shape without zeros"
                 )
         if not known:
-            raise DataError(f"{name} is a source of arrays, and declares no fields")
+            raise DataError(f"{name} is a source of arrays, but declares no fields")
         if WEIGHT in known and known[WEIGHT] != Field("<f4", ()):
             raise DataError(f'{name}: {WEIGHT} is the weight of a row: expected ("float32", ())')
         return cls(known)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields in the form that a source declares, which `declared` reads."""
+        """Returns the fields in the form that a source declares and `declared` reads."""
         return {name: [field.dtype, list(field.shape)] for name, field in self.fields.items()}
 
     @cached_property
     def num_bytes(self) -> int:
-        """Returns the size of a record."""
+        """The size of a record."""
         return sum(field.num_bytes for field in self.fields.values())
 
     def encode(self, document: Any) -> npt.NDArray[np.uint8]:
-        """The record of a document, if that has the declared fields."""
+        """Returns the record of a document, which must have the declared fields."""
         if not isinstance(document, Mapping):
-            raise Unfit(f"is {type(document).__name__}, where a dict of arrays was expected")
+            raise Unfit(f"is {type(document).__name__}; expected a dict of arrays")
         if set(document) != set(self.fields):
             expected = ", ".join(self.fields)
-            raise Unfit(f"has the fields {', '.join(map(str, document))}, not {expected}")
+            raise Unfit(f"has the fields {', '.join(map(str, document))}; expected {expected}")
         parts = []
         for name, field in self.fields.items():
             values = as_array(document[name], name)
             found = Field(values.dtype.newbyteorder("<").str, values.shape)
             if found != field:
-                raise Unfit(f"has {name} as {found}, where {field} was declared")
+                raise Unfit(f"has {name} as {found}, but {field} was declared")
             if name == WEIGHT:
                 require_weights(values, name)
             parts.append(np.ascontiguousarray(values, field.dtype).reshape(-1).view(np.uint8))
         return np.concatenate(parts)
 
     def decode(self, record: Values, sample: int, epoch: int) -> dict[str, Values]:
-        """The arrays of a record. `sample` and `epoch` are its numbers, for what is to differ from
-        one epoch to the next; nothing does so far."""
+        """Returns the arrays of a record. `sample` and `epoch` are there for transforms that differ
+        between epochs; there are none so far."""
         arrays, at = {}, 0
         for name, field in self.fields.items():
             data = record[at : at + field.num_bytes]
@@ -131,12 +131,13 @@ class Arrays:
 
 
 def with_channels(document: Any, channels: Mapping[str, str], limit: int) -> Values:
-    """Returns the ids of a document; where it has channels, an array with a field for each."""
+    """Returns the token ids of a document or, if it has channels, an array with a field for
+    each."""
     if not channels:
         return _ids(document, limit)
     expected = [TOKENS, *channels]
     if not isinstance(document, Mapping) or set(document) != set(expected):
-        raise Unfit(f"is no dict of {', '.join(expected)}")
+        raise Unfit(f"is not a dict of {', '.join(expected)}")
     ids = _ids(document[TOKENS], limit)
     joined = np.empty(len(ids), [(TOKENS, ids.dtype), *channels.items()])
     joined[TOKENS] = ids
@@ -150,25 +151,25 @@ def _ids(values: Any, limit: int) -> Values:
     if not ids.size:
         raise Unfit("holds no tokens")
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise Unfit(f"is {ids.dtype} of shape {ids.shape}, where ids were expected")
+        raise Unfit(f"is {ids.dtype} of shape {ids.shape}; expected token ids")
     if ids.min() < 0 or ids.max() >= limit:
         wrong = ids[(ids < 0) | (ids >= limit)][0]
-        raise Unfit(f"has the id {wrong:,}, outside a vocabulary of {limit:,}")
+        raise Unfit(f"has the id {wrong:,}, which is outside a vocabulary of {limit:,}")
     return ids
 
 
 def _channel(given: Any, name: str, dtype: np.dtype[Any], num_tokens: int) -> Values:
-    """The elements of a channel, in the type that was declared. Floats are rounded to it, but what
-    is no whole number, or too large a one, becomes no other number unnoticed."""
+    """Returns the elements of a channel in the declared type. Floats may be rounded, but a value
+    that an integer type cannot hold exactly is an error."""
     values = as_array(given, name)
     if values.shape != (num_tokens,) or values.dtype.kind not in "biuf":
         found = f"{values.dtype} of shape {values.shape}"
-        raise Unfit(f"has {name} as {found}, where a {dtype.name} per token was expected")
+        raise Unfit(f"has {name} as {found}; expected a {dtype.name} per token")
     with np.errstate(invalid="ignore", over="ignore"):
         stored = values.astype(dtype)
     if dtype.kind != "f" and (stored != values).any():
         wrong = values[stored != values][0]
-        raise Unfit(f"has {wrong:,} in {name}, where a {dtype.name} was expected")
+        raise Unfit(f"has {wrong:,} in {name}; expected a {dtype.name}")
     if name == WEIGHTS:
         require_weights(stored, name)
     return stored
@@ -182,10 +183,10 @@ def as_array(values: Any, name: str) -> Values:
 
 
 def require_weights(values: Values, name: str) -> None:
-    """Refuses weights that are not finite or are negative: the loss is divided by their sum."""
+    """Rejects weights that are negative or not finite, since the loss is divided by their sum."""
     wrong = values[~(np.isfinite(values) & (values >= 0))]
     if wrong.size:
-        raise Unfit(f"has {wrong.flat[0]:g} in {name}, where a weight from 0 up was expected")
+        raise Unfit(f"has {wrong.flat[0]:g} in {name}; expected a weight of 0 or more")
 
 
 def require_fields(
@@ -195,12 +196,12 @@ def require_fields(
     model: str,
     casts: bool = False,
 ) -> None:
-    """Refuses a source that does not hold what a model takes: the arrays `taken`, or tokens. Fields
-    that the model has no use for do no harm, and where it casts them, nor do other types."""
+    """Rejects a source without the inputs of a model: the arrays `taken`, or tokens. Additional
+    fields are fine, and so are other types if the model casts them."""
     if taken is None:
         if held is not None:
             raise DataError(
-                f"{name} has {held}, and {model} takes tokens (a model of arrays has a "
+                f"{name} has {held}, but {model} takes tokens (a model that takes arrays defines "
                 "sample_fields(), see docs/extending.md)"
             )
         return
@@ -214,13 +215,13 @@ def require_fields(
     if not wanted.fields.items() <= given.items():
         found = held if held is not None else "text or tokens"
         raise DataError(
-            f"{name} has {found}, and {model} takes {wanted}: expected a source of arrays with "
-            "that (docs/extending.md)"
+            f"{name} has {found}, but {model} takes {wanted}: use a source of arrays with these "
+            "fields (docs/extending.md)"
         )
 
 
 def describe_array(values: Any) -> str:
-    """Describes an array in words: its type and shape, and its range."""
+    """Describes an array: its type, shape and range."""
     values = np.asarray(values)
     about = Field(values.dtype.str, values.shape)
     if values.ndim == 0:

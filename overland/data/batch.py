@@ -1,5 +1,4 @@
-"""A batch, which a step is given: rows with named fields, such as tokens, and what follows each of
-them."""
+"""A batch, the input of a training step: rows with named fields, such as tokens and labels."""
 
 from __future__ import annotations
 
@@ -26,19 +25,20 @@ from overland.data.rows import (
 )
 
 ABOUT_ROWS = ("sample_B", "epoch_B", "weight_B")
-"""Left out for rows of tokens: tokens and labels say it all, and earlier ledgers have no more."""
+"""Not part of the digest of token rows: tokens and labels suffice, and earlier ledgers have only
+those."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Tensors by name, whose first dimension is the row.
 
-    Rows of tokens have `tokens_BS` and `labels_BS`, and where borders of documents count also
-    `positions_BS` and `documents_BS`; `weights_BS` is how much each label counts, where a source
-    says so. Samples that are arrays have the fields that their source declares. Every row has the
-    number of its sample, `sample_B`, and how often that was read before, `epoch_B`. `weight_B` is
-    how much a row counts; without it, each counts once. A field whose name ends in `_BS` holds one
-    number per token: context parallelism splits those, and no others.
+    Rows of tokens have `tokens_BS` and `labels_BS` and, with document boundaries, `positions_BS`
+    and `documents_BS`; `weights_BS` is the loss weight of each label, if the source has weights.
+    Samples of arrays have the fields that their source declares. Every row has the number of its
+    sample, `sample_B`, and how many times that was read before, `epoch_B`. `weight_B` is the loss
+    weight of a row; without it, each row counts once. A field whose name ends in `_BS` holds one
+    number per token: context parallelism splits these fields, and no others.
     """
 
     fields: Mapping[str, Tensor]
@@ -50,7 +50,7 @@ class Batch:
         return name in self.fields
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
         return len(next(iter(self.fields.values())))
 
     def get(self, name: str) -> Tensor | None:
@@ -61,7 +61,7 @@ class Batch:
         return next(iter(self.fields.values())).device
 
     def replace(self, **changed: Tensor) -> Batch:
-        """The same rows with some fields changed or added."""
+        """Returns the same rows with some fields changed or added."""
         return Batch({**self.fields, **changed})
 
     def without(self, *names: str) -> Batch:
@@ -71,7 +71,7 @@ class Batch:
         return Batch({name: change(value) for name, value in self.fields.items()})
 
     def with_positions(self) -> Batch:
-        """Adds the place of each token in its row, where nothing else says its position."""
+        """Adds the index of each token in its row, unless the batch already has positions."""
         if "positions_BS" in self or "tokens_BS" not in self:
             return self
         tokens_BS = self["tokens_BS"]
@@ -79,7 +79,8 @@ class Batch:
         return self.replace(positions_BS=places_S.expand_as(tokens_BS))
 
     def at_places(self, places_of: Callable[[int], Tensor]) -> Batch:
-        """The tokens at some places of each row; `places_of` says which, for a length."""
+        """Returns the tokens at some places of each row, which `places_of` computes from a
+        length."""
         cut = {
             name: value[:, places_of(value.shape[1]).to(value.device)].contiguous()
             for name, value in self.fields.items()
@@ -88,7 +89,7 @@ class Batch:
         return self.replace(**cut)
 
     def padded_from(self, row: int) -> Batch:
-        """Lets rows from this one on count nothing: weight 0, and labels that are ignored."""
+        """Masks the rows from this one on: weight 0, and labels that are ignored."""
         weight_B = self.get("weight_B")
         weight_B = torch.ones(len(self)) if weight_B is None else weight_B.clone()
         weight_B[max(row, 0) :] = 0
@@ -109,7 +110,7 @@ class Batch:
 
 
 def make_batch(rows: Rows | Samples, document_mask: bool = False) -> Batch:
-    """Makes tensors of rows. With a document mask, the model is told where documents begin."""
+    """Turns rows into tensors. With a document mask, they include where documents begin."""
     fields = dict(rows.arrays) if isinstance(rows, Samples) else token_fields(rows, document_mask)
     fields |= {"sample_B": rows.sample, "epoch_B": rows.epoch}
     return Batch({name: torch.from_numpy(values) for name, values in fields.items()})
@@ -120,15 +121,15 @@ def token_fields(rows: Rows, document_mask: bool) -> dict[str, npt.NDArray[Any]]
     if ANSWERS in rows.channels:
         rows, document_mask = answers_apart(rows), True
     arrays = with_borders(rows) if document_mask else tokens_and_labels(rows)
-    # A channel is of the token that is predicted: a weight is that of its label.
+    # A channel belongs to the predicted token: a weight is the weight of its label.
     channels = {f"{name}_BS": values[:, 1:] for name, values in rows.channels.items()}
     return dict(zip(names, arrays, strict=False)) | channels
 
 
 def digests(batch: Batch) -> Tensor:
-    """Returns a number per row, of all bytes in it. Each place of each field has a multiplier
-    of its own, and sums wrap around; one changed token always shows, any other change but for a
-    chance of about 2⁻⁴⁶."""
+    """Returns a digest of each row, over all of its bytes. Each place of each field has its own
+    multiplier, and sums wrap around. A single changed token always changes the digest; any other
+    change goes unnoticed with a probability of about 2⁻⁴⁶."""
     left_out = ABOUT_ROWS if "tokens_BS" in batch else ()
     total = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
     for name, values in sorted(batch.fields.items()):
@@ -139,7 +140,7 @@ def digests(batch: Batch) -> Tensor:
 
 
 def words_of(values: Tensor) -> Tensor:
-    """The bytes of each row as 64-bit integers, the last one filled up with zeros."""
+    """Returns the bytes of each row as 64-bit integers, padded with zeros."""
     rows = values.reshape(len(values), -1)
     if rows.dtype == torch.int64:
         return rows

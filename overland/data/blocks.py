@@ -1,8 +1,8 @@
-"""Blocks one after another: each window's documents packed, and the blocks permuted.
+"""A stream of blocks: the documents of each window are packed into blocks, which are shuffled.
 
-A stream may begin with what another one has left over: when the length of sequences changes in the
-middle of a window, the blocks of it that nobody has read yet are joined and cut again. No token is
-given twice or left out, and no prediction inside a document is lost.
+A stream may begin with what is left of another one: when the sequence length changes in the middle
+of a window, the blocks that were not read yet are joined and cut again. No token is repeated or
+left out, and no prediction inside a document is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shape:
     last_block: LastBlock = "pad"
     pad_id: int = 0
     alike: int = 0
-    """Blocks that are read together and are to be of similar length; 0: any."""
+    """How many consecutive blocks should have similar lengths; 0: lengths do not matter."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Window:
         return sizes.astype(np.int64)
 
     def own_pieces(self, places: Array) -> Pieces:
-        """Leaves out last tokens that come again elsewhere: over a window, every token once."""
+        """Returns the pieces without last tokens that another block repeats, so that over a window
+        every token occurs once."""
         pieces = self.pieces(places)
         documents, which = self.documents, pieces.document
         borrowed = documents.borrowed[which] & (pieces.stop == documents.length[which])
@@ -65,9 +66,9 @@ class Window:
         return Pieces(pieces.row[kept], pieces.document[kept], pieces.start[kept], stop[kept])
 
     def joined(self, places: Array, packing: Packing) -> Documents:
-        """The blocks at these places as documents: pieces that follow each other in a document are
-        one again, and one that is followed by a block which is not among them keeps the token that
-        both share, so that it is predicted."""
+        """Returns the blocks at these places as documents: adjacent pieces of a document are joined
+        again. A piece whose next block is not among them keeps the token that both share, so that
+        it is predicted."""
         blocks = np.sort(self.order[places])
         pieces = self.cut.pieces(blocks)
         order = np.lexsort((pieces.stop, pieces.start, pieces.document))
@@ -80,19 +81,19 @@ class Window:
         document, start, stop = document[is_first], start[is_first], stop[is_last]
         whole = self.documents[document]
         borrowed = shared[is_last] | (whole.borrowed & (stop == whole.length))
-        # By itself, the first token of a document that was read is predicted from nothing.
+        # A borrowed token on its own is the first of its document, with nothing to predict it from.
         kept = ~borrowed | (stop - start > 1) | (packing == "pack")
         return _parts(whole[kept], start[kept], stop[kept], borrowed[kept])
 
     def _shared(self, blocks: Array, pieces: Pieces) -> npt.NDArray[np.bool_]:
-        """Whether a piece ends its block and its last token is the first of another."""
+        """Whether a piece ends its block with a token that is also the first of another block."""
         is_last = np.append(pieces.row[1:] != pieces.row[:-1], True)
         shared: npt.NDArray[np.bool_] = is_last & self.cut.shares_last(blocks)[pieces.row]
         return shared
 
 
 class BlockStream:
-    """Blocks by number, without an end."""
+    """An endless sequence of numbered blocks."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class BlockStream:
         first: int = 0,
         rest: Rest | None = None,
     ) -> None:
-        """Starts with window `first`, after the `rest` of another stream."""
+        """Starts with the `rest` of another stream, if any, and continues with window `first`."""
         self.windows, self.shape, self.reading = windows, shape, reading
         self.first, self.rest = first, rest
         parts = [windows.key, shape.seq_len, shape.packing, shape.last_block, reading.seed]
@@ -115,8 +116,8 @@ class BlockStream:
         )
 
     def read(self, numbers: Array, rows: Array, into: Room) -> tuple[Array, Array]:
-        """Fills `rows` of `into` with blocks; returns of every piece the row and where it begins in
-        it."""
+        """Fills `rows` of `into` with blocks; returns the row of each piece and where in the row it
+        begins."""
         piece_rows, piece_begins = [], []
         for window, mine, places in self._find(numbers):
             pieces, here = window.pieces(places), rows[mine]
@@ -145,7 +146,7 @@ class BlockStream:
         return sample, epoch
 
     def lengths(self, numbers: Array) -> Array:
-        """The tokens of each block."""
+        """Returns the number of tokens in each block."""
         found = np.zeros(len(numbers), np.int64)
         for window, mine, places in self._find(numbers):
             found[mine] = window.lengths(places)
@@ -158,16 +159,15 @@ class BlockStream:
         ]
 
     def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
-        """The window that each block lies in, and its place there."""
+        """Returns the window that contains each block, and its place there."""
         return self._counts.find(numbers)
 
     def num_blocks(self, windows: int) -> int:
-        """Returns the number of blocks in the first so many windows."""
+        """Returns the number of blocks in the first `windows` windows."""
         return self._counts.total(windows)
 
     def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int:
-        """Returns the number of blocks until so many epochs of the source are read, or `enough` if
-        there are that many."""
+        """Returns the number of blocks in this many epochs of the source, but at most `enough`."""
         whole = int(epochs)
         count = self._counts.total_up_to(self.windows_before(whole), enough)
         if whole == epochs or count == enough:
@@ -177,15 +177,15 @@ class BlockStream:
 
     @property
     def num_counted(self) -> int:
-        """Windows whose blocks are counted."""
+        """The number of windows whose blocks are counted."""
         return self._counts.num_known
 
     def windows_before(self, epoch: int) -> int:
-        """Windows of this stream that come before an epoch, from 0."""
+        """Returns the number of windows of this stream before an epoch (counted from 0)."""
         return max(0, epoch * self.windows.per_epoch - self.first + self._lead)
 
     def epochs_before(self, block: int) -> float | None:
-        """How many epochs the blocks before this one are, where all of them are counted."""
+        """Returns how many epochs the blocks before this one make up, if all are counted."""
         if block == 0 or self._counts.total(self.num_counted) < block:
             return None
         (window,), (place,) = self.places([block - 1])
@@ -210,11 +210,11 @@ class BlockStream:
         return self._opened[window]
 
     def window_behind(self, window: int) -> int:
-        """Which window of documents a window of this stream is (none of them for the rest)."""
+        """Returns the window of documents behind a window of this stream (which the rest lacks)."""
         return window - self._lead + self.first
 
     def _find(self, numbers: Array) -> Iterator[tuple[Window, Array, Array]]:
-        """Yields each window, which of `numbers` lie in it, and at which places."""
+        """Yields each window, the indices of the `numbers` in it, and their places there."""
         windows, places = self._counts.find(numbers)
         for window, mine in groups(windows):
             yield self.open(window), mine, places[mine]
@@ -226,12 +226,12 @@ class BlockStream:
         return permute(places, len(places), "blocks", self.reading.seed, self.key, window)
 
     def _with_alike(self, window: int, opened: Window) -> Window:
-        """Brings blocks of similar length together, if that is asked for."""
+        """Groups blocks of similar length, if requested."""
         size, order = self.shape.alike, opened.order
         if not size or not len(order):
             return opened
         lengths = opened.lengths(np.arange(len(order)))
-        first = -self._counts.total(window) % size  # of a batch that began in the window before
+        first = -self._counts.total(window) % size  # left of a group from the window before
         key = ("alike", self.reading.seed, self.key, window)
         return replace(opened, order=group_alike(order, lengths, first, size, key))
 
@@ -245,7 +245,7 @@ class BlockStream:
 
 @dataclass(frozen=True)
 class Rest:
-    """The blocks of one window that were not read, from a place on."""
+    """The unread blocks of a window, from `place` on."""
 
     stream: BlockStream
     window: int
@@ -259,9 +259,9 @@ class Rest:
         return digest_of([self.stream.key, self.window, self.place, *rules])
 
     def documents(self, packing: Packing) -> Documents:
-        """The unread pieces as documents, which are to be packed like this."""
+        """Returns the unread pieces as documents, to be packed in this way."""
         window, places = self._unread()
-        if self.stream.shape.packing == "trunc":  # what was not read yet need not stay cut
+        if self.stream.shape.packing == "trunc":  # unread documents need not stay truncated
             return window.documents[window.pieces(places).document]
         if self.rules > 1:
             return window.joined(places, packing)
@@ -270,7 +270,8 @@ class Rest:
         return _parts(whole, pieces.start, pieces.stop, np.zeros(len(whole), bool))
 
     def num_lost(self) -> int:
-        """Predictions inside documents that earlier rules gave up where blocks were cut again."""
+        """Counts the predictions inside documents that earlier rules lost when blocks were cut
+        again."""
         if self.rules > 1 or self.stream.shape.packing == "trunc":
             return 0
         window, places = self._unread()
@@ -286,7 +287,7 @@ class Rest:
 def _parts(
     whole: Documents, start: Array, stop: Array, borrowed: npt.NDArray[np.bool_]
 ) -> Documents:
-    """A part of each document, as a document of its own."""
+    """Returns a part of each document, as a document of its own."""
     return Documents(
         whole.files,
         whole.file,
@@ -301,7 +302,7 @@ def _parts(
 
 
 def _copy(documents: Documents, pieces: Pieces, rows: Array, into: Room, pad_id: int) -> Array:
-    """Writes the pieces into their rows, and padding behind them; returns where each begins."""
+    """Copies the pieces into their rows, followed by padding; returns where each piece begins."""
     sizes, which = pieces.stop - pieces.start, pieces.document
     ends = np.cumsum(sizes)
     first = np.searchsorted(pieces.row, np.arange(len(rows)))  # every row has a piece
@@ -336,8 +337,8 @@ def _fill(
     padded: Iterable[tuple[int, int]],
     padding: int,
 ) -> None:
-    """Copies each span: the file, where it begins there and in `into`, and its size. Rows that are
-    `padded` are so from a place on."""
+    """Copies each span: the file, its offsets there and in `into`, and its size. `padded` lists
+    rows with the place where their padding begins."""
     flat = into.reshape(-1)
     for file, first, place, size in spans:
         flat[place : place + size] = files[file][first : first + size]

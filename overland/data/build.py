@@ -1,5 +1,6 @@
-"""Makes all shards of a corpus beforehand: by several processes, in parts if wanted, over as many
-sessions as it takes. What is made stays; whoever makes the last shard marks the corpus complete."""
+"""Builds all shards of a corpus ahead of training: with several processes, in parts if wanted, over
+as many sessions as it takes. Finished shards are kept, and the builder that finishes the last one
+marks the corpus complete."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from overland.errors import DataError
 from overland.files import replace_file, replaced
 from overland.words import bad_ones, counted_words
 
-FEW_SHARDS = 2  # are made here, by the tokenizer's own threads, before a process has started
-HEADS_AT_ONCE = 16  # read in parallel: a shared file system takes a millisecond for each
+FEW_SHARDS = 2  # the tokenizer's own threads finish these sooner than processes would start
+HEADS_AT_ONCE = 16  # read in parallel: a shared file system takes a millisecond for each one
 LOOK_SECONDS = 0.25
 
 
 @dataclass
 class BuildState:
-    """The progress of a build; what was made before it began does not count."""
+    """The progress of a build; shards that existed before it began do not count."""
 
     num_shards: int
-    """To be made."""
+    """The number of shards to make."""
     documents_per_shard: float
     num_made: int = 0
     num_documents: int = 0
@@ -43,27 +44,27 @@ class BuildState:
 
     @property
     def share(self) -> float:
-        """Returns about which part is done, shards under way included."""
+        """The fraction that is done, roughly, including shards in progress."""
         begun = self.num_documents / max(self.documents_per_shard, 1)
         return min(max(self.num_made, min(begun, self.num_made + 1)) / max(self.num_shards, 1), 1.0)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of what a complete corpus holds."""
+    """Counts of a complete corpus."""
 
     num_documents: int
     num_tokens: int
     num_bad: int
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Conversations that were left out or cut, by what was done."""
+    """How many conversations were left out or truncated, by what was done."""
 
 
 @dataclass(frozen=True)
 class Built:
     layout: CorpusLayout
     made: BuildState
-    """In this session."""
+    """What was made in this session."""
     totals: Totals | None
     """None while other parts are missing."""
 
@@ -93,7 +94,7 @@ def build(
     part: tuple[int, int] = (0, 1),
     progress: Callable[[BuildState], None] = lambda progress: None,
 ) -> Built:
-    """Makes the shards of one part (number, of how many) that are missing."""
+    """Makes the missing shards of one part (its number, and the number of parts)."""
     layout = read_layout(folder)
     totals = _read_totals(layout)
     if totals is not None:
@@ -112,15 +113,18 @@ def build(
             _make_in_processes(layout, source, tokenizer, missing, processes, state, progress)
         missing = _missing(layout, mine)
         if len(missing) >= before:
-            raise DataError(f"{layout.shard_path(missing[0])} was made and is gone again")
+            raise DataError(
+                f"{layout.shard_path(missing[0])} was deleted after it was made: make sure that "
+                "nothing cleans up this folder, and build again"
+            )
     return Built(layout, state, finish(layout))
 
 
 def finish(layout: CorpusLayout) -> Totals | None:
-    """Marks the corpus complete if every shard is there.
+    """Marks the corpus complete if all shards exist.
 
-    Each builder publishes its shards before it looks, so the last one sees them all. If two come
-    here at once, they write the same.
+    Each builder publishes its shards before it checks, so the last one sees them all. Two builders
+    that get here at the same time write the same files.
     """
     if len(layout.made()) < layout.num_shards:
         return None
@@ -138,7 +142,7 @@ def finish(layout: CorpusLayout) -> Totals | None:
     }  # fmt: skip
     about |= {"counts": totals.counts} if totals.counts else {}
     replace_file(layout.folder / "totals.json", json.dumps(about), shared=True)
-    # A sample of arrays counts once, whatever its bytes.
+    # A sample of arrays counts as one, whatever its size.
     sizes = counts[:, [0, 0]] if layout.kind == "arrays" else counts[:, :2]
     with replaced(layout.sizes_path, shared=True) as file:
         np.save(file, sizes)
@@ -147,7 +151,7 @@ def finish(layout: CorpusLayout) -> Totals | None:
 
 
 def _left_out(layout: CorpusLayout) -> dict[str, int]:
-    """Counts what was left out or cut; only conversations are."""
+    """Counts conversations that were left out or truncated."""
     total: Counter[str] = Counter()
     for number in range(layout.num_shards) if layout.made_by is not None else ():
         total.update(open_shard(layout.shard_path(number)).info.counts)
@@ -185,7 +189,7 @@ def _make_here(
         while (info := maker.make(number, tick)) is None:
             if layout.shard_path(number).exists():
                 break
-            time.sleep(LOOK_SECONDS)  # another builder is at work on it
+            time.sleep(LOOK_SECONDS)  # another builder is working on it
         else:
             state.num_made += 1
             state.num_bad += info.num_bad
@@ -216,7 +220,7 @@ def _make_in_processes(
 
 
 def _follow(workers: Workers, state: BuildState, progress: Callable[[BuildState], None]) -> None:
-    """Follows the processes until each has come to the end of its list."""
+    """Handles messages from the processes until each has finished its list."""
     idle: set[int] = set()
     while not workers.pids or not idle.issuperset(workers.pids):
         for pid, message in workers.messages(LOOK_SECONDS):
@@ -232,14 +236,13 @@ def _follow(workers: Workers, state: BuildState, progress: Callable[[BuildState]
                 case ["refused", _, code, reason, file]:
                     raise OSError(code, reason, file)
                 case ["failed", number, trace]:
-                    raise RuntimeError(f"shard {number} could not be made\n{trace}")
+                    raise RuntimeError(f"shard {number} could not be built\n{trace}")
                 case ["idle"]:
                     idle.add(pid)
         codes = workers.replace_dead()
         if codes and not workers.num_alive:
             raise DataError(
-                f"the processes that tokenise ended again and again (exit codes "
-                f"{', '.join(map(str, codes))}; -9: killed, often for memory): try fewer "
-                "--processes"
+                f"the tokenizing processes keep dying (exit codes {', '.join(map(str, codes))}; "
+                "-9 means killed, often because memory ran out): try fewer --processes"
             )
         progress(state)

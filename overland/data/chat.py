@@ -1,14 +1,14 @@
-"""Conversations as tokens: a chat template writes the turns, and it is known which part of the text
-an assistant wrote.
+"""Conversations as tokens: a chat template writes the turns, and we keep track of which part of the
+text is the assistant's.
 
-A template is a Jinja program that comes with a tokenizer. What it writes here is what
-`apply_chat_template` of transformers writes. Two things are exact here that usually are not:
+A template is a Jinja program that comes with a tokenizer. Here it writes exactly what transformers'
+`apply_chat_template` writes. Two things are exact here that usually are not:
 
-- Only the template writes special tokens. Where somebody's message says `<|eot_id|>`, that is text,
-  and it gives the tokens of ordinary text.
-- What an assistant wrote is known to the character: by the template's own `{% generation %}` marks,
-  or else by *prefixes*: the conversation is written up to a turn and up to its end, and both must
-  be how the whole text begins.
+- Only the template writes special tokens. If a message contains `<|eot_id|>`, that is text, and it
+  is tokenized as ordinary text.
+- The assistant's text is known to the character: from the template's own `{% generation %}` marks,
+  or else from *prefixes*: the conversation is written up to the start of a turn and up to its end,
+  and the whole text must begin with both.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from overland.data.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
-"""A turn: `role`, `content`, and whatever else the template knows."""
+"""A turn: `role`, `content`, and whatever else the template uses."""
 Piece: TypeAlias = str | int
-"""Of what is to be encoded: text, in which nothing is a special token, or a special token's id."""
+"""Input of the tokenizer: text without special tokens, or the id of a special token."""
 ASSISTANT = "assistant"
 
-# Code points that never stand for a character: text that holds one is refused, so that they can
-# stand for something else here.
+# Code points that never stand for a character: text that contains one is rejected, so that they can
+# serve as markers here.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
-QUOTED = "\ufdd0"  # before the number of a special token whose name is meant as text
+QUOTED = "\ufdd0"  # precedes the number of a special token whose name is meant as text
 FIRST_NUMBER = 0xE000
-DEEPEST = 32  # nesting of values in a message; templates call themselves for each level
-# Turns times answers of a conversation without marks: all turns before an answer are written twice
-# for it, at about 10 µs each, so that this is about half a minute.
+DEEPEST = 32  # nesting of values in a message; templates recurse for each level
+# Limit on turns × answers of a conversation without marks: for each answer, all turns before it are
+# written twice, at about 10 µs each, so this is about half a minute.
 MOST_PREFIXES = 2_000_000
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "range")
-"""Variables of every template."""
+"""Variables that every template gets."""
 MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 
 CHATML = """\
@@ -64,7 +64,7 @@ CHATML = """\
 {%- endif -%}
 """
 
-# The prompt of Stanford's Alpaca. The tokenizer decides whether BOS comes before it.
+# The prompt of Stanford's Alpaca. The tokenizer decides whether BOS precedes it.
 ALPACA = """\
 {%- for message in messages -%}
     {%- if message['role'] == 'assistant' -%}
@@ -93,15 +93,15 @@ BUILT_IN = {"chatml": CHATML, "alpaca": ALPACA}
 
 
 class ChatError(DataError):
-    """One conversation that cannot be used."""
+    """Raised for a conversation that cannot be used."""
 
 
 class Undecided(ChatError):
-    """A conversation that a key of `[sft]` would decide about, and that is no bad document."""
+    """Raised for a conversation that needs a key of `[sft]` to be set; it is not a bad document."""
 
 
 class Span(NamedTuple):
-    """Characters of a written conversation, and how much predicting them counts."""
+    """A range of characters in a written conversation, and its loss weight."""
 
     start: int
     stop: int
@@ -114,7 +114,7 @@ class Written:
 
     pieces: tuple[Piece, ...]
     spans: tuple[Span, ...]
-    """What is learned, in characters of all pieces; a special token counts as one."""
+    """The text to learn, in characters of all pieces; a special token counts as one."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,17 @@ class ChatTemplate:
     specials: Mapping[str, int]
     """Ids of special tokens by name."""
     named: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens by what they are for: `bos_token`, `eos_token`, …"""
+    """Special tokens by their role: `bos_token`, `eos_token`, …"""
     date: date | None = None
-    """What a template is told that asks for today's date; None: there is none to ask for."""
+    """The date for templates that ask for today's date; None: they cannot ask for it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables, such as `enable_thinking`."""
     whose: str = "the tokenizer's chat template"
-    """For people."""
+    """Its name in messages."""
 
     @property
     def is_marked(self) -> bool:
-        """Whether it marks what an assistant writes."""
+        """Whether it marks the assistant's text."""
         return MARKED.search(self.source) is not None
 
     @property
@@ -143,7 +143,7 @@ class ChatTemplate:
         return "strftime_now" in self.source
 
     def check(self) -> None:
-        """Raises unless it is a template."""
+        """Raises an error unless this is a valid template."""
         self._compiled  # noqa: B018
 
     def write(
@@ -152,8 +152,8 @@ class ChatTemplate:
         weights: Sequence[float] | None = None,
         tools: Sequence[Any] | None = None,
     ) -> Written:
-        """Writes a conversation. `weights` says how much predicting each turn counts, which is 0
-        for all but an assistant's; without, every token counts."""
+        """Writes a conversation. `weights` are the loss weights of the turns, which are 0 for all
+        but the assistant's; without them, every token counts."""
         self._check_tools(turns, tools)
         quoted, tools = self._quoted(turns), self._quoted(tools)
         text = self._render(quoted, tools)
@@ -168,8 +168,8 @@ class ChatTemplate:
             said = said[:1] * num_marks
         if num_marks != len(said):
             raise ChatError(
-                f"the chat template marks {num_marks} parts as an assistant's and there are "
-                f"{len(said)} assistant turns, so which of them count cannot be told: put one "
+                f"the chat template marks {num_marks} parts as the assistant's, but there are "
+                f"{len(said)} assistant turns, so it is unclear which of them count: put one "
                 "{% generation %} mark around each turn"
             )
         return self._split(text, said)
@@ -177,26 +177,26 @@ class ChatTemplate:
     def write_prompt(
         self, turns: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> tuple[Piece, ...]:
-        """Writes a conversation up to where an assistant answers."""
+        """Writes a conversation up to where the assistant answers."""
         text = self._render(self._quoted(turns), self._quoted(tools), asks=True)
         return self._split(_unmarked(text), []).pieces
 
     def _check_tools(self, turns: Sequence[Message], tools: Sequence[Any] | None) -> None:
-        """Refuses what the template would leave out without a word."""
+        """Rejects what the template would silently leave out."""
         if tools and "tools" not in self.source:
-            raise ChatError("it has tools, and the chat template writes none")
+            raise ChatError("it has tools, but the chat template does not write them")
         if "tool_calls" not in self.source and any(turn.get("tool_calls") for turn in turns):
-            raise ChatError("it has calls of tools (tool_calls), and the chat template writes none")
+            raise ChatError("it has tool calls, but the chat template does not write tool_calls")
 
     def _mark(
         self, text: str, turns: Sequence[Any], tools: Sequence[Any] | None, weights: Sequence[float]
     ) -> str:
-        """Puts marks around the turns that count, by prefixes of the text."""
+        """Puts marks around the turns that count, which it finds from prefixes of the text."""
         if len(turns) * sum(map(bool, weights)) > MOST_PREFIXES:
             raise Undecided(
-                f"it has {len(turns):,} turns, and to find out by prefixes which tokens are the "
-                "assistant's, they would be written again for each answer: set sft.chat_template "
-                "to one with {% generation %} marks around them"
+                f"it has {len(turns):,} turns, and to find the assistant's tokens from prefixes, "
+                "they would have to be written again for each answer: set sft.chat_template to one "
+                "with {% generation %} marks around the assistant's turns"
             )
         parts, done = [], 0
         for i, weight in enumerate(weights):
@@ -204,28 +204,28 @@ class ChatTemplate:
                 continue
             asked = self._render(turns[:i], tools, asks=True)
             answered = text if i + 1 == len(turns) else self._render(turns[: i + 1], tools)
-            if not text.startswith(answered):  # some end every conversation by EOS
+            if not text.startswith(answered):  # some templates end every conversation with EOS
                 answered = self._last_special.sub("", answered)
             why, ways_out = (
                 "",
                 "set sft.chat_template to one with {% generation %} marks around them",
             )
             if not answered.startswith(asked):
-                why = "otherwise than its generation prompt begins it"
+                why = "differently than its generation prompt begins it"
             elif not text.startswith(answered):
-                why = "differently once more turns follow (many leave out earlier thoughts)"
-                ways_out += ', or sft.learn = "last"'
+                why = "differently once more turns follow (many drop earlier reasoning)"
+                ways_out += ', or set sft.learn = "last"'
             if why:
                 raise Undecided(
-                    f"the chat template writes turn {i + 1} of {len(turns)} {why}, so it cannot be "
-                    f"told which tokens are the assistant's: {ways_out}"
+                    f"the chat template writes turn {i + 1} of {len(turns)} {why}, so it is "
+                    f"unclear which tokens are the assistant's: {ways_out}"
                 )
             parts += [text[done : len(asked)], BEGIN, text[len(asked) : len(answered)], END]
             done = len(answered)
         return "".join([*parts, text[done:]])
 
     def _render(self, turns: Sequence[Any], tools: Sequence[Any] | None, asks: bool = False) -> str:
-        """What the template writes, with marks where it has any."""
+        """Returns what the template writes, with its marks, if any."""
         given = (turns, tools, None, asks, Budget().range)
         values = {**self.named, **self.options, **dict(zip(GIVEN, given, strict=True))}
         if self.date is not None:
@@ -238,21 +238,21 @@ class ChatTemplate:
                 if size > LARGEST:
                     raise TooMuch(f"it writes more than {LARGEST:,} characters")
         except RecursionError:
-            raise ChatError("the chat template calls itself without end") from None
+            raise ChatError("the chat template recurses without end") from None
         except TooMuch as error:
-            raise ChatError(f"the chat template does not come to an end: {error}") from None
-        except Exception as error:  # a program of somebody's own
+            raise ChatError(f"the chat template does not finish: {error}") from None
+        except Exception as error:  # the template is an arbitrary program
             hint = ""
             if self.date is None and "strftime_now" in str(error):
                 hint = "; it asks for today's date: set sft.date"
             why = str(error) or type(error).__name__
-            raise ChatError(f"the chat template refuses the conversation: {why}{hint}") from None
+            raise ChatError(f"the chat template rejects the conversation: {why}{hint}") from None
         return "".join(parts)
 
     def _quoted(self, value: Any, depth: int = 0) -> Any:
-        """The value with the names of special tokens in it, at any depth, put into quotes."""
+        """Returns the value with all names of special tokens quoted, at any depth."""
         if depth > DEEPEST:
-            raise ChatError(f"its values are nested more than {DEEPEST} deep")
+            raise ChatError(f"its values are nested more than {DEEPEST} levels deep")
         if isinstance(value, str):
             check_text(value)
             return self._names.sub(lambda match: QUOTED + self._numbers[match[0]], value)
@@ -265,8 +265,7 @@ class ChatTemplate:
         return value
 
     def _split(self, text: str, weights: Sequence[float]) -> Written:
-        """Splits a text at its marks and special tokens, and takes quoted names out of their
-        quotes."""
+        """Splits a text at its marks and special tokens, and unquotes quoted names."""
         pieces: list[Piece] = []
         plain: list[str] = []
         spans: list[Span] = []
@@ -320,47 +319,47 @@ class ChatTemplate:
         return {number: name for name, number in self._numbers.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what was compiled, which another process compiles again."""
+        """Leaves out the compiled template; another process compiles it again."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 def encode(tokenizer: Tokenizer, written: Written) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Returns the ids of what was written, and how much predicting each of them counts."""
+    """Returns the token ids of a written conversation, and the loss weight of each."""
     ids, starts, stops = tokenizer.encode_pieces(written.pieces)
     weights = np.zeros(len(ids), np.float32)
     for span in written.spans:
         inside = np.flatnonzero((starts < span.stop) & (stops > span.start))
-        if len(inside):  # tokens between them may have no character of their own
+        if len(inside):  # tokens in between may have no characters of their own
             weights[inside[0] : inside[-1] + 1] = span.weight
     return ids, weights
 
 
 def split_specials(text: str, specials: Mapping[str, int]) -> tuple[Piece, ...]:
-    """A text in which the names of these special tokens stand for the tokens."""
+    """Splits a text in which the names of these special tokens stand for the tokens."""
     parts = re.split(f"({any_name_of(specials).pattern})", text)
     return tuple(specials.get(part, part) for part in parts if part)
 
 
 def any_name_of(specials: Iterable[str]) -> re.Pattern[str]:
-    """Finds the longest of several names that begin alike."""
+    """Returns a pattern that matches any of the names, the longest of those that begin alike."""
     return re.compile("|".join(sorted(map(re.escape, specials), key=len, reverse=True)) or "(?!)")
 
 
 def length_of(pieces: Iterable[Piece]) -> int:
-    """In characters; a special token counts as one."""
+    """Returns the length in characters; a special token counts as one."""
     return sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces)
 
 
 def check_text(text: str) -> None:
-    """Refuses what is no text, which JSON can hold."""
+    """Rejects strings that JSON allows but that are not valid text."""
     if text.isascii():
         return
     if found := NONCHARACTERS.search(text):
-        raise ChatError(f"it holds U+{ord(found[0]):04X}, which is no character")
+        raise ChatError(f"it contains U+{ord(found[0]):04X}, which is not a character")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ChatError("it has half of a surrogate pair, no UTF-8 text") from None
+        raise ChatError("it has half of a surrogate pair, so it is not UTF-8 text") from None
 
 
 def _unmarked(text: str) -> str:

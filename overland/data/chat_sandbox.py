@@ -1,7 +1,7 @@
-"""The surroundings in which a chat template runs: those of transformers, in Jinja's sandbox.
+"""The environment in which a chat template runs: that of transformers, in Jinja's sandbox.
 
-A template is a program that came with somebody's model. It can read the conversation and write
-text, and nothing else; it cannot loop for ever or fill the memory by a short line.
+A template is an untrusted program that came with a model. It can read the conversation and write
+text, and nothing else; it cannot loop forever or fill the memory with a short expression.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from overland.errors import DataError
 from overland.packages import need
 
-# Unicode has code points that never stand for a character: these mark what an assistant wrote.
+# Unicode has code points that never stand for a character: these mark the assistant's text.
 BEGIN, END = "\ufdd1", "\ufdd2"
-LARGEST = 1 << 26  # characters that a template may write, or make of one text by repeating it
-MOST_TURNS = 1 << 22  # that all loops over numbers may take in one conversation
+LARGEST = 1 << 26  # most characters that a template may write, or build in one expression
+MOST_TURNS = 1 << 22  # most iterations of all loops over numbers in one conversation
 
 
 WIDENING = ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson")
@@ -27,22 +27,22 @@ UNSETTLED = ("random", "lipsum")
 
 
 class TooMuch(Exception):
-    """Raised when a template takes more than any conversation needs."""
+    """Raised when a template uses more than any conversation needs."""
 
 
 def compile_template(source: str) -> Any:
-    """Returns Jinja's template."""
+    """Compiles a template, or raises an error that says what is wrong with it."""
     environment = _environment()
     try:
         return environment.from_string(source)
-    except Exception as error:  # jinja's, or Python's where it compiles what jinja made
+    except Exception as error:  # Jinja's own, or Python's for the code that Jinja generates
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
-        raise DataError(f"the chat template cannot be read{where}: {error}") from None
+        raise DataError(f"the chat template cannot be parsed{where}: {error}") from None
 
 
 class Budget:
-    """Counts what loops over numbers take, however they are nested."""
+    """Counts the iterations of loops over numbers, including nested ones."""
 
     def __init__(self) -> None:
         self._left = MOST_TURNS
@@ -51,17 +51,17 @@ class Budget:
         numbers = range(*args)
         self._left -= len(numbers)
         if self._left < 0:
-            raise TooMuch(f"its loops take more than {MOST_TURNS:,} turns")
+            raise TooMuch(f"its loops take more than {MOST_TURNS:,} iterations")
         return numbers
 
 
 def _bound(size: int) -> None:
     if size > LARGEST:
-        raise TooMuch(f"it makes a text of more than {LARGEST:,} characters")
+        raise TooMuch(f"it builds a text of more than {LARGEST:,} characters")
 
 
 def _bounded(value: Any) -> Any:
-    """Refuses to write a list that holds others, and those others again, without end."""
+    """Rejects nested lists that would be enormous when written out."""
     left, held = MOST_TURNS, [value]
     while held:
         one = held.pop()
@@ -75,21 +75,21 @@ def _bounded(value: Any) -> Any:
 
 
 def _check_call(name: str, text: str, args: Sequence[Any]) -> None:
-    """Refuses a filter, or a method of a text, by which a short text becomes a huge one."""
+    """Rejects a filter or string method that would turn a short text into a huge one."""
     texts = [one for one in args if isinstance(one, str)]
     widest = max((one for one in args if isinstance(one, int)), default=0)
     if name == "replace" and len(texts) >= 2:
         _bound(len(text) + text.count(texts[-2]) * len(texts[-1]))
     elif name == "format" and re.search(r"\d{6}|\*", text):
-        raise TooMuch("it asks for a number of hundreds of thousands of characters")
+        raise TooMuch("it formats a number with hundreds of thousands of characters")
     elif name in WIDENING:
         _bound(widest * (1 + text.count("\n") + text.count("\t")))
 
 
 def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja that is refused where it would make too much."""
+    """Wraps a Jinja filter so that it is rejected if its output would be too large."""
 
-    @wraps(filter_)  # Jinja's marks too, which say what else it is given
+    @wraps(filter_)  # also copies Jinja's attributes, which say what else is passed to it
     def checked(*args: Any, **options: Any) -> Any:
         given = [*args, *options.values()]
         text = next((one for one in given if isinstance(one, str)), "")
@@ -110,7 +110,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}…{% endgeneration %}` around what an assistant writes."""
+        """`{% generation %}…{% endgeneration %}` around the assistant's text."""
 
         tags = {"generation"}
 
@@ -124,7 +124,7 @@ def _environment() -> Any:
             return f"{BEGIN}{caller()}{END}"
 
     class Generator(CodeGenerator):
-        """Lets `a ~ b` go through the environment, as `a + b` does."""
+        """Routes `a ~ b` through the environment, as Jinja does with `a + b`."""
 
         def visit_Concat(self, node: Any, frame: Any) -> None:
             self.write("environment.concatenated((")
@@ -178,7 +178,7 @@ def _environment() -> Any:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own escapes <, > and & for HTML.
+        # Jinja's own tojson escapes <, > and & for HTML.
         return json.dumps(
             _bounded(value),
             ensure_ascii=ensure_ascii,
@@ -198,7 +198,7 @@ def _environment() -> Any:
     for name in CHECKED:
         if name in environment.filters:
             environment.filters[name] = _checked(name, environment.filters[name])
-    for name in UNSETTLED:  # what they write is another thing each time
+    for name in UNSETTLED:  # their output is different each time
         environment.filters.pop(name, None)
         environment.globals.pop(name, None)
     environment.globals["raise_exception"] = raise_exception

@@ -1,13 +1,13 @@
-"""Records of datasets for fine-tuning as conversations, whatever their shape.
+"""Converts the records of fine-tuning datasets, whatever their shape, to conversations.
 
-Which shape a dataset has shows in the columns of its records; `sft.shape` overrides it.
+The shape of a dataset is detected from the columns of its records; `sft.shape` overrides it.
 
-    messages      a list of turns: {"role": "user", "content": "…"}; alongside it maybe `tools`
+    messages      a list of turns: {"role": "user", "content": "…"}, optionally with `tools`
     sharegpt      a list of turns: {"from": "human", "value": "…"}
-    completion    `prompt` and `completion`: two texts, which no template changes, or lists of turns
-    instruction   `instruction`, maybe `input`, and `output`: a question and its answer
-    text          one text that holds everything, the marks of turns included
-    preference    `chosen` and `rejected`, maybe with a `prompt`, as texts or as lists of turns
+    completion    `prompt` and `completion`: two texts used without a template, or lists of turns
+    instruction   `instruction`, optionally `input`, and `output`: a question and its answer
+    text          one text that contains everything, including the markers of turns
+    preference    `chosen` and `rejected`, optionally `prompt`, as texts or as lists of turns
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Learn = Literal["assistant", "last", "all"]
 Shape = Literal["messages", "sharegpt", "completion", "instruction", "text", "preference"]
 WORDS: dict[Shape, str] = {
     "messages": "conversations",
-    "sharegpt": "conversations in ShareGPT's form",
+    "sharegpt": "conversations in ShareGPT format",
     "completion": "prompts and completions",
     "instruction": "questions and answers",
     "text": "texts",
@@ -37,9 +37,9 @@ TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog", "tur
 QUESTIONS = ("instruction", "prompt", "question", "query")
 ANSWERS = ("output", "completion", "response", "answer")
 NO_TOOLS = ("", "[]", "null")  # as JSON text
-HEAVIEST = 1_000_000  # weight; sums of them stay exact in the type that they are kept in
-FLAGS = ("weight", "train")  # of a turn: how much it counts, or whether
-# Who speaks, under the names that public datasets have for it.
+HEAVIEST = 1_000_000  # largest weight; sums stay exact in the type that stores them
+FLAGS = ("weight", "train")  # of a turn: its loss weight, or whether to train on it
+# Roles, by the names that public datasets use for them.
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -63,25 +63,25 @@ SPEAKERS = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns for a chat template, or two texts that need none."""
+    """Turns for a chat template, or two texts that need no template."""
 
     turns: tuple[Message, ...] = ()
     said: tuple[float | None, ...] = ()
-    """How much each turn counts, where it says so itself."""
+    """The loss weight of each turn, if the turn specifies one."""
     num_given: int = 0
-    """Turns at the beginning that are a prompt, and not learned."""
+    """The number of turns at the beginning that form the prompt, which is not learned."""
     tools: tuple[Any, ...] | None = None
     texts: tuple[str, str] | None = None
     """A prompt and what completes it."""
 
     def weights(self, learn: Learn) -> list[float] | None:
-        """How much predicting each turn counts; None: every token counts."""
+        """Returns the loss weight of each turn, or None if every token counts."""
         if learn == "all":
             other = [i for i, said in enumerate(self.said, start=1) if said not in (None, 1)]
             if other:
                 raise Undecided(
-                    f'turn {other[0]} says how much it counts, and with sft.learn = "all" every '
-                    'token does: take one of them out, or set sft.learn = "assistant"'
+                    f'turn {other[0]} has a weight of its own, but with sft.learn = "all" every '
+                    'token counts: remove the weight, or set sft.learn = "assistant"'
                 )
             return None
         own = [i for i, turn in enumerate(self.turns) if turn["role"] == ASSISTANT]
@@ -91,8 +91,8 @@ class Conversation:
         for i, said in enumerate(self.said):
             if said and i not in own:
                 raise ChatError(
-                    f"turn {i + 1}, by {self.turns[i]['role']!r}, says that it is to be learned: "
-                    'only what an assistant says can be (or everything: sft.learn = "all")'
+                    f"turn {i + 1}, by {self.turns[i]['role']!r}, is marked to be learned, but "
+                    'only assistant turns can be; to learn all turns, set sft.learn = "all"'
                 )
             weights.append(float(i in learned) if said is None or i < self.num_given else said)
         return weights
@@ -100,7 +100,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a record hold what."""
+    """The columns of a record, by what they hold."""
 
     shape: Shape
     turns: str = ""
@@ -127,8 +127,8 @@ def recognise(
     column: str | None = None,
     pairs: bool = False,
 ) -> Columns:
-    """Finds out which shape a dataset has, by some of its records. `column` holds the turns or the
-    text, under a name of its own. `pairs`: pairs of answers are wanted, where there are any."""
+    """Detects the shape of a dataset from some of its records. `column` names the column with the
+    turns or the text. `pairs`: prefer pairs of answers, if there are any."""
     if not records:
         raise DataError(f"{where} is empty: it holds no records")
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -141,29 +141,29 @@ def recognise(
         found = [one for one in found if one.shape == wanted]
         if not found:
             raise DataError(
-                f"{where} does not hold {WORDS[wanted]} (sft.shape = {wanted!r}); {listed}"
+                f"{where} does not contain {WORDS[wanted]} (sft.shape = {wanted!r}); {listed}"
             )
     if not found:
         raise DataError(
-            f"{where} holds nothing that is known to fine-tune on; {listed}. Expected are "
-            "messages, conversations, prompt and completion, instruction and output, or text; "
-            "another name of the column with the turns or the text goes into training.column (or "
+            f"{where} has no known columns to fine-tune on; {listed}. Expected messages, "
+            "conversations, prompt and completion, instruction and output, or text; if the column "
+            "with the turns or the text has another name, set training.column (or "
             "data.sources.NAME.column)"
         )
     if pairs and found[0].shape != "preference":
         raise DataError(
-            f"{where} holds {found[0]}, and preference.loss needs {WORDS['preference']}: columns "
-            "chosen and rejected"
+            f"{where} contains {found[0]}, but preference.loss needs {WORDS['preference']}: "
+            "columns chosen and rejected"
         )
     if not pairs and found[0].shape == "preference":
-        raise DataError(f"{where} holds {found[0]}: set preference.loss to learn from them")
+        raise DataError(f"{where} contains {found[0]}: set preference.loss to learn from them")
     return found[0]
 
 
 def _possible(
     names: Sequence[str], records: Sequence[Record], column: str | None
 ) -> Iterator[Columns]:
-    """The shapes that the records may have, the likeliest first."""
+    """Yields the shapes that the records may have, the most likely first."""
 
     def first(known: Sequence[str]) -> str:
         return next((name for name in known if name in names), "")
@@ -184,13 +184,13 @@ def _possible(
         return
     if {"chosen", "rejected"} <= set(names):
         known = ("prompt", "question", "query", "instruction")
-        single = isinstance(example("chosen"), Mapping)  # one turn, after those of the prompt
+        single = isinstance(example("chosen"), Mapping)  # one turn, which follows the prompt's
         prompt = first((*TURNS, *known) if single else known)
         yield Columns("preference", "", prompt, "chosen", "rejected", "", tools, system)
     if question and answer:
         plain = Columns("completion", "", question, answer, tools=tools, system=system)
         asked = Columns("instruction", "", question, answer, "", first(("input",)), tools, system)
-        # These two names mean texts as they are; the others a question that a template writes.
+        # These two names stand for plain texts; the others for a question that a template formats.
         is_plain = (question, answer) == ("prompt", "completion")
         yield from (plain, asked) if is_plain else (asked, plain)
     if "text" in names:
@@ -198,7 +198,7 @@ def _possible(
 
 
 def conversation(record: Record, columns: Columns) -> Conversation:
-    """Makes a conversation of a record."""
+    """Converts a record to a conversation."""
     before, tools = _system(record, columns), _tools(record, columns)
     if columns.shape in ("messages", "sharegpt"):
         turns = _turns(record, columns.turns)
@@ -208,7 +208,7 @@ def conversation(record: Record, columns: Columns) -> Conversation:
     if columns.shape == "instruction":
         asked, given = _text(record, columns.prompt), _maybe_text(record, columns.input)
         question = {"role": "user", "content": asked}
-        if given:  # a template may write the two apart
+        if given:  # a template may write the two separately
             question["content"] = f"{asked}\n\n{given}"
             question |= {"instruction": asked, "input": given}
         answer = {"role": ASSISTANT, "content": _text(record, columns.answer)}
@@ -217,7 +217,7 @@ def conversation(record: Record, columns: Columns) -> Conversation:
 
 
 def further_keys(records: Sequence[Record], columns: Columns) -> list[str]:
-    """What turns have beside who speaks, what is said, and how much it counts."""
+    """Returns the keys of turns other than the role, the content and the weight."""
     found: dict[str, None] = {}
     for column in {columns.turns, columns.prompt, columns.answer, columns.rejected} - {""}:
         for record in records:
@@ -228,7 +228,8 @@ def further_keys(records: Sequence[Record], columns: Columns) -> list[str]:
 
 
 def pair(record: Record, columns: Columns) -> tuple[Conversation, Conversation]:
-    """The chosen and the rejected answer of a record, each as a conversation with the prompt."""
+    """Returns the chosen and the rejected answer of a record, each as a conversation that includes
+    the prompt."""
     before, tools = _system(record, columns), _tools(record, columns)
     chosen, rejected = (
         _completed(record, columns.prompt, answer, before, tools)
@@ -252,9 +253,9 @@ def _completed(
         asked = [{"role": "user", "content": given}] if given else []
     else:
         asked = _turns(record, prompt) if given else []
-    if asked and answered[: len(asked)] == asked:  # the whole conversation once more
+    if asked and answered[: len(asked)] == asked:  # the answer repeats the whole conversation
         answered = answered[len(asked) :]
-    if not asked:  # all but the last turn is the prompt
+    if not asked:  # all but the last turn are the prompt
         asked, answered = answered[:-1], answered[-1:]
     if not answered:
         raise ChatError(f"its column {answer} adds no turn to the prompt")
@@ -270,15 +271,15 @@ def _told(
 
 
 def _said(turn: Message, number: int) -> float | None:
-    """How much a turn counts, if it says so."""
+    """Returns the loss weight that a turn specifies, if any."""
     flags = {flag: turn[flag] for flag in FLAGS if turn.get(flag) is not None}
     if len(flags) > 1:
-        raise ChatError(f"turn {number} has both weight and train: leave one out")
+        raise ChatError(f"turn {number} has both weight and train: remove one of them")
     for flag, value in flags.items():
         is_number = isinstance(value, bool | int | float)
         if not is_number or not 0 <= value <= HEAVIEST:
             raise ChatError(
-                f"turn {number} has {flag} {value!r:.40}, expected true, false or a number from "
+                f"turn {number} has {flag} {value!r:.40}; expected true, false or a number from "
                 f"0 to {HEAVIEST:,}"
             )
         return float(value)
@@ -289,30 +290,30 @@ def _turns(record: Record, column: str) -> list[dict[str, Any]]:
     value = record.get(column)
     items = [value] if isinstance(value, Mapping) and value else _listed(value)
     if not items:
-        raise ChatError(f"its column {column} holds no turns")
+        raise ChatError(f"its column {column} contains no turns")
     return [_turn(item, number) for number, item in enumerate(items, start=1)]
 
 
 def _turn(item: Any, number: int) -> dict[str, Any]:
     if not isinstance(item, Mapping):
-        raise ChatError(f"turn {number} is {type(item).__name__}, expected an object with a role")
+        raise ChatError(f"turn {number} is {type(item).__name__}; expected an object with a role")
     turn = {str(key): value for key, value in item.items() if value is not None}
     for ours, theirs in (("role", "from"), ("content", "value")):
         if ours not in turn and theirs in turn:
             turn[ours] = turn.pop(theirs)
     speaker = turn.get("role")
     if not isinstance(speaker, str) or not speaker:
-        raise ChatError(f"turn {number} does not say whose it is (role)")
+        raise ChatError(f"turn {number} has no valid role; expected a string, such as 'user'")
     turn["role"] = SPEAKERS.get(speaker.lower(), speaker)
     if "content" not in turn and "tool_calls" not in turn:
         raise ChatError(f"turn {number}, by {speaker!r}, has no content")
-    if "content" in turn:  # templates write an absent one as nothing
+    if "content" in turn:  # templates write nothing if it is absent
         turn["content"] = _content(turn["content"], number)
     return turn
 
 
 def _content(value: Any, number: int) -> str:
-    """Text, which some datasets keep as a list of parts."""
+    """Returns the text, which some datasets store as a list of parts."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list | tuple) else [value]
@@ -321,7 +322,7 @@ def _content(value: Any, number: int) -> str:
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             what = part.get("type", "object") if isinstance(part, Mapping) else type(part).__name__
-            raise ChatError(f"turn {number} has content of type {what}, where text is expected")
+            raise ChatError(f"turn {number} has content of type {what}; expected text")
         texts.append(text)
     return "".join(texts)
 
@@ -337,40 +338,41 @@ def _tools(record: Record, columns: Columns) -> tuple[Any, ...] | None:
         return None
     tools = tuple(_listed(value))
     if not tools:
-        raise ChatError(f"its column {columns.tools} is no list of tools: {value!r:.40}")
+        raise ChatError(f"its column {columns.tools} is not a list of tools: {value!r:.40}")
     return tools
 
 
 def _is_talk(text: str) -> bool:
-    """Whether a text is a list of turns in JSON; an answer may well be another list."""
+    """Whether a text is a JSON list of turns; an answer can be some other list."""
     items = _listed(text)
     return bool(items) and all("role" in item or "from" in item for item in items)
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list, or the list of objects that a text is in JSON; nothing if it is neither."""
+    """Returns a list as it is, parses a text that is a JSON list of objects, and returns an empty
+    list for anything else."""
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return []
-        if not all(isinstance(item, dict) for item in value):  # an answer may well be [1, 2]
+        if not all(isinstance(item, dict) for item in value):  # an answer can be [1, 2]
             return []
     return list(value) if isinstance(value, list | tuple) else []
 
 
 def _maybe_text(record: Record, column: str) -> str:
-    """A text that a record may do without."""
+    """Returns an optional text of a record, or an empty string."""
     value = record.get(column) if column else None
     if not isinstance(value, str | None):
-        raise ChatError(f"its column {column} is {type(value).__name__}, where text is expected")
+        raise ChatError(f"its column {column} is {type(value).__name__}; expected text")
     return value or ""
 
 
 def _text(record: Record, column: str) -> str:
     value = record.get(column)
     if not isinstance(value, str):
-        raise ChatError(f"its column {column} is {type(value).__name__}, where text is expected")
+        raise ChatError(f"its column {column} is {type(value).__name__}; expected text")
     if not value.strip():
         raise ChatError(f"its column {column} is empty")
     return value

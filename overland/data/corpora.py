@@ -1,6 +1,6 @@
-"""Opens the corpora that a config asks for, built ones and streamed ones.
+"""Opens the corpora that a config names, both built and streamed.
 
-A streamed corpus is tokenised while it is read, ahead of training.
+A streamed corpus is tokenized while it is read, ahead of training.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from overland.data.writer import what_changed
 from overland.errors import DataError, Unsettled
 
 TOKENIZER_SIZE = 4096
-MAX_PROCESSES = 16  # on a node with many cores, some are left to the ranks and the file system
-SHARDS_PER_WINDOW = 16  # at least: so many places of the corpus meet in a window
-ANOTHER_TOKENIZER = "its text became tokens by another tokenizer, or another BOS or EOS policy"
-LAYOUT_SECONDS = 600.0  # marks of a hundred thousand files on a slow file system
+MAX_PROCESSES = 16  # leaves cores of a large node to the ranks and the file system
+SHARDS_PER_WINDOW = 16  # at least, so that a window mixes this many places of the corpus
+ANOTHER_TOKENIZER = "it was tokenized with another tokenizer, or another BOS or EOS policy"
+LAYOUT_SECONDS = 600.0  # enough to mark a hundred thousand files on a slow file system
 
 T = TypeVar("T")
 AnyCorpus = Corpus | ImageSet | RandomBlocks
@@ -56,17 +56,17 @@ AnyCorpus = Corpus | ImageSet | RandomBlocks
 
 @dataclass(frozen=True)
 class Preparer:
-    """Who prepares the data: one process alone, or a rank among others."""
+    """The process that prepares the data: a single one, or one of several ranks."""
 
     once: Callable[[Callable[[], T]], T] = lambda make: make()
-    """Runs something on the first rank only; its result, or its error, is everybody's."""
+    """Runs a function on the first rank only; all ranks get its result, or its error."""
     tokenises: bool = True
-    """Whether background processes run here; on one rank per node."""
+    """Whether this rank runs background processes; one rank per node does."""
     report: Callable[[str], None] = lambda message: None
     tokenizer: Path | None = None
-    """Folder of the tokenizer that a run has trained before."""
+    """Folder of the tokenizer that this run trained earlier."""
     policy: Policy = UNKNOWN
-    """What the run that is resumed began with, as far as it is known: `kept_policy`."""
+    """The policy that the resumed run began with, as far as it is known: `kept_policy`."""
 
 
 def open_named_corpus(
@@ -78,8 +78,8 @@ def open_named_corpus(
     vocab_size: int | None,
     preparer: Preparer,
 ) -> AnyCorpus:
-    """Opens a corpus that is built, or one that is made while it is read; `table` of the config
-    says where it is."""
+    """Opens a corpus that is built, or one that is made while it is read; `table` is the section of
+    the config that defines it."""
     if is_made(name, wanted):
         images = made_images(name, wanted, config)
         if isinstance(images, RandomImages):
@@ -105,7 +105,7 @@ def open_named_corpus(
 
 
 def say_random(config: JobConfig, table: str, images: RandomImages, preparer: Preparer) -> None:
-    """Says that noise is read where a list of images was named."""
+    """Reports that random images replace a list of images that does not exist."""
     held_out = is_validation(table)
     path = config.validation.dataset_path if held_out else config.training.dataset_path
     if is_placeholder(config, path):
@@ -116,33 +116,33 @@ def placeholder_words(config: JobConfig, table: str, path: str, images: RandomIm
     what = "validated" if is_validation(table) else "trained"
     shape = " × ".join(map(str, images.shape))
     return (
-        f"{path} is not there, so {what} on {len(images):,} random images of {shape} "
-        f'({table}.dataset_path; images.if_missing = "error" stops instead)'
+        f"{path} does not exist, so the model is {what} on {len(images):,} random images of "
+        f'{shape} ({table}.dataset_path; set images.if_missing = "error" to stop instead)'
     )
 
 
 def check_made_by(layout: CorpusLayout, config: JobConfig, table: str) -> None:
-    """Raises where conversations were made into tokens otherwise than the config says."""
+    """Raises an error if a corpus of conversations was built with different settings."""
     if config.sft.shape == "off" or layout.made_by is None:
         return
     writer = writer_for(config, length_of_rows(config, table), layout.tokenizer_path)
     before = {key: value for key, value in layout.made_by.items() if key != "columns"}
     if changes := what_changed(before, writer.identity):
         raise DataError(
-            f"{layout.folder} was built otherwise: {'; '.join(changes)}. Set it back, or build the "
-            "corpus again"
+            f"{layout.folder} was built with different settings: {'; '.join(changes)}. Change them "
+            "back, or build the corpus again"
         )
 
 
 def open_built(folder: Path) -> Corpus:
     corpus = open_corpus(folder)
     if not corpus.is_complete:
-        raise DataError(f"{folder} is not complete: `overland data build` finishes it")
+        raise DataError(f"{folder} is incomplete: finish it with `overland data build`")
     return corpus
 
 
 def built_corpora(config: JobConfig) -> dict[str, AnyCorpus]:
-    """The sources to train on that are built."""
+    """Returns the training sources that are built corpora."""
     return {
         name: open_built(folder)
         for name, wanted in sources_of(config).items()
@@ -174,8 +174,9 @@ def reopen_earlier(
     name: str,
     fingerprint: str,
 ) -> Corpus | None:
-    """The corpus of that fingerprint, as an earlier version laid it out; None if there is none.
-    Every rank does this by itself: some may have failed to read the checkpoint that asks."""
+    """Returns the corpus with this fingerprint, laid out as by an earlier version, or None.
+    Every rank does this on its own, because some may have failed to read the checkpoint that needs
+    it."""
     wanted = sources_of(config).get(name)
     if wanted is None or is_made(name, wanted) or find_built(name, wanted, config.data):
         return None
@@ -198,21 +199,21 @@ def reopen_earlier(
 
 
 def find_corpus(root: Path, fingerprint: str) -> Path | None:
-    """A corpus by its fingerprint; its name may be that of another run's source."""
+    """Finds a corpus by its fingerprint; it may have the name of another run's source."""
     return next((one for one in sorted(root.glob(f"*-{fingerprint}")) if is_corpus(one)), None)
 
 
 def check_vocabulary(name: str, of_data: int | None, of_model: int | None) -> None:
     if of_model is not None and (of_data or 0) > of_model:
         raise DataError(
-            f"{name} has a vocabulary of {of_data:,} tokens, the model only {of_model:,}: set "
+            f"{name} has a vocabulary of {of_data:,} tokens, but the model only {of_model:,}: set "
             f"model.overrides.vocab_size = {of_data}, or use the model's own tokenizer"
         )
 
 
 def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) -> None:
-    """Raises where a run was trained on tokens of another tokenizer, as far as the corpora that it
-    read are still there to tell."""
+    """Raises an error if a run was trained with another tokenizer, as far as the corpora that it
+    read still exist."""
     for name, wanted in sources_of(config).items():
         if name not in plan.sources or find_built(name, wanted, config.data):
             continue
@@ -228,14 +229,13 @@ def check_same_tokenizer(plan: Plan, config: JobConfig, tokenizer: Tokenizer) ->
 
 
 def made_otherwise(before: Path, source: Source) -> list[str]:
-    """Returns what has changed about how conversations become tokens since a corpus was laid
-    out."""
+    """Returns what has changed in how conversations are tokenized since a corpus was laid out."""
     made_by = read_layout(before).made_by or {}
     return what_changed(made_by, getattr(source, "made_by", None) or {})
 
 
 def is_of_another_tokenizer(folder: Path, config: JobConfig, tokenizer: Tokenizer | None) -> bool:
-    """Whether the tokens of a corpus were made from text by a tokenizer that is not this one."""
+    """Whether the text of a corpus was tokenized with a tokenizer other than this one."""
     made_by = read_layout(folder).tokenizer
     ours = [one.fingerprint for one in _policies(config, tokenizer) if one is not None]
     return made_by is not None and made_by not in ours
@@ -249,7 +249,7 @@ def laid_out_by(
     config: JobConfig,
     vocab_size: int | None,
 ) -> Path | None:
-    """Returns what `lay_out` or `find_laid_out` makes or finds, by the settings of the config."""
+    """Calls `lay_out` or `find_laid_out` with the settings of the config."""
     data = config.data
     shard_documents = max(1, min(SHARD_DOCUMENTS, data.window_documents // SHARDS_PER_WINDOW))
     with named_by_keys():
@@ -266,7 +266,7 @@ def laid_out_by(
 
 @contextlib.contextmanager
 def named_by_keys() -> Iterator[None]:
-    """Lets the error about a missing tokenizer name the config's key for it."""
+    """Makes the error about a missing tokenizer name the config key for it."""
     try:
         yield
     except Unsettled as error:
@@ -274,12 +274,12 @@ def named_by_keys() -> Iterator[None]:
 
 
 def streams_root(config: JobConfig) -> Path:
-    """The folder that streamed corpora lie in."""
+    """Returns the folder of streamed corpora."""
     return Path(config.data.cache_folder or config.data.folder).expanduser()
 
 
 def trained_size(data: Settings, vocab_size: int | None) -> int:
-    """Tokens of a tokenizer that is trained here, for a model with a vocabulary of that size."""
+    """Returns the vocabulary size of a tokenizer to train, given that of the model."""
     if data.vocab_size is not None:
         return data.vocab_size
     return TOKENIZER_SIZE if vocab_size is None else min(TOKENIZER_SIZE, vocab_size)
@@ -304,11 +304,11 @@ def _stream(
 
     fingerprint = preparer.once(prepare)
     if preparer.tokenises and find_corpus(root, fingerprint) is None:
-        prepare()  # the folder is this node's own
+        prepare()  # this node has a folder of its own
     folder = _wait_for(root, fingerprint, name)
     if not (folder / "shards").exists():
-        how = "tokenised" if read_layout(folder).tokenizer is not None else "made into shards"
-        preparer.report(f"{name} is {how} ahead of training, into {folder}")
+        how = "tokenized" if read_layout(folder).tokenizer is not None else "converted to shards"
+        preparer.report(f"{name} is {how} ahead of training, in {folder}")
     return open_streamed(
         folder, open_source, tokenizer, config, _processes(config) * preparer.tokenises
     )
@@ -330,7 +330,7 @@ def _lay_out(
 
 
 def _processes(config: JobConfig) -> int:
-    """Background processes for one source, on a node."""
+    """Returns the number of background processes for one source on a node."""
     processes = config.data.tokenise_processes
     if processes is None:
         processes = min(MAX_PROCESSES, (os.cpu_count() or 1) // 2)
@@ -338,20 +338,21 @@ def _processes(config: JobConfig) -> int:
 
 
 def _policies(config: JobConfig, tokenizer: Tokenizer | None) -> list[Tokenizer | None]:
-    """The tokenizer and, where nobody says whether documents begin with BOS, the other way too."""
+    """Returns the tokenizer and, unless the config says whether documents begin with BOS, also the
+    tokenizer with the opposite setting."""
     if tokenizer is None or tokenizer.bos_id is None or config.data.add_bos is not None:
         return [tokenizer]
     return [tokenizer, tokenizer.with_bos(not tokenizer.add_bos)]
 
 
 def _wait_for(root: Path, fingerprint: str, name: str) -> Path:
-    """Waits for the corpus, which another rank of this node may be laying out."""
+    """Waits for a corpus that another rank of this node may be laying out."""
     deadline = time.monotonic() + LAYOUT_SECONDS
     while (folder := find_corpus(root, fingerprint)) is None:
         if time.monotonic() > deadline:
             raise DataError(
-                f"{root} does not hold {name} ({fingerprint}), which rank 0 has found: do all "
-                f"nodes see the same files?"
+                f"{name} ({fingerprint}), which rank 0 found, is not in {root}: check that all "
+                f"nodes see the same files"
             )
         time.sleep(0.1)
     return folder

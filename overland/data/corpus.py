@@ -1,8 +1,8 @@
-"""A corpus: token shards by number, made beforehand or just in time; readers see no difference.
+"""A corpus: numbered token shards, made ahead of time or on demand; readers see no difference.
 
-`shard(number)` opens a shard. Where it is missing, somebody is making it (a background process of
-this rank, of another rank or of another node) or, after a moment in which nobody is, this process
-makes it. So a dead process or a lock that was left behind costs time and never stops a run.
+`shard(number)` opens a shard. If it is missing, it waits for a background process of this rank,
+another rank or another node to make it; if none does so within a moment, this process makes it.
+A dead process or a stale lock therefore costs time, but never stops a run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from overland.words import bad_ones, counted_words
 
 __all__ = ["Corpus", "lay_out", "open_corpus"]
 
-KEPT_CALLS = 3  # what was expected in this call and the two before is in use
-OPEN_SHARDS = 64  # each keeps a file open, and a process may often open 1,024
+KEPT_CALLS = 3  # shards expected in this call or the two before count as in use
+OPEN_SHARDS = 64  # each keeps a file open, and the limit per process is often 1,024
 GRACE_SECONDS = 1.5  # a background process starts within a second
-PATIENCE_SECONDS = 60.0  # where this process cannot make a shard itself
+PATIENCE_SECONDS = 60.0  # if this process cannot make a shard itself
 POLL_SECONDS = 0.02
-LOOK_SECONDS = 0.25  # between looks at a claim, which take a few file operations
-# Fewer shards than this are made here, by the tokenizer's own threads: they would be done before
-# background processes have started.
+LOOK_SECONDS = 0.25  # between checks of a claim, each of which takes a few file operations
+# A corpus this small is made here: the tokenizer's own threads finish it before background
+# processes have started.
 FEW_SHARDS = 2
 FEW_DOCUMENTS = 8192
 
@@ -50,18 +50,18 @@ def open_corpus(
     cache_bytes: int | None = None,
     wait: bool = True,
 ) -> Corpus:
-    """Opens a corpus that was laid out; every rank does.
+    """Opens a corpus that was laid out; every rank calls this.
 
-    With `open_source` (and `open_tokenizer`, for text) shards that are missing can be made. On one
-    rank per node `processes` background processes make what is expected, and shards that are not
-    are deleted while all together are larger than `cache_bytes`. Without `wait`, a missing shard
-    that nobody is making is made here at once, with no grace for others to begin.
+    With `open_source` (and `open_tokenizer`, for text), missing shards can be made. On one rank per
+    node, `processes` background processes make the shards that are expected, and other shards are
+    deleted while the total size exceeds `cache_bytes`. Without `wait`, a missing shard that no one
+    is making is made here at once, without waiting for others to begin.
     """
     return Corpus(read_layout(folder), open_source, open_tokenizer, processes, cache_bytes, wait)
 
 
 class Corpus:
-    """The shards of one corpus by number, made beforehand or just in time."""
+    """The numbered shards of one corpus, made ahead of time or on demand."""
 
     def __init__(
         self,
@@ -81,21 +81,21 @@ class Corpus:
         self.arrays, self.channels = layout.arrays, layout.channels or {}
         self.dtype = layout.dtype
         self.verifies = False
-        """Whether a shard is read whole and compared with its checksum when it is opened."""
+        """Whether opening a shard reads all of it and verifies its checksum."""
         self.open_source, self._open_tokenizer = open_source, open_tokenizer
         self._processes = processes
         self._is_little = self.num_shards <= FEW_SHARDS and (
             self.documents_per_shard <= FEW_DOCUMENTS
         )
         self._is_alone = not wait or (processes > 0 and self._is_little)
-        """Nobody else was seen to make shards, so there is nobody to wait for."""
+        """Whether no one else was seen making shards, so that there is no one to wait for."""
         self._claims = Claims(layout.folder)
         self._cache = (
             ShardCache(layout, cache_bytes) if processes and cache_bytes is not None else None
         )
         self._maker: ShardMaker | None = None
         self.workers: Workers | None = None
-        """The background processes of this rank, once they were needed."""
+        """The background processes of this rank, once they are needed."""
         self._opened: OrderedDict[int, Shard] = OrderedDict()
         self._bad: dict[int, int] = {}
         self._counts: dict[int, Mapping[str, int]] = {}
@@ -106,25 +106,26 @@ class Corpus:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it was built."""
+        """Whether all shards are built."""
         return self.layout.sizes_path.exists()
 
     @property
     def num_bad(self) -> int:
-        """Documents that were skipped in the shards opened so far."""
+        """The number of documents skipped in the shards opened so far."""
         return sum(self._bad.values())
 
     @property
     def counts(self) -> Counter[str]:
-        """Documents that were left out or cut in the shards opened so far, by what was done."""
+        """How many documents were left out or truncated in the shards opened so far, by what was
+        done."""
         total: Counter[str] = Counter()
         for one in self._counts.values():
             total.update(one)
         return total
 
     def num_tokens(self) -> int | None:
-        """Counts the tokens of the whole corpus, if it is built, or so small that it is made here
-        at once. A sample of arrays counts as one."""
+        """Counts the tokens of the whole corpus, if it is built or small enough to make right away.
+        A sample of arrays counts as one."""
         sizes = self.sizes()
         if sizes is not None:
             return int(sizes[:, 1].sum())
@@ -136,16 +137,16 @@ class Corpus:
         return sum(len(shard.tokens) for shard in shards)
 
     def sizes(self) -> npt.NDArray[np.int64] | None:
-        """Documents and tokens of every shard, where all are built; mapped, not read."""
+        """Returns the documents and tokens of every shard if all are built, memory-mapped."""
         try:
             return np.load(self.layout.sizes_path, mmap_mode="r")
         except FileNotFoundError:
             return None
 
     def shard(self, number: int) -> Shard:
-        """Opens a shard, when it is there."""
+        """Opens a shard, once it exists."""
         if not 0 <= number < self.num_shards:
-            raise IndexError(f"{self.folder} has {self.num_shards:,} shards, no number {number:,}")
+            raise IndexError(f"{self.folder} has {self.num_shards:,} shards, not number {number:,}")
         with self._lock:
             shard = self._opened.pop(number, None)
             if shard is not None:
@@ -162,8 +163,8 @@ class Corpus:
         return shard
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Announces the shards that are needed next, in this order: background processes make those
-        that are missing. Others may be evicted."""
+        """Announces the shards that are needed next, in this order: background processes make the
+        missing ones, and other shards may be evicted."""
         numbers = list(numbers)
         with self._lock:
             if not self._processes or numbers == self._expected or self.is_complete:
@@ -178,7 +179,7 @@ class Corpus:
                 self.workers.expect(missing)
 
     def close(self) -> None:
-        """Ends the background processes, and whoever waits for a shard. Shards that are open stay
+        """Stops the background processes and everything that waits for a shard. Open shards stay
         readable."""
         self._is_closed = True
         with self._lock:
@@ -209,12 +210,12 @@ class Corpus:
             time.sleep(POLL_SECONDS)
 
     def _look_after_workers(self, number: int) -> None:
-        """Replaces those that were killed, and raises what they found wrong with this shard."""
+        """Replaces workers that were killed, and raises the error they reported for this shard."""
         with self._lock:
             if self.workers is None:
                 return
             self.workers.replace_dead()
-            if not self.workers.num_alive:  # killed again and again: shards are made here then
+            if not self.workers.num_alive:  # they keep being killed, so shards are made here
                 self.workers.close()
                 self.workers, self._processes, self._is_alone = None, 0, True
             elif (error := self.workers.error(number)) is not None:
@@ -229,14 +230,14 @@ class Corpus:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise DataError(f"{self.folder} was closed while a shard was waited for")
+            raise DataError(f"{self.folder} was closed while waiting for a shard")
 
     def _lose_patience(self, path: Path, seconds: float) -> None:
         if self.is_complete:
-            raise DataError(f"{path} is missing from a corpus that was complete: build it again")
+            raise DataError(f"{path} is missing from a complete corpus: build it again")
         if seconds >= PATIENCE_SECONDS:
             raise DataError(
-                f"{path} is missing and nobody is making it: `overland data build` makes all of "
+                f"{path} is missing and no process is making it: run `overland data build` on "
                 f"{self.layout.source}"
             )
 
@@ -275,17 +276,17 @@ class Corpus:
 
 
 class ShardCache:
-    """Bounds the shards that were made just in time: those not in use are deleted, least recently
-    expected first. Those of a build stay."""
+    """Limits the size of shards made on demand: those not in use are deleted, the least recently
+    expected first. Shards of a build are kept."""
 
     def __init__(self, layout: CorpusLayout, max_bytes: int) -> None:
         self.layout, self.max_bytes = layout, max_bytes
         self._calls = 0
         self._expected: dict[int, int] = {}
-        """The call that last named a shard."""
+        """The number of the last call that named each shard."""
 
     def expect(self, numbers: Sequence[int], num_missing: int) -> None:
-        """Makes room for the missing ones among those that are needed now."""
+        """Makes room for the shards that are needed now and missing."""
         self._calls += 1
         self._expected.update(dict.fromkeys(numbers, self._calls))
         if self.layout.keep_path.exists():

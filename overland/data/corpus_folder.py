@@ -1,11 +1,11 @@
-"""The folder of a corpus, and what it holds.
+"""The folder of a corpus, and what it contains.
 
 <root>/<name>-<fingerprint>/
   tokenizer/      a copy of the tokenizer, for text
   corpus.json     counts, types and policy; small whatever the size of the corpus
   chunks.jsonl    a line per shard: its chunks, and marks of the files they are read from; a
                   last line with the files that every chunk depends on
-  lines.npy       where each line begins, and the end
+  lines.npy       the offset of each line, and the end
   shards/0012/0012345.shard
   sizes.npy       documents and tokens per shard, once all are made
 """
@@ -37,15 +37,15 @@ SHARDS_PER_FOLDER = 1000
 
 @dataclass(frozen=True)
 class CorpusLayout:
-    """A corpus as its `corpus.json` describes it, and where its files are."""
+    """A corpus as described by its `corpus.json`, and the paths of its files."""
 
     name: str
     fingerprint: str
-    """Of everything that decides the tokens: files, tokenizer, policy, grouping."""
+    """Fingerprint of everything that determines the tokens: files, tokenizer, policy, grouping."""
     request: str
-    """Of what was asked for, without a look into the files."""
+    """Fingerprint of what was requested, without the content of the files."""
     source: str
-    """What it was made from, for people."""
+    """What it was made from, for messages."""
     kind: Kind
     dtype: str
     vocab_size: int | None
@@ -55,18 +55,18 @@ class CorpusLayout:
     add_eos: bool
     """Whether the tokenizer ended each document with the EOS token."""
     tokenizer: str | None
-    """Its fingerprint; none for token ids that came as such."""
+    """Its fingerprint; None for a source of token ids."""
     skip_bad: bool
     num_shards: int
     documents_per_shard: float
-    """About how many, from what the source says of itself."""
+    """An estimate, from what the source knows."""
     folder: Path
     fields: dict[str, Any] | None = None
-    """Of arrays, as their source declares them."""
+    """The fields of arrays, as their source declares them."""
     channels: dict[str, str] | None = None
-    """Types of what goes with each token, by name."""
+    """The types of the channels that accompany each token, by name."""
     made_by: dict[str, Any] | None = None
-    """Of conversations: what beside the tokenizer decided about their tokens, see `writer.py`."""
+    """For conversations: what determined their tokens besides the tokenizer, see `writer.py`."""
 
     @property
     def unit(self) -> str:
@@ -75,7 +75,7 @@ class CorpusLayout:
 
     @cached_property
     def arrays(self) -> Arrays | None:
-        """What its samples hold, where they are arrays."""
+        """The fields of its samples, if they are arrays."""
         return None if self.fields is None else Arrays.declared(self.name, self.fields)
 
     def shard_path(self, number: int) -> Path:
@@ -87,7 +87,7 @@ class CorpusLayout:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """A copy of the tokenizer that made it, so that its tokens can be read."""
+        """A copy of the tokenizer that made it, so that its tokens can be decoded."""
         folder = self.folder / "tokenizer"
         return folder if folder.is_dir() else None
 
@@ -97,11 +97,11 @@ class CorpusLayout:
 
     @property
     def keep_path(self) -> Path:
-        """A file that is there once a build was begun: nothing is evicted any more."""
+        """A file that exists once a build has begun: from then on, no shard is evicted."""
         return self.folder / "keep"
 
     def chunks_of(self, number: int) -> tuple[list[str], dict[str, FileMark]]:
-        """The chunks of a shard, and marks of the files they are read from."""
+        """Returns the chunks of a shard, and marks of the files they are read from."""
         start, stop = self._lines[number], self._lines[number + 1]
         with (self.folder / "chunks.jsonl").open("rb") as file:
             file.seek(start)
@@ -118,7 +118,8 @@ class CorpusLayout:
         return chunks, marks
 
     def made(self) -> dict[int, int]:
-        """Bytes of each shard that is there. Lists folders: not for 10⁶ shards in a hurry."""
+        """Returns the size of each shard that exists. It lists folders, which is slow for 10⁶
+        shards."""
         found = {}
         for folder in sorted((self.folder / "shards").glob("*")):
             for entry in os.scandir(folder):
@@ -139,9 +140,11 @@ def read_layout(folder: Path) -> CorpusLayout:
         version = about.pop("format")
         layout = CorpusLayout(**about, folder=folder) if version == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{folder} holds no corpus of token shards: {error}") from None
+        raise DataError(f"{folder} is not a corpus of token shards: {error}") from None
     if layout is None:
-        raise DataError(f"{path}: format {version}, this version reads {FORMAT}: build it again")
+        raise DataError(
+            f"{path} has format {version}, but this version reads {FORMAT}: build the corpus again"
+        )
     return layout
 
 
@@ -150,17 +153,17 @@ def is_corpus(folder: Path) -> bool:
 
 
 def source_changes(folder: Path, source: Source) -> list[str]:
-    """A sentence for each file that is not as it was when the corpus was laid out."""
+    """Returns a sentence for each file that has changed since the corpus was laid out."""
     chunks, marks = read_layout(folder).all_chunks()
     if marks and isinstance(source, FileSource):
         return source.changes_since(marks)
     if list(source.chunks()) != chunks:
-        return [f"{place_of(source)} lists other chunks than when {folder} was laid out"]
+        return [f"{place_of(source)} lists different chunks than when {folder} was laid out"]
     return []
 
 
 class BuiltCorpus(FileSource):
-    """A chunk is a shard; its checksum is verified as it is read."""
+    """A chunk is a shard, whose checksum is verified when it is read."""
 
     format = "corpus"
     kind: Kind = "tokens"
@@ -172,8 +175,8 @@ class BuiltCorpus(FileSource):
         if not self.layout.sizes_path.exists():
             made = len(self.layout.made())
             raise DataError(
-                f"{root} has {made:,} of its {self.layout.num_shards:,} shards: the same "
-                "`overland data build` again makes the rest"
+                f"{root} has only {made:,} of its {self.layout.num_shards:,} shards: run the same "
+                "`overland data build` again to make the rest"
             )
         self.kind = "arrays" if self.layout.arrays is not None else "tokens"
         self.fields, self.channels = self.layout.fields, self.layout.channels

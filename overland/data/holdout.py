@@ -1,9 +1,9 @@
-"""Documents that are kept out of training, to validate on: a share of them, by what they hold.
+"""Holds out a share of the documents for validation, chosen by their content.
 
 Each document has a mark, a keyed hash of its tokens without BOS and EOS, and is held out if the
-mark lies below the share. So a document stays on its side when files are added, moved or shuffled,
-whatever the seed, and copies of it are on the same side. Shards hold all documents; which side one
-is on is decided when they are read.
+mark is below the share. A document therefore stays on its side when files are added, moved or
+shuffled, whatever the seed, and all copies of it are on the same side. Shards contain all
+documents; the side of each is decided when they are read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Marks = npt.NDArray[np.uint64]
 
 
 def held_out_documents(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]:
-    """Tells which documents of a shard are held out."""
+    """Returns which documents of a shard are held out."""
     limit = np.uint64(min(round(share * 2**64), 2**64 - 1))
     return _kept_marks(corpus.layout, corpus.shard(number), number) < limit
 
 
 def share_of(data: Settings, corpus: Corpus) -> float:
-    """Returns what `data.holdout` resolves to for a corpus. A number of documents is taken
-    as a share of all, as far as these can be counted without reading them: it is met roughly."""
+    """Returns the share that `data.holdout` resolves to for a corpus. A number of documents is
+    converted to a share of the estimated total, so it is met only roughly."""
     share = share_of_documents(data, corpus.name, partial(_num_documents, corpus))
     check_both_sides(corpus, share)
     return share
@@ -51,24 +51,25 @@ def share_of_documents(data: Settings, name: str, count: Callable[[], int]) -> f
     total = count()
     if data.holdout >= total:
         raise DataError(
-            f"data.holdout = {data.holdout:,} would keep all of {name} out of training: it has "
-            f"about {total:,} documents"
+            f"data.holdout = {data.holdout:,} would hold out all of {name}, which has about "
+            f"{total:,} documents: lower it"
         )
     return data.holdout / total
 
 
 def require_both_sides(name: str, share: float, held_out: int, total: int) -> None:
-    """Raises unless there are documents to train on and documents to validate on."""
+    """Raises an error unless there are documents to train on and documents to validate on."""
     if total and held_out in (0, total):
         side = "no document" if held_out == 0 else "every document"
         raise DataError(
-            f"data.holdout keeps {side} of {name} out of training (a share of {share:.3g} of "
-            f"{total:,}): change it"
+            f"data.holdout holds out {side} of {name} (a share of {share:.3g} of {total:,}): "
+            f"change it"
         )
 
 
 def check_both_sides(corpus: Corpus, share: float) -> None:
-    """Raises if one side is empty, where all shards are there; else it shows while training."""
+    """Raises an error if one side is empty. This needs all shards; if some do not exist yet, an
+    empty side is detected during training."""
     if not share or corpus.sizes() is None:
         return
     held = total = 0
@@ -94,14 +95,14 @@ def marks_of(shard: Shard, layout: CorpusLayout) -> Marks:
 
 
 def _kept_marks(layout: CorpusLayout, shard: Shard, number: int) -> Marks:
-    """Reads marks from the file that keeps them, so that not every rank reads every token."""
+    """Returns the marks of a shard, cached in a file so that not every rank reads every token."""
     path = _path(layout, number)
     with contextlib.suppress(OSError, ValueError):
         marks: Marks = np.load(path)
         if marks.dtype == np.uint64 and len(marks) == shard.info.num_documents:
             return marks
     marks = marks_of(shard, layout)
-    with contextlib.suppress(OSError):  # a corpus that may only be read
+    with contextlib.suppress(OSError):  # the corpus may be read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path, shared=True, durable=False) as file:
             np.save(file, marks)

@@ -1,7 +1,8 @@
-"""Images that are read one by one where they lie, or made of noise: no shards are made of them.
+"""Images that are read one by one from their files, or generated from noise, without shards.
 
 Image i of a stream is a function of the set, the seed and i alone: its epoch is i // n, and a keyed
-permutation of that epoch says which of the n images it is. So neither ranks nor restarts enter.
+permutation for that epoch determines which of the n images it is. The order therefore does not
+depend on the number of ranks or on restarts.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from overland.data.sources.marks import digest_of
 from overland.data.windows import Exhausted, Reading
 
 Array = npt.NDArray[np.int64]
-READERS = max(2, min(8, os.cpu_count() or 2))  # threads: each waits for the disk, or copies
+READERS = max(2, min(8, os.cpu_count() or 2))  # threads, which wait for the disk or copy
 
 
 class ImageSet(Protocol):
-    """Images by number, from 0."""
+    """Images, numbered from 0."""
 
     num_bad: int
 
@@ -44,7 +45,7 @@ class ImageSet(Protocol):
     def __len__(self) -> int: ...
 
     def fill(self, number: int, into: npt.NDArray[Any]) -> None:
-        """Writes an image into an array of the declared type and shape."""
+        """Reads an image into an array of the declared type and shape."""
 
 
 class ListedImages:
@@ -63,7 +64,7 @@ class ListedImages:
 
 
 class RandomImages:
-    """Noise, for trying out: normally distributed, and the same whenever it is asked for."""
+    """Normally distributed noise, for tests; image i is always the same."""
 
     num_bad = 0
 
@@ -93,7 +94,7 @@ class RandomImages:
 
 @dataclass(frozen=True)
 class ImageStream:
-    """The images of a set epoch after epoch, each in an order of its own."""
+    """The images of a set, epoch after epoch, each in its own order."""
 
     name: str
     source: int
@@ -123,14 +124,14 @@ class ImageStream:
         return [Origins(rows, none + self.source, which, none, none + 1)]
 
     def places(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
-        """Which image of the set each of the stream is, and in which epoch."""
+        """Returns the number in the set of each image of the stream, and its epoch."""
         size = len(self.images)
         epoch, place = np.divmod(np.asarray(numbers, np.int64), size)
         if self.max_epochs is not None and epoch.size and epoch.max() >= self.max_epochs:
             times = "time" if self.max_epochs == 1 else "times"
             raise Exhausted(
-                f"{self.name} has been read {self.max_epochs} {times}, as often as its "
-                f"max_epochs allows: raise that, lower its weight, or train for fewer steps"
+                f"{self.name} has been read {self.max_epochs} {times}, the limit set by its "
+                f"max_epochs: raise it, lower the source's weight, or train for fewer steps"
             )
         if self.reading.shuffle:
             for one in np.unique(epoch).tolist():
@@ -139,11 +140,11 @@ class ImageStream:
         return place, epoch
 
     def num_blocks_in(self, epochs: float, enough: int = sys.maxsize) -> int:
-        """Returns the number of images in so many epochs, or `enough` if there are that many."""
+        """Returns the number of images in this many epochs, but at most `enough`."""
         return min(math.ceil(epochs * len(self.images)), enough)
 
 
 @cache
 def _readers(process: int) -> ThreadPoolExecutor:
-    """The threads of a process; one that is forked has none of its parent's."""
+    """Returns the thread pool of a process; a forked process does not have its parent's threads."""
     return ThreadPoolExecutor(READERS, "image-reader")

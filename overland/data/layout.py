@@ -1,8 +1,8 @@
-"""Lays a corpus out: which chunks form which shard, and how they become tokens.
+"""Lays out a corpus: decides which chunks form which shard, and how they become tokens.
 
-Consecutive chunks form a shard: as many as come nearest to `shard_documents` documents or 64 MiB,
-whichever is less. It depends on the source's list alone, so that a corpus made beforehand and one
-made just in time have the same shards.
+Consecutive chunks form a shard: as many as come closest to `shard_documents` documents or 64 MiB,
+whichever is less. This depends only on the source's list of chunks, so a corpus has the same shards
+whether they are made ahead of time or on demand.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from overland.errors import DataError, Unsettled
 from overland.files import new_file, publish, sync
 
 SHARD_DOCUMENTS = 4096
-SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which one core makes in about ten seconds
-DOCUMENT_BYTES = 4096  # a web page; where nothing says how many documents a file holds
-CHUNK_DOCUMENTS = 1000  # of a source that says nothing
-OWN_FIELDS = (shard.TOKENS, "labels", "positions", "documents")  # a batch has its own of these
-OPTIONAL = ("fields", "channels", "made_by")  # in corpus.json only where a corpus has them
+SHARD_BYTES = 64 << 20  # of text: 15 M tokens, which take one core about ten seconds
+DOCUMENT_BYTES = 4096  # a web page; used if the number of documents in a file is unknown
+CHUNK_DOCUMENTS = 1000  # used if a source gives no numbers
+OWN_FIELDS = (shard.TOKENS, "labels", "positions", "documents")  # names that a batch itself uses
+OPTIONAL = ("fields", "channels", "made_by")  # only in the corpus.json of corpora that have them
 
 Report = Callable[[str], None]
 
@@ -60,11 +60,12 @@ def lay_out(
     report: Report = lambda message: None,
     expected: str | None = None,
 ) -> Path:
-    """Returns the folder of the corpus that these make, found under `root` or made there.
+    """Returns the folder of the corpus for these arguments, which is found under `root` or created
+    there.
 
-    One under any name is found if the same was asked for and no file changed since, which takes a
-    look at the files' sizes and times only. Two processes may do it at once. If `expected` is the
-    fingerprint that these give under some rules, they are laid out by those.
+    An existing corpus is reused, under any name, if the request was the same and no file has
+    changed since, judging by sizes and times. Two processes may call this at the same time. If
+    `expected` is the fingerprint that some version of the rules gives, those rules are used.
     """
     policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
     made_by = _tokenizer_of(source, tokenizer)
@@ -95,7 +96,7 @@ def find_laid_out(
     skip_bad: bool = False,
     vocab_size: int | None = None,
 ) -> Path | None:
-    """Returns what `lay_out` would find; it makes nothing."""
+    """Returns the existing corpus that `lay_out` would reuse, if any; creates nothing."""
     policy = _policy(name, source, tokenizer, skip_bad, vocab_size)
     return _find_asked(name, source, root, policy, shard_documents, lambda message: None)
 
@@ -108,7 +109,7 @@ def _find_asked(
     shard_documents: int,
     report: Report,
 ) -> Path | None:
-    """Looks under the rules of today, then for what an earlier version laid out."""
+    """Looks for a corpus laid out under the current rules, then under earlier ones."""
     for rules in _rules(source):
         with _under(source, rules):
             asked = _ask(name, source, policy, shard_documents)
@@ -129,7 +130,7 @@ class _Asked(NamedTuple):
 
 @contextlib.contextmanager
 def _under(source: Source, rules: int) -> Iterator[None]:
-    """Lets the source follow earlier rules."""
+    """Makes the source follow these rules."""
     if not isinstance(source, FileSource):
         yield
         return
@@ -159,7 +160,7 @@ def _describe(
     root: Path,
     asked: _Asked,
 ) -> tuple[CorpusLayout, Iterator[bytes]]:
-    """The layout, and the lines of its chunks."""
+    """Returns the layout, and the lines that describe its chunks."""
     request, chunks = asked
     if not chunks:
         raise DataError(f"{place_of(source)} is empty: it lists no chunks")
@@ -190,8 +191,8 @@ def sketch(
     skip_bad: bool = False,
     vocab_size: int | None = None,
 ) -> CorpusLayout:
-    """Says how the documents of a source would become tokens. The result has no folder and no
-    shards: it is for trying out a source before anything is written."""
+    """Describes how the documents of a source would become tokens. The result has no folder and no
+    shards: it is for trying a source before anything is written."""
     return CorpusLayout(
         name=name,
         fingerprint="",
@@ -211,7 +212,7 @@ def _policy(
     skip_bad: bool,
     vocab_size: int | None,
 ) -> dict[str, Any]:
-    """Says how documents become tokens; those of a token source stay as they are."""
+    """Returns how documents become tokens; those of a token source are used as they are."""
     kind: Kind = getattr(source, "kind", "text")
     tokenizer = _tokenizer_of(source, tokenizer)
     if kind == "arrays":
@@ -219,9 +220,7 @@ def _policy(
     elif tokenizer is not None:
         vocab_size = tokenizer.vocab_size
     elif kind == "text":
-        raise Unsettled(
-            f"{name} is text: say which tokenizer makes tokens of it, by ", "tokenizer", ""
-        )
+        raise Unsettled(f"{name} is text: specify the tokenizer for it with ", "tokenizer", "")
     is_short = vocab_size is not None and vocab_size <= 1 << 16
     ids = "<u2" if is_short else "<u4"
     return {
@@ -239,20 +238,20 @@ def _policy(
 
 
 def _tokenizer_of(source: Source, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """What makes the tokens of a source: of text the tokenizer, of conversations their own."""
+    """Returns the tokenizer of a source: the given one for text; conversations have their own."""
     if getattr(source, "kind", "text") == "text":
         return tokenizer
     return getattr(source, "tokenizer", None)
 
 
 def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
-    """Returns what only some corpora have, so that all others keep their fingerprints."""
+    """Returns the keys that only some corpora have, so that the others keep their fingerprints."""
     if kind == "arrays":
         return {"fields": Arrays.declared(name, getattr(source, "fields", None)).to_json()}
     channels, made_by = getattr(source, "channels", None), getattr(source, "made_by", None)
     if kind != "tokens" or not channels:
         return {}
-    # A channel is one number per token: what a field of that name would hold.
+    # A channel is one number per token, like a scalar field.
     declared = Arrays.declared(name, {channel: (one, ()) for channel, one in channels.items()})
     for channel in declared.fields:
         if channel in OWN_FIELDS:
@@ -262,12 +261,12 @@ def _further(name: str, kind: Kind, source: Source) -> dict[str, Any]:
 
 
 def _find(name: str, source: Source, root: Path, request: str, report: Report) -> Path | None:
-    """A corpus under `root` of which the same was asked, and whose files have not changed."""
-    # Hidden ones are being written.
+    """Finds a corpus under `root` with the same request, whose files have not changed."""
+    # Hidden folders are still being written.
     found = (path.parent for path in sorted(root.glob("*/corpus.json")))
     folders = [folder for folder in found if not folder.name.startswith(".")]
     for folder in sorted(folders, key=lambda folder: not folder.name.startswith(f"{name}-")):
-        with contextlib.suppress(DataError):  # of another version, or just being deleted
+        with contextlib.suppress(DataError):  # of another version, or being deleted
             layout = read_layout(folder)
             if layout.request != request:
                 continue
@@ -276,28 +275,28 @@ def _find(name: str, source: Source, root: Path, request: str, report: Report) -
                 _say_what_is_unsure(folder, source, report)
                 return folder
             more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
-            report(f"{changed[0]}{more}: {name} is made anew")
+            report(f"{changed[0]}{more}: {name} is made again")
     return None
 
 
 def _say_what_is_unsure(folder: Path, source: Source, report: Report) -> None:
-    """Reports touched files that count as unchanged by samples of them alone."""
+    """Reports touched files that count as unchanged only because samples of them match."""
     if not isinstance(source, FileSource):
         return
     unsure = unsure_of(source.root, read_layout(folder).all_chunks()[1])
     if unsure:
         more = f" (and {len(unsure) - 1:,} more)" if len(unsure) > 1 else ""
         report(
-            f"note: {source.root / unsure[0]}{more} was touched, copied or edited since {folder} "
-            "was laid out. Its size and samples of its content are the same, so it is taken as "
-            "unchanged; this corpus keeps no hash of the whole file"
+            f"note: {source.root / unsure[0]}{more} was touched, copied or edited after {folder} "
+            "was laid out. Its size and samples of its content are the same, so it counts as "
+            "unchanged; this corpus has no hash of the whole file"
         )
 
 
 def _weigh(
     source: Source, chunks: Sequence[str], marks: Mapping[str, FileMark], sample_bytes: int
 ) -> list[tuple[float, float]]:
-    """About how many documents and bytes each chunk holds; a sample of arrays has so many."""
+    """Estimates the documents and bytes of each chunk; a sample of arrays has `sample_bytes`."""
     num_documents = getattr(source, "num_documents", lambda chunk: None)
     if not isinstance(source, FileSource):
         counts = [num_documents(chunk) or CHUNK_DOCUMENTS for chunk in chunks]
@@ -318,7 +317,7 @@ def _weigh(
 def _group(
     chunks: Sequence[str], weights: Sequence[tuple[float, float]], shard_documents: int
 ) -> list[list[str]]:
-    """Runs of chunks, each ending where it comes nearest to being full."""
+    """Returns runs of chunks, each of which ends where it is closest to being full."""
     groups: list[list[str]] = [[]]
     filled = 0.0
     for chunk, (documents, size) in zip(chunks, weights, strict=True):
@@ -368,7 +367,7 @@ def _write(layout: CorpusLayout, lines: Iterator[bytes], tokenizer: Mapping[str,
         try:
             publish(beside, layout.folder)
         except OSError:
-            if not is_corpus(layout.folder):  # otherwise another process was first
+            if not is_corpus(layout.folder):  # otherwise another process was faster
                 raise
         sync(root)
     finally:
@@ -381,7 +380,7 @@ def _inside(folder: Path) -> Path:
 
 
 def _fingerprint(name: str, source: Source) -> str:
-    """Returns the fingerprint of a user's own source. Where it gives none, its name must do."""
+    """Returns the fingerprint of a user-defined source, or one of its name if it has none."""
     if hasattr(source, "fingerprint"):
         return str(source.fingerprint())
     return digest_of([name, type(source).__qualname__])

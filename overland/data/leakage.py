@@ -1,6 +1,6 @@
-"""Leakage: refuses to validate on what is trained on.
+"""Leakage: detects validation data that is also training data.
 
-That is the same file, by whatever name or link, a copy of it, or a corpus that was built from it.
+That is the same file, under any name or link, a copy of it, or a corpus that was built from it.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from overland.data.sources.marks import FileMark, has_mark, marks_of_files
 from overland.errors import DataError
 from overland.words import any_of
 
-# Of the bytes that are validated on: two folders of code may well hold the same licence.
+# Share of the validation bytes that may also be trained on: two folders of code often contain the
+# same license.
 MOST_SHARED = 0.01
 
 OWN_VALIDATION = ("stdlib", "stdlib_heldout", "random")
-"""Nobody wonders that the standard library is validated on; the held-out part itself is refused."""
+"""Training sources for which validation on the held-out standard library is expected."""
 
 Named = tuple[str, DataSource]
 
 
 def check_held_out(config: JobConfig) -> None:
-    """Raises where validation would read what is trained on, unless that is asked for."""
+    """Raises an error if validation would read training data, unless the config allows it."""
     if validates_on_holdout(config):
         choices = {key: getattr(config.validation, key) for key in CHOICES}
-        refuse_choices(DataSource(**choices), "validation", "what data.holdout keeps for it")
+        refuse_choices(DataSource(**choices), "validation", "what data.holdout holds out")
         if all(is_made(*one) for one in sources_of(config).items()):
             raise DataError(
-                "data.holdout keeps documents for validation, and random tokens are none: name "
-                "other data in [validation]"
+                "data.holdout holds out documents for validation, but random tokens have no "
+                "documents: name other data in [validation]"
             )
     if config.sft.shape != "off" and "stdlib_heldout" in held_out_sources(config):
         raise DataError(
-            "validation reads stdlib_heldout by default, which is no conversations: set "
-            "data.holdout = 0.02 to keep some of the training data for it, or "
+            "validation reads stdlib_heldout by default, which has no conversations: set "
+            "data.holdout = 0.02 to hold out some of the training data, or set "
             "validation.dataset_path"
         )
     _refuse_twice(config)
@@ -65,19 +66,18 @@ def check_held_out(config: JobConfig) -> None:
         for trained in sources_of(config).items():
             if file := _shared(config, held, trained):
                 holdout = (
-                    "set data.holdout = 0.01 in its place to keep some documents for validation, "
-                    if not takes_images(config)  # of those, none can be kept
+                    "set data.holdout = 0.01 instead to hold out some documents for validation, "
+                    if not takes_images(config)  # images cannot be held out
                     else ""
                 )
                 raise DataError(
-                    f"validation would read {file}, which is trained on: {holdout}choose other "
-                    "data in [validation], or set validation.allow_training_data = true"
+                    f"validation would read {file}, which is also training data: {holdout}choose "
+                    "other data in [validation], or set validation.allow_training_data = true"
                 )
 
 
 def foreign_validation(config: JobConfig) -> str | None:
-    """Returns what to say where the standard library is validated on and something else is trained
-    on."""
+    """Returns a note if validation reads the standard library but training reads something else."""
     training = sources_of(config)
     if "stdlib_heldout" not in held_out_sources(config) or any(
         wanted.path is None and (wanted.dataset or name).partition(":")[0] in OWN_VALIDATION
@@ -86,24 +86,26 @@ def foreign_validation(config: JobConfig) -> str | None:
         return None
     return (
         f"validation reads stdlib_heldout, which is not held out of {any_of(list(training), 'and')}"
-        ": data.holdout = 0.01 keeps a share of the training data for it, or set "
+        ": set data.holdout = 0.01 to hold out a share of the training data, or set "
         "validation.dataset_path"
     )
 
 
 def _refuse_twice(config: JobConfig) -> None:
-    """Refuses a set that is named twice: it would be read twice, or one name ignored."""
+    """Rejects a set that is named twice: it would be read twice, or one of the names ignored."""
     validation = config.validation
     listed = validation.dataset if isinstance(validation.dataset, list) else []
     if len({*listed}) < len(listed) and validation.dataset_path is None:
         name = max(listed, key=listed.count)
-        raise DataError(f"validation.dataset has {name} twice: leave one of them out")
+        raise DataError(f"validation.dataset lists {name} twice: remove one of them")
     others = held_out_sources(config.model_copy(update={"validation": _without_sets(validation)}))
     trained = sources_of(config) if validates_on_holdout(config) else {}
     for name in validation.sets:
         if name in others or name in trained:
-            where = "data.holdout keeps some of" if name in trained else "validation.dataset names"
-            raise DataError(f"{where} {name}, and so does validation.sets: give the set a new name")
+            where = "data.holdout holds out" if name in trained else "validation.dataset names"
+            raise DataError(
+                f"{where} {name}, which is also in validation.sets: give that set another name"
+            )
     seen: dict[tuple[str, ...], str] = {}
     for name, wanted in held_out_sources(config).items():
         folder = find_folder(name, wanted, config.data)
@@ -111,8 +113,7 @@ def _refuse_twice(config: JobConfig) -> None:
         what = (place, *(str(getattr(wanted, key)) for key in CHOICES))
         if what in seen:
             raise DataError(
-                f"validation has {place} twice, as {seen[what]} and as {name}: leave one of them "
-                "out"
+                f"validation has {place} twice, as {seen[what]} and as {name}: remove one of them"
             )
         seen[what] = name
 
@@ -124,32 +125,32 @@ def _without_sets(validation: Validation) -> Validation:
 def _shared(
     config: JobConfig, held: tuple[str, DataSource], trained: tuple[str, DataSource]
 ) -> str | None:
-    """Returns what both read, if anything."""
+    """Returns a file or source that both read, if any."""
     if not _may_share(config, held, trained):
         return None
     one = _opened(config, validation_table(config, held[0]), *held)
     other = _opened(config, training_table(config, trained[0]), *trained)
     names = [wanted.dataset or name for name, wanted in (held, trained)]
     has_files = any(isinstance(source, Path | FileSource) for source in (one, other))
-    if not has_files and names[0] == names[1]:  # a user's own source is known by its name
+    if not has_files and names[0] == names[1]:  # user-defined sources are compared by name
         return names[0]
     return _first_shared(one, other)
 
 
 def _opened(config: JobConfig, table: str, name: str, wanted: DataSource) -> Source | Path:
-    """A source, or the folder of a corpus that is built."""
+    """Returns a source, or the folder of a built corpus."""
     built = find_built(name, wanted, config.data)
     return open_wanted(config, table, name, wanted) if built is None else built
 
 
 def _may_share(config: JobConfig, one: Named, other: Named) -> bool:
-    """Whether it takes a look at the files to tell; opening a large dataset is not free."""
+    """Whether the files have to be compared; opening a large dataset takes time."""
     if is_made(*one) or is_made(*other):
         return False
     folders = [find_folder(name, wanted, config.data) for name, wanted in (one, other)]
     if any(folder is not None and is_corpus(folder) for folder in folders):
         return True
-    if None in folders:  # built in or registered, or not here yet
+    if None in folders:  # built in, registered, or not on this machine yet
         return all(is_built_in(wanted.dataset or name) for name, wanted in (one, other))
     first, second = (folder.resolve() for folder in folders if folder is not None)
     if not (first.exists() and second.exists()):
@@ -160,12 +161,12 @@ def _may_share(config: JobConfig, one: Named, other: Named) -> bool:
     if any(_is_link(found) for found in (*files[0], *files[1])):
         return True
     sizes = [{found.st_size for found in these} - {0} for these in files]
-    return not sizes[0].isdisjoint(sizes[1])  # copies have one size
+    return not sizes[0].isdisjoint(sizes[1])  # copies have the same size
 
 
 def _first_shared(held: Source | Path, trained: Source | Path) -> str | None:
-    """The first file that both read, or that the one was built from and the other reads. A corpus
-    that was built is given by its folder."""
+    """Returns the first file that both read, or that one reads and the other was built from. A
+    built corpus is given by its folder."""
     if isinstance(held, Path) and isinstance(trained, Path) and held.samefile(trained):
         return str(held)
     if isinstance(held, FileSource) and isinstance(trained, FileSource):
@@ -179,8 +180,8 @@ def _first_shared(held: Source | Path, trained: Source | Path) -> str | None:
 
 
 def _of_the_same_bytes(held: Source | Path, trained: Source | Path) -> Iterator[tuple[str, int]]:
-    """Files of the first whose content the second has too, and their sizes. A corpus has marks of
-    the files that it was built from."""
+    """Yields the files of the first whose content the second has, too, and their sizes. A corpus
+    has marks of the files that it was built from."""
     if not isinstance(held, Path):
         marks = _by_size(_marks(trained, {path.stat().st_size for path in _paths(held)}))
         for path in _paths(held):
@@ -225,20 +226,20 @@ def _num_bytes(source: Source | Path) -> int:
 
 
 def _paths(source: Source | Path) -> list[Path]:
-    """Files that a source reads; a user's own source may read none."""
+    """Returns the files that a source reads; a user-defined source may read none."""
     if not isinstance(source, FileSource):
         return []
     return [source.root / file for file in source.depends_on()]
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Identifies the file itself, whatever links lead to it."""
+    """Identifies the file itself, whatever links lead to it (device and inode)."""
     found = path.stat()
     return found.st_dev, found.st_ino
 
 
 def _files_below(path: Path) -> list[os.stat_result]:
-    """Lists all files there, and links to folders."""
+    """Lists all files below a path, and links to folders."""
     below = (
         os.path.join(parent, name)
         for parent, subfolders, files in os.walk(path)
@@ -249,5 +250,5 @@ def _files_below(path: Path) -> list[os.stat_result]:
 
 
 def _is_link(found: os.stat_result) -> bool:
-    """Whether it is a symbolic link, or a file with another name somewhere."""
+    """Whether it is a symbolic link, or a file with several hard links."""
     return stat.S_ISLNK(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1)

@@ -1,15 +1,16 @@
-"""The ledger: what the model was given, 8 bytes per row and step, in one file of the run folder.
+"""The ledger: a record of the data that the model consumed, 8 bytes per row and step, in one file
+of the run folder.
 
-A digest is taken of the very tensors that the model is given, on the device they lie on. Ranks
-gather theirs every few steps, and rank 0 appends them. Where a session starts, a mark says from
-which step on: what an earlier session fed after that step did not become part of the model.
+A digest is computed from the very tensors that the model gets, on their own device. Ranks gather
+their digests every few steps, and rank 0 appends them. When a session starts, it writes a mark with
+its step: what an earlier session consumed after that step did not become part of the model.
 
-    mark    a step, after which everything so far is void; the batch that comes next; and whether
-            batches before that one were left out on purpose
-    record  steps that follow each other, the batch of each, a digest per row
+    mark    a step, after which everything so far is void; the next batch; and whether batches
+            before that one were skipped on purpose
+    record  consecutive steps, the batch of each, a digest per row
 
-Records are found by their checksums, so that one that was torn by a kill costs itself alone. What a
-full disk does not take is kept and written later; a checkpoint waits for it.
+Records are found by their checksums, so a record torn by a kill affects no other. If the disk is
+full, records are kept in memory and written later; a checkpoint waits for them.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from overland.files import new_file, sync
 HEAD = struct.Struct("<4sIqqqq")  # magic, checksum of what follows, step, batch, steps, rows
 PLACE = struct.Struct("<qqqq")
 MAGIC = b"OVLL"
-KEPT_BYTES = 1 << 24  # of records until the disk has them for certain: at most some minutes' worth
+KEPT_BYTES = 1 << 24  # of records not yet synced to disk: at most a few minutes' worth
 Digests = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Fed:
-    """One step: the batch that it was given, and a digest of each of its rows."""
+    """One step: the batch that it consumed, and a digest of each row."""
 
     step: int
     batch: int
@@ -48,7 +49,7 @@ class Fed:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a session began: the batch that came next, and whether others were left out."""
+    """The start of a session: the next batch, and whether batches before it were skipped."""
 
     batch: int
     leaves_out: bool
@@ -56,7 +57,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class FedSteps:
-    """The steps of a run, and what the model was given in each; the run began after step
+    """The steps of a run, and what the model consumed in each; the run began after step
     `start`."""
 
     start: int
@@ -69,16 +70,16 @@ class FedSteps:
 
 
 class Ledger:
-    """Appends to the file; one process does. What the disk does not take is kept until it does."""
+    """Appends to the file, from one process only. What the disk rejects is kept until it fits."""
 
     def __init__(self, path: Path, elsewhere: Path | None = None) -> None:
-        """`elsewhere`: where records go when there is a place for the last checkpoint, and none
-        for them here. What an earlier session has left there is taken in."""
+        """`elsewhere`: where records go if the last checkpoint was saved to another place because
+        this disk was full. Records that an earlier session left there are read."""
         self.path, self.elsewhere = path, elsewhere
         self.kept: list[bytes] = []
-        """Records that may not be on the disk yet, oldest first."""
+        """Records that may not be on disk yet, oldest first."""
         self.num_written = 0
-        """How many of them are in the file."""
+        """How many of them are written to the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if elsewhere is not None and elsewhere.is_file():
             self.kept.append(elsewhere.read_bytes())
@@ -88,25 +89,26 @@ class Ledger:
         return not self.path.exists() and not self.kept
 
     def mark(self, step: int, batch: int, leaves_out: bool = False) -> str:
-        """The model is that of `step`: what was fed after it is void; `batch` comes next."""
+        """Records that the model is that of `step`, so that later steps are void, and that `batch`
+        comes next."""
         return self.add(step, batch, np.zeros((0, int(leaves_out)), np.int64))
 
     def add(self, step: int, batch: int, rows: Digests) -> str:
-        """Steps `step`, `step + 1`, … were given batches `batch`, `batch + 1`, …. Returns what
-        keeps it from writing that."""
+        """Records that steps `step`, `step + 1`, … consumed batches `batch`, `batch + 1`, …
+        Returns why this cannot be written, if it cannot."""
         body = rows.astype("<i8").tobytes()
         check = zlib.crc32(PLACE.pack(step, batch, *rows.shape) + body)
         self.kept.append(HEAD.pack(MAGIC, check, step, batch, *rows.shape) + body)
         return self.sync() if sum(map(len, self.kept)) > KEPT_BYTES else self._write()
 
     def sync(self) -> str:
-        """Makes what was written survive a power cut, or returns why it may not."""
+        """Syncs the file, so that it survives a power cut, or returns why that failed."""
         if problem := self._write():
             return problem
         try:
             sync(self.path)
         except OSError as error:
-            self.num_written = 0  # any of it may be lost, so all of it is written again
+            self.num_written = 0  # any record may be lost, so all are written again
             return self._words(error, self.path)
         self.kept, self.num_written = [], 0
         if self.elsewhere is not None:
@@ -115,7 +117,7 @@ class Ledger:
         return ""
 
     def sync_elsewhere(self) -> str:
-        """Writes what may not be on the disk to the other place."""
+        """Writes the records that may not be on disk to the other place."""
         assert self.elsewhere is not None
         try:
             self.elsewhere.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +144,7 @@ class Ledger:
                     data = data[file.write(data) :]
             except OSError:
                 with suppress(OSError):
-                    file.truncate(size)  # half a record helps nobody
+                    file.truncate(size)  # half a record is of no use
                 raise
 
     def _words(self, error: OSError, path: Path) -> str:
@@ -151,12 +153,12 @@ class Ledger:
 
 def read_ledger(path: Path) -> FedSteps:
     if not path.is_file():
-        raise DataError(f"{path} does not exist: the run has recorded nothing")
+        raise DataError(f"{path} does not exist: the run has not recorded any steps")
     fed: dict[int, Fed] = {}
     marks: dict[int, Mark] = {}
     start: int | None = None
     for place, step, batch, rows in _records(path):
-        if start is None and place > 0:  # what stood before it is damaged
+        if start is None and place > 0:  # what came before it is damaged
             start = 0
         if not len(rows):
             start = step if start is None else min(start, step)
@@ -169,8 +171,9 @@ def read_ledger(path: Path) -> FedSteps:
 
 
 def fed_batches(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yields step, batch and number of steps of each record, and of each mark with number 0. Only
-    heads are read, so that terabytes of tokens take a moment; checksums are `read_ledger`'s."""
+    """Yields the step, the batch and the number of steps of each record; marks have 0 steps. Only
+    headers are read, so that even terabytes of tokens take a moment; `read_ledger` verifies
+    checksums."""
     with path.open("rb") as file:
         size, at = file.seek(0, os.SEEK_END), 0
         while at <= size - HEAD.size:
@@ -180,12 +183,12 @@ def fed_batches(path: Path) -> Iterator[tuple[int, int, int]]:
             if magic == MAGIC and 0 <= count < 1 << 40 and 0 <= width < 1 << 40 and end <= size:
                 yield step, batch, count
                 at = end
-            else:  # torn by a kill: the next one is behind it
+            else:  # torn by a kill; the next record comes after it
                 at = _next_magic(file, at + 1)
 
 
 def _next_magic(file: BinaryIO, at: int) -> int:
-    """Where the next record may begin, or the end of the file."""
+    """Returns where the next record may begin, or the end of the file."""
     file.seek(at)
     while data := file.read(1 << 20):
         if (found := data.find(MAGIC)) >= 0:
@@ -198,7 +201,7 @@ def _next_magic(file: BinaryIO, at: int) -> int:
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, int, Digests]]:
-    """Yields the records that are whole, and where they are."""
+    """Yields the intact records, and their offsets."""
     if not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -1,9 +1,9 @@
-"""Batches for a rank, made ready while the step before computes.
+"""Loads the batches of a rank while the previous step computes.
 
-Batch t is a function of the plan and t. A rank takes its share of the rows at the last moment; no
-rank, worker or restart enters, so none can change what is read.
+Batch t is a function of the plan and t. A rank takes its share of the rows at the last moment, so
+ranks, workers and restarts cannot change what is read.
 
-`build_train_loader` is the loader by itself, for training scripts of one's own:
+`build_train_loader` is the loader on its own, for your own training scripts:
 
 loader = build_train_loader(mds_root="fineweb-edu", strategy="pack", tokenizer_name="llama",
                             seq_len=2048, micro_blocks=64, local_cache="/tmp/mds_cache")
@@ -35,12 +35,12 @@ from overland.data.sources import open_source
 from overland.errors import DataError, Unsettled
 from overland.words import command
 
-CLOSE_SECONDS = 10.0  # longest wait for a batch that is being read when the run ends
+CLOSE_SECONDS = 10.0  # longest wait, at the end of a run, for a batch that is being read
 T = TypeVar("T")
 
 
 def load_batch(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
-    """Loads a rank's share of a global batch. What lies beyond the last epoch counts nothing."""
+    """Loads a rank's share of a global batch. Rows beyond the last epoch are masked."""
     segment = rows.plan.segment(batch)
     if rows.arrays is not None:
         share = make_batch(rows.read_samples(batch, part, num_parts))
@@ -49,12 +49,12 @@ def load_batch(rows: Sampler, batch: int, part: int = 0, num_parts: int = 1) -> 
     count = rows.num_rows(batch)
     if count == segment.global_batch_size:
         return share
-    # On every rank: shares of one batch have the same fields.
+    # On every rank, because all shares of a batch must have the same fields.
     return share.padded_from(count - part * len(share))
 
 
 def batches(rows: Sampler, start: int, part: int = 0, num_parts: int = 1) -> Iterator[Batch]:
-    """Yields this rank's share of global batch `start` and of all that follow."""
+    """Yields this rank's share of global batch `start` and of all following batches."""
     number = start
     while True:
         yield load_batch(rows, number, part, num_parts)
@@ -62,7 +62,7 @@ def batches(rows: Sampler, start: int, part: int = 0, num_parts: int = 1) -> Ite
 
 
 def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """Yields the same items, prepared by a thread while the consumer computes."""
+    """Yields the same items, which a thread prepares while the consumer computes."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
@@ -95,7 +95,7 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
             yield item  # type: ignore[misc]
     finally:
         stop.set()
-        # A daemon thread that is inside torch while Python ends aborts the whole process.
+        # A daemon thread that is inside torch when Python exits aborts the whole process.
         thread.join(timeout=CLOSE_SECONDS)
 
 
@@ -119,37 +119,37 @@ def build_train_loader(
     """Returns batches of `micro_blocks` sequences for this rank, from a corpus of any format.
 
     A batch is what a Hugging Face model takes, `model(**batch).loss`: `labels` are the `input_ids`
-    themselves (-100 where no loss is taken) and the model shifts them by one. So the last token of
-    a row has nothing to predict there: a row of `seq_len` tokens gives `seq_len - 1` predictions,
-    and the one across the end of a full row is lost. With `shifted=True` none is.
+    themselves (-100 for no loss), and the model shifts them by one. The last token of a row
+    therefore predicts nothing: a row of `seq_len` tokens gives `seq_len - 1` predictions, and the
+    prediction across the end of a full row is lost. With `shifted=True`, none is lost.
 
     Args:
-        mds_root: A folder of MDS shards, or any other that `overland data inspect` reads.
+        mds_root: A folder of MDS shards, or any other corpus that `overland data inspect` reads.
         strategy: How documents become sequences; see `data.packing`.
         tokenizer_name: A folder with a tokenizer, or a name whose files are in the Hugging Face
             cache; not needed for token ids.
         seq_len: Tokens per sequence.
-        micro_blocks: Sequences that each rank is given at once.
+        micro_blocks: Sequences per batch and rank.
         local_cache: Folder for token shards, shared by all ranks that see it; default: `./data`.
-        rank: This process among `world_size`; default: as torchrun or Slurm says.
-        world_size: Ranks that share the data.
-        seed: Of the order.
-        document_mask: Take no loss across documents, and count positions from their beginnings.
+        rank: The number of this process among `world_size`; default: from torchrun or Slurm.
+        world_size: Number of ranks that share the data; default: from torchrun or Slurm.
+        seed: Seed of the shuffled order.
+        document_mask: Take no loss across documents, and restart positions at each document.
             The batch then has `position_ids` and no `attention_mask`, from which a Hugging Face
-            model sees the borders; set `model.config.use_cache = False`, or it ignores them.
+            model infers the boundaries; set `model.config.use_cache = False`, or it ignores them.
         skip_bad: Skip documents that are empty or not UTF-8, and count them (`num_skipped`).
-        shifted: For a loss of one's own, `cross_entropy(logits, labels)`: each label is the token
+        shifted: For a loss of your own, `cross_entropy(logits, labels)`: each label is the token
             after its input, also at the end of a row. The batch has `input_ids`, `labels`,
-            `position_ids` and `document_ids`. Do not give these labels to a Hugging Face model: it
-            would shift them again, and learn the token after next.
-        add_bos: Begin each document with BOS; default: as the tokenizer itself does. A state that
-            is loaded, and a corpus that is there already, keep what they began with.
+            `position_ids` and `document_ids`. Do not pass these labels to a Hugging Face model: it
+            would shift them again and learn to predict two tokens ahead.
+        add_bos: Begin each document with BOS; default: as the tokenizer itself does. A loaded state
+            and an existing corpus keep the setting that they began with.
         column: Column that holds the documents; default: text, tokens, input_ids or content.
     """
     if micro_blocks < 1 or seq_len < 1:
         raise DataError("micro_blocks and seq_len must be 1 or more")
     if strategy not in get_args(Packing):
-        raise DataError(f"strategy is {strategy!r}; known: {', '.join(get_args(Packing))}")
+        raise DataError(f"strategy is {strategy!r}; use one of {', '.join(get_args(Packing))}")
     rank = _from_environment("RANK", "SLURM_PROCID", 0) if rank is None else rank
     if world_size is None:
         world_size = _from_environment("WORLD_SIZE", "SLURM_NTASKS", 1)
@@ -158,9 +158,9 @@ def build_train_loader(
     except Unsettled as error:
         raise error.by(f"the argument {error.option}") from None
     if source.kind == "arrays":
-        raise DataError(f"{mds_root} holds arrays, and this loader gives tokens")
+        raise DataError(f"{mds_root} contains arrays, but this loader reads tokens")
     if tokenizer_name is None and source.kind == "text":
-        raise DataError(f"{mds_root} is text: say which tokenizer makes tokens of it, by its name")
+        raise DataError(f"{mds_root} is text: specify the tokenizer for it with tokenizer_name")
     cache = Path(local_cache or "data").expanduser()
     tokenizer = None if tokenizer_name is None else str(_find_tokenizer(tokenizer_name))
     config = JobConfig(
@@ -182,8 +182,8 @@ def build_train_loader(
 
 
 class TrainLoader:
-    """Batches without an end, epoch after epoch. After `load_state_dict` they follow the last row
-    that any rank was given, on any number of ranks."""
+    """Endless batches, epoch after epoch. After `load_state_dict`, they continue after the last row
+    that any rank consumed, on any number of ranks."""
 
     def __init__(self, dataset: Dataset, rank: int, world_size: int, shifted: bool) -> None:
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
@@ -208,12 +208,13 @@ class TrainLoader:
         return {"step": self.step, "fingerprint": plan.fingerprint, "plan": plan.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes. A changed or another corpus is an error; another number of ranks is not."""
+        """Resumes from a state. A different or changed corpus is an error; a different number of
+        ranks is not."""
         if not {"plan", "step"} <= set(state):
-            raise DataError("this is no state of a loader: it has no plan and no step")
+            raise DataError("this is not the state of a loader: it has no plan or no step")
         before = set(state["plan"]["sources"])
         if before != set(self.dataset.plan.sources):
-            raise DataError(f"the state is of {', '.join(sorted(before))}, not of this corpus")
+            raise DataError(f"the state belongs to {', '.join(sorted(before))}, not to this corpus")
         self.dataset = self.dataset.continued(state["plan"], state["step"])
         self.step = state["step"]
 
@@ -248,7 +249,7 @@ def _aligned(rows: Rows, mask: bool) -> dict[str, Array]:
         tokens, labels = tokens_and_labels(rows)
         real = np.arange(tokens.shape[1]) < rows.num_tokens[:, None]
         more = {"attention_mask": real.astype(np.int64)}
-    # The first label of a row is never looked at: nothing comes before it.
+    # The first label of a row is never used: nothing comes before it.
     labels = np.concatenate([tokens[:, :1], labels[:, :-1]], axis=1)
     return {"input_ids": tokens, "labels": labels, **more}
 
@@ -258,7 +259,7 @@ def _from_environment(name: str, slurm: str, default: int) -> int:
 
 
 def _find_tokenizer(name: str) -> Path:
-    """A folder, or the snapshot of a model in the Hugging Face cache; nothing is downloaded."""
+    """Finds a folder, or the snapshot of a model in the Hugging Face cache; downloads nothing."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -271,7 +272,6 @@ def _find_tokenizer(name: str) -> Path:
         if snapshot.is_dir():
             return snapshot
     raise DataError(
-        f"there is no tokenizer {name!r}, neither as a folder nor in {hub}: "
-        f"`{command('overland', 'fetch', 'tokenizer', name)}` brings it to a folder, which can be "
-        "named here"
+        f"there is no tokenizer {name!r}, neither as a folder nor in {hub}: download it with "
+        f"`{command('overland', 'fetch', 'tokenizer', name)}`, and give the folder here"
     )

@@ -1,11 +1,11 @@
-"""Sources mixed by weight: whose turn it is, with the right counts at every moment.
+"""Mixes sources by weight: decides whose turn it is, with exact proportions at every moment.
 
-A source with the share w of all turns has its j-th turn due in [j/w, (j+1)/w). Turns are given to
-whoever of those that are due has the earliest deadline, which always works out: after n turns every
-source has had n·w of them, rounded down or up. (Rounding n·w by largest remainder for each n by
-itself would not do: from one n to the next a source can lose a turn that it has had.)
+The j-th turn of a source with share w of all turns is due in [j/w, (j+1)/w). Each turn goes to the
+source with the earliest deadline among those that are due, which always works out: after n turns,
+every source has had n·w of them, rounded down or up. (Rounding n·w by largest remainder separately
+for each n would not work: from one n to the next, a source can lose a turn that it has had.)
 
-A mixture by tokens takes blocks in these turns. One by rows takes documents: `MixedWindows`.
+A mixture by tokens takes blocks in these turns. A mixture by rows takes documents: `MixedWindows`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Array = npt.NDArray[np.int64]
 
 
 class Mixture:
-    """Turns of `len(weights)` sources, which repeat after `period`. Weights need not add up to
-    anything; a source whose weight is 0 gets no turn."""
+    """Turns of `len(weights)` sources, which repeat after `period`. Weights need not add up to 1;
+    a source of weight 0 gets no turns."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.shares = shares_of(weights)
@@ -41,7 +41,7 @@ class Mixture:
         np.cumsum(is_turn, axis=1, out=self._before[:, 1:])
 
     def whose(self, turns: npt.ArrayLike) -> Array:
-        """The source that each of `turns` belongs to."""
+        """Returns the source that each of `turns` belongs to."""
         return self._turns[np.asarray(turns) % self.period].astype(np.int64)
 
     def before(self, turn: int) -> Array:
@@ -50,23 +50,22 @@ class Mixture:
         return rounds * np.asarray(self.shares) + self._before[:, rest]
 
     def until(self, source: int, count: int) -> int:
-        """Returns how many turns there are until a source would have its turn number `count`, from
-        0."""
+        """Returns the number of turns before turn `count` (from 0) of a source."""
         rounds, rest = divmod(count, self.shares[source])
         return rounds * self.period + int(np.searchsorted(self._before[source], rest, "right")) - 1
 
     def places(self, turns: Array) -> Array:
-        """Returns, for each of `turns`, how many the source that it belongs to has had before."""
+        """Returns, for each of `turns`, how many turns its source has had before."""
         rounds, rests = np.divmod(turns, self.period)
         whose = self.whose(turns)
         return rounds * np.asarray(self.shares)[whose] + self._before[whose, rests]
 
 
 class MixedWindows:
-    """A mixture by rows: documents of several sources in turn, some at a time.
+    """A mixture by rows: documents of several sources in turn, a window at a time.
 
-    A window is at most as long as it takes until a source begins anew, so that its epochs do not
-    run into each other there; but a tiny source with a large weight must not make windows tiny.
+    A window ends at the latest when a source would start over, so that its epochs do not mix
+    there; but a tiny source with a large weight must not make windows tiny.
     """
 
     def __init__(
@@ -76,9 +75,9 @@ class MixedWindows:
         reading: Reading,
         starts: Sequence[int],
     ) -> None:
-        """`starts`: documents that each source has given before."""
+        """`starts`: documents already taken from each source."""
         self.sources, self.mixture, self.starts = sources, mixture, list(starts)
-        # A source without turns does not enter: one that joins later changes nothing before.
+        # A source without turns is left out, so that one that joins later changes nothing before.
         parts = zip(sources, mixture.shares, self.starts, strict=True)
         used = [(source, share, start) for source, share, start in parts if share]
         epoch = min(int(source.announced * mixture.period / share) for source, share, _ in used)
@@ -96,11 +95,11 @@ class MixedWindows:
         return _joined(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
     def taken(self, window: int) -> list[int]:
-        """Returns how many documents each source has given before this window."""
+        """Returns how many documents are taken from each source before this window."""
         return self._given(window * self.size)
 
     def num_tokens(self, first: int) -> Array | None:
-        """Counts the tokens of a window without putting its documents together."""
+        """Counts the tokens of a window without assembling its documents."""
         begin, end = (self._given(turn) for turn in self._turns(first))
         parts = (
             source.tokens_before(last) - source.tokens_before(first)
@@ -114,7 +113,7 @@ class MixedWindows:
         return [start + count for start, count in zip(self.starts, given, strict=True)]
 
     def _turns(self, window: int) -> tuple[int, int]:
-        """Returns the turns of a window; the last one ends where a source has no more to give."""
+        """Returns the turns of a window; the last window ends when a source is exhausted."""
         first = last = window * self.size
         last += self.size
         for number, source in enumerate(self.sources):
@@ -127,11 +126,11 @@ class MixedWindows:
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in the proportion of the weights, the smallest that are exact."""
+    """Returns the smallest whole numbers that are exactly proportional to the weights."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     if not exact or min(exact) < 0 or total == 0:
-        raise DataError(f"weights must not be negative, nor all 0: {list(weights)}")
+        raise DataError(f"weights must not be negative or all 0: {list(weights)}")
     parts = [weight / total for weight in exact]
     period = lcm(*(part.denominator for part in parts))
     if period > MAX_PERIOD:

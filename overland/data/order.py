@@ -1,13 +1,14 @@
-"""Which sample comes when: keyed permutations that shuffle, and counts of what each window holds.
+"""The order of samples: keyed permutations for shuffling, and the number of items in each window.
 
-A Feistel network permutes [0, 4^k); indices that fall outside [0, n) are sent through again until
-they land inside (at most about four times on average). So the place of one sample among trillions
-costs a few multiplications, is never stored, and every rank, restart and session computes the same.
+A Feistel network permutes [0, 4^k); indices that fall outside [0, n) are permuted again until they
+land inside (at most about four times on average). The place of one sample among trillions therefore
+costs a few multiplications and is never stored, and every rank, restart and session computes the
+same one.
 
-`Counts` says which window item n lies in, and which place it has there. Windows are counted in
-order, as far as anyone has asked. A count is a function of the plan, but finding it may mean
-tokenising the window, so the run folder keeps what is known: a resume at step 10⁶ reads a table and
-opens one window. The table is only a memory: a record that is missing or torn is counted again.
+`Counts` finds the window of item n, and its place there. Windows are counted in order, only as far
+as needed. A count is a function of the plan, but computing it may mean tokenizing the window, so
+the run folder stores known counts: a resume at step 10⁶ reads a table and opens one window. The
+table is only a cache: a record that is missing or torn is counted again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from overland.errors import DataError
 
 Indices = npt.NDArray[np.uint64]
 ROUNDS = 6
-GROUPS_AT_ONCE = 64  # sorted together: enough for lengths to be alike, and still most is random
+GROUPS_AT_ONCE = 64  # sorted together: enough for similar lengths, and most of the order is random
 Array = npt.NDArray[np.int64]
 RECORD = np.dtype([("count", "<i8"), ("check", "<u4")])
 
@@ -47,10 +48,9 @@ def permute(indices: npt.ArrayLike, size: int, *key: object) -> npt.NDArray[np.i
 def group_alike(
     order: Array, lengths: Array, first: int, size: int, key: tuple[object, ...]
 ) -> Array:
-    """Changes an order of items so that groups of `size` that follow each other have about the same
-    length; `lengths` are those of the items in this order. The first group ends after `first`
-    items. Which groups come early stays random, and so does who is in a group, among
-    `GROUPS_AT_ONCE` of them."""
+    """Reorders items so that the items in each group of `size` have similar lengths; `lengths` are
+    those of the items in the given order. The first group ends after `first` items. The order of
+    the groups stays random, and so do their members, among `GROUPS_AT_ONCE` groups."""
     at_once = size * GROUPS_AT_ONCE
     number = (np.arange(len(order)) - first) // at_once
     alike = order[np.lexsort((lengths, number))]
@@ -71,7 +71,7 @@ def _feistel(places: Indices, half_bits: int, round_keys: Indices) -> Indices:
 
 
 def mix64(x: Indices) -> Indices:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    """The finalizer of splitmix64: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -83,8 +83,9 @@ def _round_keys(key: tuple[object, ...]) -> Indices:
 
 
 class Counts:
-    """`count(first)` says how much windows `first`, `first + 1`, … hold: one of them or more, as is
-    cheap. After `per_epoch` windows in a row without an item there is nothing to be found."""
+    """Counts the items of windows. `count(first)` returns the counts of windows `first`,
+    `first + 1`, …: one or more, whatever is cheap. If `per_epoch` consecutive windows are empty,
+    there is nothing to read."""
 
     def __init__(
         self,
@@ -102,11 +103,11 @@ class Counts:
 
     @property
     def num_known(self) -> int:
-        """Windows that are counted."""
+        """The number of windows that are counted."""
         return self._known
 
     def find(self, numbers: npt.ArrayLike) -> tuple[Array, Array]:
-        """The window and the place in it of each item."""
+        """Returns the window of each item, and its place there."""
         items = np.asarray(numbers, np.int64)
         while items.size and self.total(self._known) <= items.max():
             self._extend()
@@ -114,22 +115,22 @@ class Counts:
         return windows, items - np.where(windows > 0, self._ends[windows - 1], 0)
 
     def check(self, window: int, count: int) -> None:
-        """Raises if a window does not hold what was counted."""
+        """Raises an error if the size of a window differs from its count."""
         if window < self._known and self.total(window + 1) - self.total(window) != count:
             raise DataError(
-                f"window {window} holds {count}, where {self._where} says otherwise: delete that "
-                f"file, it is made again"
+                f"window {window} has {count} items, but {self._where} says otherwise: delete that "
+                f"file, and it will be written again"
             )
 
     def total(self, windows: int) -> int:
-        """Items in the first `windows` windows."""
+        """Returns the number of items in the first `windows` windows."""
         while self._known < windows:
             self._extend()
         return int(self._ends[windows - 1]) if windows else 0
 
     def total_up_to(self, windows: int, enough: int) -> int:
-        """Items in the first `windows` windows, or `enough` if there are that many; then it counts
-        no further."""
+        """Returns the number of items in the first `windows` windows, but counts no further than
+        `enough`."""
         while self._known < windows and self.total(self._known) < enough:
             self._extend()
         return min(self.total(min(self._known, windows)), enough)
@@ -144,7 +145,7 @@ class Counts:
         self._known += len(new)
         before = self._known - self._per_epoch
         if before >= 0 and self.total(self._known) == (self._ends[before - 1] if before else 0):
-            raise DataError("there is nothing to read: a whole epoch holds not one block")
+            raise DataError("there is nothing to read: a whole epoch has not a single block")
         if self._path is not None:
             _append(self._path, self._num_stored, new)
             self._num_stored += len(new)
@@ -162,7 +163,7 @@ def _read(path: Path) -> Array:
 
 
 def _append(path: Path, first: int, counts: Array) -> None:
-    """Writes records where they belong: what a torn one left behind is overwritten."""
+    """Writes records at their offsets, overwriting what a torn write left behind."""
     records = np.empty(len(counts), RECORD)
     records["count"], records["check"] = counts, _checks(first, counts)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,7 @@ def _append(path: Path, first: int, counts: Array) -> None:
 
 
 def _checks(first: int, counts: Array) -> npt.NDArray[np.uint32]:
-    """A check per record, of its place and its content."""
+    """Returns a checksum for each record, of its place and its content."""
     places = np.arange(first, first + len(counts), dtype=np.uint64)
     mixed = (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ counts.astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -181,15 +182,15 @@ def _checks(first: int, counts: Array) -> npt.NDArray[np.uint32]:
 
 
 def spread(first: Array, count: Array) -> tuple[Array, Array]:
-    """Returns all of [first, first + count), range after range: the number of the range, and the
-    value."""
+    """Returns all values of the ranges [first, first + count), one range after another: the number
+    of the range, and the value."""
     which = np.repeat(np.arange(len(first)), count)
     before = np.cumsum(count) - count
     return which, np.arange(len(which)) - before[which] + first[which]
 
 
 def groups(values: Array) -> Iterator[tuple[int, Array]]:
-    """Yields each value and the places where it is. Mostly there is one, which is quick."""
+    """Yields each value and its places. Usually there is only one, which is fast."""
     if len(values) and (values == values[0]).all():
         yield int(values[0]), np.arange(len(values))
         return

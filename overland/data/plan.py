@@ -1,9 +1,9 @@
 """The plan of a run's data: sources, seed, and segments.
 
 A segment says how batches are made from some batch on: global batch size, sequence length, packing,
-weights. Changing one of these in the middle of a run appends a segment; what was read stays read.
-A plan is small, is kept in every checkpoint, and with the number of a batch says exactly which
-tokens it holds.
+weights. Changing one of these in the middle of a run appends a segment; data that was read is not
+read again. A plan is small, is stored in every checkpoint, and determines exactly which tokens any
+given batch contains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from overland.errors import DataError
 
 MixedBy = Literal["rows", "tokens"]
 FORMAT = 1
-LENGTH_STEP = 64  # rows that are cut to the longest of them have a multiple of so many tokens
+LENGTH_STEP = 64  # rows cut to the longest of them have a multiple of this many tokens
 T = TypeVar("T")
 
 
@@ -35,16 +35,16 @@ class Segment:
     document_mask: bool = False
     pad_id: int = 0
     rest_rules: int = 2
-    """How blocks are cut again that the segment before has left unread: under 1, which a plan of an
-    earlier version means, the pieces stayed apart and lost the predictions between them."""
+    """How blocks that the previous segment left unread are cut again: under 1, the rules of earlier
+    versions, the pieces stayed separate, and the predictions between them were lost."""
     epochs: float | None = None
-    """After so many epochs of its one source, the rows that fill up a batch count nothing."""
+    """After this many epochs of its only source, the rows that fill the batch are masked."""
     group_by_length: bool = False
     """Whether rows of similar length share a batch, which is cut to the longest of them."""
 
     def for_samples(self) -> Segment:
-        """Returns the segment for samples that are arrays: each is a row, whatever the config says
-        about tokens."""
+        """Returns the segment for samples of arrays: each is a row, whatever the config says about
+        tokens."""
         return replace(
             self,
             seq_len=1,
@@ -61,12 +61,12 @@ class PlannedSource:
     fingerprint: str
     max_epochs: int | None = None
     holdout: float = 0.0
-    """Share of its documents that is kept out of training."""
+    """Share of its documents that is held out of training."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which tokens every batch of a run holds."""
+    """Determines the tokens of every batch of a run."""
 
     seed: int
     window_documents: int
@@ -93,13 +93,15 @@ class Plan:
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         values = dict(data)
         if values.pop("format", None) != FORMAT:
-            raise DataError("the plan of the data was written by another version of Overland")
+            raise DataError(
+                "the data plan was written by another version of Overland: resume with that version"
+            )
         sources = {name: PlannedSource(**one) for name, one in values.pop("sources").items()}
         segments = tuple(Segment(**{"rest_rules": 1, **one}) for one in values.pop("segments"))
         return cls(sources=sources, segments=segments, **values)
 
     def continued(self, wanted: Plan, batch: int) -> Plan:
-        """Returns this plan up to `batch`, and from there on as `wanted` says, which has one
+        """Returns this plan up to `batch`, and from there on that of `wanted`, which has one
         segment."""
         check_same_order(self, wanted.seed, wanted.window_documents, wanted.mixture)
         for name, source in wanted.sources.items():
@@ -116,7 +118,7 @@ class Plan:
 
 
 def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str) -> None:
-    """Raises where what decides the order of all data is not what the run began with."""
+    """Raises an error if a setting that determines the order of all data has changed."""
     for what, ours, theirs in (
         ("debug.seed", plan.seed, seed),
         ("data.window_documents", plan.window_documents, window_documents),
@@ -124,15 +126,15 @@ def check_same_order(plan: Plan, seed: int, window_documents: int, mixture: str)
     ):
         if ours != theirs:
             raise DataError(
-                f"{what} is {theirs}, and this run began with {ours}: it decides the order of all "
-                f"data, so it cannot change in the middle of a run; set it back"
+                f"{what} is {theirs}, but this run began with {ours}: it determines the order of "
+                f"all data, so it cannot change in the middle of a run; set it back"
             )
 
 
 def check_same_holdout(name: str, ours: float, theirs: float) -> None:
     if ours != theirs:
         raise DataError(
-            f"data.holdout is a share of {theirs:.6g} of {name}, and this run began with "
+            f"data.holdout is a share of {theirs:.6g} of {name}, but this run began with "
             f"{ours:.6g}: it would validate on documents that it was trained on; set it back, or "
             "start a new run with --resume none"
         )
@@ -143,7 +145,7 @@ class ChangedSource(DataError):
 
     def __init__(self, name: str, changes: tuple[str, ...] = ()) -> None:
         self.name = name
-        what = "; ".join(changes) or "another corpus, column, tokenizer or policy stands behind it"
+        what = "; ".join(changes) or "its corpus, column, tokenizer or policy is different"
         super().__init__(
             f"the data source {name} is not what this run was trained on: {what}. Restore the "
             "source as it was, add the new data as another source, or start a new run with "
@@ -152,7 +154,7 @@ class ChangedSource(DataError):
 
 
 def differences(before: Segment, after: Segment) -> list[str]:
-    """Lists what a new segment changes, for the user."""
+    """Lists what a new segment changes, for messages."""
     old, new = asdict(before), asdict(after)
     return [
         f"{key} {old[key]} → {new[key]}"
@@ -162,7 +164,7 @@ def differences(before: Segment, after: Segment) -> list[str]:
 
 
 def former_names(plan: Plan, wanted: Plan) -> dict[str, str]:
-    """The name that a plan has for each source whose name is new and whose content is not."""
+    """Returns the former name of each source that is new by name but not by content."""
     gone = {
         source.fingerprint: name
         for name, source in plan.sources.items()
@@ -185,7 +187,7 @@ def plan_under(names: Mapping[str, str], plan: Plan) -> Plan:
 
 
 def _source_to_json(source: PlannedSource) -> dict[str, Any]:
-    """Leaves out what earlier plans did not have, so that their fingerprint stays."""
+    """Leaves out what earlier plans did not have, so that their fingerprints stay the same."""
     values = asdict(source)
     if not source.holdout:
         del values["holdout"]
@@ -193,7 +195,7 @@ def _source_to_json(source: PlannedSource) -> dict[str, Any]:
 
 
 def _to_json(segment: Segment) -> dict[str, Any]:
-    """Writes a segment as the version that made it did, so that a plan's fingerprint stays."""
+    """Converts a segment as the version that made it did, so that fingerprints stay the same."""
     values = asdict(segment)
     if segment.rest_rules == 1:
         del values["rest_rules"]

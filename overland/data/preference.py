@@ -1,8 +1,8 @@
 """Pairs of answers as samples: the chosen and the rejected one, each with the prompt before it.
 
-A sample is both, one after the other, and fills a row by itself. The channel `answers` says which
-of the two a token belongs to; where the second begins, so does a document, and neither sees the
-other. Which tokens are answers and not prompt is said by the weights, as for conversations.
+A sample is both of them, one after the other, and has a row to itself. The channel `answers` says
+which of the two a token belongs to; the second one begins a new document, so that neither attends
+to the other. Weights distinguish the answer from the prompt, as for conversations.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from overland.data.writer import Skipped, Writer
 
 @dataclass(frozen=True)
 class PairWriter:
-    """Makes samples of pairs. A row has as much room for one answer as for the other."""
+    """Converts pairs to samples. Each answer gets half of a row."""
 
     writer: Writer
     settings: Preference
 
     def sample(self, record: Record, columns: Columns) -> tuple[Mapping[str, Any], str]:
-        """The arrays of a sample, and what was done to it that is counted."""
+        """Returns the arrays of a sample, and what was done to it, to be counted."""
         both = [self.writer.encoded(told) for told in pair(record, columns)]
         for (ids, weights), which in zip(both, ("chosen", "rejected"), strict=True):
             if not weights[1:].any():
@@ -48,7 +48,7 @@ class PairWriter:
 
     @property
     def room(self) -> int | None:
-        """Tokens of a prompt with its answer."""
+        """The most tokens of a prompt with its answer."""
         seq_len = self.writer.seq_len
         return None if seq_len is None else (seq_len + 1) // 2
 
@@ -67,14 +67,14 @@ class PairWriter:
             raise Skipped("too long")
         if too_long != "truncate":
             raise Undecided(
-                f"a prompt with its answer has {length:,} tokens, and training.seq_len = "
-                f"{self.writer.seq_len} has room for {room:,}, half of a row: raise that, or set "
+                f"a prompt with its answer has {length:,} tokens, but training.seq_len = "
+                f"{self.writer.seq_len} has room for {room:,}, half of a row: raise it, or set "
                 "sft.too_long to truncate or drop"
             )
         return "truncated"
 
     def _room_for_prompt(self, both: list[tuple[Any, Any]]) -> int:
-        """What a prompt may take: all that the longer answer leaves, or its share."""
+        """Returns the most tokens of a prompt: all that the longer answer leaves, or its share."""
         assert self.room is not None
         longest = max(len(ids) - prompt_length(weights) for ids, weights in both)
         share = self.settings.max_prompt or self.room // 2
@@ -93,10 +93,10 @@ class PairWriter:
 
 
 def prompt_length(weights: npt.NDArray[Any]) -> int:
-    """Tokens before the first that counts."""
+    """Returns the number of tokens before the first one that counts."""
     return int(np.flatnonzero(weights)[0])
 
 
 def _kept(places: npt.NDArray[Any], room: int, lost: str) -> npt.NDArray[Any]:
-    """So many places, without those on the side that is lost."""
+    """Returns the places to keep, without those on the side that is cut off."""
     return places[max(0, len(places) - room) :] if lost == "left" else places[:room]

@@ -1,4 +1,4 @@
-"""Makes the training set and the validation sets of a config: tokenizer, corpora, plan, sampler."""
+"""Prepares the training and validation sets of a config: tokenizer, corpora, plan, sampler."""
 
 from __future__ import annotations
 
@@ -59,16 +59,17 @@ from overland.errors import DataError
 from overland.processes import allow_open_files
 from overland.run_folder import PLAN, TOKENIZER
 
-# Up to four epochs teach almost as much as fresh data (Muennighoff et al. 2023, arXiv:2305.16264).
+# Up to four epochs are almost as good as new data (Muennighoff et al. 2023, arXiv:2305.16264).
 MANY_EPOCHS = 4
 
 Reopen = Callable[[str, str], Corpus | None]
-"""The corpus of a source, by its name and a fingerprint, as an earlier version laid it out."""
+"""Returns the corpus of a source, given its name and a fingerprint, laid out as by an earlier
+version."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to train on, and the tokenizer that made them (none for tokens that came as such)."""
+    """Rows to train on, and the tokenizer that made them (None for a source of token ids)."""
 
     name: str
     rows: Sampler
@@ -81,17 +82,17 @@ class Dataset:
 
     @property
     def num_skipped(self) -> int:
-        """Bad documents in what was read so far."""
+        """The number of bad documents in the shards read so far."""
         return sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
 
     @property
     def counts(self) -> Counter[str]:
-        """Documents that were left out or cut in what was read so far, by what was done."""
+        """How many documents were left out or truncated so far, by what was done."""
         found = (getattr(corpus, "counts", {}) for corpus in self.rows.corpora.values())
         return sum(map(Counter, found), Counter())
 
     def continued(self, saved: Mapping[str, Any], batch: int) -> Dataset:
-        """Resumes at a batch with the plan of a checkpoint; what changed is a new segment."""
+        """Resumes at a batch with the plan of a checkpoint; changes start a new segment."""
         plan = Plan.from_json(saved)
         names = former_names(plan, self.plan)
         wanted, there = plan_under(names, self.plan), under(names, self.rows.corpora)
@@ -113,8 +114,8 @@ class Dataset:
         return replace(self, rows=rows, tokenizer=tokenizer)
 
     def repeats(self, num_batches: int) -> list[str]:
-        """A note on each source that so many batches read over and over, as far as its size is
-        known before all of it is read."""
+        """Returns a note for each source that this many batches read many times over, if its size
+        is known in advance."""
         segment, notes = self.plan.segments[-1], []
         weights = sum(segment.weights.values())
         for name, weight in segment.weights.items():
@@ -130,8 +131,8 @@ class Dataset:
                 notes.append(
                     f"{name} has only {tokens:,} tokens, {rows:,} "
                     f"{'row' if rows == 1 else 'rows'} of {segment.seq_len:,}: this run "
-                    f"(training.steps = {num_batches}) reads it about {epochs:,.0f} times, and the "
-                    "model may learn it by heart"
+                    f"(training.steps = {num_batches}) reads it about {epochs:,.0f} times, so the "
+                    "model may memorize it"
                 )
         return notes
 
@@ -145,7 +146,7 @@ class Dataset:
                 corpus.close()
 
     def _explained(self, error: ChangedSource, plan: Plan) -> ChangedSource:
-        """Names the files that changed, if the corpus of before is still there to tell."""
+        """Adds the names of the files that changed, if the earlier corpus still exists."""
         corpus = self.rows.corpora[error.name]
         if not isinstance(corpus, Corpus) or corpus.open_source is None:
             return error
@@ -168,7 +169,7 @@ def training_data(
     memory: Path | None = None,
     writes: bool = False,
 ) -> Dataset:
-    """Opens the training set. `memory` is where counts are kept, by the process that `writes`."""
+    """Opens the training set. `memory` is the folder of counts, which one process `writes`."""
     allow_open_files()
     training, data, seed = config.training, config.data, config.debug.seed
     wanted = sources_of(config)
@@ -210,7 +211,7 @@ def training_data(
     for name, source in planned.items():
         if source.holdout:
             preparer.report(
-                f"{name}: {source.holdout:.3%} of all documents are kept out of training"
+                f"{name}: {source.holdout:.3%} of all documents are held out of training"
             )
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
@@ -221,20 +222,20 @@ def training_data(
 
 
 def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Dataset:
-    """Opens the training set of a run from what its folder keeps: plan, corpora, tokenizer."""
+    """Opens the training set of a run from its folder: plan, corpora, tokenizer."""
     folders = corpora_of(run)
     path = run / PLAN
     try:
         plan = Plan.from_json(json.loads(path.read_text())["plan"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} holds no plan of a run's data: {error}") from None
+        raise DataError(f"{path} is not the data plan of a run: {error}") from None
     tokenizer = tokenizer_of(run, config.data) if (run / TOKENIZER).is_dir() else None
     wanted = sources_of(config)
     corpora: dict[str, AnyCorpus] = {}
     for name in plan.sources:
         table = training_table(config, name)
         if name in folders and is_corpus(Path(folders[name])):
-            # One that has left the config since can be read as far as its shards are there.
+            # A source that is no longer in the config can be read as far as its shards exist.
             source = (
                 partial(open_wanted, config, table, name, wanted[name]) if name in wanted else None
             )
@@ -255,7 +256,7 @@ def planned_data(config: JobConfig, vocab_size: int | None, run: Path) -> Datase
 def validation_data(
     config: JobConfig, num_rows: int, vocab_size: int | None, preparer: Preparer
 ) -> list[Dataset]:
-    """Opens the held-out sets, in the order of the config; read in order, never shuffled."""
+    """Opens the validation sets, in the order of the config; they are never shuffled."""
     validation, on_holdout = config.validation, validates_on_holdout(config)
     if not validation.enable:
         return []
@@ -273,8 +274,8 @@ def validation_data(
     if tokenizer is None:
         tokenizer = one_tokenizer(None, built_corpora(config))
     datasets = []
-    # What is held out: a shard at a time, since all of a window is tokenised to find a few
-    # documents in it. What there is to say was said of the training data.
+    # Held-out documents are read a shard at a time, because a whole window is tokenized to find a
+    # few of them. Notes were already reported for the training data.
     quiet = replace(preparer, report=lambda message: None)
     for name, source in sources_of(config).items() if on_holdout else ():
         table = training_table(config, name)
@@ -298,7 +299,7 @@ def _held_out_set(
     config: JobConfig,
     share: float = 0.0,
 ) -> Dataset:
-    """A set to validate on: all of a corpus, or the share of it that is held out."""
+    """Opens a validation set: all of a corpus, or the share of it that is held out."""
     one_tokenizer(tokenizer, {name: corpus}, whose=OF_TRAINING)
     window_documents = config.data.window_documents
     if share:
@@ -316,7 +317,7 @@ def _held_out_set(
 
 
 def corpora_of(run: Path) -> dict[str, str]:
-    """Returns where the corpora of a run lie, by the names of its sources; none before its first
+    """Returns the folders of a run's corpora, by the names of its sources; none before its first
     step."""
     path = run / PLAN
     try:
@@ -328,24 +329,24 @@ def corpora_of(run: Path) -> dict[str, str]:
     corpora = kept.get("corpora") if isinstance(kept, dict) else None
     if not isinstance(corpora, dict):
         raise DataError(
-            f"{path} is damaged: it holds no plan of a run's data. Delete it, and the run writes "
-            "it again from its checkpoint"
+            f"{path} is damaged: it contains no data plan. Delete it, and the run writes it again "
+            "from its checkpoint"
         )
     return corpora
 
 
 def check_still_there(plan: Plan, sources: Collection[str]) -> None:
     missing = [name for name in plan.sources if name not in sources]
-    if missing and plan.mixture == "rows":  # a window that is under way has documents of it
+    if missing and plan.mixture == "rows":  # the current window may have documents of it
         raise DataError(
             f"the data source {missing[0]} is part of this run: keep it in the config, with "
-            f"weight = 0 if nothing more is to be read from it"
+            f"weight = 0 to read nothing more from it"
         )
 
 
 def _refuse_same_bytes(plan: Plan, corpora: Mapping[str, AnyCorpus]) -> None:
-    """Raises where a new source has the files of one that is gone, under names of their own: they
-    would be read again from their beginning."""
+    """Raises an error if a new source has the files of a removed one under other names: they would
+    be read again from the beginning."""
     gone = {name: one for name, one in plan.sources.items() if name not in corpora}
     for name, corpus in corpora.items():
         if name in plan.sources or not isinstance(corpus, Corpus):
@@ -354,9 +355,9 @@ def _refuse_same_bytes(plan: Plan, corpora: Mapping[str, AnyCorpus]) -> None:
             before = find_corpus(corpus.folder.parent, source.fingerprint)
             if before is not None and _contents(corpus.folder) == _contents(before) != []:
                 raise DataError(
-                    f"{name} holds the same bytes as {former}, which this run was trained on, in "
-                    "files of other names, so they would be read again from their beginning: give "
-                    "the files their names back, or start a new run with --resume none"
+                    f"{name} has the same content as {former}, which this run was trained on, but "
+                    "under other file names, so it would be read again from the beginning: rename "
+                    "the files back, or start a new run with --resume none"
                 )
 
 
@@ -368,7 +369,7 @@ def _contents(corpus: Path) -> list[tuple[int, str]]:
 def _as_planned(
     plan: Plan, corpora: Mapping[str, AnyCorpus], reopen: Reopen
 ) -> dict[str, AnyCorpus]:
-    """The corpora, each as the plan has it where it was laid out by an earlier version."""
+    """Returns the corpora, each laid out as in the plan, possibly by an earlier version."""
     found = dict(corpora)
     for name, source in plan.sources.items():
         corpus = found.get(name)
@@ -381,7 +382,7 @@ def _as_planned(
 
 
 def _holdout(data: Settings, corpus: AnyCorpus, preparer: Preparer) -> float:
-    """The share of a corpus that is held out; the first rank counts its documents for all."""
+    """Returns the held-out share of a corpus; the first rank counts its documents for all."""
     return preparer.once(partial(share_of, data, corpus)) if isinstance(corpus, Corpus) else 0.0
 
 

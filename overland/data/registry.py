@@ -1,6 +1,6 @@
-"""Data sources by name, and those that a config asks for, to train and to validate on.
+"""Data sources by name, and those that a config names for training and validation.
 
-A user's module (`job.custom_import`) adds sources of its own: `register_source`.
+A user's module (`job.custom_import`) can add its own sources with `register_source`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from overland.models.flops import SampleFields, sample_fields
 from overland.models.registry import model_config
 from overland.words import command
 
-RANDOM = "random"  # tokens without text, or images: `sampler.RandomBlocks`, `images.RandomImages`
-SHAPES, HELD_OUT_SHAPES = "shapes", "shapes_heldout"  # made images: `shapes.ShapeImages`
+RANDOM = "random"  # random tokens or images: `sampler.RandomBlocks`, `images.RandomImages`
+SHAPES, HELD_OUT_SHAPES = "shapes", "shapes_heldout"  # generated images: `shapes.ShapeImages`
 MADE = (RANDOM, SHAPES, HELD_OUT_SHAPES)
-# One of so many parts, from 0: stand-ins for a mixture.
+# Part k of n, from 0: stand-ins for the sources of a mixture.
 PART = re.compile(r"(stdlib|docstrings):(\d+)/(\d+)")
 
 VALIDATION = "validation"
 CHOICES = ("column", "subset", "split")
-"""Keys that say which part of a dataset is read; [training], [validation] and sources have them."""
+"""Keys that choose a part of a dataset, in [training], [validation] and sources."""
 
 _sources: dict[str, Callable[[], Source]] = {
     "stdlib": lambda: StandardLibrary(),
@@ -43,9 +43,9 @@ _sources: dict[str, Callable[[], Source]] = {
 
 
 def register_source(name: str, open_source: Callable[[], Source]) -> None:
-    """Makes `training.dataset = NAME` read from what `open_source()` returns."""
+    """Makes `training.dataset = NAME` read from the source that `open_source()` returns."""
     if name in _sources or name in MADE:
-        raise DataError(f"a data source named {name!r} is registered already")
+        raise DataError(f"a data source named {name!r} is already registered")
     _sources[name] = open_source
 
 
@@ -58,13 +58,12 @@ def is_built_in(name: str) -> bool:
 
 
 def is_made(name: str, wanted: DataSource) -> bool:
-    """Whether it is made up where it is needed: random tokens, random images, images of shapes."""
+    """Whether it is generated on the fly: random tokens, random images, images of shapes."""
     return wanted.path is None and (wanted.dataset or name) in MADE
 
 
 def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
-    """Returns where a source lies: at its path, or at what its name stands for, if that is a
-    place."""
+    """Returns the path of a source, or the path that its name stands for, if any."""
     if wanted.path is not None:
         return Path(wanted.path).expanduser()
     name = wanted.dataset or name
@@ -77,14 +76,14 @@ def find_folder(name: str, wanted: DataSource, data: Data) -> Path | None:
 
 
 def find_built(name: str, wanted: DataSource, data: Data) -> Path | None:
-    """The folder of a source that is a built corpus; None for any other."""
+    """Returns the folder of a source that is a built corpus, or None for any other source."""
     folder = find_folder(name, wanted, data)
     return folder if folder is not None and is_corpus(folder) else None
 
 
 def open_by_name(name: str, wanted: DataSource, data: Data, held_out: bool = False) -> Source:
-    """The source of that name; a path wins over the names that are known. `held_out`: to validate
-    on, which decides the split where none is asked for."""
+    """Opens the source of that name; a path takes precedence over known names. `held_out`: it is
+    for validation, which determines the default split."""
     folder = find_folder(name, wanted, data)
     if folder is not None:
         return open_source(
@@ -105,13 +104,13 @@ def open_by_name(name: str, wanted: DataSource, data: Data, held_out: bool = Fal
         return _whole(name, library, wanted)
     fetch = command("overland", "fetch", "dataset", "OWNER/NAME", "--to", f"{data.folder}/{name}")
     raise DataError(
-        f"there is no dataset {name!r}: `{fetch}` brings it, or set data.datasets.{name} to its "
-        "folder"
+        f"there is no dataset {name!r}: download it with `{fetch}`, or set data.datasets.{name} to "
+        "its folder"
     )
 
 
 def sources_of(config: JobConfig) -> dict[str, DataSource]:
-    """Returns the sources to train on: the mixture, or the one dataset as a mixture of one."""
+    """Returns the training sources: the mixture, or the only dataset as a mixture of one."""
     if config.data.sources:
         return dict(config.data.sources)
     training = config.training
@@ -121,14 +120,14 @@ def sources_of(config: JobConfig) -> dict[str, DataSource]:
 
 
 def validates_on_holdout(config: JobConfig) -> bool:
-    """Whether validation reads the documents that `data.holdout` keeps out of training."""
+    """Whether validation reads the documents that `data.holdout` holds out of training."""
     validation = config.validation
     is_named = validation.dataset is not None or validation.dataset_path is not None
     return bool(validation.enable and config.data.holdout and not is_named)
 
 
 def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
-    """The sets to validate on, by name, beside what `data.holdout` gives."""
+    """Returns the validation sets by name, without the one that `data.holdout` gives."""
     validation = config.validation
     if not validation.enable:
         return {}
@@ -150,7 +149,7 @@ def held_out_sources(config: JobConfig) -> dict[str, DataSource]:
 
 
 def is_placeholder(config: JobConfig, path: str | None) -> bool:
-    """Whether random images take the place of what a path names, since it is not there."""
+    """Whether random images replace a path that does not exist."""
     is_asked = config.images.if_missing == "random" and path is not None
     return is_asked and not Path(path or "").expanduser().exists()
 
@@ -160,7 +159,7 @@ def _or_random(config: JobConfig, wanted: DataSource) -> DataSource:
 
 
 def validation_table(config: JobConfig, name: str) -> str:
-    """The table of the config that says where a set to validate on is."""
+    """Returns the section of the config that defines a validation set."""
     return f"{VALIDATION}.sets.{name}" if name in config.validation.sets else VALIDATION
 
 
@@ -169,12 +168,12 @@ def is_validation(table: str) -> bool:
 
 
 def training_table(config: JobConfig, name: str) -> str:
-    """The table of the config that says where a source is."""
+    """Returns the section of the config that defines a training source."""
     return f"data.sources.{name}" if config.data.sources else "training"
 
 
 def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Source:
-    """Opens a source as a table of the config describes it; messages name that table's keys."""
+    """Opens a source as a section of the config describes it; messages name that section's keys."""
     if find_folder(name, wanted, config.data) is None:
         refuse_choices(wanted, table, wanted.dataset or name)
     if (images := open_images(config, table, name, wanted)) is not None:
@@ -190,26 +189,26 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
     except Unsettled as error:
         key = f"{table}.{error.option}"
         if is_validation(table) and error.option == "dtype":
-            key = "--dtype (of `overland data build`, to validate on what it makes)"
-        elif key == "training.dtype":  # which is another thing; sources have a key for it
+            key = "--dtype of `overland data build`, and validate on the corpus that it makes"
+        elif key == "training.dtype":  # which means something else; sources have their own key
             key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
         raise error.by(key) from None
 
 
 def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) -> ArrayList | None:
-    """Opens a source that is a list of images; None for any other."""
+    """Opens a source that is a list of images, or returns None for any other source."""
     path = find_folder(name, wanted, config.data)
     if path is None or path.suffix not in CSV_SUFFIXES or not path.is_file():
         return None
     if not is_array_list(path):
         if takes_images(config):
-            listed_files(path, wanted.column)  # says what is wrong with it
+            listed_files(path, wanted.column)  # raises an error that says what is wrong
         return None
     refuse_choices(wanted.model_copy(update={"column": None}), table, f"{path} is a list, which")
     if config.data.holdout:
         raise DataError(
-            f"data.holdout keeps documents of text for validation, and {path} lists images: list "
-            "those to validate on in a file of their own, validation.dataset_path"
+            f"data.holdout holds out documents of text, but {path} lists images: list the "
+            "validation images in a separate file, and set validation.dataset_path to it"
         )
     taken = taken_by_model(config)
     channels = taken[WANTED][1][0] if taken and WANTED in taken else None
@@ -218,12 +217,12 @@ def open_images(config: JobConfig, table: str, name: str, wanted: DataSource) ->
 
 
 def taken_by_model(config: JobConfig) -> SampleFields | None:
-    """The arrays that the config's model takes; None: tokens."""
+    """Returns the arrays that the config's model takes, or None if it takes tokens."""
     return sample_fields(model_config(config.model))
 
 
 def takes_images(config: JobConfig) -> bool:
-    """Also before the model's own config is on this machine: then it is not known to."""
+    """Whether the model is known to take images; its own config may not be on this machine yet."""
     try:
         return WANTED in (taken_by_model(config) or {})
     except OverlandError:
@@ -231,13 +230,13 @@ def takes_images(config: JobConfig) -> bool:
 
 
 def length_of_rows(config: JobConfig, table: str) -> int:
-    """Returns the tokens of a sequence, to train or to validate on."""
+    """Returns the sequence length for training or validation."""
     own = config.validation.seq_len if is_validation(table) else None
     return own or config.training.seq_len
 
 
 def check_samples(config: JobConfig, taken: SampleFields, model: str, casts: bool = False) -> None:
-    """Refuses sources without the arrays that the model takes, before anything is made of them.
+    """Rejects sources without the arrays that the model takes, before they are processed.
     `casts`: whether it takes numbers of any type."""
     named = [(training_table(config, name), name, one) for name, one in sources_of(config).items()]
     held_out = held_out_sources(config).items()
@@ -247,7 +246,7 @@ def check_samples(config: JobConfig, taken: SampleFields, model: str, casts: boo
 
 
 def held_by_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) -> Arrays | None:
-    """The arrays of a source that a config asks for; None for text and tokens."""
+    """Returns the arrays of a source that a config names, or None for text and tokens."""
     if not is_made(name, wanted):
         return held_by(name, open_wanted(config, table, name, wanted))
     images = made_images(name, wanted, config)
@@ -257,12 +256,12 @@ def held_by_wanted(config: JobConfig, table: str, name: str, wanted: DataSource)
 def made_images(
     name: str, wanted: DataSource, config: JobConfig
 ) -> RandomImages | ShapeImages | None:
-    """Made images for a model that takes images and nothing else; None for one that takes
+    """Returns generated images for a model that takes only images, or None for one that takes
     tokens."""
     taken, kind = taken_by_model(config), wanted.dataset or name
     if taken is None or set(taken) != {"pixel_values"}:
         if kind != RANDOM:
-            raise DataError(f"{kind} are images, and {config.model.name} takes none")
+            raise DataError(f"{kind} are images, but {config.model.name} does not take images")
         return None
     settings = config.images
     _, shape = taken["pixel_values"]
@@ -272,8 +271,8 @@ def made_images(
         return ShapeImages(name, settings.count, size, kind == HELD_OUT_SHAPES)
     if settings.pad and (height > settings.pad[0] or width > settings.pad[1]):
         raise DataError(
-            f"images.shape is {channels} × {height} × {width}, which is not padded to "
-            f"{settings.pad[0]} × {settings.pad[1]} (images.pad)"
+            f"images.shape is {channels} × {height} × {width}, which cannot be padded to "
+            f"{settings.pad[0]} × {settings.pad[1]}: increase images.pad"
         )
     return RandomImages(
         name, settings.count, (channels, height, width), settings.pad, config.debug.seed
@@ -281,34 +280,34 @@ def made_images(
 
 
 def held_by(name: str, source: Source) -> Arrays | None:
-    """The arrays that a source has declared; None for text and tokens."""
+    """Returns the arrays that a source declares, or None for text and tokens."""
     is_arrays = getattr(source, "kind", "text") == "arrays"
     return Arrays.declared(name, getattr(source, "fields", None)) if is_arrays else None
 
 
 def refuse_choices(wanted: DataSource, table: str, what: object) -> None:
-    """Refuses keys for what has no columns, subsets or splits. A source's own table is left alone:
-    its path may have been changed from the files to the corpus that was built from them."""
+    """Rejects keys for a source without columns, subsets or splits. Sections of data.sources are
+    exempt: their path may have been changed from the files to the corpus built from them."""
     for key in CHOICES:
         if getattr(wanted, key) is not None and not table.startswith("data.sources"):
             raise DataError(f"{table}.{key} = {getattr(wanted, key)!r}: {what} has no {key}s")
 
 
 def _whole(name: str, source: Source, wanted: DataSource) -> Source:
-    """The source, unless it has records where documents are asked for."""
+    """Returns the source, unless it has records but documents are wanted."""
     if getattr(source, "kind", "text") == "records" and wanted.column != WHOLE:
-        raise DataError(f'{name} holds questions and answers: set sft.shape = "auto"')
+        raise DataError(f'{name} contains questions and answers: set sft.shape = "auto"')
     return source
 
 
 def _refuse_own_output(data: Data, source: Source) -> None:
-    """Refuses to write into the folder that is read: it would become part of the data."""
+    """Rejects an output folder inside the folder that is read: it would become part of the data."""
     if not isinstance(source, FileSource) or not source.is_walked:
         return
     for key in ("folder", "cache_folder"):
         out = getattr(data, key)
         if out and Path(out).expanduser().resolve().is_relative_to(source.root.resolve()):
             raise DataError(
-                f"data.{key} = {out} is {source.root} or lies inside it, so what the run writes "
-                f"there would become part of what it reads: set data.{key} to a folder outside"
+                f"data.{key} = {out} is {source.root} or is inside it, so what the run writes "
+                f"there would become part of its data: set data.{key} to a folder outside"
             )

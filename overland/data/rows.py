@@ -1,6 +1,6 @@
-"""Rows of a batch: tokens or samples of arrays, and what goes with tokens.
+"""Rows of a batch: tokens or samples of arrays.
 
-That is labels and, where the borders of documents count, positions and documents.
+Rows of tokens have labels and, with document boundaries, positions and document numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from overland.data.shard import WEIGHTS
 
 Array = npt.NDArray[np.int64]
-IGNORED = -100  # label that no loss is taken on
-ANSWERS = "answers"  # a channel of pairs: which of two answers a token belongs to
+IGNORED = -100  # label without a loss
+ANSWERS = "answers"  # a channel of pairs: which of the two answers a token belongs to
 CHOSEN, REJECTED = 1, 2
 
 
@@ -26,21 +26,21 @@ class Rows:
 
     tokens: Array
     num_tokens: Array
-    """Of each row, how many of its tokens are real; the rest is padding."""
+    """The number of real tokens in each row; the rest is padding."""
     piece_row: Array
     piece_begin: Array
     """Where each piece of a document begins: the row, and the place in it."""
     sample: Array
-    """Of each row, the document that it begins with: source × 2⁵⁶ + its number there."""
+    """The document that each row begins with: source × 2⁵⁶ + its number there."""
     epoch: Array
-    """How often that document was read before."""
+    """How many times that document was read before."""
     channels: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What goes with each token, by name; 0 where there is padding."""
+    """Channels with an element per token, by name; 0 for padding."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Arrays by name, with a row for each sample; see `Rows` for its numbers."""
+    """Arrays by name, with a row for each sample; see `Rows` for the numbers."""
 
     arrays: Mapping[str, npt.NDArray[Any]]
     sample: Array
@@ -52,12 +52,12 @@ class RowFields(NamedTuple):
     labels: Array
     positions: Array
     documents: Array
-    """Number of the document in its row, from 0."""
+    """The number of the document in its row, from 0."""
 
 
 def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
-    """Returns the rows without their last token, and without their first; no loss is taken on
-    padding. Both are views of the same memory where possible: pinning it copies it anyway."""
+    """Returns the rows without their last token, and without their first; padding has no loss.
+    Both are views of the same memory if possible, since pinning copies it anyway."""
     labels = rows.tokens[:, 1:]
     padded = _padded(rows).tolist()
     if padded:
@@ -68,8 +68,8 @@ def tokens_and_labels(rows: Rows) -> tuple[Array, Array]:
 
 
 def with_borders(rows: Rows) -> RowFields:
-    """Takes no loss across the borders of documents, and counts each document's positions from 0.
-    Padding is a document of its own."""
+    """Adds document boundaries: no loss across them, and positions that start at 0 in each
+    document. Padding is a document of its own."""
     tokens, labels = tokens_and_labels(rows)
     labels = labels if labels.base is None else labels.copy()
     width = rows.tokens.shape[1]
@@ -91,7 +91,7 @@ def with_borders(rows: Rows) -> RowFields:
 
 
 def answers_apart(rows: Rows) -> Rows:
-    """Rows of pairs in which the second answer begins a document of its own."""
+    """Returns rows of pairs in which the second answer begins a document of its own."""
     answers = rows.channels[ANSWERS]
     row, place = np.nonzero((answers[:, :-1] == CHOSEN) & (answers[:, 1:] == REJECTED))
     return replace(
@@ -103,7 +103,7 @@ def answers_apart(rows: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Room:
-    """A place where rows of tokens are written by those who have some of them; see `Rows`."""
+    """Buffers for rows of tokens, which several streams fill; see `Rows`."""
 
     tokens: Array
     num_tokens: Array
@@ -113,8 +113,8 @@ class Room:
 
     @classmethod
     def of(cls, rows: int, width: int, channels: Mapping[str, str]) -> Room:
-        """Makes room for so many rows. A document without weights counts as much as any; other
-        channels are 0 where a source has none."""
+        """Allocates this many rows. A document without weights has weight 1; other channels are 0
+        for sources that lack them."""
         shape = (rows, width)
         num_tokens, sample, epoch = np.empty((3, rows), np.int64)
         filled = {name: np.full(shape, name == WEIGHTS, dtype) for name, dtype in channels.items()}
@@ -123,13 +123,13 @@ class Room:
 
 @dataclass(frozen=True)
 class Origins:
-    """The origins of rows, piece by piece; each token counts where it is given to the model, so
-    the last of a row, which is only predicted, counts there only if it never comes again."""
+    """The origins of rows, piece by piece. Each token counts where the model reads it, so the last
+    token of a row, which is only predicted, counts there only if no other row repeats it."""
 
     row: Array
     source: Array
     number: Array
-    """Of the document in its source."""
+    """The number of the document in its source."""
     start: Array
     """Where in its document a piece begins."""
     length: Array

@@ -1,8 +1,8 @@
-"""The sampler: which blocks batch t holds, for the whole world or one rank's share of it.
+"""The sampler: determines the blocks of batch t, for the whole world or one rank's share of it.
 
 A mixture by tokens has a lane of blocks per source, and rows are taken from the lanes in turn. A
-mixture by rows has one lane, whose windows hold the documents of all sources in turn. Where a new
-segment begins, each lane goes on behind the last block that was read.
+mixture by rows has one lane, whose windows contain the documents of all sources in turn. When a new
+segment begins, each lane continues after the last block that was read.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Array = npt.NDArray[np.int64]
 DOCUMENTS_PER_BLOCK = 4
 
 
-# None: a source of an earlier segment that is not at hand any more, and that nothing is read from.
+# None: a source of an earlier segment that is no longer available, and that nothing is read from.
 Lane: TypeAlias = "BlockStream | ImageStream | RandomBlocks | None"
 Corpora: TypeAlias = "Mapping[str, Corpus | ImageSet | RandomBlocks]"
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of a segment, how many blocks of each were read before it, and whose turn it is."""
+    """The lanes of a segment, how many blocks of each were read before it, and their mixture."""
 
     segment: Segment
     lanes: list[Lane]
     read_before: Array
     mixture: Mixture
     channels: Mapping[str, str]
-    """What goes with tokens, and its type."""
+    """The channels of the tokens, and their types."""
 
     def read_until(self, batch: int) -> Array:
         """Returns how many blocks of each lane are read before a batch of this segment."""
@@ -54,25 +54,25 @@ class Lanes:
 
 
 class NoDocuments(DataError):
-    """Raised when random tokens, or images, are to be mixed by documents."""
+    """Raised when random tokens or images would be mixed by documents."""
 
     def __init__(self, what: str = "random tokens") -> None:
-        super().__init__(f"{what} are no documents: mix them by tokens (data.mixture)")
+        super().__init__(f'{what} cannot be mixed by documents: set data.mixture = "tokens"')
 
 
 def one_kind(corpora: Corpora) -> Arrays | None:
-    """The arrays that all sources have, or None if all have tokens."""
+    """Returns the arrays that all sources have, or None if all have tokens."""
     kinds = {name: getattr(corpus, "arrays", None) for name, corpus in corpora.items()}
     first = next(iter(kinds), "")
     for name, kind in kinds.items():
         if kind != kinds[first]:
             what = (f"{one} has {kinds[one] or 'tokens'}" for one in (first, name))
-            raise DataError(f"{', '.join(what)}: sources that are mixed must hold the same")
+            raise DataError(f"{', '.join(what)}: sources that are mixed must have the same fields")
     return kinds.get(first)
 
 
 class Sampler:
-    """Gives the rows of every batch, by the plan."""
+    """Reads the rows of any batch of the plan."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Sampler:
         self._lanes: list[Lanes] = []
 
     def read(self, batch: int, part: int = 0, num_parts: int = 1) -> Rows:
-        """Reads a share of a batch's rows, which are of tokens."""
+        """Reads a share of a batch's rows of tokens."""
         assert self.arrays is None
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
@@ -117,7 +117,7 @@ class Sampler:
         )
 
     def read_samples(self, batch: int, part: int = 0, num_parts: int = 1) -> Samples:
-        """Reads a share of a batch's rows, which are of arrays."""
+        """Reads a share of a batch's rows of arrays."""
         assert self.arrays is not None
         self._check_end(batch)
         lanes, whose, places = self._turns(batch, part, num_parts)
@@ -130,9 +130,8 @@ class Sampler:
         return Samples(into, sample, epoch)
 
     def num_batches(self, epochs: float = 1.0, at_most: int = -1, drop: bool = False) -> int:
-        """Counts the batches in so many epochs of the one source that is read, or `at_most` if
-        there are that many. The last may not be filled; `drop` leaves it out. Random tokens never
-        end."""
+        """Counts the batches in this many epochs of the only source, up to `at_most`. The last one
+        may be incomplete; `drop` leaves it out. Random tokens never end."""
         lanes = self.lanes(self.plan.segments[-1].first_batch)
         number, lane = self._only_lane(lanes)
         if lane is None or isinstance(lane, RandomBlocks):
@@ -144,8 +143,9 @@ class Sampler:
         return first + (rows // size if drop else -(-rows // size))
 
     def num_rows(self, batch: int) -> int:
-        """Rows of a batch that come before the end of its segment's epochs: all but in the last
-        batch. (Where batches were left out, further ones are read, and those are whole.)"""
+        """Returns the number of rows of a batch before the end of its segment's epochs: all of
+        them, except in the last batch. (If batches were skipped, further ones are read, and those
+        are complete.)"""
         lanes = self.lanes(batch)
         segment, size = lanes.segment, lanes.segment.global_batch_size
         if segment.epochs is None:
@@ -158,8 +158,8 @@ class Sampler:
         return rows if rows > 0 else size
 
     def position(self, batch: int) -> tuple[int, int, int] | None:
-        """The epoch that a batch begins in, its place there, and the size of an epoch; None where
-        that is not known by counting alone, as for text."""
+        """Returns the epoch that a batch begins in, its place there, and the size of an epoch, or
+        None if that cannot be computed, as for text."""
         lanes = self.lanes(batch)
         used = np.flatnonzero(lanes.mixture.shares).tolist()
         lane = lanes.lanes[used[0]] if len(used) == 1 else None
@@ -169,8 +169,9 @@ class Sampler:
         return *divmod(int(lanes.read_until(batch)[used[0]]), size), size
 
     def epoch(self, batch: int) -> float | None:
-        """How often the one source was read before this batch; None for several sources. All that
-        is before it has been read: nothing is counted here, since another thread may be reading."""
+        """Returns how many epochs of the only source were read before this batch, or None for
+        several sources. Everything before the batch must have been read: this counts nothing,
+        because another thread may be reading."""
         if batch == 0:
             return 0.0
         lanes = self.lanes(batch - 1)
@@ -184,8 +185,8 @@ class Sampler:
         return None
 
     def _width(self, segment: Segment, batch: int) -> int:
-        """Tokens of each row of a batch, the one that is only predicted included: as many as the
-        longest row of all ranks has, rounded up, where rows are grouped by length."""
+        """Returns the tokens per row of a batch, including the one that is only predicted. If rows
+        are grouped by length, this is the longest row of all ranks, rounded up."""
         if not segment.group_by_length:
             return segment.seq_len + 1
         lanes, whose, places = self._turns(batch, 0, 1)
@@ -197,13 +198,13 @@ class Sampler:
         return min(given, segment.seq_len) + 1
 
     def _only_lane(self, lanes: Lanes) -> tuple[int, Lane]:
-        """The one lane that a segment reads from, and its number."""
+        """Returns the only lane that a segment reads from, and its number."""
         (number,) = np.flatnonzero(lanes.mixture.shares).tolist()
         return number, lanes.lanes[number]
 
     def _read_after(self, lanes: Lanes, batch: int) -> Array:
-        """Returns how many blocks of each lane are read after a batch, without rows that count
-        nothing."""
+        """Returns how many blocks of each lane have been read after a batch, without masked
+        rows."""
         read = lanes.read_until(batch + 1)
         if lanes.segment.epochs is not None:
             read[self._only_lane(lanes)[0]] -= lanes.segment.global_batch_size - self.num_rows(
@@ -212,8 +213,7 @@ class Sampler:
         return read
 
     def origins(self, batch: int, part: int = 0, num_parts: int = 1) -> list[Origins]:
-        """Returns where a share of a batch's rows comes from, in pieces; without rows that count
-        nothing."""
+        """Returns the origins of a share of a batch's rows, in pieces, without masked rows."""
         lanes, whose, places = self._turns(batch, part, num_parts)
         counted = max(0, self.num_rows(batch) - part * len(whose))
         return [
@@ -223,7 +223,8 @@ class Sampler:
         ]
 
     def _check_end(self, batch: int) -> None:
-        """Raises on every rank where a source ends inside a batch, not only where it is met."""
+        """Raises an error on every rank if a source ends inside a batch, not only on the rank that
+        reads its end."""
         if all(source.max_epochs is None for source in self.plan.sources.values()):
             return
         lanes = self.lanes(batch)
@@ -235,7 +236,9 @@ class Sampler:
     def _at_hand(self, lanes: Lanes, number: int) -> BlockStream | ImageStream | RandomBlocks:
         lane = lanes.lanes[number]
         if lane is None:
-            raise DataError(f"the data source {self.names[number]} is not in the config any more")
+            raise DataError(
+                f"the data source {self.names[number]} is no longer in the config: add it again"
+            )
         return lane
 
     def _of_tokens(self, lanes: Lanes, number: int) -> BlockStream | RandomBlocks:
@@ -252,7 +255,7 @@ class Sampler:
         turns = np.arange(first, first + share)
         whose = lanes.mixture.whose(turns)
         places = lanes.read_before[whose] + lanes.mixture.places(turns)
-        if segment.epochs is not None:  # what fills up a batch is its last row once more
+        if segment.epochs is not None:  # an incomplete batch is filled with copies of its last row
             places = np.minimum(places, self._read_after(lanes, batch)[whose] - 1)
         return lanes, whose, places
 
@@ -296,7 +299,7 @@ class Sampler:
         return Lanes(segment, lanes, read_before, mixture, self._channels(segment))
 
     def _after(self, old: BlockStream, read: int, segment: Segment) -> BlockStream:
-        """A lane that goes on where another one, of which so many blocks were read, stops."""
+        """Returns a lane that continues after the first `read` blocks of another."""
         if read == 0:
             rest, first = old.rest, old.first
         else:
@@ -328,21 +331,21 @@ class Sampler:
         return BlockStream(windows, self._shape(segment), self.reading, rest=rest)
 
     def _channels(self, segment: Segment) -> dict[str, str]:
-        """Returns what goes with tokens in a segment: the channels of all sources that it reads."""
+        """Returns the channels of a segment: those of all sources that it reads."""
         read = (self.corpora.get(name) for name, weight in segment.weights.items() if weight)
         corpora = (corpus for corpus in read if isinstance(corpus, Corpus))
         types: dict[str, list[str]] = {}
         for corpus in corpora:
             for name, dtype in corpus.channels.items():
                 types.setdefault(name, []).append(dtype)
-        # A type that holds the numbers of all: 0.5 is no weight of 8 bits.
+        # A type that can represent the values of all sources: an 8-bit integer cannot hold 0.5.
         return {name: np.result_type(*found).str for name, found in types.items()}
 
     def _weights(self, segment: Segment) -> list[float]:
         return [segment.weights.get(name, 0) for name in self.names]
 
     def _shape(self, segment: Segment, name: str | None = None) -> Shape:
-        """How the documents of one source, or of all, become blocks."""
+        """Returns how the documents of one source, or of all, become blocks."""
         alike = segment.global_batch_size if segment.group_by_length else 0
         if alike and name is not None:  # a source's share of a batch
             weights = segment.weights
@@ -352,9 +355,9 @@ class Sampler:
 
 @dataclass(frozen=True)
 class RandomBlocks:
-    """Uniform random ids, for proofs and benchmarks: block i depends on the seed and i alone.
+    """Uniform random ids, for proofs and benchmarks: block i depends only on the seed and i.
 
-    Blocks hold about `DOCUMENTS_PER_BLOCK` documents, for those who ask for borders.
+    Blocks contain about `DOCUMENTS_PER_BLOCK` documents, for runs with document boundaries.
     """
 
     vocab_size: int

@@ -1,7 +1,7 @@
-"""Fine-tuning data: conversations as a source of tokens with weights, by the keys of `[sft]`.
+"""Fine-tuning data: turns conversations into tokens with weights, as the keys of `[sft]` say.
 
 This is all that fine-tuning adds to the data: order, packing, ranks, resume, holdouts and the
-ledger know tokens and their channels, and nothing of chats.
+ledger only know tokens and their channels, and nothing about chats.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from overland.data.writer import NoTemplate, Skipped, Writer
 from overland.errors import DataError
 from overland.words import any_of
 
-LOOKED_AT = 64  # records, to find out which columns hold what
+LOOKED_AT = 64  # records read to detect what the columns hold
 LEARNED = {
-    "assistant": "what assistants say",
-    "last": "the last turn of an assistant",
+    "assistant": "assistant turns",
+    "last": "the last assistant turn",
     "all": "every token",
 }
-# What templates write for special tokens, in most families.
+# Special tokens as most families of templates write them.
 TOKEN_LIKE = re.compile(r"<\|[A-Za-z0-9_]{1,40}\|>|<(?:start|end)_of_turn>")
 
 
@@ -64,7 +64,7 @@ class ConversationSource(FileSource):
         pairs: PairWriter | None = None,
         further: Sequence[str] = (),
     ) -> None:
-        """`further`: keys that turns have beside who speaks and what is said."""
+        """`further`: keys of turns other than the role and the content."""
         self.records, self.shape, self.writer, self.pairs = records, shape, writer, pairs
         self.further = further
         super().__init__(records.root, records.files, records.skip_bad)
@@ -75,9 +75,9 @@ class ConversationSource(FileSource):
         self.tokenizer = writer.tokenizer
         read = {key: value for key, value in asdict(shape).items() if value}
         self.made_by = {"columns": read, **(pairs or writer).identity}
-        """What decides about the tokens beyond the records: part of a corpus' fingerprint."""
+        """What determines the tokens besides the records: part of a corpus's fingerprint."""
         self.counts: Counter[str] = Counter()
-        """Conversations that were left out or cut, by what was done."""
+        """How many conversations were left out or truncated, by what was done."""
 
     @property
     def notes(self) -> list[str]:
@@ -122,7 +122,10 @@ class ConversationSource(FileSource):
                     where = record.where
                 if isinstance(error, Undecided):
                     raise DataError(f"{where}: {error}") from None
-                self.bad(f'{where}: {error} (data.bad_documents = "skip" or --skip-bad skips it)')
+                self.bad(
+                    f'{where}: {error} (to skip it, set data.bad_documents = "skip", or use '
+                    "--skip-bad)"
+                )
             else:
                 if what:
                     self.counts[what] += 1
@@ -136,19 +139,19 @@ class ConversationSource(FileSource):
         return {TOKENS: sample.tokens, WEIGHTS: sample.weights}, sample.what
 
     def _how(self) -> str:
-        """Says what writes the conversations, and how it is known what is learned."""
+        """Describes how the conversations are written, and how the text to learn is found."""
         template, learn = self.writer.template, self.writer.learn
         learned = f"{LEARNED[learn]} (sft.learn)"
         if template is None or self.shape.shape in ("text", "completion"):
             plain = learn == "all" or self.shape.shape == "text"
-            written = "" if self.shape.shape == "text" else ", texts as they are"
+            written = "" if self.shape.shape == "text" else ", with texts unchanged"
             if template is not None and written:
-                written += f" and turns by {template.whose} (sft.chat_template)"
-            return f"{written}; learned is {'every token' if plain else 'what completes a prompt'}"
+                written += f" and turns formatted with {template.whose} (sft.chat_template)"
+            return f"{written}; trained on {'every token' if plain else 'the completions'}"
         found = "" if learn == "all" else ", found by prefixes"
         if found and template.is_marked:
             found = ", found by its {% generation %} marks"
-        return f", written by {template.whose} (sft.chat_template); learned is {learned}{found}"
+        return f", formatted with {template.whose} (sft.chat_template); trained on {learned}{found}"
 
     def _surprises(self) -> Iterator[str]:
         template, tokenizer = self.writer.template, self.tokenizer
@@ -156,33 +159,33 @@ class ConversationSource(FileSource):
             return
         if unknown := unknown_tokens(template, tokenizer):
             yield (
-                f"{template.whose} writes {any_of(unknown, 'and')}, no token of this tokenizer: it "
-                "becomes ordinary text (sft.new_tokens adds special tokens)"
+                f"{template.whose} writes {any_of(unknown, 'and')}, which this tokenizer does not "
+                "have: it becomes ordinary text (set sft.new_tokens to add special tokens)"
             )
         left_out = [key for key in self.further if key not in template.source]
         if left_out:
             yield (
-                f"turns also have {any_of(left_out, 'and')}, which {template.whose} does not "
-                "write: left out (sft.chat_template names another template)"
+                f"turns also have {any_of(left_out, 'and')}, which {template.whose} leaves out "
+                "(set sft.chat_template to use another template)"
             )
         if template.asks_for_date and template.date is None:
             yield (
-                f"{template.whose} may write the day of training; sft.date is not set, so it "
-                "writes what it does without"
+                f"{template.whose} may write the date of training; sft.date is not set, so it uses "
+                "its fallback for a missing date"
             )
 
 
 def conversations_of(
     source: Source, config: JobConfig, seq_len: int, column: str | None = None
 ) -> Source:
-    """The source as conversations, if its documents are records. Token ids stay what they are: a
-    corpus that was built, or a source of a user's own."""
+    """Returns a source of records as a source of conversations. Sources of token ids (a built
+    corpus, or a user-defined source) are returned unchanged."""
     if getattr(source, "kind", "text") == "tokens":
         return source
     where = getattr(source, "place", type(source).__name__)
     if not isinstance(source, FileSource) or source.kind != "records":
         raise DataError(
-            f"{where} holds no records to fine-tune on (sft.shape): set training.dataset_path to "
+            f"{where} has no records to fine-tune on (sft.shape): set training.dataset_path to "
             "JSON lines, CSV, parquet, Arrow or MDS with conversations or texts"
         )
     wanted = None if config.sft.shape == "auto" else config.sft.shape
@@ -195,8 +198,8 @@ def conversations_of(
         raise NoTemplate
     if shape.shape != "text" and config.data.add_bos is not None:
         raise DataError(
-            "data.add_bos is for texts; around conversations, BOS is what the chat template "
-            "writes: take it out"
+            "data.add_bos is only for texts; in conversations, the chat template writes BOS: "
+            "remove data.add_bos"
         )
     pair_writer = PairWriter(writer, config.preference) if pairs else None
     further = further_keys(records, shape)
@@ -204,8 +207,8 @@ def conversations_of(
 
 
 def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -> Writer:
-    """What makes samples of conversations, by the config. `tokenizer`: where it lies, if the config
-    does not say so."""
+    """Returns the writer that converts conversations to samples, as the config says. `tokenizer`:
+    its path, if the config has none."""
     sft, data = config.sft, config.data
     opened = tokenizer_for_chats(config, tokenizer)
     template, tool_template = _templates(config, opened)
@@ -227,8 +230,8 @@ def writer_for(config: JobConfig, seq_len: int, tokenizer: Path | None = None) -
 
 
 def tokenizer_for_chats(config: JobConfig, path: Path | None = None) -> Tokenizer:
-    """The model's tokenizer with `sft.new_tokens`. It puts nothing around a text: the writer does.
-    Copies of it have the chat template that is used."""
+    """Opens the model's tokenizer with `sft.new_tokens`. It adds nothing around a text, which the
+    writer does. Copies of it include the chat template in use."""
     given = config.model.hf_assets_path
     if given is not None:
         path = Path(given).expanduser()
@@ -255,14 +258,14 @@ def _opened(
 
 
 def _given_template(config: JobConfig) -> str | None:
-    """The template that `sft.chat_template` names."""
+    """Returns the template that `sft.chat_template` names, if any."""
     given = config.sft.chat_template
     if given is None or given in BUILT_IN:
         return BUILT_IN[given] if given else None
     path = Path(given).expanduser()
     if not path.is_file():
         raise DataError(
-            f"sft.chat_template = {given!r}: there is no such file (built in are "
+            f"sft.chat_template = {given!r}: there is no such file (built-in templates: "
             f"{any_of(list(BUILT_IN), 'and')})"
         )
     return read_text(path)
@@ -271,7 +274,7 @@ def _given_template(config: JobConfig) -> str | None:
 def _templates(
     config: JobConfig, tokenizer: Tokenizer
 ) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """The chat template, and the one for conversations with tools if that is another."""
+    """Returns the chat template, and the one for conversations with tools if it is different."""
     default, with_tools = (_template(config, tokenizer, name) for name in (DEFAULT, WITH_TOOLS))
     is_built_in = config.sft.chat_template in BUILT_IN
     missing = unknown_tokens(default, tokenizer) if default is not None and is_built_in else []
@@ -290,7 +293,7 @@ def _template(config: JobConfig, tokenizer: Tokenizer, name: str) -> ChatTemplat
         return None
     if own := [name for name in GIVEN if name in sft.template_options]:
         raise DataError(
-            f"sft.template_options.{own[0]} is what every template is given: take it out"
+            f"sft.template_options.{own[0]} is reserved, since every template gets it: remove it"
         )
     whose = "the tokenizer's chat template"
     if sft.chat_template is not None:
@@ -303,14 +306,14 @@ def _template(config: JobConfig, tokenizer: Tokenizer, name: str) -> ChatTemplat
 
 
 def end_of_turn(config: JobConfig, tokenizer: Tokenizer) -> int | None:
-    """The special token by which an assistant ends its turn: generation is to stop there."""
+    """Returns the special token that ends an assistant's turn, where generation should stop."""
     template, _ = _templates(config, tokenizer)
     if template is None:
         return None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         written = template.write(turns, [0, 1])
-    except ChatError:  # it wants something else, such as a system turn
+    except ChatError:  # it requires something else, such as a system turn
         return None
     ids, weights = encode(tokenizer, written)
     ends = [i for i in ids[weights > 0].tolist() if i in tokenizer.specials.values()]
@@ -318,12 +321,12 @@ def end_of_turn(config: JobConfig, tokenizer: Tokenizer) -> int | None:
 
 
 def question(config: JobConfig, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a question, up to where an assistant answers."""
+    """Returns the token ids of a question, up to where the assistant answers."""
     return to_answer(config, tokenizer, [{"role": "user", "content": text}])
 
 
 def to_answer(config: JobConfig, tokenizer: Tokenizer, turns: Sequence[Message]) -> list[int]:
-    """The ids of a conversation, up to where an assistant answers."""
+    """Returns the token ids of a conversation, up to where the assistant answers."""
     template, _ = _templates(config, tokenizer)
     if template is None:
         raise NoTemplate
@@ -333,7 +336,7 @@ def to_answer(config: JobConfig, tokenizer: Tokenizer, turns: Sequence[Message])
 
 
 def unknown_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
-    """What looks like a special token in a template, and is no token."""
+    """Returns what looks like a special token in a template but is not a token."""
     names = dict.fromkeys(TOKEN_LIKE.findall(template.source))
     return [name for name in names if len(tokenizer.encode_pieces([name])[0]) > 1
             and name not in tokenizer.specials]  # fmt: skip
@@ -343,7 +346,7 @@ def _day(text: str | None) -> date | None:
     try:
         return None if text is None else date.fromisoformat(text)
     except ValueError:
-        raise DataError(f"sft.date = {text!r}: expected a day, such as 2026-07-01") from None
+        raise DataError(f"sft.date = {text!r}: expected a date, such as 2026-07-01") from None
 
 
 def _first_records(source: FileSource) -> list[Record]:

@@ -1,5 +1,5 @@
-"""Made images of shapes, to learn from without a download: discs, boxes and stripes of one grey
-each, on a background that grows lighter in some direction. Image i is a function of i alone."""
+"""Generated images of shapes, to train on without a download: discs, boxes and stripes in uniform
+grays, on a background that gets lighter in some direction. Image i is a function of i alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overland.data.arrays import Arrays
 from overland.data.sources.array_files import WANTED
 from overland.data.sources.marks import digest_of
 
-HELD_OUT = 1 << 40  # number of the first image to validate on: no list of images is so long
+HELD_OUT = 1 << 40  # number of the first validation image: no training set is this large
 FEWEST, MOST = 1, 3  # shapes in an image
 
 
@@ -39,7 +39,7 @@ class ShapeImages:
                 channel[self._shape(draw)] = draw.uniform(-1.5, 1.5)
 
     def _shape(self, draw: np.random.Generator) -> npt.NDArray[np.bool_]:
-        """The pixels of a shape somewhere in the image, turned by some angle."""
+        """Returns the pixels of a shape at a random place in the image, rotated randomly."""
         angle, middle = draw.uniform(0, 2 * np.pi), draw.uniform(-0.7, 0.7, 2)
         y, x = self._y - middle[0], self._x - middle[1]
         along = np.cos(angle) * x + np.sin(angle) * y

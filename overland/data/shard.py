@@ -1,17 +1,17 @@
 """A shard: the documents of some consecutive chunks as token ids, or as bytes, in one file.
 
     head      64 bytes, see `HEAD`
-    tokens    all documents one after another, little-endian uint16 or uint32, or bytes; padded to
+    tokens    all documents concatenated, little-endian uint16 or uint32, or bytes; padded to
               8 bytes
     channels  in format 2, further arrays with an element per token, each padded to 8 bytes
     offsets   int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
     note      JSON: the first and the last chunk; in format 2 also the channels and their types, and
-              counts of documents that were left out or cut
+              counts of documents that were left out or truncated
 
 Token ids without channels are written in format 1.
 
-The file is complete or absent: it is written beside, flushed to the disk and renamed. It holds no
-times and no names of machines, so that whoever makes it makes the same bytes.
+The file is complete or absent: it is written to a temporary file, flushed to disk and renamed. It
+contains no times or machine names, so its bytes are the same whoever makes it.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ MAGIC = b"OVLSHARD"
 FORMAT = 1
 WITH_CHANNELS = 2
 # magic, format, bytes per token, documents, tokens, bad documents, largest id, bytes of the note,
-# the first 8 bytes of the checksum, CRC-32 of all before it
+# the first 8 bytes of the checksum, CRC-32 of everything before it
 HEAD = struct.Struct("<8sHHQQQqI8sQ")
 BYTES = "|u1"
 DTYPES = {1: BYTES, 2: "<u2", 4: "<u4"}
-FLUSH_TOKENS = 1 << 18  # written at once; documents of 100 tokens one by one would cost more
+FLUSH_TOKENS = 1 << 18  # written at once: writing each document of 100 tokens would be slower
 
 Ids = npt.NDArray[np.generic]
 TOKENS = "tokens"
-"""The ids of a document that has channels: it is a structured array, with a field for each."""
+"""The field with the ids, in the structured array of a document that has channels."""
 WEIGHTS = "weights"
-"""The channel that says how much predicting a token counts."""
+"""The channel with the loss weight of each token."""
 
 
 class ShardInfo(NamedTuple):
     num_documents: int
     num_tokens: int
     num_bad: int
-    """Documents that were skipped by policy."""
+    """Bad documents that were skipped."""
     max_token: int
     """The largest id, or -1 without tokens."""
     dtype: str
     chunks: tuple[str, str]
     """The first and the last of its chunks."""
     checksum: str
-    """Of all but the head."""
+    """Checksum of everything after the head."""
     channels: Mapping[str, str] = {}
-    """Their types, by name."""
+    """The types of the channels, by name."""
     counts: Mapping[str, int] = {}
-    """Documents that were left out or cut as asked for, by what was done."""
+    """How many documents were left out or truncated as requested, by what was done."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard that is open; its arrays are mapped, and stay so after the file is deleted."""
+    """An open shard; its arrays are memory-mapped, and stay readable if the file is deleted."""
 
     path: Path
     info: ShardInfo
@@ -82,7 +82,7 @@ class Shard:
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
 
     def verify(self) -> None:
-        """Reads all of it and compares it with its checksum."""
+        """Reads the whole file and verifies its checksum."""
         digest = hashlib.blake2b(digest_size=8)
         with self.path.open("rb") as file:
             file.seek(HEAD.size)
@@ -90,13 +90,12 @@ class Shard:
                 digest.update(data)
         if digest.hexdigest() != self.info.checksum:
             raise DataError(
-                f"{self.path} is damaged: its bytes do not have their checksum; delete it and "
-                "build it again"
+                f"{self.path} is damaged: its checksum does not match; delete it and build it again"
             )
 
 
 def open_shard(path: Path) -> Shard:
-    """Maps a shard. Its head and its size are checked, its bytes only by `Shard.verify`."""
+    """Maps a shard into memory. This checks its head and size; `Shard.verify` checks its bytes."""
     with path.open("rb") as file:
         head = file.read(HEAD.size)
         size = os.fstat(file.fileno()).st_size
@@ -107,7 +106,7 @@ def open_shard(path: Path) -> Shard:
     *places, offsets_at, note_at = _places(about.num_documents, about.num_tokens, types)
     if size != note_at + about.note_bytes:
         raise DataError(
-            f"{path} is cut short or damaged: {size:,} bytes where its head says "
+            f"{path} is truncated or damaged: it has {size:,} bytes, but its header says "
             f"{note_at + about.note_bytes:,}; delete it and build it again"
         )
     tokens, *rest = (
@@ -125,7 +124,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def read_counts(path: Path) -> tuple[int, int, int]:
-    """Reads how many documents, tokens and bad documents a shard has, from its head alone."""
+    """Reads the numbers of documents, tokens and bad documents of a shard from its head."""
     with path.open("rb") as file:
         about = _parse(file.read(HEAD.size), path)
     return about.num_documents, about.num_tokens, about.num_bad
@@ -143,9 +142,9 @@ def write_shard(
 ) -> ShardInfo:
     """Writes documents as they come; only their offsets and channels are held in memory.
 
-    With `channels`, by name and type, each document is a structured array that has them beside its
-    `tokens`. `num_bad` and `counts` are asked at the end. `beside` is where the file grows before
-    it is published. Raises FileNotFoundError where somebody removed it meanwhile.
+    With `channels` (types by name), each document is a structured array that has them next to its
+    `tokens`. `num_bad` and `counts` are called at the end. `beside` is the temporary file, before
+    it is published. Raises FileNotFoundError if someone deletes it in the meantime.
     """
     width = np.dtype(dtype).itemsize
     assert dtype == DTYPES[width]
@@ -174,7 +173,7 @@ def write_shard(
 
 
 class _Tee:
-    """Writes to a file and into a digest."""
+    """Writes to a file and updates a digest."""
 
     def __init__(self, file: BinaryIO, digest: hashlib.blake2b) -> None:
         self.file, self.digest = file, digest
@@ -187,7 +186,7 @@ class _Tee:
 def _write_tokens(
     file: _Tee, documents: Iterable[Ids], dtype: str, channels: Mapping[str, str]
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Tokens and channels; returns the offsets of documents, and the largest id."""
+    """Writes tokens and channels; returns the offsets of documents, and the largest id."""
     lengths, max_token = [0], -1
     limit = 1 << 8 * np.dtype(dtype).itemsize
     kept: dict[str, list[bytes]] = {name: [] for name in channels}
@@ -229,7 +228,7 @@ def _padding(num_bytes: int) -> bytes:
 
 
 def _places(num_documents: int, num_tokens: int, types: Iterable[str]) -> list[int]:
-    """Returns where tokens, channels, offsets and note begin."""
+    """Returns the offsets of tokens, channels, document offsets and note in the file."""
     places = [HEAD.size]
     for one in types:
         num_bytes = num_tokens * np.dtype(one).itemsize
@@ -240,7 +239,7 @@ def _places(num_documents: int, num_tokens: int, types: Iterable[str]) -> list[i
 def _read_note(
     data: mmap.mmap, about: _Head, path: Path
 ) -> tuple[tuple[str, str], dict[str, str], dict[str, int]]:
-    """The first and the last chunk, the types of the channels, and what was counted."""
+    """Reads the first and the last chunk, the types of the channels, and the counts."""
     try:
         note = json.loads(data[len(data) - about.note_bytes :])
         if about.version == FORMAT:
@@ -250,7 +249,7 @@ def _read_note(
         return (first, last), channels, dict(note.get("counts", {}))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(
-            f"{path} is cut short or damaged: its end is no note; delete it and build it again"
+            f"{path} is truncated or damaged: its end cannot be read; delete it and build it again"
         ) from None
 
 
@@ -275,15 +274,17 @@ class _Head(NamedTuple):
 
 def _parse(head: bytes, path: Path) -> _Head:
     if len(head) < HEAD.size or not head.startswith(MAGIC):
-        raise DataError(f"{path} is no token shard, or is cut short; delete it and build it again")
+        raise DataError(
+            f"{path} is not a token shard, or is truncated; delete it and build it again"
+        )
     fields = HEAD.unpack(head)
     if fields[1] not in (FORMAT, WITH_CHANNELS):
         raise DataError(
-            f"{path}: format {fields[1]}, this version reads {FORMAT} and {WITH_CHANNELS}: build "
-            "it again"
+            f"{path} has format {fields[1]}, but this version reads {FORMAT} and {WITH_CHANNELS}: "
+            "build it again"
         )
     if fields[-1] != zlib.crc32(HEAD.pack(*fields[:-1], 0)):
-        raise DataError(f"{path} is damaged in its head; delete it and build it again")
+        raise DataError(f"{path} is damaged in its header; delete it and build it again")
     _, version, width, num_documents, num_tokens, num_bad, max_token, note, checksum, _ = fields
     return _Head(
         version, width, num_documents, num_tokens, num_bad, max_token, note, checksum.hex()

@@ -1,16 +1,16 @@
-"""One shard from its chunks: read, encode, check, write.
+"""Makes one shard from its chunks: read, encode, check, write.
 
 A shard is a pure function of source, tokenizer, policy and number, whoever makes it: a background
-process, a build, or a reader in need.
+process, a build, or a reader that needs it.
 
-Who is making which shard is told by a claim, a small file beside it, so that two do not do the same
-work. A claim saves work and guards nothing: a shard's bytes are the same whoever makes them, and
-they are published in one step. So a claim may be wrong at times (two take over a stale one at once)
-but must never last for ever. It is stale if
+A claim, a small file next to the shard, says who is making it, so that no work is done twice. A
+claim only saves work and protects nothing: a shard's bytes are the same whoever makes them, and
+they are published atomically. A claim may therefore be wrong at times (two processes may take over
+a stale one at once), but it must not last forever. It is stale if
 
-- its process is gone, seen from the same machine,
+- its process no longer exists, as seen from the same machine,
 - it was not touched for `STALE_SECONDS` by the clock of the file system, which all nodes share, or
-- it did not change for `STALE_SECONDS` while we watched, should even that clock be wrong.
+- it did not change for `STALE_SECONDS` while we watched, in case even that clock is wrong.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from overland.errors import DataError
 from overland.files import replace_file
 from overland.processes import host, is_running, this_process
 
-# Handed to the tokenizer at once: a third of a second for one core, and enough documents to spread
-# over the library's threads where it uses any.
+# Passed to the tokenizer at once: a third of a second for one core, and enough documents to spread
+# over the library's threads, if it uses any.
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
 Ids: TypeAlias = npt.NDArray[Any]
 Tick: TypeAlias = Callable[[int, int], None]
-"""Told after every batch how many documents and tokens it held; raises to give up."""
+"""Called after every batch with its numbers of documents and tokens; raises to abort."""
 STALE_SECONDS = 30.0
 TOUCH_SECONDS = 5.0  # a claim may miss five touches, as when a file system pauses
-LEFT_BEHIND_SECONDS = 3600.0  # a half-made shard that nobody has written to for so long
+LEFT_BEHIND_SECONDS = 3600.0  # age at which a partial shard counts as abandoned
 
 
 class Record(NamedTuple):
-    """A document as the source gave it, and where it was."""
+    """A document as read from the source, and its place there."""
 
     chunk: str
     number: int
@@ -69,7 +69,7 @@ class ShardMaker:
             source.skip_bad = layout.skip_bad
 
     def make(self, number: int, tick: Tick = lambda documents, tokens: None) -> ShardInfo | None:
-        """Makes a shard; None if it is there, or if somebody else is at work on it."""
+        """Makes a shard; returns None if it exists or someone else is working on it."""
         path = self.layout.shard_path(number)
         if path.exists():
             return None
@@ -83,7 +83,7 @@ class ShardMaker:
             tick(documents, tokens)
 
         try:
-            if path.exists():  # published between the look and the claim
+            if path.exists():  # published between the check and the claim
                 return None
             chunks, marks = self.layout.chunks_of(number)
             before, counted = self._num_bad_so_far(), self.counts()
@@ -101,13 +101,13 @@ class ShardMaker:
             claim.release()
 
     def counts(self) -> Counter[str]:
-        """What the source has left out or cut so far, as asked for."""
+        """Returns what the source left out or truncated so far, as requested."""
         return Counter(getattr(self.source, "counts", {}))
 
     def try_out(self, num_documents: int, num_characters: int) -> tuple[int, int, bool]:
-        """Prepares the first documents of the source as a shard's are, and writes nothing; returns
-        how many there were, how many tokens they have (arrays: samples), and whether that is
-        all."""
+        """Prepares the first documents of the source as for a shard, but writes nothing. Returns
+        their number, the number of their tokens (for arrays: samples), and whether these are all
+        documents."""
         tokens = documents = characters = 0
         for batch in _batches(islice(self._records(list_chunks(self.source)), num_documents)):
             prepared = self._prepare(batch)
@@ -125,10 +125,12 @@ class ShardMaker:
             documents = self._prepare(batch)
             tick(len(documents), sum(map(len, documents)))
             yield from documents
-        # Before it is published, so that no shard is made from other files than the rest.
+        # Checked before publishing, so that all shards are made from the same files.
         if isinstance(self.source, FileSource):
             for change in changed_files(self.source.root, marks):
-                raise DataError(f"{change}, since {self.layout.folder} was laid out: build it anew")
+                raise DataError(
+                    f"{change}, since {self.layout.folder} was laid out: build it again"
+                )
 
     def _records(self, chunks: Sequence[str]) -> Iterator[Record]:
         announced = getattr(self.source, "num_documents", lambda chunk: None)
@@ -141,8 +143,7 @@ class ShardMaker:
             expected = announced(chunk)
             if expected is not None and found != expected:
                 raise DataError(
-                    f"{self._place(chunk)} holds {found:,} documents where {expected:,} were "
-                    "announced"
+                    f"{self._place(chunk)} has {found:,} documents, but {expected:,} were expected"
                 )
 
     def _encode(self, batch: list[Record]) -> list[Ids]:
@@ -157,31 +158,31 @@ class ShardMaker:
             if len(ids) > num_added:
                 documents.append(ids)
             else:
-                self._bad(record, "tokenises to nothing")
+                self._bad(record, "has no tokens")
         return documents
 
     def _is_text(self, record: Record) -> bool:
-        """Checks a document: files are checked by their sources, a user's own source is not."""
+        """Checks a document; only file sources have checked theirs, user-defined ones have not."""
         if not isinstance(record.document, str):
-            self._bad(record, f"is {type(record.document).__name__}, where text was expected")
+            self._bad(record, f"is {type(record.document).__name__}; expected text")
             return False
         if not record.document.isascii():
             try:
                 record.document.encode()
             except UnicodeEncodeError:
-                self._bad(record, "has half of a surrogate pair, no UTF-8 text")
+                self._bad(record, "has half of a surrogate pair, so it is not UTF-8 text")
                 return False
         return True
 
     @property
     def _prepare(self) -> Callable[[list[Record]], list[Ids]]:
-        """How documents become what is stored."""
+        """The function that converts documents to what is stored."""
         if self.layout.kind == "arrays":
             return self._pack
         return self._encode if self.layout.kind == "text" else self._check
 
     def _pack(self, batch: list[Record]) -> list[Ids]:
-        """Arrays as the bytes of a record, if they are what the source has declared."""
+        """Returns arrays as the bytes of records; they must match what the source declares."""
         assert self.layout.arrays is not None
         documents: list[Ids] = []
         for record in batch:
@@ -192,7 +193,7 @@ class ShardMaker:
         return documents
 
     def _check(self, batch: list[Record]) -> list[Ids]:
-        """Ids as they are stored, if they are ids, with their channels."""
+        """Returns valid token ids as they are stored, with their channels."""
         limit = self.layout.vocab_size or 1 << 32
         channels = self.layout.channels or {}
         documents = []
@@ -221,18 +222,18 @@ class ShardMaker:
 
 
 def _documents_of(source: Source, chunk: str) -> Iterator[Any]:
-    """Reads a chunk; refuses what only a user's own source can do wrong."""
+    """Reads a chunk, and rejects mistakes that only a user-defined source can make."""
     documents = source.read(chunk)
     if not isinstance(documents, Iterable):
         raise DataError(
             f"read({chunk!r}) of {type(source).__name__} returned "
-            f"{type(documents).__name__}, expected its documents, one after another"
+            f"{type(documents).__name__}; expected an iterable of documents"
         )
     return iter(documents)
 
 
 def _size(record: Record) -> int:
-    """Characters, tokens or bytes of a document, about."""
+    """Returns the approximate size of a document, in characters, tokens or bytes."""
     if isinstance(record.document, Mapping):
         return sum(map(_length, record.document.values()))
     return _length(record.document)
@@ -264,11 +265,11 @@ class Claim:
     def __init__(self, path: Path, owner: dict[str, Any]) -> None:
         self.path, self.owner = path, owner
         self.part = _part(path, owner)
-        """Where the holder lets the shard grow."""
+        """The holder's temporary file for the shard."""
         self._touched = time.monotonic()
 
     def touch(self) -> None:
-        """Keeps it fresh; called often, does little."""
+        """Keeps the claim fresh; cheap enough to call often."""
         now = time.monotonic()
         if now - self._touched >= TOUCH_SECONDS:
             self._touched = now
@@ -288,7 +289,7 @@ class Claims:
         self._seen: dict[Path, _Sight] = {}
 
     def take(self, path: Path) -> Claim | None:
-        """The claim at `path`, or None if somebody else holds it."""
+        """Takes the claim at `path`; returns None if someone else holds it."""
         owner = {**this_process(), "number": next(_numbers)}
         try:
             with path.open("xb") as file:
@@ -302,7 +303,7 @@ class Claims:
         return Claim(path, owner) if _owner_of(path) == owner else None
 
     def is_live(self, path: Path) -> bool:
-        """Whether somebody holds this claim and is at work."""
+        """Whether someone holds this claim and is still working."""
         try:
             stat = path.stat()
         except FileNotFoundError:
@@ -319,13 +320,13 @@ class Claims:
         return self.now() - stat.st_mtime < STALE_SECONDS
 
     def now(self) -> float:
-        """The time by the clock that stamps the claims."""
+        """Returns the time by the clock of the file system, which stamps the claims."""
         self._clock.touch()
         return self._clock.stat().st_mtime
 
 
 def sweep(layout: CorpusLayout) -> None:
-    """Removes what processes left that were killed at work."""
+    """Removes files left behind by processes that were killed."""
     claims = Claims(layout.folder)
     now = claims.now()
     for path in (layout.folder / "shards").glob("*/*"):
@@ -341,11 +342,11 @@ class _Sight(NamedTuple):
     inode: int
     time_ns: int
     since: float
-    """By our own clock, when the claim was first seen like this."""
+    """When the claim was first seen in this state, by our own clock."""
 
 
 def _owner_of(path: Path) -> dict[str, Any] | None:
-    """Who holds it; None if nobody does or it is just being written."""
+    """Returns the holder, or None if there is none or the file is just being written."""
     try:
         owner = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -354,8 +355,8 @@ def _owner_of(path: Path) -> dict[str, Any] | None:
 
 
 def _remove_part(path: Path) -> None:
-    """Removes what the dead holder of a claim left half done. One on another machine may be alive
-    and only slow: its file stays."""
+    """Removes the partial shard of a claim's dead holder. A holder on another machine may be alive
+    and only slow, so its file is kept."""
     owner = _owner_of(path)
     if owner is not None and owner.get("host") == host() and not is_running(owner):
         with contextlib.suppress(OSError):

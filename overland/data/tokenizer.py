@@ -1,11 +1,12 @@
-"""Text to tokens and back, by the tokenizer that lies in a model's folder.
+"""Text to tokens and back, with the tokenizer in a model's folder.
 
-Three kinds of files are read, each by its own library: `tokenizer.json` (Hugging Face), and
-`tokenizer.model` as either a sentencepiece model or tiktoken's ranks. Above that they are one:
+Three kinds of files are read, each with its own library: `tokenizer.json` (Hugging Face), and
+`tokenizer.model` as either a sentencepiece model or tiktoken's ranks. All of them work the same:
 
-1. Text gives ordinary tokens only, whatever it says: a page about `<|endoftext|>` ends no document.
-2. A document is BOS if `add_bos`, its text, EOS if `add_eos`; nothing else adds special tokens.
-   Where nobody says whether, BOS comes as the tokenizer itself has it.
+1. Text gives only ordinary tokens, whatever it says: a page about `<|endoftext|>` does not end a
+   document.
+2. A document is BOS (if `add_bos`), its text, and EOS (if `add_eos`); nothing else adds special
+   tokens. By default, the tokenizer itself decides about BOS.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from overland.data.tokenizer_files import (
 )
 from overland.errors import DataError
 
-RULES = 1  # part of every fingerprint; counts up when the same files give other ids
+RULES = 1  # part of every fingerprint; increased when the same files give different ids
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST = 257  # every byte, and the end of a document
+SMALLEST = 257  # every byte, and the end-of-document token
 
 
 class Policy(NamedTuple):
-    """Whether documents begin with BOS and end with EOS; None where nothing says so."""
+    """Whether documents begin with BOS and end with EOS; None if unspecified."""
 
     add_bos: bool | None = None
     add_eos: bool | None = None
@@ -57,26 +58,27 @@ UNKNOWN = Policy()
 
 
 class Tokenizer:
-    """A tokenizer from a folder or file, with the policy of what stands around a document."""
+    """A tokenizer from a folder or file, with the policy for BOS and EOS."""
 
     path: Path
     """The tokenizer.json or tokenizer.model itself."""
     vocab_size: int
-    """One more than the largest id, special and added tokens included: rows of an embedding."""
+    """One more than the largest id, including special and added tokens: the rows of an
+    embedding."""
     specials: dict[str, int]
-    """Tokens that no text gives, by name; chat templates put them in by id."""
+    """Special tokens by name. Text never gives them; chat templates insert them by id."""
     bos_id: int | None
     eos_id: int | None
-    """None only where no document ends with it."""
+    """None only if no document ends with it."""
     add_bos: bool
     bos_because: str
-    """What decides `add_bos`, for people."""
+    """The reason for `add_bos`, for messages."""
     fingerprint: str
-    """Of everything that decides which ids a document gets; not of where the files lie."""
+    """Fingerprint of everything that determines the ids of a document; independent of the path."""
     chat_templates: dict[str, str]
-    """By name; see `tokenizer_files`. Copies of the tokenizer have these."""
+    """Chat templates by name; see `tokenizer_files`. Copies of the tokenizer include these."""
     new_tokens: tuple[str, ...]
-    """Special tokens that its files do not have, and copies of it do."""
+    """Special tokens that its files lack, and that copies of it include."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class Tokenizer:
         add_eos: bool = True,
         new_tokens: Sequence[str] = (),
     ) -> None:
-        """Without `add_bos`, BOS comes by the tokenizer's own convention. Of `new_tokens`, those
-        that it does not have get ids after all others."""
+        """If `add_bos` is None, the tokenizer's own convention decides. Those of `new_tokens` that
+        it does not have get ids after all others."""
         self.path = find_file(path)
         self.add_eos = add_eos
         self._beside = Beside.of(self.path)
@@ -95,7 +97,7 @@ class Tokenizer:
         data = read_tokenizer_file(self.path)
         self._encoder = _encoder(self.path, data, self._beside)
         if blank := [name for name in new_tokens if not name.strip()]:
-            raise DataError(f"sft.new_tokens: {blank[0]!r} is no name of a token")
+            raise DataError(f"sft.new_tokens: {blank[0]!r} is not a name for a token")
         known = self._encoder.specials
         self.new_tokens = tuple(dict.fromkeys(name for name in new_tokens if name not in known))
         if self.new_tokens:
@@ -113,15 +115,15 @@ class Tokenizer:
             self._after = [self.eos_id]
         elif add_eos:
             raise DataError(
-                f"{self.path}: no end-of-document token; name one as eos_token in "
-                "tokenizer_config.json beside it, or do without (data.add_eos = false, --no-eos)"
+                f"{self.path} has no end-of-document token: name one as eos_token in the "
+                "tokenizer_config.json next to it, or set data.add_eos = false (--no-eos)"
             )
         if self.add_bos and self.bos_id is not None:
             self._before = [self.bos_id]
         elif self.add_bos:
             raise DataError(
-                f"{self.path}: no beginning-of-document token; leave add_bos off, or name one as "
-                "bos_token in tokenizer_config.json beside it"
+                f"{self.path} has no beginning-of-document token: turn add_bos off, or name one as "
+                "bos_token in the tokenizer_config.json next to it"
             )
         self._hidden = set(self.specials.values())
         self._pieces: dict[int, str] = {}
@@ -138,12 +140,12 @@ class Tokenizer:
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether a text begins with BOS by the tokenizer's own convention, whatever the policy."""
+        """Whether a text begins with BOS by the tokenizer's own convention, despite the policy."""
         return self._convention()[0]
 
     @property
     def named(self) -> dict[str, str]:
-        """Special tokens by what they are for, as chat templates ask for them: `bos_token`, …"""
+        """Special tokens by their role, as chat templates name them: `bos_token`, …"""
         names = {i: name for name, i in self.specials.items()}
         found = {role: name for role, name in self._beside.names.items() if name is not None}
         for role, i in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
@@ -152,56 +154,56 @@ class Tokenizer:
         return found
 
     def with_bos(self, add_bos: bool) -> Tokenizer:
-        """The same tokenizer, under that policy."""
+        """Returns the same tokenizer with that policy."""
         return Tokenizer(
             self.path, add_bos=add_bos, add_eos=self.add_eos, new_tokens=self.new_tokens
         )
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encodes a text as a document begins, for a model to continue. Nothing at all is the end
-        of the last document."""
+        """Encodes a text as the beginning of a document, for a model to continue. An empty prompt
+        becomes the end of a previous document."""
         ids = [*self._before, *self.encode(text)]
         if not ids and self.eos_id is None:
             raise DataError(
-                f"{self.path} has no BOS and no EOS token to begin an empty prompt with: give some "
-                "text"
+                f"{self.path} has no BOS or EOS token to begin an empty prompt with: give some text"
             )
         return ids or [self.eos_id]  # type: ignore[list-item]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text alone."""
+        """Returns the ids of a text, without BOS and EOS."""
         ids: list[int] = self._encode_batch([text])[0].tolist()
         return ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns each text's ids with BOS and EOS as the policy says. All cores work, or one where
-        TOKENIZERS_PARALLELISM=false is set, as a pool of processes does."""
+        """Returns each text's ids, with BOS and EOS as the policy says. Uses all cores, or only one
+        with TOKENIZERS_PARALLELISM=false, which pools of processes set."""
         return [self._framed(ids) for ids in self._encode_batch(list(texts))]
 
     def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
-        """The ids of text with special tokens in between, and where each began and ended: in
-        characters, of which a special token counts as one. Nothing is added at either end."""
+        """Returns the ids of text with special tokens in between, and where each token begins and
+        ends, in characters (a special token counts as one). Nothing is added at either end."""
         pieces = [piece if isinstance(piece, int) else _valid(piece) for piece in pieces]
         return self._encoder.encode_pieces(pieces)
 
     def decode(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The text of the ids, without special tokens and ids beyond the vocabulary (rows that
-        only pad an embedding). `after`: ids before them, which decide about a space in between."""
+        """Returns the text of the ids, without special tokens and ids beyond the vocabulary (which
+        only pad an embedding). `after`: the preceding ids, which determine a space in between."""
         if not after:
             return self._encoder.decode(self._ordinary(ids))
         before = self.decode(after)
         return self.decode([*after, *ids]).removeprefix(before)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special ones by name; bytes that are only a part of a
-        character show as U+FFFD."""
+        """Returns the text of each token on its own, and the names of special ones; bytes that are
+        only part of a character become U+FFFD."""
         new = {int(i) for i in ids} - self._pieces.keys()
         known = sorted(i for i in new if 0 <= i < self.vocab_size)
         self._pieces.update(zip(known, self._encoder.pieces(known), strict=True))
         return [self._pieces.get(int(i), "\ufffd") for i in ids]
 
     def files(self) -> dict[str, bytes]:
-        """The files of a copy, by name; side by side in any folder they open as this tokenizer."""
+        """Returns the files of a copy, by name; together in any folder, they open as this
+        tokenizer."""
         found = {file.name: read_tokenizer_file(file) for file in self._beside.files}
         if self.new_tokens and not isinstance(self._encoder, HuggingFace):
             found[ADDED] = _as_json(self._beside.added)
@@ -213,7 +215,7 @@ class Tokenizer:
         return {self.path.name: self._data, **found}
 
     def _convention(self) -> tuple[bool, str]:
-        """Whether a text begins with BOS, and what says so."""
+        """Returns whether a text begins with BOS, and the reason."""
         if self.bos_id is None:
             return False, "it has none"
         if self._beside.adds_bos is not None:
@@ -223,7 +225,7 @@ class Tokenizer:
     def _encode_batch(self, texts: list[str]) -> list[Ids]:
         try:
             return self._encoder.encode_batch(texts)
-        except (TypeError, UnicodeEncodeError):  # half a surrogate pair; JSON can hold one
+        except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON allows
             return self._encoder.encode_batch([_valid(text) for text in texts])
 
     def _framed(self, ids: Ids) -> Ids:
@@ -237,7 +239,7 @@ class Tokenizer:
         return [i for i in plain if 0 <= i < self.vocab_size and i not in self._hidden]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By path: the libraries' own state is large, or cannot be sent at all.
+        # Sent as a path: the libraries' own state is large, or cannot be pickled.
         how = (self.add_bos, self.add_eos, self.new_tokens)
         return _reopen, (self.path.absolute(), *how, self.fingerprint)
 
@@ -264,7 +266,7 @@ def _reopen(
 ) -> Tokenizer:
     tokenizer = Tokenizer(path, add_bos=add_bos, add_eos=add_eos, new_tokens=new_tokens)
     if tokenizer.fingerprint != fingerprint:
-        raise DataError(f"{path} was changed while it was in use: start again")
+        raise DataError(f"{path} was changed while it was in use: run the command again")
     return tokenizer
 
 
@@ -279,7 +281,7 @@ def _encoder(path: Path, data: bytes, beside: Beside) -> TextEncoder:
 def _with_new(
     data: bytes, beside: Beside, encoder: TextEncoder, names: Sequence[str]
 ) -> tuple[bytes, Beside]:
-    """The contents of the files with some more special tokens, whose ids follow all others."""
+    """Returns the contents of the files with additional special tokens, whose ids come last."""
     ids = {name: encoder.vocab_size + place for place, name in enumerate(names)}
     if isinstance(encoder, HuggingFace):
         data = encoder.with_specials(ids)

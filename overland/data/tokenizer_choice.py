@@ -1,8 +1,8 @@
-"""Which tokenizer a run uses, and whether its documents begin with BOS and end with EOS.
+"""Chooses the tokenizer of a run, and whether its documents begin with BOS and end with EOS.
 
-The tokenizer is the model's own, or one that is trained on the text; a corpus that is built brings
-its own. Where the config does not say what stands around a document, the run that is resumed, a
-corpus that is there already, or the tokenizer itself does.
+The tokenizer is the model's own, or one that is trained on the text; a built corpus has its own. If
+the config does not specify BOS and EOS, the run that is resumed, an existing corpus, or the
+tokenizer itself decides.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from overland.errors import DataError
 from overland.files import publish
 from overland.run_folder import PLAN, TOKENIZER
 
-# Text that a tokenizer is trained on at most; more changes little at these vocabulary sizes.
+# Most documents that a tokenizer is trained on; more change little at these vocabulary sizes.
 TOKENIZER_DOCUMENTS = 20_000
 OF_TRAINING = "that of the training data"
 
@@ -44,12 +44,12 @@ OF_TRAINING = "that of the training data"
 def tokenizer_for(
     config: JobConfig, wanted: Mapping[str, DataSource], vocab_size: int | None, preparer: Preparer
 ) -> Tokenizer | None:
-    """The model's own tokenizer, or one trained on the training text and kept in `data.folder`."""
+    """Opens the model's own tokenizer, or one trained on the training text, in `data.folder`."""
     opened = partial(open_tokenizer, config=config, wanted=wanted, preparer=preparer)
     if config.model.hf_assets_path is not None:
         return opened(Path(config.model.hf_assets_path).expanduser())
     if preparer.tokenizer is not None and preparer.tokenizer.is_dir():
-        return opened(preparer.tokenizer)  # a source that joins does not change it
+        return opened(preparer.tokenizer)  # adding a source does not change it
     path = preparer.once(partial(_trained, config, wanted, vocab_size, preparer.report))
     return opened(Path(path)) if path else None
 
@@ -57,8 +57,8 @@ def tokenizer_for(
 def open_tokenizer(
     path: Path, config: JobConfig, wanted: Mapping[str, DataSource], preparer: Preparer
 ) -> Tokenizer:
-    """The tokenizer, with the policy of the config, of the run that is resumed, of a corpus that is
-    there already, or its own: in this order."""
+    """Opens a tokenizer with the policy of the config, of the run that is resumed, of an existing
+    corpus, or its own, in this order."""
     if config.sft.shape != "off":
         return tokenizer_for_chats(config)
     asked = asked_policy(config)
@@ -81,7 +81,7 @@ def open_tokenizer(
 
 
 def tokenizer_of(run: Path, data: Settings) -> Tokenizer:
-    """The tokenizer that a run keeps, with the policy of its documents."""
+    """Opens the tokenizer in a run's folder, with the policy of its documents."""
     kept = kept_policy(run)
     add_bos = kept.add_bos if data.add_bos is None else data.add_bos
     add_eos = kept.add_eos if data.add_eos is None else data.add_eos
@@ -94,8 +94,8 @@ def one_tokenizer(
     asked: Policy = UNKNOWN,
     whose: str = "the model's",
 ) -> Tokenizer | None:
-    """The tokenizer that made all of them; a corpus that is built brings its own. `whose`: what
-    errors call the one that is given."""
+    """Returns the tokenizer that made all corpora; a built corpus has its own. `whose`: what errors
+    call the given one."""
     made_by = {
         name: corpus.layout
         for name, corpus in corpora.items()
@@ -110,7 +110,7 @@ def one_tokenizer(
             if given is not None and layout.add_eos != given.add_eos:
                 _refuse_other_kind(name, is_chat=layout.made_by is not None)
             raise DataError(
-                f"{name} was made by another tokenizer than {expected}, or with another BOS and "
+                f"{name} was made with another tokenizer than {expected}, or with another BOS and "
                 f"EOS policy ({_words(layout)}): build it again with the same one"
             )
     if given is None and first is not None and (path := made_by[first].tokenizer_path):
@@ -120,25 +120,27 @@ def one_tokenizer(
 
 
 def _refuse_other_kind(name: str, is_chat: bool) -> None:
-    """Documents and conversations are put into tokens by other rules."""
+    """Raises an error: documents and conversations are tokenized by different rules."""
     if is_chat:
-        raise DataError(f"{name} is a corpus of conversations: set sft.shape, as it was built with")
+        raise DataError(
+            f"{name} is a corpus of conversations: set sft.shape to the one it was built with"
+        )
     raise DataError(
-        f"{name} is a corpus of documents, made by other rules than samples of sft.shape: "
-        "give its texts as records with a column text (JSON lines, parquet, …), or build them from "
-        "such records with --sft shape=text"
+        f"{name} is a corpus of documents, which are tokenized by other rules than sft.shape: "
+        "provide its texts as records with a column text (JSON lines, parquet, …), or build it "
+        "from such records with --sft shape=text"
     )
 
 
 def asked_policy(config: JobConfig) -> Policy:
-    """Returns what the config says about documents; around conversations there is nothing."""
+    """Returns the policy that the config sets for documents; conversations have none."""
     data = config.data
     return Policy(data.add_bos, data.add_eos) if config.sft.shape == "off" else UNKNOWN
 
 
 def kept_policy(run: Path) -> Policy:
-    """Returns what stands around the documents of a run, if there is such a run. Runs from before
-    BOS was noted began without, unless their config said so."""
+    """Returns the policy of an existing run. Runs from before BOS was recorded began without BOS,
+    unless their config set it."""
     try:
         kept = json.loads((run / PLAN).read_text())
     except (OSError, ValueError):
@@ -150,7 +152,7 @@ def kept_policy(run: Path) -> Policy:
 
 
 def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) -> Path:
-    """Returns where the tokenizer that was trained on these sources is kept."""
+    """Returns the path of the tokenizer that is trained on these sources."""
     names = list(wanted)
     places = [str(find_folder(name, wanted[name], data) or wanted[name].dataset) for name in names]
     choices = [[getattr(one, key) for key in CHOICES] for one in wanted.values()]
@@ -160,8 +162,7 @@ def trained_path(data: Settings, wanted: Mapping[str, DataSource], size: int) ->
 
 
 def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[Policy, str]:
-    """Returns what was done in the first corpus of text among the sources that is built, and its
-    folder."""
+    """Returns the policy of the first built text corpus among the sources, and its folder."""
     for name, source in wanted.items():
         if folder := find_built(name, source, config.data):
             layout = read_layout(folder)
@@ -173,8 +174,8 @@ def _built_policy(config: JobConfig, wanted: Mapping[str, DataSource]) -> tuple[
 def _former_bos(
     config: JobConfig, wanted: Mapping[str, DataSource], tokenizer: Tokenizer
 ) -> tuple[bool | None, str]:
-    """Returns what was done in a corpus that was laid out from these sources before BOS came by
-    default."""
+    """Returns the BOS setting of a corpus that was laid out from these sources before BOS became
+    the default."""
     if not tokenizer.add_bos or not any(streams_root(config).glob("*/corpus.json")):
         return None, ""
     for name, one in wanted.items():
@@ -193,7 +194,7 @@ def _trained(
     vocab_size: int | None,
     report: Callable[[str], None],
 ) -> str | None:
-    """The path of a tokenizer for the text among the sources; none if there is no text."""
+    """Returns the path of a tokenizer for the text among the sources, or None without text."""
     data, size = config.data, trained_size(config.data, vocab_size)
     path = trained_path(data, wanted, size)
     if path.exists():
@@ -210,7 +211,7 @@ def _trained(
 
 
 def _text(name: str, wanted: DataSource, config: JobConfig) -> Source | None:
-    """The source, if it is text that has yet to become tokens."""
+    """Returns the source if it is text that is not tokenized yet."""
     if is_made(name, wanted) or find_built(name, wanted, config.data):
         return None
     source = open_wanted(config, training_table(config, name), name, wanted)
@@ -224,12 +225,12 @@ def _documents(sources: list[Source]) -> Iterator[str]:
 
 
 def _check_policy(name: str, layout: CorpusLayout, asked: Policy) -> None:
-    """Raises where the config asks for other documents than those of a corpus."""
+    """Raises an error if the config sets another policy than that of a corpus."""
     for key, wanted in asked._asdict().items():
         if wanted is not None and getattr(layout, key) != wanted:
             raise DataError(
-                f"data.{key} is {str(wanted).lower()}, and the documents of {name} are "
-                f"{_words(layout)}: leave data.{key} out to keep them so, or build it again"
+                f"data.{key} is {str(wanted).lower()}, but the documents of {name} are "
+                f"{_words(layout)}: remove data.{key} to use them as they are, or build it again"
             )
 
 

@@ -1,9 +1,9 @@
-"""The three kinds of tokenizers, each read by its own library, behind one protocol.
+"""The three kinds of tokenizers, each read with its own library, behind one protocol.
 
-A `tokenizer.json` is read by Hugging Face's tokenizers. A `tokenizer.model` is of sentencepiece, as
-Llama 2, Mistral and Gemma have it, or of tiktoken's ranks, as Llama 3 has it in its `original/`
-folder. Ranks hold the tokens alone: how text is split before they are looked for, and which special
-tokens follow them, is known by Meta's convention.
+A `tokenizer.json` is read with Hugging Face's tokenizers. A `tokenizer.model` is a sentencepiece
+model, as in Llama 2, Mistral and Gemma, or a list of tiktoken ranks, as in Llama 3's `original/`
+folder. Ranks contain only the tokens: how text is split beforehand, and which special tokens follow
+them, is Meta's convention.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from overland.packages import need
 
 Ids = npt.NDArray[np.int32]
 Spots = npt.NDArray[np.int64]
-"""Places in a text, in characters."""
+"""Offsets in a text, in characters."""
 Spotted = list[tuple[int, int, int]]
 """Tokens: the id, where it begins, and where it ends."""
-# By these names where no file beside it says which tokens they are.
+# Names to look for if no other file says which tokens these are.
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 KNOWN_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")
 LARGEST_VOCABULARY = 2**26
-ALIAS, FIRST_NUMBER = "\ufdd3", 0xF0000  # no character, and a number; together no text
+ALIAS, FIRST_NUMBER = "\ufdd3", 0xF0000  # a noncharacter, and a number: never found in text
 PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 SPACE = "\u2581"  # what sentencepiece writes for a space
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 
-# Contractions; words with the sign before them; up to three digits; signs; line ends; spaces.
+# Contractions; words with a leading symbol; up to three digits; symbols; line ends; spaces.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_SPECIALS = 256
 BEGIN, END = 0, 1
-# By their place after the ranks; the others are reserved, and numbered. Llama 3 itself had reserved
-# 4, 8 and 10 still, which Llama 3.1 took into use.
+# By their place after the ranks; the others are reserved and numbered. In Llama 3 itself, 4, 8 and
+# 10 were still reserved; Llama 3.1 uses them.
 NAMED = {
     BEGIN: "<|begin_of_text|>",
     END: "<|end_of_text|>",
@@ -61,16 +61,16 @@ NAMED = {
     9: "<|eot_id|>",
     10: "<|python_tag|>",
 }
-# Ranks of other families split text in other ways, which would go unseen.
+# Other families split text in other ways, and nothing in their ranks would show it.
 OTHERS = {200_000: "Llama 4", 163_584: "Kimi", 151_643: "Qwen"}
-# The library dies on 999,122 blanks in a row (0.14; of other long runs, 4,000,000 characters take
-# less than a second). So runs are cut when they fill a stretch of this length; twice it is the
-# longest that stays. Text without such runs is never cut.
+# The library (0.14) crashes on 999,122 consecutive blanks; 4,000,000 of other repeated characters
+# take less than a second. Runs that fill a stretch of this length are therefore cut, and the
+# longest run that remains is twice as long. Text without such runs is never cut.
 LONG_BLANK = 250_000
 
 
 class TextEncoder(Protocol):
-    """The protocol of all kinds of tokenizers."""
+    """The protocol of all three kinds of tokenizers."""
 
     vocab_size: int
     specials: dict[str, int]
@@ -79,30 +79,31 @@ class TextEncoder(Protocol):
     begins: bool
     """Whether a text begins with BOS by the convention of its kind."""
     convention: str
-    """What says so, for people."""
+    """The reason, for messages."""
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """Encodes as ordinary tokens only. Raises TypeError or UnicodeEncodeError for text that is
-        not Unicode."""
+        """Encodes texts as ordinary tokens only. Raises TypeError or UnicodeEncodeError for text
+        that is not valid Unicode."""
 
     def encode_pieces(self, pieces: Sequence[str | int]) -> tuple[Ids, Spots, Spots]:
-        """Encodes text with special tokens in between; returns also where each token began and
-        ended, in characters, of which a special token counts as one."""
+        """Encodes text with special tokens in between; also returns where each token begins and
+        ends, in characters (a special token counts as one)."""
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ordinary tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the text of each of any ids below vocab_size."""
+        """Returns the text of each id, for any ids below vocab_size."""
 
 
 def need_for_text(package: str) -> Any:
     """Imports a tokenizer's library."""
-    return need(package, "text", "text", note=" (random tokens and token shards do without)")
+    return need(package, "text", "text", note=" (random tokens and token shards do not need it)")
 
 
 def num_threads() -> int:
-    """The cores of this process, or one: by the variable that Hugging Face's library obeys."""
+    """Returns the number of cores of this process, or 1 if TOKENIZERS_PARALLELISM is off, which
+    Hugging Face's library obeys, too."""
     wish = os.environ.get("TOKENIZERS_PARALLELISM", "").lower()
     if wish in ("off", "false", "f", "no", "n", "0"):
         return 1
@@ -112,16 +113,16 @@ def num_threads() -> int:
 
 
 class HuggingFace:
-    """A tokenizer.json, read by Hugging Face's tokenizers."""
+    """A tokenizer.json, read with Hugging Face's tokenizers."""
 
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
         library = need_for_text("tokenizers")
         try:
             self._tokenizer = library.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"{path} is no tokenizer: {error}") from None
+        except Exception as error:  # the library raises nothing more specific
+            raise DataError(f"{path} is not a tokenizer: {error}") from None
         _undisturbed(self._tokenizer)
-        self._tokenizer.encode_special_tokens = True  # their names in a text are text
+        self._tokenizer.encode_special_tokens = True  # their names in a text are ordinary text
 
         token_id = self._tokenizer.token_to_id
         self.eos_id = beside.find("eos_token", token_id, self._first(KNOWN_ENDS))
@@ -129,12 +130,15 @@ class HuggingFace:
         first = self._tokenizer.encode("a").ids[:1]  # with what its post-processor adds
         self.begins, self.convention = first == [self.bos_id], "by its post-processor"
         for special in {self.bos_id, self.eos_id} - {None}:
-            # Some files call them ordinary; then text would give them.
+            # Some files list them as ordinary tokens, so that text would give them.
             self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(special)])
 
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
         if self.vocab_size > LARGEST_VOCABULARY:
-            raise DataError(f"{path} has a token with id {self.vocab_size - 1:,}, beyond any model")
+            raise DataError(
+                f"{path} has a token with id {self.vocab_size - 1:,}, which is too large for any "
+                "model"
+            )
         added = self._tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: i for i, token in added.items() if token.special}
         self._spellings = self._spell_specials(json.loads(data)["model"])
@@ -160,10 +164,11 @@ class HuggingFace:
 
     @cached_property
     def _aliased(self) -> tuple[Any, dict[int, str], dict[int, int]]:
-        """The tokenizer, with names for its special tokens that no text has, these names by id, and
-        the ids that are meant by its own. So text with special tokens is encoded as one, and their
-        usual names in it are text. In parts it would not be the same: many tokenizers put a space
-        before what begins a text, and take spaces away beside some special tokens."""
+        """The tokenizer with aliases for its special tokens that never occur in text, the aliases
+        by id, and the real ids by its own. This way, text with special tokens is encoded in one
+        piece, and their usual names are ordinary text. Encoding the parts separately would differ:
+        many tokenizers add a space at the start of a text, and remove spaces next to some special
+        tokens."""
         rules = json.loads(self._data)
         aliases = {i: ALIAS + chr(FIRST_NUMBER + n) for n, i in enumerate(self.specials.values())}
         listed = {token["content"]: token for token in rules.get("added_tokens") or []}
@@ -171,7 +176,7 @@ class HuggingFace:
             token = listed.setdefault(name, {"id": i, **PLAIN_TOKEN})
             token |= {"content": aliases[i], "special": True}
         rules["added_tokens"] = sorted(listed.values(), key=lambda token: token["id"])
-        rules["post_processor"] = None  # it adds nothing here, but may take spaces off the places
+        rules["post_processor"] = None  # it adds nothing here, but may trim spaces from offsets
         tokenizer = self._library.Tokenizer.from_str(json.dumps(rules))
         _undisturbed(tokenizer)
         own_ids = {
@@ -180,12 +185,12 @@ class HuggingFace:
         return tokenizer, aliases, own_ids
 
     def with_specials(self, ids: Mapping[str, int]) -> bytes:
-        """The file with some more special tokens."""
+        """Returns the file with additional special tokens."""
         rules = json.loads(self._data)
         for name, i in ids.items():
             if self._tokenizer.token_to_id(name) is not None:
                 raise DataError(
-                    f"sft.new_tokens: {name!r} is an ordinary token of this tokenizer already"
+                    f"sft.new_tokens: {name!r} is already an ordinary token of this tokenizer"
                 )
             token = {"id": i, "content": name, **PLAIN_TOKEN, "special": True}
             rules["added_tokens"] = [*(rules.get("added_tokens") or []), token]
@@ -195,23 +200,23 @@ class HuggingFace:
         return str(self._tokenizer.decode(ids))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        # Decoders drop the space at the start of a text: so each piece follows another token.
+        # Decoders drop the space at the start of a text, so each piece is decoded after a token.
         first = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         start = self._tokenizer.decode(first)
         texts = self._tokenizer.decode_batch([[*first, i] for i in ids], skip_special_tokens=False)
         return [text.removeprefix(start) for text in texts]
 
     def _without_leaks(self, ids: Ids) -> Ids:
-        """Models that hold their special tokens as common pieces (Unigram: T5, XLM-R) find them in
-        text even so; what they found is spelt out."""
+        """Spells out special tokens that were found in text. Models that list them as ordinary
+        pieces (Unigram: T5, XLM-R) find them nevertheless."""
         if not self._leaks.take(ids).any():
             return ids
         words = (self._spellings.get(i, [i]) for i in ids.tolist())
         return np.fromiter(itertools.chain.from_iterable(words), dtype=np.int32)
 
     def _spell_specials(self, model: dict[str, Any]) -> dict[int, list[int]]:
-        """Spells each special token's name, character by character; unknown is what text may well
-        be."""
+        """Spells each special token's name, character by character, but not the unknown token,
+        which text may give."""
         token_id = self._tokenizer.token_to_id
         name = model.get("unk_token")
         unknown = model.get("unk_id") if name is None else token_id(name)
@@ -230,7 +235,7 @@ class HuggingFace:
 def _one_by_one(
     pieces: Sequence[str | int], encode: Callable[[str], Spotted]
 ) -> tuple[Ids, Spots, Spots]:
-    """Encodes text between special tokens by itself, as both libraries have it."""
+    """Encodes the text between special tokens separately, as both libraries do."""
     found: Spotted = []
     place = 0
     for piece in pieces:
@@ -245,14 +250,15 @@ def _one_by_one(
 
 
 def _characters(text: str) -> Spots:
-    """Which character each byte of a text belongs to."""
+    """Returns the character that each byte of a text belongs to."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     sizes = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
     return np.repeat(np.arange(len(codes)), sizes)
 
 
 def _undisturbed(tokenizer: Any) -> None:
-    """Undoes what a file may ask for that is right in front of a model, and wrong for a corpus."""
+    """Turns off settings of a file that suit a model's input but not a corpus: truncation, padding
+    and dropout."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
@@ -260,7 +266,7 @@ def _undisturbed(tokenizer: Any) -> None:
 
 
 class SentencePiece:
-    """A tokenizer.model of sentencepiece."""
+    """A tokenizer.model that is a sentencepiece model."""
 
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
         library = need_for_text("sentencepiece")
@@ -269,17 +275,17 @@ class SentencePiece:
             self._model.LoadFromSerializedProto(data)
         except RuntimeError:
             raise DataError(
-                f"{path} is neither a sentencepiece model nor tiktoken's ranks: fetch it again"
+                f"{path} is neither a sentencepiece model nor tiktoken ranks: download it again"
             ) from None
         size = self._model.vocab_size()
-        # Added tokens come after the model's own; it never finds them in text.
+        # Added tokens come after the model's own, and are never found in text.
         self._added = {i: name for name, i in beside.added.items() if i >= size}
         self.vocab_size = max([size - 1, *self._added]) + 1
         controls = {self._model.id_to_piece(i): i for i in range(size) if self._model.is_control(i)}
         self.specials = controls | {name: i for i, name in self._added.items()}
         self.bos_id = beside.find("bos_token", self._id, _or_none(self._model.bos_id()))
         self.eos_id = beside.find("eos_token", self._id, _or_none(self._model.eos_id()))
-        # Meta's code for Llama 2 and Hugging Face's for this family put BOS before every text.
+        # Meta's code for Llama 2 and Hugging Face's for this family begin every text with BOS.
         self.begins, self.convention = True, "by the convention of sentencepiece models with a BOS"
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
@@ -303,7 +309,7 @@ class SentencePiece:
         return [self._added[i] if i in self._added else self._piece(i) for i in ids]
 
     def _piece(self, i: int) -> str:
-        if i >= self._model.vocab_size():  # a hole between added tokens
+        if i >= self._model.vocab_size():  # a gap between added tokens
             return "\ufffd"
         piece = str(self._model.id_to_piece(i))
         if self._model.is_byte(i) and (byte := BYTE.fullmatch(piece)):
@@ -322,15 +328,15 @@ def _or_none(i: int) -> int | None:
 
 
 class Tiktoken:
-    """A tokenizer.model of tiktoken's ranks, as Llama 3 has it."""
+    """A tokenizer.model with tiktoken ranks, as in Llama 3."""
 
     def __init__(self, path: Path, data: bytes, beside: Beside) -> None:
         library = need_for_text("tiktoken")
         ranks = _read_ranks(path, data)
         if len(ranks) in OTHERS:
             raise DataError(
-                f"{path} holds {len(ranks):,} ranks, which are {OTHERS[len(ranks)]}'s, and only "
-                "Llama 3's are read: use the model's tokenizer.json"
+                f"{path} has the {len(ranks):,} ranks of {OTHERS[len(ranks)]}, but only those of "
+                "Llama 3 are supported: use the model's tokenizer.json"
             )
         names = llama3_specials(len(ranks))
         names |= {i: name for name, i in beside.added.items() if i >= len(ranks)}
@@ -348,7 +354,8 @@ class Tiktoken:
         threads = min(num_threads(), len(texts))
         if threads <= 1:
             return self._encode_some(texts)
-        # Some parts per thread, as texts differ in length; a task per text costs more than a text.
+        # Several parts per thread, because texts differ in length; a task per text would cost more
+        # than encoding the text.
         size = -(-len(texts) // (8 * threads))
         parts = [texts[i : i + size] for i in range(0, len(texts), size)]
         with ThreadPoolExecutor(threads) as pool:
@@ -359,7 +366,7 @@ class Tiktoken:
 
     def _encode_with_spots(self, text: str) -> Spotted:
         ids = self._encode(text).tolist()
-        # How many bytes each token has, and which character each byte belongs to.
+        # From the bytes of each token to the characters that they belong to.
         ends = np.cumsum([len(self._encoding.decode_single_token_bytes(i)) for i in ids])
         starts = ends - np.diff(ends, prepend=0)
         of_byte = _characters(text)
@@ -379,7 +386,7 @@ class Tiktoken:
 
     def _encode(self, text: str) -> Ids:
         parts = [text] if len(text) <= LONG_BLANK else cut_long_blanks(text)
-        # None is disallowed and none allowed: special tokens' names in a text are text.
+        # No special token is allowed or disallowed: their names in a text are ordinary text.
         ids = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in parts]
         joined = ids[0] if len(ids) == 1 else np.concatenate(ids)
         return joined.view(np.int32)
@@ -409,9 +416,9 @@ def _read_ranks(path: Path, data: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise DataError(
-                f"{path}:{number}: expected a token in base64 and its rank; fetch it again"
+                f"{path}:{number}: expected a token in base64 and its rank; download it again"
             ) from None
     whole = sorted(ranks.values()) == list(range(len(ranks)))
     if not whole or any(bytes([byte]) not in ranks for byte in range(256)):
-        raise DataError(f"{path} lacks some of its ranks: it is damaged, fetch it again")
+        raise DataError(f"{path} is damaged, because some ranks are missing: download it again")
     return ranks

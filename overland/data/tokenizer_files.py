@@ -1,4 +1,4 @@
-"""The files of a tokenizer: which one it is, and what those beside it say about it."""
+"""The files of a tokenizer: the tokenizer itself, and the files next to it that describe it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from overland.errors import DataError
 from overland.files import parse_json
 
-# Meta keeps its own format in a folder below the one with Hugging Face's.
+# Meta puts its own format in a subfolder of the one with Hugging Face's.
 PLACES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 CONFIG, NAMES, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -21,17 +21,17 @@ BESIDE = (CONFIG, NAMES, ADDED, TEMPLATE)
 ROLES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
-DEFAULT, WITH_TOOLS = "default", "tool_use"  # which chat template, where a tokenizer has several
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of chat templates, if there are several
 
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 
 
 def find_file(path: Path) -> Path:
-    """The tokenizer in a folder, or the file itself."""
+    """Finds the tokenizer file in a folder, or returns the file itself."""
     for file in [path, *(path / place for place in PLACES)]:
         if file.is_file():
             return file
-    raise DataError(f"{path} holds no tokenizer.json and no tokenizer.model, here or in original/")
+    raise DataError(f"{path} has no tokenizer.json or tokenizer.model, there or in original/")
 
 
 def read_tokenizer_file(path: Path) -> bytes:
@@ -41,31 +41,31 @@ def read_tokenizer_file(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     if data.startswith(b"version https://git-lfs"):
         raise DataError(
-            f"{path} is only a pointer to the file, since it was cloned without Git LFS: run "
+            f"{path} is only a pointer to the file, because it was cloned without Git LFS: run "
             "'git lfs pull' in its folder"
         )
     return data
 
 
 def is_ranks(data: bytes) -> bool:
-    """Whether a tokenizer.model is tiktoken's: lines of a token in base64 and its rank."""
+    """Whether a tokenizer.model is in tiktoken's format: lines with a base64 token and its rank."""
     return RANK_LINE.match(data) is not None
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What the files beside a tokenizer say about it."""
+    """What the files next to a tokenizer say about it."""
 
     files: list[Path] = field(default_factory=list)
     names: dict[str, str | None] = field(default_factory=dict)
-    """Special tokens by what they are for, such as bos_token, where it is said; None where it is
-    said that there is none."""
+    """Special tokens by their role, such as bos_token, if specified; None if the files say that
+    there is none."""
     added: dict[str, int] = field(default_factory=dict)
-    """Tokens that a tokenizer.model does not hold itself."""
+    """Tokens that a tokenizer.model itself does not contain."""
     adds_bos: bool | None = None
-    """Whether a text begins with BOS, where it is said (`add_bos_token`)."""
+    """Whether a text begins with BOS, if specified (`add_bos_token`)."""
     chat_templates: dict[str, str] = field(default_factory=dict)
-    """By name; `default` is the one for conversations without tools."""
+    """Templates by name; `default` is the one for conversations without tools."""
 
     @classmethod
     def of(cls, tokenizer: Path) -> Beside:
@@ -93,7 +93,7 @@ class Beside:
     def find(
         self, role: str, token_id: Callable[[str], int | None], otherwise: int | None
     ) -> int | None:
-        """The id of `bos_token` or `eos_token`: the one that is named here, or the tokenizer's."""
+        """Returns the id of `bos_token` or `eos_token`: the one named here, or the tokenizer's."""
         name = self.names.get(role)
         if name is not None:
             found = token_id(name)
@@ -103,7 +103,7 @@ class Beside:
                     f"such token; correct {CONFIG} there"
                 )
             return found
-        # Every document has an end, but a family without a beginning says so by null.
+        # Every document has an end, but a family without BOS sets it to null.
         return None if role in self.names and role == "bos_token" else otherwise
 
 
@@ -114,8 +114,8 @@ def _names(folder: Path, *said: dict[str, Any]) -> dict[str, str | None]:
         wrong = [value for value in values if not isinstance(value, str | None)]
         if wrong and role in ("bos_token", "eos_token"):
             raise DataError(
-                f"{folder}: {CONFIG} or {NAMES} gives {wrong[0]!r:.60} as {role}, where the text "
-                "of a token is expected"
+                f"{folder}: {CONFIG} or {NAMES} gives {wrong[0]!r:.60} as {role}; expected the "
+                "text of a token"
             )
         if values and not wrong:
             names[role] = next((value for value in values if value), None)
@@ -123,7 +123,8 @@ def _names(folder: Path, *said: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any], file: Path | None) -> dict[str, str]:
-    """The templates that a tokenizer's config lists; one in a file of its own wins."""
+    """Returns the templates that a tokenizer's config lists; a separate template file takes
+    precedence."""
     said = config.get("chat_template")
     listed = said if isinstance(said, list) else [{"name": DEFAULT, "template": said}]
     try:
@@ -144,7 +145,7 @@ def read_text(path: Path) -> str:
     try:
         return read_tokenizer_file(path).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError(f"{path} is no text in UTF-8") from None
+        raise DataError(f"{path} is not UTF-8 text") from None
 
 
 def _added(config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
@@ -157,16 +158,16 @@ def _added(config: dict[str, Any], added: dict[str, Any]) -> dict[str, int]:
 
 
 def _content(token: Any) -> Any:
-    """A token is written as its text, or as an object with its `content`."""
+    """Returns the text of a token, which is given as a string or as an object with `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def read_json(data: bytes, path: Path | str) -> dict[str, Any]:
-    """What a file says, which is a JSON object."""
+    """Parses a file that contains a JSON object."""
     try:
         value = parse_json(data)
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path} is no JSON object: fetch it again")
+        raise DataError(f"{path} is not a JSON object: download it again")
     return value

@@ -1,7 +1,7 @@
-"""Which documents come when, window by window.
+"""The order of documents, window by window.
 
-Per epoch a corpus's shards are permuted, and some that follow each other form a *window*: as much
-as is worth mixing and small enough to hold ready. Inside it documents are permuted again.
+In each epoch, the shards of a corpus are permuted, and consecutive ones form a *window*: large
+enough to mix well, and small enough to keep ready. Inside it, documents are permuted again.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from overland.data.sources.marks import digest_of
 from overland.errors import DataError
 
 Array = npt.NDArray[np.int64]
-FORMAT = 1  # part of every key; counts up when the same plan comes to mean another order
-MAX_SHARDS = 128  # in a window, where documents are large: each keeps a file open
-LOOK_AHEAD = 2  # windows that are made ready beyond the one that is read
-OPEN_WINDOWS = 3  # a batch that spans windows comes back to each of them
-COUNTED_AT_ONCE = 4096  # windows, where counting needs no look at the tokens
+FORMAT = 1  # part of every key; increased when the same plan gives another order
+MAX_SHARDS = 128  # in a window of large documents: each keeps a file open
+LOOK_AHEAD = 2  # windows that are prepared beyond the current one
+OPEN_WINDOWS = 3  # a batch that spans windows returns to each of them
+COUNTED_AT_ONCE = 4096  # windows, if counting does not have to read the tokens
 EPOCHS_AT_ONCE = 64
 
 
 class Exhausted(DataError):
-    """Raised when a source may not be read once more."""
+    """Raised when a source has been read as many times as its max_epochs allows."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in the order in which they are taken, and where the tokens of each lie. One of
-    arrays has the length 1, and starts at its place in its file."""
+    """Documents in the order in which they are read, and the location of their tokens. A sample of
+    arrays has length 1, and starts at its place in its file."""
 
     files: list[Shard]
     file: Array
     start: Array
     length: Array
     source: Array
-    """Number of the source, in the order of the plan."""
+    """The number of the source, in the order of the plan."""
     number: Array
     """Its place in its source: shard × 2³² + place in the shard."""
     offset: Array
-    """Tokens of it that are not here but come before: none, unless it is a rest."""
+    """The number of its tokens that come before this part: 0, unless it is a rest."""
     borrowed: npt.NDArray[np.bool_]
-    """Whether its last token is here only to be predicted: where a rest borders on a block that was
-    read, that block has given the token to the model."""
+    """Whether its last token is here only to be predicted: the model has already read it, as the
+    first token of a block that followed this rest."""
     epoch: Array
-    """How often it was read before."""
+    """How many times it was read before."""
 
     def __len__(self) -> int:
         return len(self.length)
@@ -66,15 +66,15 @@ class Documents:
         return Documents(self.files, file, start, length, source, number, offset, borrowed, epoch)
 
     def numbers(self, which: Array) -> tuple[Array, Array]:
-        """Returns a number that no other document has, source × 2⁵⁶ + number, and the epoch."""
+        """Returns a unique number for each document, source × 2⁵⁶ + number, and its epoch."""
         return (self.source[which] << 56) + self.number[which], self.epoch[which]
 
 
 class Windows(Protocol):
-    """Windows of documents, numbered from 0, without an end."""
+    """An endless sequence of windows of documents, numbered from 0."""
 
     key: str
-    """Of everything that decides what a window holds."""
+    """Digest of everything that determines the content of a window."""
     per_epoch: int
 
     def open(self, window: int) -> Documents: ...
@@ -85,17 +85,17 @@ class Windows(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """How corpora are read, whatever is made of them."""
+    """How corpora are read, whatever they are used for."""
 
     seed: int = 0
     shuffle: bool = True
     window_documents: int = 100_000
     memory: Path | None = None
-    """Folder for counts of what windows hold."""
+    """Folder that stores the counts of windows."""
     writes: bool = False
-    """Whether this process adds to them; one does."""
+    """Whether this process writes them; only one does."""
     held_out: bool = False
-    """Whether the documents that `data.holdout` keeps out of training are read, and no others."""
+    """Whether to read only the documents that `data.holdout` holds out of training."""
 
     def counts(self, name: str, count: Callable[[int], npt.ArrayLike], per_epoch: int) -> Counts:
         path = self.memory / f"{name}.counts" if self.memory is not None else None
@@ -114,8 +114,8 @@ class SourceWindows:
         max_epochs: int | None = None,
         holdout: float = 0.0,
     ) -> None:
-        """`name` and number as the plan has them: a corpus may be found under another name.
-        `holdout` is the share of documents that is kept out of training."""
+        """`name` and number are those of the plan: the corpus may have another name. `holdout` is
+        the share of documents that is held out of training."""
         self.name, self.source, self.corpus = name, source, corpus
         self.reading, self.max_epochs, self.holdout = reading, max_epochs, holdout
         self.announced = corpus.num_shards * corpus.documents_per_shard
@@ -125,8 +125,8 @@ class SourceWindows:
         self.key = digest_of([*parts, holdout, reading.held_out] if holdout else parts)
         self._opened: OrderedDict[int, Documents] = OrderedDict()
         self._sums_of: OrderedDict[int, Array] = OrderedDict()
-        # Documents and tokens per shard, as far as they are known: all of a corpus that is built,
-        # and after an epoch of any other.
+        # Documents and tokens per shard, as far as they are known: all for a built corpus, and all
+        # after one epoch of any other.
         self._sizes = np.full((corpus.num_shards, 2), -1, np.int64)
         self._documents = reading.counts(f"documents-{self.key}", self._count, self.per_epoch)
         self._tokens = reading.counts(f"tokens-{self.key}", self._count_tokens, self.per_epoch)
@@ -142,7 +142,7 @@ class SourceWindows:
         return self._opened[window]
 
     def take(self, first: int, last: int) -> list[Documents]:
-        """Documents [first, last) of the stream, in parts."""
+        """Returns documents [first, last) of the stream, in parts."""
         if first == last:
             return []
         (window, end), (place, _) = self._documents.find([first, last - 1])
@@ -154,7 +154,7 @@ class SourceWindows:
         return parts
 
     def holds(self, count: int) -> bool:
-        """Whether the stream has so many documents."""
+        """Whether the stream has at least this many documents."""
         try:
             self._documents.find([max(count - 1, 0)])
         except Exhausted:
@@ -162,7 +162,7 @@ class SourceWindows:
         return True
 
     def num_documents(self) -> int:
-        """Counts the documents of a stream that ends."""
+        """Counts the documents of a finite stream."""
         assert self.max_epochs is not None
         return self._documents.total(self.max_epochs * self.per_epoch)
 
@@ -170,7 +170,7 @@ class SourceWindows:
         return self._sums(first, 1)
 
     def tokens_before(self, document: int) -> int:
-        """Counts the tokens in the first so many documents of the stream."""
+        """Counts the tokens in the first `document` documents of the stream."""
         if document == 0:
             return 0
         (window,), (place,) = self._documents.find([document - 1])
@@ -189,12 +189,12 @@ class SourceWindows:
         return [self.open(first).length.sum()] if known is None else known
 
     def _sums(self, first: int, column: int) -> Array | None:
-        """Documents or tokens per window, from the sizes of shards, where all are known."""
+        """Returns the documents or tokens per window, if the sizes of all its shards are known."""
         self.check_epoch(first)
         if self._sizes[-1, 0] < 0 and not self.holdout:
             built = self.corpus.sizes()
             self._sizes = self._sizes if built is None else built
-        if self.per_epoch == 1:  # whatever the order, it is all of it
+        if self.per_epoch == 1:  # the order does not matter, since a window has all shards
             total = int(self._sizes[:, column].sum())
             is_known = bool((self._sizes[:, 0] >= 0).all())
             return np.full(len(self._until(first, EPOCHS_AT_ONCE)), total) if is_known else None
@@ -206,19 +206,19 @@ class SourceWindows:
         return np.add.reduceat(sizes, starts) if sizes.min() >= 0 else None
 
     def _until(self, first: int, count: int) -> Array:
-        """Returns so many windows from `first` on, or as many as there will be."""
+        """Returns `count` windows from `first` on, or as many as there are."""
         last = first + count
         if self.max_epochs is not None:
             last = min(last, self.max_epochs * self.per_epoch)
         return np.arange(first, last)
 
     def _places(self, windows: Array) -> tuple[Array, Array]:
-        """Returns where windows begin and end: those of an epoch share its shards out evenly."""
+        """Returns where windows begin and end: they divide the shards of an epoch evenly."""
         window, total = windows % self.per_epoch, self.corpus.num_shards
         return window * total // self.per_epoch, (window + 1) * total // self.per_epoch
 
     def _shards(self, windows: Array) -> Array:
-        """The shards of some windows in a row, one window after the other."""
+        """Returns the shards of consecutive windows, one window after another."""
         first, last = self._places(windows)
         which, places = spread(first, last - first)
         if not self.reading.shuffle:
@@ -264,17 +264,17 @@ class SourceWindows:
         return all_[self._permute(np.arange(total), total, "documents", window)]
 
     def _on_this_side(self, shards: Array) -> Array:
-        """The documents of some shards that are held out, or those that are not."""
+        """Returns the documents of some shards on the side to read: held out, or not."""
         held = [held_out_documents(self.corpus, number, self.holdout) for number in shards.tolist()]
         return np.flatnonzero(np.concatenate(held) == self.reading.held_out)
 
     def _check_any(self) -> None:
-        """Once all shards were seen, there must have been something in them to read."""
+        """Raises an error if all shards were read and none has a document on this side."""
         if self.holdout and (self._sizes[:, 0] == 0).all():
             side = "no document" if self.reading.held_out else "every document"
             raise DataError(
-                f"data.holdout keeps {side} of {self.name} out of training (a share of "
-                f"{self.holdout:.3g}): change it"
+                f"data.holdout holds out {side} of {self.name} (a share of {self.holdout:.3g}): "
+                f"change it"
             )
 
     def _permute(self, places: Array, size: int, what: str, number: int) -> Array:
@@ -284,6 +284,6 @@ class SourceWindows:
         if self.max_epochs is not None and window // self.per_epoch >= self.max_epochs:
             times = "time" if self.max_epochs == 1 else "times"
             raise Exhausted(
-                f"{self.name} has been read {self.max_epochs} {times}, as often as its "
-                f"max_epochs allows: raise that, lower its weight, or train for fewer steps"
+                f"{self.name} has been read {self.max_epochs} {times}, the limit set by its "
+                f"max_epochs: raise it, lower the source's weight, or train for fewer steps"
             )

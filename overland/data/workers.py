@@ -1,11 +1,11 @@
-"""Background processes that make shards: plain ones, one thread each, which never import torch.
+"""Background processes that make shards: plain processes, one thread each, without torch.
 
-The parent tells which shards it expects; each process walks down that list and makes the first
-that is missing and not claimed. Claims are the only thing they share, so that processes of one
-node and of many nodes divide the work in the same way.
+The parent sends the list of shards it expects; each process goes through that list and makes the
+first one that is missing and not claimed. Claims are the only thing they share, so that processes
+of one node and of many nodes divide the work in the same way.
 
-A process that is killed leaves a stale claim behind; the others, or a reader, take it over. If the
-parent is killed, the pipe to it closes, and the process ends after the batch at hand.
+A process that is killed leaves a stale claim behind, which the others, or a reader, take over. If
+the parent is killed, the pipe to it closes, and the process exits after the current batch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
     "from overland.data.workers import main; main(*map(int, sys.argv[1:3]), float(sys.argv[4]))"
 )
-MAX_EXPECTED = 1000  # int32 numbers that go through a pipe at once, without ever blocking: 4,096 B
+MAX_EXPECTED = 1000  # int32 numbers, which fit in a pipe without blocking: 4,096 B
 MAX_TEXT = 3000
-RESTARTS = 3  # per process, over its life
-LOOK_SECONDS = 0.25  # between looks at shards that others have claimed
+RESTARTS = 3  # per process, in total
+LOOK_SECONDS = 0.25  # between checks of shards that others have claimed
 REPORT_SECONDS = 0.25
 CLOSE_SECONDS = 3.0  # a batch takes less
-# A terminal and Slurm signal all processes of a job; the parent alone decides what they mean.
+# Terminals and Slurm signal all processes of a job; only the parent decides how to react.
 PARENTS_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 )  # fmt: skip
@@ -57,7 +57,7 @@ class CannotStart(Exception):
 
 
 class Workers:
-    """The parent's side. All of it returns at once; nothing waits for a process."""
+    """The parent's side. All methods return at once, without waiting for a process."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Workers:
         numbers: Sequence[int] = (),
         reports: bool = False,
     ) -> None:
-        """`numbers` are expected from the beginning, however many. With `reports` the processes
-        tell what they make, and somebody must read it (`messages`)."""
+        """`numbers`, however many, are expected from the beginning. With `reports`, the processes
+        report what they make, which has to be read with `messages`."""
         self._threads = threads
         self._payload = _payload(
             str(layout.folder), source, tokenizer, np.asarray(numbers, np.int64), reports
@@ -88,20 +88,20 @@ class Workers:
         return [process.popen.pid for process in self._processes]
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Replaces what was expected before."""
+        """Replaces the list of expected shards."""
         self._expected = numbers
         self.replace_dead()
         for process in self._processes:
             process.send(numbers)
 
     def error(self, number: int) -> DataError | None:
-        """What is wrong with the content of a shard, if a process found out."""
+        """Returns the error about the content of a shard, if a process reported one."""
         for _ in self.messages(0):
             pass
         return self._errors.get(number)
 
     def messages(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """Yields what each process has told, after at most `seconds` without a word."""
+        """Yields the messages of the processes, after waiting at most `seconds` for the first."""
         by_pipe = {process.pipe: process for process in self._processes if not process.ended}
         for pipe in wait(list(by_pipe), seconds):
             process = by_pipe[pipe]  # type: ignore[index]
@@ -115,7 +115,7 @@ class Workers:
                 process.ended = True
 
     def replace_dead(self) -> list[int]:
-        """Starts a new process for each that ended; the exit codes of those that ended."""
+        """Starts a new process for each that ended, and returns the exit codes of the latter."""
         dead = [process for process in self._processes if process.popen.poll() is not None]
         for process in dead:
             process.pipe.close()
@@ -130,7 +130,7 @@ class Workers:
         return sum(process.popen.poll() is None for process in self._processes)
 
     def close(self) -> None:
-        """Closing the pipe is the word to end; one that does not hear it is killed."""
+        """Closes the pipes, which tells the processes to exit, and kills those that do not."""
         for process in self._processes:
             process.pipe.close()
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -162,11 +162,11 @@ class _Process:
             **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), one),
         }
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        # Blocked signals are inherited: none ends the process before it can ignore them itself.
+        # Blocked signals are inherited, so none ends the process before it ignores them itself.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
         try:
-            # Not multiprocessing's own start: that imports the user's main module again, and with
-            # it torch, which costs seconds and a gigabyte in every process.
+            # Not started with multiprocessing, which would import the user's main module again, and
+            # with it torch, at the cost of seconds and a gigabyte per process.
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), str(payload), path, str(share)],
                 pass_fds=[theirs.fileno(), payload],
@@ -179,8 +179,8 @@ class _Process:
             theirs.close()
 
     def send(self, numbers: Sequence[int]) -> None:
-        """One that does not read what it was sent before is left alone, not waited for."""
-        look = select.poll()  # unlike select, for any number of open files
+        """Sends numbers, unless the process has not read the previous ones: this never waits."""
+        look = select.poll()  # unlike select, works with any number of open files
         look.register(self.pipe, select.POLLOUT)
         if look.poll(0):
             with contextlib.suppress(OSError):
@@ -188,14 +188,14 @@ class _Process:
 
 
 def _payload(*parts: Any) -> Any:
-    """Writes what every process is given, in a file that all of them read: it may be megabytes, and
-    a pipe would make us wait until each has started."""
+    """Writes the input of the processes to a file that all of them read: it may be megabytes, and
+    with a pipe we would have to wait until each has started."""
     file = tempfile.TemporaryFile(prefix="overland-")  # noqa: SIM115
     try:
         if any(type(part).__module__ == "__main__" for part in parts):
             raise CannotStart("its class is defined in the main module, which is not imported")
         pickle.dump(parts, file)
-    except Exception as error:  # pickle raises nothing narrower
+    except Exception as error:  # pickle raises nothing more specific
         file.close()
         raise CannotStart(str(error)) from None
     file.flush()
@@ -203,8 +203,8 @@ def _payload(*parts: Any) -> Any:
 
 
 def main(pipe: int, payload: int, share: float) -> None:
-    """The process's side. It takes the numbers up at its own `share` of the list: consecutive ones
-    lie in one file, which is read on where it is compressed."""
+    """The process's side. It starts at its own `share` of the list of numbers: consecutive shards
+    are in one file, and a compressed file is best read in order."""
     for number in PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
@@ -214,7 +214,7 @@ def main(pipe: int, payload: int, share: float) -> None:
         os.close(payload)
         try:
             folder, source, tokenizer, numbers, reports = pickle.loads(data)
-        except DataError as error:  # the tokenizer's files changed; the parent will find out, too
+        except DataError as error:  # the tokenizer's files changed; the parent will notice, too
             sys.exit(str(error))
         maker = ShardMaker(read_layout(Path(folder)), source, tokenizer)
         first = int(len(numbers) * share)
@@ -222,20 +222,20 @@ def main(pipe: int, payload: int, share: float) -> None:
 
 
 class _Gone(Exception):
-    """Raised when the parent has ended or wants no more."""
+    """Raised when the parent has ended or closed the pipe."""
 
 
 class _Parent:
-    """The parent process: what it expects, and whether it lives."""
+    """The parent process: what it expects, and whether it is alive."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._process = pipe, os.getppid()
         self._told = 0.0
         self.numbers: list[int] | None = None
-        """Expected since the last look."""
+        """The numbers received since the last check, if any."""
 
     def listen(self, seconds: float = 0.0) -> None:
-        """Hears what is there, or waits for it. Raises when the parent is gone."""
+        """Receives messages, or waits for them. Raises `_Gone` if the parent is gone."""
         try:
             while self._pipe.poll(seconds):
                 self.numbers = np.frombuffer(self._pipe.recv_bytes(), "<i4").tolist()
@@ -253,7 +253,7 @@ class _Parent:
 
 
 class _Progress:
-    """Counts batches, and tells the parent from time to time."""
+    """Counts batches, and reports to the parent from time to time."""
 
     def __init__(self, parent: _Parent, reports: bool) -> None:
         self.parent, self.reports = parent, reports
@@ -277,7 +277,7 @@ def _serve(parent: _Parent, maker: ShardMaker, todo: list[int], reports: bool) -
     progress = _Progress(parent, reports)
     failed: set[int] = set()
     claimed: list[int] = []
-    """By others; looked at again when all the rest is done."""
+    """Shards claimed by others, checked again once the rest is done."""
     place = 0
     is_told = not todo
     while True:

@@ -1,4 +1,4 @@
-"""Makes a sample of a conversation: its token ids, and how much predicting each of them counts."""
+"""Converts a conversation to a sample: its token ids, and the loss weight of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from overland.data.tokenizer import Tokenizer
 from overland.errors import DataError
 
 TooLong = Literal["error", "truncate", "drop", "split"]
-RULES = 1  # part of every fingerprint; counts up when the same conversations give other tokens
+RULES = 1  # part of every fingerprint; increased when the same conversations give other tokens
 SHOWN = 80  # tokens of a sample, in a message
 
 
@@ -35,47 +35,47 @@ class Sample(NamedTuple):
     tokens: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     what: str = ""
-    """What was done to it that is counted."""
+    """What was done to it, to be counted."""
 
 
 class Skipped(Exception):
-    """Raised for a conversation that is left out because a key says so; its text is the reason."""
+    """Raised for a conversation that a key of the config leaves out; the message is the reason."""
 
 
 class NoTemplate(DataError):
-    """Raised when turns are to be written and nothing says how."""
+    """Raised when there are turns to write but no chat template."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the tokenizer has no chat template to write conversations by: set sft.chat_template "
-            "to a file, or to chatml or alpaca, which are built in"
+            "the tokenizer has no chat template for conversations: set sft.chat_template to a "
+            "file, or to chatml or alpaca, which are built in"
         )
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Makes samples of conversations, by one tokenizer and its chat template."""
+    """Converts conversations to samples, with one tokenizer and its chat template."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     """None: only plain texts can be written."""
     tool_template: ChatTemplate | None = None
-    """For conversations with tools, where the tokenizer has another one for them."""
+    """The template for conversations with tools, if the tokenizer has a separate one."""
     learn: Learn = "assistant"
     seq_len: int | None = None
     too_long: TooLong = "error"
     parse_specials: bool | None = None
-    """Whether the names of special tokens in plain texts stand for the tokens; None: a text that
-    has one is refused."""
+    """Whether the names of special tokens in plain texts stand for the tokens; None: a text with
+    such a name is an error."""
     skip_unlearned: bool = False
     add_bos: bool = False
     add_eos: bool = True
-    """What stands around plain texts; a template writes its own."""
+    """Whether plain texts begin with BOS and end with EOS; a template writes its own."""
     length_key: str = "training.seq_len"
-    """What says how long a sequence is."""
+    """The config key of the sequence length."""
 
     def encoded(self, told: Conversation) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Ids and weights of a conversation of any length."""
+        """Returns the ids and weights of a conversation of any length."""
         written = self._plain(*told.texts) if told.texts is not None else self._chat(told)
         return encode(self.tokenizer, written)
 
@@ -89,19 +89,19 @@ class Writer:
         if not weights[1:].any():  # nothing predicts the first token
             if self.skip_unlearned:
                 raise Skipped("without anything to learn")
-            why = "no turn of an assistant counts"
+            why = "no assistant turn counts"
             if what == "truncated":
-                why = f"what counts was cut off ({self.length_key} = {self.seq_len})"
+                why = f"the part that counts was cut off ({self.length_key} = {self.seq_len})"
             raise Undecided(
-                f"there is nothing to learn in it: {why} (sft.skip_unlearned = true skips such "
-                f"samples): {self.shown(ids)}"
+                f"there is nothing to learn in it: {why} (to skip such samples, set "
+                f"sft.skip_unlearned = true): {self.shown(ids)}"
             )
         return Sample(ids, weights, what)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides about the tokens of a conversation but the tokenizer itself, by the
-        keys of the config."""
+        """Everything that determines the tokens of a conversation except the tokenizer itself, by
+        the keys of the config."""
         templates = [self.template, self.tool_template]
         about = [[one.source, dict(one.named)] for one in templates if one is not None]
         return {
@@ -125,8 +125,8 @@ class Writer:
         return template.write(told.turns, told.weights(self.learn), told.tools)
 
     def _plain(self, prompt: str, completion: str) -> Written:
-        """A prompt and its completion, with BOS before and EOS after them; where a text brings
-        these itself, it does not get them twice."""
+        """Writes a prompt and its completion, with BOS before and EOS after them, unless the text
+        already has them."""
         tokenizer = self.tokenizer
         before, after = self._pieces(prompt), self._pieces(completion)
         if self.add_bos and tokenizer.bos_id is not None:
@@ -143,40 +143,40 @@ class Writer:
         specials: Mapping[str, int] = self.tokenizer.specials
         if self.parse_specials is None and (found := any_name_of(specials).search(text)):
             raise Undecided(
-                f"its text holds {found[0]}, the name of a special token: set sft.parse_specials "
-                "to true if it stands for the token, or to false if it is text"
+                f"its text contains {found[0]}, the name of a special token: set "
+                "sft.parse_specials to true if it stands for the token, or to false if it is text"
             )
         return split_specials(text, specials if self.parse_specials else {})
 
     def _about_length(self, length: int) -> str:
-        """What is done to a sample that is too long."""
+        """Returns what to do with a sample that is too long."""
         if self.too_long == "error":
             raise Undecided(
-                f"it has {length:,} tokens, and {self.length_key} = {self.seq_len} takes "
-                f"{(self.seq_len or 0) + 1:,}: raise that, or set sft.too_long to truncate, drop "
-                "or split"
+                f"it has {length:,} tokens, but {self.length_key} = {self.seq_len} has room for "
+                f"{(self.seq_len or 0) + 1:,}: raise it, or set sft.too_long to truncate, drop or "
+                "split"
             )
         if self.too_long == "drop":
             raise Skipped("too long")
         return "truncated" if self.too_long == "truncate" else "split"
 
     def shown(self, ids: npt.NDArray[Any]) -> str:
-        """The beginning of a sample, for a message."""
+        """Returns the beginning of a sample, for messages."""
         more = " …" if len(ids) > SHOWN else ""
         return repr("".join(self.tokenizer.pieces(ids[:SHOWN].tolist()))) + more
 
 
 def what_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """A sentence for each difference between two identities."""
+    """Returns a sentence for each difference between two identities."""
     changes = []
     for key in dict.fromkeys((*before, *after)):
         old, new = before.get(key), after.get(key)
         if old == new:
             continue
         if key == "sft.chat_template":
-            changes.append("conversations are written by another chat template (sft.chat_template)")
+            changes.append("conversations use another chat template (sft.chat_template)")
         elif "." in key:
             changes.append(f"{key} is {new!r} and was {old!r}")
         else:
-            changes.append(f"records are read in another way ({key})")
+            changes.append(f"records are read differently ({key})")
     return changes

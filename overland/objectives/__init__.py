@@ -1,6 +1,6 @@
-"""Objectives: what a step minimises. Your own by `register_objective`.
+"""Objectives: what a training step minimizes. Add your own with `register_objective`.
 
-Importing this package costs no torch.
+Importing this package does not import torch.
 """
 
 from overland.objectives.registry import give_objective, objective_for, register_objective

@@ -1,14 +1,14 @@
 """What an objective is, and the default one, next-token prediction.
 
 The loss of a step is a sum over tokens or samples of the whole global batch, divided by their
-number. So neither accumulation, nor the split over devices, nor padding can change it:
+number, so gradient accumulation, the split over devices and padding cannot change it:
 
-    count     this rank's share of what the sum is divided by, known before any forward pass
-    passes    forward passes without gradient that come first; what each finds becomes a field of
-              the batch (the log-probabilities of a reference, say)
-    terms     numbers per row, made of the losses of its tokens; summed over ranks that share a row
-    loss      a loss per sample, made of the terms of its rows by any function, and what else is
-              logged
+    count     this rank's share of the divisor, known before any forward pass
+    passes    forward passes without gradients that come first; the result of each becomes a field
+              of the batch (such as the log-probabilities of a reference model)
+    terms     numbers per row, computed from the losses of its tokens, and summed over ranks that
+              share a row
+    loss      a loss per sample, any function of the terms of its rows, and further metrics to log
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ from overland.parallel.mesh import Mesh
 
 
 class Objective:
-    """A loss that is any function of the losses of a row's tokens. Override `loss`, and what else
-    differs."""
+    """A loss that is any function of the losses of a row's tokens. Override `loss`, and whatever
+    else differs."""
 
     metrics: tuple[str, ...] = ()
-    """Names of what is logged beside the loss, divided by the same count."""
+    """Names of the metrics that are logged besides the loss, divided by the same count."""
     counts: Literal["tokens", "samples"] = "samples"
-    """What the loss is a mean over."""
+    """What the loss is averaged over."""
     rows_per_sample: int = 1
     """Consecutive rows of a batch that belong together, such as the two of a pair."""
     passes: tuple[str, ...] = ()
-    """Names of the batch fields that forward passes without gradient make, [rows, terms] each."""
+    """Names of the batch fields that passes without gradients compute, each [rows, terms]."""
 
     keeps_start = False
-    """Whether it is shown the model with the weights that a run starts from, by `start`."""
+    """Whether `start` is called with the weights that a run starts from."""
 
-    # Of the class: an __init__ of a user's own need not know of them.
+    # Class attributes, so that a user's own __init__ need not know about them.
     _context: Mesh | None = None
     _field: str | None = None
     _found: list[Tensor]
 
     def count(self, batch: Batch) -> Tensor:
-        """Counts this rank's share; what is not a whole number is a share of a row that ranks
-        share."""
+        """Counts this rank's share, which may be fractional if several ranks share a row."""
         if self.counts == "tokens":
             valid_BS, weights_BS = batch["labels_BS"] != IGNORED, weights_of(batch.fields)
             return valid_BS.sum() if weights_BS is None else (valid_BS * weights_BS.double()).sum()
@@ -61,9 +60,9 @@ class Objective:
         return self._sample_weights(weight_B).double().sum() / self._num_sharing
 
     def terms(self, losses_BS: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """[rows, terms]: sums over the tokens of this rank's share of each row, from
-        -log p(label) of each token (0 where the label is -100). A channel `weights` says how much
-        each counts."""
+        """Returns [rows, terms]: sums over the tokens of this rank's share of each row, from
+        -log p(label) of each token (0 if the label is -100). The channel `weights` has the weight
+        of each token."""
         weights_BS = fields.get("weights_BS")
         weighted_BS = losses_BS if weights_BS is None else losses_BS * weights_BS
         return weighted_BS.sum(dim=1, keepdim=True)
@@ -71,21 +70,21 @@ class Objective:
     def loss(
         self, terms_Bk: Tensor, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Returns the loss of each sample, and of each what else is logged, by the names in
-        `metrics`."""
+        """Returns the loss of each sample, and the values of each metric per sample, by the names
+        in `metrics`."""
         losses = terms_Bk[:, 0].unflatten(0, (-1, self.rows_per_sample)).sum(dim=1)
         return losses, {}
 
     def start(self, parts: Sequence[nn.Module]) -> None:
-        """Called with the weights that a run starts from, also where it then resumes others."""
+        """Called with the weights that a run starts from, even if it then resumes other weights."""
 
     def during(self, field: str, parts: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Returns what holds during a pass without gradient, such as adapters that are switched
-        off."""
+        """Returns a context for a pass without gradients, such as one that disables adapters."""
         return nullcontext()
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """Called by a model's head: the summed loss, followed by the sums of the metrics."""
+        """Returns the summed loss, followed by the sums of the metrics; called by a model's
+        head."""
         fields = Fields(fields)
         fields.objective = type(self).__name__
         losses_BS = head.token_losses(hidden_BSD, fields["labels_BS"])
@@ -103,27 +102,27 @@ class Objective:
         weight = 1.0 if weight_B is None else self._sample_weights(weight_B)
         total = (losses * weight).sum()
         logged = [(others[name].detach() * weight).sum() for name in self.metrics]
-        # Ranks that share rows have the same loss each, and their sums are added up.
+        # Ranks that share rows all have the same loss, and their sums are added up.
         shared = total.detach() / self._num_sharing + (total - total.detach())
         return torch.stack([shared, *(one / self._num_sharing for one in logged)])
 
     def _losses(
         self, terms_Bk: Tensor, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Returns what `loss` does, once it is known to be a number per sample: a mean, say, would
-        make the result depend on how the batch is split."""
+        """Calls `loss` and checks that it returns a number per sample: with a mean, for example,
+        the result would depend on how the batch is split."""
         returned = self.loss(terms_Bk, fields)
         if not (isinstance(returned, tuple) and len(returned) == 2):
             raise ObjectiveError(
                 f"{type(self).__name__}.loss() must return two things: a loss per sample, and a "
-                "dict of what else is logged"
+                "dict of further metrics"
             )
         losses, others = returned
         found = {"loss()": losses}
         for name in self.metrics:
             if name not in others:
                 raise ObjectiveError(
-                    f"{type(self).__name__}.metrics names '{name}', which loss() does not return"
+                    f"{type(self).__name__}.metrics lists '{name}', but loss() does not return it"
                 )
             found[f"loss() as its metric {name}"] = others[name]
         shape = (len(terms_Bk) // self.rows_per_sample,)
@@ -133,28 +132,28 @@ class Objective:
         if terms_Bk.requires_grad and not losses.requires_grad:
             raise ObjectiveError(
                 f"{type(self).__name__}.loss() has no gradient: its losses do not depend on the "
-                "terms, or only by something that cannot be differentiated"
+                "terms, or only through an operation that is not differentiable"
             )
         return losses, others
 
     def _wrong(self, what: str, found: object, expected: str) -> ObjectiveError:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         return ObjectiveError(
-            f"{type(self).__name__} returned {shape} from {what}, and not a tensor of the shape "
+            f"{type(self).__name__} returned {shape} from {what}; expected a tensor of shape "
             f"{expected}"
         )
 
     def _sample_weights(self, weight_B: Tensor) -> Tensor:
-        """Weighs a sample as the least of its rows: half a pair is none."""
+        """Gives a sample the smallest weight of its rows: half a pair does not count."""
         return weight_B.unflatten(0, (-1, self.rows_per_sample)).amin(dim=1)
 
     def bind(self, mesh: Mesh) -> None:
-        """Tells the objective who shares rows with this rank."""
+        """Tells the objective which ranks share rows with this one."""
         self._context = mesh if mesh.degrees.cp > 1 else None
 
     @contextmanager
     def finding(self, field: str) -> Iterator[list[Tensor]]:
-        """Lets forward passes put their terms into the list, where this rank has the head."""
+        """Collects the terms of forward passes in the list, on ranks that have the head."""
         self._field, self._found = field, []
         try:
             yield self._found
@@ -167,37 +166,37 @@ class Objective:
 
 
 def count_of(objective: Objective, batch: Batch) -> Tensor:
-    """Returns what the objective counts of this rank's share, if it is a number."""
+    """Returns the objective's count of this rank's share, and checks that it is a number."""
     name = type(objective).__name__
     try:
         count = objective.count(batch)
     except KeyError as error:
         raise ObjectiveError(
-            f"{name}.count() asks for the field {error.args[0]}, which the batch does not have: it "
+            f"{name}.count() needs the field {error.args[0]}, which the batch does not have; it "
             f"has {', '.join(batch.fields)}"
         ) from None
     if not isinstance(count, Tensor) or count.ndim:
         shape = tuple(count.shape) if isinstance(count, Tensor) else type(count).__name__
         raise ObjectiveError(
-            f"{name}.count() returned {shape}, and not a tensor without dimensions"
+            f"{name}.count() returned {shape}; expected a tensor without dimensions"
         )
     return count
 
 
 class Fields(dict[str, Tensor]):
-    """The fields of a batch, for an objective that may ask for one that the data lacks."""
+    """The fields of a batch, with a clear error if an objective needs one that the data lacks."""
 
     objective = ""
 
     def __missing__(self, name: str) -> Tensor:
         raise ObjectiveError(
-            f"{self.objective} asks for the field {name}, which the batch does not have: it has "
+            f"{self.objective} needs the field {name}, which the batch does not have; it has "
             f"{', '.join(self)}"
         )
 
 
 def weights_of(fields: Mapping[str, Tensor]) -> Tensor | None:
-    """Returns how much each token counts; None where all count alike."""
+    """Returns the weight of each token, or None if all count the same."""
     weights_BS, weight_B = fields.get("weights_BS"), fields.get("weight_B")
     if weight_B is None:
         return weights_BS
@@ -206,11 +205,11 @@ def weights_of(fields: Mapping[str, Tensor]) -> Tensor | None:
 
 
 class NextToken(Objective):
-    """Next-token prediction: cross-entropy, and if asked for z-loss, z · log²Z per token, which
+    """Next-token prediction: cross-entropy and, if enabled, z-loss: z · log²Z per token, which
     keeps the logits from drifting (Chowdhery et al. 2022).
 
-    It is a weighted sum of token losses, so the head makes its gradient in the forward pass. A
-    field `weights_BS` says how much each token counts.
+    It is a weighted sum of token losses, so the head can compute its gradient in the forward pass.
+    The field `weights_BS` has the weight of each token.
     """
 
     counts = "tokens"
@@ -220,7 +219,7 @@ class NextToken(Objective):
         self.metrics = ("cross_entropy", "z_loss") if z_loss else ()
 
     def sums(self, head: OutputMatrix, hidden_BSD: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        # Validation reports the cross-entropy alone.
+        # Validation reports only the cross-entropy.
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         total, z_part = head.weighted_sum(
             hidden_BSD, fields["labels_BS"], weights_of(fields), z_loss

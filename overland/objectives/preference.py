@@ -1,8 +1,8 @@
-"""Preference tuning: of two answers to a prompt, the chosen one is made likelier than the rejected.
+"""Preference tuning: makes the chosen one of two answers to a prompt likelier than the rejected.
 
-A row holds a pair, one answer with its prompt after the other, and neither sees the other (see
-data/preference.py). With c and r the log-probabilities of the two answers, c' and r' those that a
-frozen reference gives them, and means over tokens in ⟨ ⟩:
+A row holds a pair, each answer with its prompt, and neither attends to the other (see
+data/preference.py). With c and r the log-probabilities of the two answers, c' and r' those under a
+frozen reference model, and ⟨ ⟩ the mean over tokens:
 
     dpo     -log σ(β · ((c - c') - (r - r')))            Rafailov et al. 2023
     ipo     ((⟨c - c'⟩ - ⟨r - r'⟩) - 1/2β)²              Azar et al. 2023
@@ -36,7 +36,7 @@ class PreferenceLoss(Objective):
                "logps_chosen", "logps_rejected")  # fmt: skip
 
     def __init__(self, settings: Preference, starts_as_base: bool) -> None:
-        """`starts_as_base`: without its adapters, the model stays what it was at the start."""
+        """`starts_as_base`: without its adapters, the model is always the one it started from."""
         self.settings = settings
         reference = settings.reference
         if reference == "auto":
@@ -46,10 +46,10 @@ class PreferenceLoss(Objective):
         self.is_precomputed = compares and reference == "precomputed"
         if compares and not self.is_precomputed:
             self.passes = (REFERENCE,)
-        self._others: dict[nn.Parameter, Tensor] = {}  # the reference's, while it is not in place
+        self._others: dict[nn.Parameter, Tensor] = {}  # of the reference, while it is not in use
 
     def terms(self, losses_BS: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """Log-probabilities of both answers, and their numbers of tokens."""
+        """Returns the log-probabilities of both answers, and their numbers of tokens."""
         answers_BS, weights_BS = fields["answers_BS"], fields["weights_BS"].to(losses_BS.dtype)
         sides = [(answers_BS == side) * weights_BS for side in (CHOSEN, REJECTED)]
         sums = [-(losses_BS * side_BS).sum(dim=1) for side_BS in sides]
@@ -107,7 +107,7 @@ class PreferenceLoss(Objective):
             self._exchange()
 
     def _exchange(self) -> None:
-        """Gives the parameters the values of the copy, and the copy theirs."""
+        """Swaps the values of the parameters with those of the copy."""
         for parameter, other in self._others.items():
             here = shard_of(parameter.detach())
             kept = here.clone()
@@ -116,7 +116,7 @@ class PreferenceLoss(Objective):
 
 
 def log_complement(log_p: Tensor) -> Tensor:
-    """log(1 - eˣ) for x < 0, exact near both ends."""
+    """Returns log(1 - eˣ) for x < 0, accurate near both ends."""
     near_one = log_p > -0.6931
     a = torch.log(-torch.expm1(log_p.where(near_one, -1.0).clamp(max=-1e-12)))
     b = torch.log1p(-torch.exp(log_p.where(~near_one, -1.0)))

@@ -1,4 +1,4 @@
-"""Objectives by name. Imports no torch: an objective is made when a run is built."""
+"""Objectives by name. Does not import torch: an objective is created when a run is built."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NEXT_TOKEN = "next_token"
 
 
 def register_objective(name: str, make: Callable[..., Objective]) -> None:
-    """Makes `training.objective = NAME` train on what `make(**training.objective_options)`
-    returns."""
+    """Makes `training.objective = NAME` use the objective that
+    `make(**training.objective_options)` returns."""
     if name in _OBJECTIVES or name == AUTO:
         raise ObjectiveError(f"an objective named '{name}' is already registered")
     _OBJECTIVES[name] = make
 
 
 def objective_name(training: Training, architecture: Any) -> str:
-    """Returns what the config names, or else what the model's config does (next_token,
-    by default)."""
+    """Returns the objective that the config names, or else the model's config (by default,
+    next_token)."""
     if training.objective != AUTO:
         return training.objective
     return str(getattr(architecture, "objective", NEXT_TOKEN))
@@ -41,47 +41,47 @@ def objective_for(config: JobConfig, architecture: Any) -> Objective:
         return _preference(config)
     name, options = objective_name(training, architecture), dict(training.objective_options)
     if name not in _OBJECTIVES:
-        raise ObjectiveError(f"no objective is named '{name}'{did_you_mean(name, _OBJECTIVES)}")
+        raise ObjectiveError(f"there is no objective '{name}'{did_you_mean(name, _OBJECTIVES)}")
     if name == NEXT_TOKEN:
         options["z_loss"] = training.z_loss
     elif training.z_loss:
         raise ObjectiveError(
-            f"training.z_loss is a part of {NEXT_TOKEN}, and the objective is {name}: leave it out"
+            f"training.z_loss is part of {NEXT_TOKEN}, but the objective is {name}: remove it"
         )
     try:
         objective = _OBJECTIVES[name](**options)
     except (TypeError, ValueError) as error:
-        raise ObjectiveError(f"the objective '{name}' cannot be made: {error}") from None
+        raise ObjectiveError(f"the objective '{name}' cannot be created: {error}") from None
     if problem := _wrong(objective):
         raise ObjectiveError(f"the objective '{name}' {problem}")
     return objective
 
 
 def _wrong(objective: object) -> str:
-    """Returns what is wrong with what an objective says of itself, if anything."""
+    """Returns what is wrong with the attributes of an objective, if anything."""
     from overland.objectives.objective import Objective
 
     if not isinstance(objective, Objective):
-        return f"is made as a {type(objective).__name__}, and must extend Objective"
+        return f"is a {type(objective).__name__}, but must extend Objective"
     if objective.counts not in ("tokens", "samples"):
-        return f"counts {objective.counts!r}, and must count tokens or samples"
+        return f"counts {objective.counts!r}, but must count tokens or samples"
     rows = objective.rows_per_sample
     if not isinstance(rows, int) or rows < 1:
-        return f"has rows_per_sample = {rows!r}, and must have a whole number of at least 1"
+        return f"has rows_per_sample = {rows!r}, which must be a whole number of at least 1"
     for key in ("metrics", "passes"):
         names = getattr(objective, key)
         if isinstance(names, str) or len({*names}) < len(names):
-            return f"has {key} = {names!r}, and must have a tuple of different names"
+            return f"has {key} = {names!r}, which must be a tuple of different names"
     if taken := first_taken(objective.metrics):
-        return f"cannot log a metric as '{taken}', which means something else: name it otherwise"
+        return f"cannot log a metric as '{taken}', which has another meaning: rename it"
     if given := [one for one in objective.passes if one.endswith(("_B", "_BS"))]:
-        return f"has a pass named {given[0]}, as fields of the data are: name it {given[0]}_Bk"
+        return f"has a pass named {given[0]}, like a field of the data: name it {given[0]}_Bk"
     return ""
 
 
 def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
-    """Puts the objective where the head finds it. A model without a place for it computes its loss
-    by itself."""
+    """Sets the objective on the model, where its head uses it. A model without an `objective`
+    attribute computes its loss itself."""
     from overland.models.inner import InnerLoss
     from overland.objectives.objective import Objective
 
@@ -91,14 +91,16 @@ def give_objective(parts: Sequence[nn.Module], objective: Objective) -> None:
     for part in parts:
         inner = {one.name for one in part.modules() if isinstance(one, InnerLoss)}
         if both := inner & {*objective.metrics}:
-            raise ObjectiveError(f"the objective and the model both log {min(both)}: name one anew")
+            raise ObjectiveError(
+                f"the objective and the model both log {min(both)}: rename one of them"
+            )
         if hasattr(part, "objective"):
             part.objective = objective  # type: ignore[assignment]
         elif computes or objective.metrics or objective.passes:
             raise ObjectiveError(
-                f"{type(part).__name__} computes its loss by itself (it has no attribute "
-                "`objective`, see docs/extending.md), so training.objective and training.z_loss "
-                "would change nothing: leave them out"
+                f"{type(part).__name__} computes its loss itself (it has no attribute `objective`, "
+                "see docs/extending.md), so training.objective and training.z_loss would have no "
+                "effect: remove them"
             )
 
 
@@ -107,8 +109,7 @@ def _preference(config: JobConfig) -> Objective:
 
     if config.training.objective != AUTO or config.training.z_loss:
         raise ObjectiveError(
-            "preference.loss is an objective by itself: leave training.objective and "
-            "training.z_loss out"
+            "preference.loss is itself the objective: remove training.objective and training.z_loss"
         )
     lora = config.lora
     is_base = bool(lora.rank) and lora.adapter is None and not lora.modules_to_save
@@ -122,7 +123,7 @@ def _next_token(**options: Any) -> Objective:
 
 
 def _own(**options: Any) -> Objective:
-    """Makes the objective of a model that computes its loss by itself, summed over samples."""
+    """Creates the objective of a model that computes its own loss, summed over samples."""
     from overland.objectives.objective import Objective
 
     return Objective(**options)

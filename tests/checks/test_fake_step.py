@@ -176,7 +176,7 @@ def test_an_objective_finds_the_channels_of_its_data(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sources._sources, "scored", Scored)
     monkeypatch.setitem(objectives._OBJECTIVES, "by_score", ByScore)
     steps(1, "training.objective=by_score", "training.dataset=scored", *SMALL)
-    with pytest.raises(ObjectiveError, match="asks for the field score_BS"):
+    with pytest.raises(ObjectiveError, match="needs the field score_BS"):
         steps(1, "training.objective=by_score", "training.dataset=random", *SMALL)
 
 

@@ -35,10 +35,10 @@ def problems(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('[training]\nobjective = "next_tokn"', "training.objective: no objective is named"),
+        ('[training]\nobjective = "next_tokn"', "training.objective: there is no objective"),
         ('[training]\nobjective = "next_tokn"', "did you mean 'next_token'"),
-        ('[training]\nobjective = "per_sample"\nz_loss = 1e-4', "z_loss is a part of next_token"),
-        ("[training]\nobjective_options = {beta = 1}", "next_token' cannot be made"),
+        ('[training]\nobjective = "per_sample"\nz_loss = 1e-4', "z_loss is part of next_token"),
+        ("[training]\nobjective_options = {beta = 1}", "next_token' cannot be created"),
         ("[training]\nobjective_options = {beta = 1}", "training.objective_options: "),
         ("[model.transforms.low_rnk]\nrank = 4", "there is no transform 'low_rnk'"),
     ],
@@ -105,7 +105,7 @@ def test_an_objective_that_a_model_would_not_ask_is_refused() -> None:
             return terms_Bk[:, 0] / 2, {}
 
     registry.give_objective([nn.Linear(1, 1)], Objective())  # the model computes its own
-    with pytest.raises(ObjectiveError, match="Linear computes its loss by itself"):
+    with pytest.raises(ObjectiveError, match="Linear computes its loss itself"):
         registry.give_objective([nn.Linear(1, 1)], Halved())
 
 

@@ -110,7 +110,7 @@ def test_a_part_is_counted_from_one_or_given_by_slurm() -> None:
 
 def test_what_is_wrong_is_one_sentence(here: Path) -> None:
     done = overland("data", "build", "lines", cwd=here, code=2)
-    assert done.stderr.startswith("lines is text: say which tokenizer makes tokens of it, by")
+    assert done.stderr.startswith("lines is text: specify the tokenizer for it with")
     assert done.stderr.count("\n") == 1
     path = here / "lines" / "001.jsonl"
     path.write_text(path.read_text() + '{"text": ""}\noops\n')

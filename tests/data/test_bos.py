@@ -100,7 +100,7 @@ def test_corpora_of_different_policies_are_not_mixed(tmp_path: Path, tokenizer: 
     bare = Tokenizer(tokenizer.path, add_eos=False)
     folders = [lay_out("lines", source, one, tmp_path / "built") for one in (bare, bare, tokenizer)]
     corpora = dict(zip("abc", map(open_corpus, folders), strict=True))
-    with pytest.raises(DataError, match=r"c was made by another .* \(with BOS and with EOS\)"):
+    with pytest.raises(DataError, match=r"c was made with another .* \(with BOS and with EOS\)"):
         one_tokenizer(None, corpora)
     del corpora["c"]
     found = one_tokenizer(None, corpora)

@@ -204,7 +204,7 @@ def test_processes_that_always_end_are_an_error_with_a_way_out(
 ) -> None:
     source = FatalLines(lines, sorted(path.name for path in lines.iterdir()))
     folder = lay_out("lines", source, tokenizer, tmp_path, shard_documents=1)
-    with pytest.raises(DataError, match=r"ended again and again.*try fewer --processes"):
+    with pytest.raises(DataError, match=r"keep dying.*try fewer --processes"):
         build(folder, source, tokenizer, processes=1)
 
 

@@ -96,7 +96,7 @@ def test_a_shard_keeps_channels_and_its_checksum_covers_them(tmp_path: Path) -> 
     damaged = bytearray(path.read_bytes())
     damaged[64 + 24 + 2] ^= 1  # the first weight, after 12 tokens of 2 bytes
     path.write_bytes(damaged)
-    with pytest.raises(DataError, match="do not have their checksum"):
+    with pytest.raises(DataError, match="its checksum does not match"):
         open_shard(path).verify()
 
 
@@ -126,8 +126,11 @@ class Bare(Weighted):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (Short(1, 4), "document 0 has weights as float64 of shape .* per token was expected"),
-        (Bare(1, 4), "document 0 is no dict of tokens, weights"),
+        (
+            Short(1, 4),
+            "document 0 has weights as float64 of shape .*; expected a float32 per",
+        ),
+        (Bare(1, 4), "document 0 is not a dict of tokens, weights"),
     ],
 )
 def test_documents_without_the_declared_channels_are_bad(
@@ -142,7 +145,7 @@ def test_documents_without_the_declared_channels_are_bad(
     [
         ({"tokens": [1, 2], "weights": [1, -0.5], "turn": [0, 1]}, "-0.5 in weights"),
         ({"tokens": [1, 2], "weights": [1, np.nan], "turn": [0, 1]}, "nan in weights"),
-        ({"tokens": [1, 2], "weights": [1, 1], "turn": [0, 256]}, "256 in turn, .* uint8"),
+        ({"tokens": [1, 2], "weights": [1, 1], "turn": [0, 256]}, "256 in turn; .* uint8"),
         ({"tokens": [1, 2], "weights": [1, 1], "turn": [0, 0.5]}, "0.5 in turn"),
         ({"tokens": [1, [2]], "weights": [1, 1], "turn": [0, 1]}, "lists of different lengths"),
     ],

@@ -163,11 +163,11 @@ def test_a_template_that_rewrites_earlier_turns_needs_marks(tokenizer: Tokenizer
 def test_what_a_template_would_leave_out_is_refused(tokenizer: Tokenizer) -> None:
     template = template_of(LLAMA3, tokenizer)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(ChatError, match=r"has calls of tools .tool_calls., and the chat template"):
+    with pytest.raises(ChatError, match=r"has tool calls, but the chat template does not"):
         template.write([TALK[0], call], [0, 1])
-    with pytest.raises(ChatError, match="it has tools, and the chat template writes none"):
+    with pytest.raises(ChatError, match="it has tools, but the chat template does not write"):
         template.write(TALK, said(TALK), [{"name": "f"}])
-    with pytest.raises(ChatError, match="turn 1 of 3 otherwise than its generation prompt"):
+    with pytest.raises(ChatError, match="turn 1 of 3 differently than its generation prompt"):
         template.write(TALK[1:], said(TALK[1:]))
 
 
@@ -197,17 +197,17 @@ def test_a_template_may_end_all_conversations_by_eos(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ raise_exception('no system turns') }}", "refuses the conversation: no system turns"),
-        ("{{ messages[0].nothing.at.all }}", "refuses the conversation: .*nothing"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without end"),
+        ("{{ raise_exception('no system turns') }}", "rejects the conversation: no system turns"),
+        ("{{ messages[0].nothing.at.all }}", "rejects the conversation: .*nothing"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recurses without end"),
         ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-         "not come to an end: its loops take more"),
-        ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "come to an end: it writes"),
-        ("{{ 'a' * 999999999999 }}", "not come to an end: it makes a text of more"),
-        ("{{ 9 ** 999999999999 }}", "not come to an end: it computes a power"),
-        ("{{ messages.__class__.__mro__ }}", "refuses the conversation: access to attribute"),
-        ("{{ ''.__class__.__mro__ }}", "refuses the conversation: access to attribute"),
-        ("{% set _ = messages.append(1) %}", "refuses the conversation: access to attribute"),
+         "not finish: its loops take more"),
+        ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "not finish: it writes"),
+        ("{{ 'a' * 999999999999 }}", "not finish: it builds a text of more"),
+        ("{{ 9 ** 999999999999 }}", "not finish: it computes a power"),
+        ("{{ messages.__class__.__mro__ }}", "rejects the conversation: access to attribute"),
+        ("{{ ''.__class__.__mro__ }}", "rejects the conversation: access to attribute"),
+        ("{% set _ = messages.append(1) %}", "rejects the conversation: access to attribute"),
         ("{{ strftime_now('%Y') }}", "set sft.date"),
     ],
 )  # fmt: skip
@@ -246,7 +246,7 @@ GROWING = (
 def test_a_template_cannot_fill_the_memory(tokenizer: Tokenizer, source: str) -> None:
     template = template_of(source, tokenizer)
     ended = limited(partial(template.write, TALK, said(TALK)), megabytes=700)
-    assert ended.startswith("ChatError: the chat template does not come to an end: it "), ended
+    assert ended.startswith("ChatError: the chat template does not finish: it "), ended
 
 
 def test_a_template_writes_the_same_each_time(tokenizer: Tokenizer) -> None:
@@ -265,23 +265,23 @@ def test_what_templates_of_others_do_to_texts_still_works(tokenizer: Tokenizer) 
 
 def test_by_prefixes_only_so_many_turns_can_be_told(tokenizer: Tokenizer) -> None:
     turns = TALK[:2] * 2000
-    with pytest.raises(Undecided, match="it has 4,000 turns, and to find out by prefixes"):
+    with pytest.raises(Undecided, match="it has 4,000 turns, and to find the assistant"):
         template_of(LLAMA3, tokenizer).write(turns, said(turns))
     template_of(LLAMA3, tokenizer).write(turns, [0] * (len(turns) - 1) + [1])
     template_of(MARKED["llama3"], tokenizer).write(turns, said(turns))
 
 
 def test_what_is_no_template_is_said_with_its_line(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="cannot be read, line 2: "):
+    with pytest.raises(DataError, match="cannot be parsed, line 2: "):
         template_of("a\n{% for %}", tokenizer).check()
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be parsed"):
         template_of("{% generation %}", tokenizer).check()
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a\ufdd0b", r"U\+FDD0, which is no character"),
+        ("a\ufdd0b", r"U\+FDD0, which is not a character"),
         ("\ufdd3\U000f0000", r"U\+FDD3"),
         ("a\ud83d", "half of a surrogate pair"),
     ],
@@ -295,7 +295,7 @@ def test_nesting_has_a_limit(tokenizer: Tokenizer) -> None:
     deep: Any = "a"
     for _ in range(40):
         deep = [deep]
-    with pytest.raises(ChatError, match="nested more than 32 deep"):
+    with pytest.raises(ChatError, match="nested more than 32 levels deep"):
         template_of(LLAMA3, tokenizer).write([{"role": "user", "content": "a", "x": deep}], [0])
 
 

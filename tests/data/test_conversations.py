@@ -25,7 +25,7 @@ def told(record: dict[str, Any], **how: Any) -> Conversation:
     [
         ({"id": 7, "messages": TURNS}, "conversations in column messages"),
         ({"messages": json.dumps(TURNS)}, "conversations in column messages"),
-        ({"conversations": SHAREGPT}, "conversations in ShareGPT's form in column conversations"),
+        ({"conversations": SHAREGPT}, "conversations in ShareGPT format in column conversations"),
         ({"conversations": TURNS}, "conversations in column conversations"),
         ({"instruction": "Hi", "output": "Hello"}, "questions and answers in columns instruction "
          "and output"),
@@ -59,7 +59,7 @@ def test_a_wish_wins_over_what_is_likelier() -> None:
     assert recognise("file", [record], pairs=True).shape == "preference"
     assert recognise("file", [{"said": TURNS}], column="said").turns == "said"
     with pytest.raises(
-        DataError, match=r"file does not hold questions and answers .sft.shape = 'i"
+        DataError, match=r"file does not contain questions and answers .sft.shape = 'i"
     ):
         recognise("file", [record], "instruction")
     with pytest.raises(DataError, match="file has no column 'x'; its columns: text"):
@@ -72,13 +72,15 @@ def test_columns_of_later_records_count() -> None:
 
 
 def test_what_is_nothing_to_learn_from_is_listed() -> None:
-    with pytest.raises(DataError, match=r"its columns: url, html\. Expected are messages, "):
+    with pytest.raises(DataError, match=r"its columns: url, html\. Expected messages, "):
         recognise("file", [{"url": "a", "html": "b"}])
     with pytest.raises(DataError, match="file is empty: it holds no records"):
         recognise("file", [])
     with pytest.raises(DataError, match=r"pairs of a chosen and a rejected .* set preference.loss"):
         recognise("file", [{"chosen": "a", "rejected": "b"}])
-    with pytest.raises(DataError, match=r"holds texts in column text, and preference.loss needs"):
+    with pytest.raises(
+        DataError, match=r"contains texts in column text, but preference.loss needs"
+    ):
         recognise("file", [{"text": "a"}], pairs=True)
 
 
@@ -125,13 +127,13 @@ def test_turns_say_how_much_they_count() -> None:
     assert "weight" not in found.turns[1]
     assert told({"messages": [USER, {**BOT, "weight": 0.5}]}).weights("assistant") == [0, 0.5]
     assert told({"messages": [{**USER, "train": False}, BOT]}).weights("assistant") == [0, 1]
-    with pytest.raises(ChatError, match="turn 1, by 'user', says that it is to be learned"):
+    with pytest.raises(ChatError, match="turn 1, by 'user', is marked to be learned"):
         told({"messages": [{**USER, "train": True}, BOT]}).weights("assistant")
 
 
 def test_where_every_token_counts_a_turn_cannot_say_otherwise() -> None:
     assert told({"messages": [USER, {**BOT, "train": True}]}).weights("all") is None
-    with pytest.raises(Undecided, match="turn 2 says how much it counts"):
+    with pytest.raises(Undecided, match="turn 2 has a weight of its own"):
         told({"messages": [USER, {**BOT, "train": False}]}).weights("all")
 
 
@@ -139,8 +141,8 @@ def test_where_every_token_counts_a_turn_cannot_say_otherwise() -> None:
     ("record", "words"),
     [
         ({"messages": TURNS, "system": 3}, "its column system is int"),
-        ({"messages": TURNS, "tools": "none"}, "its column tools is no list of tools: 'none'"),
-        ({"messages": TURNS, "tools": 3}, "its column tools is no list of tools: 3"),
+        ({"messages": TURNS, "tools": "none"}, "its column tools is not a list of tools: 'none'"),
+        ({"messages": TURNS, "tools": 3}, "its column tools is not a list of tools: 3"),
         ({"instruction": "Add", "input": ["1"], "output": "2"}, "its column input is list"),
     ],
 )
@@ -176,21 +178,21 @@ def test_a_call_of_a_tool_needs_no_content() -> None:
 @pytest.mark.parametrize(
     ("turns", "words"),
     [
-        ([], "its column messages holds no turns"),
-        (None, "its column messages holds no turns"),
-        ("[{", "its column messages holds no turns"),
-        (["Hi"], "turn 1 is str, expected an object with a role"),
-        ([{"content": "Hi"}], "turn 1 does not say whose it is"),
-        ([{"role": 3, "content": "Hi"}], "turn 1 does not say whose it is"),
+        ([], "its column messages contains no turns"),
+        (None, "its column messages contains no turns"),
+        ("[{", "its column messages contains no turns"),
+        (["Hi"], "turn 1 is str; expected an object with a role"),
+        ([{"content": "Hi"}], "turn 1 has no valid role"),
+        ([{"role": 3, "content": "Hi"}], "turn 1 has no valid role"),
         ([USER, {"role": "assistant"}], "turn 2, by 'assistant', has no content"),
         ([USER, {**BOT, "content": None}], "turn 2, by 'assistant', has no content"),
-        ([{**USER, "content": 3}], "turn 1 has content of type int, where text is expected"),
+        ([{**USER, "content": 3}], "turn 1 has content of type int; expected text"),
         ([{**USER, "content": [{"type": "image"}]}], "turn 1 has content of type image"),
         ([USER, {**BOT, "weight": 1, "train": True}], "turn 2 has both weight and train"),
-        ([USER, {**BOT, "weight": -1}], "turn 2 has weight -1, expected"),
-        ([USER, {**BOT, "weight": 1e300}], "turn 2 has weight 1e\\+300, .* from 0 to 1,000,000"),
+        ([USER, {**BOT, "weight": -1}], "turn 2 has weight -1; expected"),
+        ([USER, {**BOT, "weight": 1e300}], "turn 2 has weight 1e\\+300; .* from 0 to 1,000,000"),
         ([USER, {**BOT, "weight": 10**400}], "turn 2 has weight 1000"),
-        ([USER, {**BOT, "weight": "much"}], "turn 2 has weight 'much', expected"),
+        ([USER, {**BOT, "weight": "much"}], "turn 2 has weight 'much'; expected"),
     ],
 )
 def test_a_turn_that_cannot_be_used_is_named(turns: Any, words: str) -> None:
@@ -202,7 +204,7 @@ def test_a_turn_that_cannot_be_used_is_named(turns: Any, words: str) -> None:
     ("record", "words"),
     [
         ({"text": " \n"}, "its column text is empty"),
-        ({"text": None}, "its column text is NoneType, where text is expected"),
+        ({"text": None}, "its column text is NoneType; expected text"),
         ({"prompt": "a", "completion": ""}, "its column completion is empty"),
         ({"prompt": TURNS, "completion": TURNS}, "its column completion adds no turn"),
         ({"instruction": "a", "output": 3}, "its column output is int"),

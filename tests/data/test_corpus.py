@@ -75,7 +75,7 @@ def test_a_built_corpus_needs_neither_source_nor_tokenizer(
     shards = [corpus.shard(number) for number in range(3)]
     assert sizes.tolist() == [[s.info.num_documents, s.info.num_tokens] for s in shards]
     corpus.layout.shard_path(1).unlink()
-    with pytest.raises(DataError, match=r"0000001\.shard is missing from a corpus that was"):
+    with pytest.raises(DataError, match=r"0000001\.shard is missing from a complete corpus"):
         open_corpus(folder).shard(1)
 
 
@@ -84,7 +84,7 @@ def test_a_shard_that_nobody_makes_is_an_error_in_the_end(
 ) -> None:
     monkeypatch.setattr(corpus_module, "PATIENCE_SECONDS", 0.1)
     folder = streamed(write_lines(tmp_path / "lines", 3), tokenizer, tmp_path).folder
-    with pytest.raises(DataError, match="missing and nobody is making it: `overland data build`"):
+    with pytest.raises(DataError, match="missing and no process is making it: run `overland data"):
         open_corpus(folder).shard(1)
 
 
@@ -108,7 +108,7 @@ BAD = {
     "empty": (b'{"text": "a"}\n{"text": ""}\n{"text": "b"}\n', r"a\.jsonl: document 1 .*nothing"),
     "id": (
         b'{"tokens": [1]}\n{"tokens": [1, 300]}\n{"tokens": [299]}\n',
-        r"a\.jsonl: document 1 has the id 300, outside a vocabulary of 300",
+        r"a\.jsonl: document 1 has the id 300, which is outside a vocabulary of 300",
     ),
     "negative": (
         b'{"tokens": [1]}\n{"tokens": [-1]}\n{"tokens": [2]}\n',

@@ -175,7 +175,7 @@ def test_validation_reads_what_training_leaves_out(
     without = config_of(text, tmp_path / "data", tokenizer, 0)
     with pytest.raises(DataError, match="this run began with"):
         training_data(without, 4, None, Preparer()).continued(training.plan.to_json(), 1)
-    with pytest.raises(DataError, match="would keep all of text out of training"):
+    with pytest.raises(DataError, match="would hold out all of text"):
         training_data(config_of(text, tmp_path / "data", tokenizer, 1000), 4, None, Preparer())
 
 

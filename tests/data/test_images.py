@@ -316,8 +316,8 @@ def test_lists_that_are_not_there_become_made_images_only_when_asked_for(tmp_pat
     dataset = training_data(asked, 4, None, Preparer(report=said.append))
     assert len(dataset.rows.corpora["train.csv"]) == 7  # type: ignore[arg-type]
     (note,) = said
-    assert "train.csv is not there, so trained on 7 random images of 1 × 32 × 32" in note
-    assert 'images.if_missing = "error" stops instead' in note
+    assert "train.csv does not exist, so the model is trained on 7 random images of 1 × 32" in note
+    assert 'set images.if_missing = "error" to stop instead' in note
     images(tmp_path)
     assert sources_of(asked)["train.csv"].path is not None
 
@@ -331,14 +331,14 @@ def test_what_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"takes pixel_values \(float32 1 × 32 × 32\)"):
         check_samples(padded, TAKEN, "another model", casts=False)
     held_out = job(tmp_path, data=Data(folder=str(tmp_path), holdout=0.1))
-    with pytest.raises(DataError, match=r"data\.holdout keeps documents of text"):
+    with pytest.raises(DataError, match=r"data\.holdout holds out documents of text"):
         open_images(held_out, "training", "train.csv", sources_of(held_out)["train.csv"])
 
 
 def test_a_list_without_files_or_of_what_is_trained_on_says_so(tmp_path: Path) -> None:
     images(tmp_path)
     same = Validation(enable=True, dataset_path=str(tmp_path / "train.csv"))
-    with pytest.raises(DataError, match=r"which is trained on: choose other data"):  # no holdout
+    with pytest.raises(DataError, match=r"also training data: choose other"):  # no holdout
         check_held_out(job(tmp_path, validation=same))
     for text in ("path\n", "text,label\nhello,1\n"):
         (tmp_path / "train.csv").write_text(text)
@@ -383,5 +383,5 @@ def test_shapes_are_functions_of_their_number_and_none_is_held_out_twice(tmp_pat
     assert len({image.tobytes() for image in np.concatenate(found[:2])}) == 16
     assert trained.fingerprint != held.fingerprint
     words = job(tmp_path, model=Model(), training=Training(dataset="shapes"))
-    with pytest.raises(DataError, match="shapes are images, and llama3 takes none"):
+    with pytest.raises(DataError, match="shapes are images, but llama3 does not take images"):
         opened(words)

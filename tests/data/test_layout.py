@@ -118,7 +118,7 @@ def test_two_sources_of_ones_own_with_the_same_list_stay_apart(
     assert lay_out("first", Sums(), tokenizer, tmp_path) == first
     assert lay_out("second", Sums(), tokenizer, tmp_path) != first
     assert lay_out("first", Sums(11), tokenizer, tmp_path) != first
-    assert "lists other chunks" in source_changes(first, Sums(11))[0]
+    assert "lists different chunks" in source_changes(first, Sums(11))[0]
 
 
 def test_two_may_lay_out_a_corpus_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -139,7 +139,7 @@ def test_two_may_lay_out_a_corpus_at_once(tmp_path: Path, tokenizer: Tokenizer) 
 
 
 def test_text_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a is text: say which tokenizer .*--tokenizer"):
+    with pytest.raises(DataError, match=r"a is text: specify the tokenizer .*--tokenizer"):
         lay_out("a", Sums(), None, tmp_path)
 
 
@@ -187,7 +187,7 @@ def test_a_corpus_of_an_earlier_version_is_found_also_after_a_touch(tmp_path: Pa
     )
     assert found == again
     assert len(said) == 1
-    assert "keeps no hash of the whole file" in said[0]
+    assert "has no hash of the whole file" in said[0]
 
 
 def test_a_file_that_changed_is_not_taken_for_what_an_earlier_version_read(tmp_path: Path) -> None:

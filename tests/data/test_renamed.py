@@ -41,7 +41,7 @@ def test_renamed_files_are_not_read_again(tmp_path: Path, lines: Path) -> None:
     before = opened(tmp_path, lines / "000.jsonl")
     before.close()
     renamed = opened(tmp_path, (lines / "000.jsonl").rename(lines / "a.jsonl"))
-    with pytest.raises(DataError, match=r"a\.jsonl holds the same bytes as 000\.jsonl, which this"):
+    with pytest.raises(DataError, match=r"a\.jsonl has the same content as 000\.jsonl, which"):
         renamed.continued(before.plan.to_json(), 5)
     other = opened(tmp_path, lines / "001.jsonl").continued(before.plan.to_json(), 5)
     assert list(other.plan.sources) == ["000.jsonl", "001.jsonl"]

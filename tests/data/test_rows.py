@@ -298,7 +298,7 @@ def test_a_source_is_read_as_often_as_it_may_and_then_named(streamed: dict[str, 
             found = documents_begun(rows, range(batch, batch + 1))
             begun.update(number for source, number in found if source == 2)
 
-    with pytest.raises(DataError, match="c has been read 2 times, as often as its max_epochs"):
+    with pytest.raises(DataError, match="c has been read 2 times, the limit set by its max_epochs"):
         read_all()
     assert len(begun) == 5
     assert set(begun.values()) == {2}

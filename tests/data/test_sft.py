@@ -111,8 +111,8 @@ def test_loss_is_on_what_assistants_say(tmp_path: Path, tokenizer: Path, talks: 
         assert ids[0] == source.tokenizer.bos_id
         assert weights[0] == 0
     assert source.notes == [
-        "conversations in column messages (sft.shape), written by the tokenizer's chat template "
-        "(sft.chat_template); learned is what assistants say (sft.learn), found by prefixes"
+        "conversations in column messages (sft.shape), formatted with the tokenizer's chat "
+        "template (sft.chat_template); trained on assistant turns (sft.learn), found by prefixes"
     ]
 
 
@@ -160,10 +160,10 @@ GUANACO = [{"text": "<s>[INST] Hi [/INST] Hello </s>"}, {"text": "<s>[INST] A [/
 def test_a_cached_arrow_stream_of_raw_text(tmp_path: Path, tokenizer: Path) -> None:
     path = write_as("arrow", tmp_path / "cache", GUANACO)
     folder = write_tokenizer(tmp_path / "llama2", **ROLES["mistral"], add_bos_token=True)
-    with pytest.raises(DataError, match=r"talks\.arrow: row 0: its text holds <s>, .*parse_specia"):
+    with pytest.raises(DataError, match=r"talks\.arrow: row 0: its text contains <s>, .*parse_spe"):
         samples(opened(job(tmp_path, folder, path)))
     parsed = opened(job(tmp_path, folder, path, sft={"parse_specials": True}))
-    assert parsed.notes == ["texts in column text (sft.shape); learned is every token"]
+    assert parsed.notes == ["texts in column text (sft.shape); trained on every token"]
     bos, eos = parsed.tokenizer.specials["<s>"], parsed.tokenizer.specials["</s>"]
     for ids, weights in samples(parsed):
         assert [i for i, id_ in enumerate(ids) if id_ in (bos, eos)] == [0, len(ids) - 1]
@@ -178,8 +178,8 @@ def test_what_a_template_leaves_out_of_turns_is_said(tmp_path: Path, tokenizer: 
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2", "name": "bot"}
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [talk(0)[0], answer]}])
     assert (
-        "turns also have reasoning_content and name, which the tokenizer's chat template does not "
-        "write: left out (sft.chat_template names another template)"
+        "turns also have reasoning_content and name, which the tokenizer's chat template leaves "
+        "out (set sft.chat_template to use another template)"
     ) in opened(job(tmp_path, tokenizer, path)).notes
     (tmp_path / "t.jinja").write_text("{{ messages[0].reasoning_content }}{{ messages[0].name }}")
     sft = {"chat_template": str(tmp_path / "t.jinja")}
@@ -191,9 +191,9 @@ def test_turns_as_prompt_and_completion_are_said_to_be_written_by_the_template(
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "Hi", "completion": "Hello"}])
     assert opened(job(tmp_path, tokenizer, path)).notes == [
-        "prompts and completions in columns prompt and completion (sft.shape), texts as they are "
-        "and turns by the tokenizer's chat template (sft.chat_template); learned is what completes "
-        "a prompt"
+        "prompts and completions in columns prompt and completion (sft.shape), with texts "
+        "unchanged and turns formatted with the tokenizer's chat template (sft.chat_template); "
+        "trained on the completions"
     ]
 
 
@@ -231,7 +231,7 @@ def test_keys_decide_what_is_learned(
 @pytest.mark.parametrize(
     ("too_long", "expected"),
     [
-        ("error", r"long\.jsonl:2: it has [\d,]+ tokens, and training.seq_len = 32 takes 33"),
+        ("error", r"long\.jsonl:2: it has [\d,]+ tokens, but training.seq_len = 32 has room"),
         ("truncate", {"truncated": 1}),
         ("drop", {"too long": 1}),
         ("split", {"split": 1}),
@@ -311,7 +311,7 @@ def test_what_is_too_long_names_the_key_that_says_so(tmp_path: Path, tokenizer: 
     turns = [{"role": "user", "content": "word " * 99}, {"role": "assistant", "content": "x"}]
     path = write_lines(tmp_path / "long.jsonl", [{"messages": turns}])
     config = job(tmp_path, tokenizer, path, sft={"too_long": "truncate"}, training={"seq_len": 32})
-    with pytest.raises(DataError, match=r"what counts was cut off \(training.seq_len = 32\)"):
+    with pytest.raises(DataError, match=r"that counts was cut off \(training.seq_len = 32\)"):
         samples(opened(config))
     shorter = {"validation": {"seq_len": 16}, "sft": {"too_long": "error"}}
     config = job(tmp_path, tokenizer, path, **shorter)
@@ -344,13 +344,13 @@ def test_pairs_are_checked_whatever_the_objectives_keys(
     ("sections", "words"),
     [
         ({"sft": {"chat_template": "nowhere.jinja"}}, "sft.chat_template = 'nowhere.jinja': there"),
-        ({"sft": {"shape": "instruction"}}, "does not hold questions and answers"),
-        ({"sft": {"date": "tomorrow"}}, "sft.date = 'tomorrow': expected a day"),
+        ({"sft": {"shape": "instruction"}}, "does not contain questions and answers"),
+        ({"sft": {"date": "tomorrow"}}, "sft.date = 'tomorrow': expected a date"),
         (
             {"sft": {"template_options": {"messages": 1}}},
-            "messages is what every template is given",
+            "messages is reserved, since every template gets it",
         ),
-        ({"data": {"add_bos": True}}, "data.add_bos is for texts"),
+        ({"data": {"add_bos": True}}, "data.add_bos is only for texts"),
         ({"training": {"column": "turns"}}, "has no column 'turns'; its columns: messages"),
         ({"model": {"hf_assets_path": None}}, "needs the tokenizer of the model: set model.from"),
     ],
@@ -375,10 +375,10 @@ def test_a_tokenizer_without_a_template_or_its_tokens_is_told(tmp_path: Path, ta
     (tmp_path / "own.jinja").write_text(CHATML)
     own = {"chat_template": str(tmp_path / "own.jinja")}
     notes = opened(job(tmp_path, tmp_path / "bare", talks, sft=own)).notes
-    assert "writes <|im_start|> and <|im_end|>, no token of this tokenizer" in notes[1]
+    assert "<|im_start|> and <|im_end|>, which this tokenizer does not have: it" in notes[1]
 
 
-@pytest.mark.parametrize(("name", "words"), [("  ", "is no name"), ("a", "an ordinary token")])
+@pytest.mark.parametrize(("name", "words"), [("  ", "is not a name"), ("a", "already an")])
 def test_new_tokens_have_names_of_their_own(tokenizer: Path, name: str, words: str) -> None:
     with pytest.raises(DataError, match=f"sft.new_tokens: '{name}' {words}|is {words}"):
         Tokenizer(tokenizer, add_eos=False, new_tokens=["<new>", name])
@@ -392,7 +392,7 @@ def test_text_has_no_records(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(DataError, match="is text, or mixes formats: records must all be in"):
         opened(job(tmp_path, tokenizer, tmp_path / "a.txt"))
     stdlib = job(tmp_path, tokenizer, tmp_path, training={"dataset_path": None})
-    with pytest.raises(DataError, match="holds no records to fine-tune on"):
+    with pytest.raises(DataError, match="has no records to fine-tune on"):
         opened(stdlib)
 
 
@@ -471,7 +471,7 @@ def test_validation_needs_conversations_of_its_own(
     tmp_path: Path, tokenizer: Path, talks: Path
 ) -> None:
     config = job(tmp_path, tokenizer, talks, validation={"enable": True})
-    with pytest.raises(DataError, match=r"set data.holdout = 0.02 .* or validation.dataset_path"):
+    with pytest.raises(DataError, match=r"data.holdout = 0.02 .* or set validation.dataset_path"):
         validation_data(config, 4, 640, Preparer())
 
 
@@ -480,7 +480,7 @@ CHANGES = {
     "sft.too_long is 'drop' and was 'error'": {"sft": {"too_long": "drop"}},
     "training.seq_len is 64 and was 256": {"training": {"seq_len": 64}},
     "sft.date is '2026-07-01' and was None": {"sft": {"date": "2026-07-01"}},
-    "conversations are written by another chat template": {"sft": {"chat_template": "chatml"}},
+    "conversations use another chat template": {"sft": {"chat_template": "chatml"}},
     "sft.template_options is": {"sft": {"template_options": {"thinking": True}}},
     "sft.skip_unlearned is True and was False": {"sft": {"skip_unlearned": True}},
     "sft.parse_specials is True and was None": {"sft": {"parse_specials": True}},
@@ -524,7 +524,7 @@ def test_a_corpus_that_was_built_is_trained_on_as_it_was_built(
     assert answers_in(data_of(built), 0) + answers_in(data_of(built), 1) == total
     own = job(tmp_path, tokenizer, folder, model={"hf_assets_path": None})
     assert answers_in(data_of(own), 0) == answers_in(data_of(built), 0)
-    with pytest.raises(DataError, match=r"was built otherwise: sft.learn is .last. and was .ass"):
+    with pytest.raises(DataError, match=r"with different settings: sft.learn is .last. and"):
         data_of(job(tmp_path, tokenizer, folder, sft={"learn": "last"}))
     with pytest.raises(DataError, match=r"is a corpus of conversations: set sft\.shape"):
         data_of(job(tmp_path, tokenizer, folder, sft={"shape": "off"}))

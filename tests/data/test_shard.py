@@ -47,13 +47,13 @@ def test_a_shard_without_documents_can_be_read(tmp_path: Path) -> None:
 def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, size: int) -> None:
     path = write(tmp_path / "a.shard")
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(DataError, match=r"a\.shard is .*cut short"):
+    with pytest.raises(DataError, match=r"a\.shard is .*truncated"):
         open_shard(path)
 
 
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"hello" * 100)
-    with pytest.raises(DataError, match="x is no token shard"):
+    with pytest.raises(DataError, match="x is not a token shard"):
         open_shard(tmp_path / "x")
 
 

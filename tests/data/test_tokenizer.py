@@ -59,7 +59,7 @@ def test_bos_and_eos_are_added_as_the_policy_says(
 
 
 def test_a_bos_that_does_not_exist_is_one_sentence(folders: dict[str, Path]) -> None:
-    with pytest.raises(DataError, match="no beginning-of-document token; leave add_bos off"):
+    with pytest.raises(DataError, match="no beginning-of-document token: turn add_bos off"):
         Tokenizer(folders["tokenizer.json"], add_bos=True)
 
 
@@ -219,21 +219,21 @@ def test_tokenizer_json_wins_and_original_is_found(
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ({}, "holds no tokenizer.json and no tokenizer.model, here or in original/"),
-        ({"tokenizer.model": b""}, "is neither a sentencepiece model nor tiktoken's ranks"),
+        ({}, "has no tokenizer.json or tokenizer.model, there or in original/"),
+        ({"tokenizer.model": b""}, "is neither a sentencepiece model nor tiktoken ranks"),
         ({"tokenizer.model": b"hello there"}, "is neither a sentencepiece model nor"),
         ({"tokenizer.model": b"YQ== 0\nYg\n"}, "tokenizer.model:2: expected a token in base64"),
-        ({"tokenizer.model": b"YQ== 0\nYg== 1\n"}, "lacks some of its ranks: it is damaged"),
+        ({"tokenizer.model": b"YQ== 0\nYg== 1\n"}, "is damaged, because some ranks are missing"),
         (
             {"tokenizer.model": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},
-            "only a pointer to the file, since it was cloned without Git LFS",
+            "only a pointer to the file, because it was cloned without Git LFS",
         ),
-        ({"tokenizer.json": b"[]"}, "tokenizer.json is no tokenizer"),
-        ({"tokenizer.json": b"\xff"}, "tokenizer.json is no tokenizer"),
+        ({"tokenizer.json": b"[]"}, "tokenizer.json is not a tokenizer"),
+        ({"tokenizer.json": b"\xff"}, "tokenizer.json is not a tokenizer"),
         ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{"}, "config.json is not JSON"),
         (
             {"tokenizer.json": b"{}", "tokenizer_config.json": b"[]"},
-            "config.json is no JSON object",
+            "config.json is not a JSON object",
         ),
     ],
 )

@@ -146,17 +146,17 @@ def test_an_end_that_is_nowhere_named_is_asked_for(folder: Path) -> None:
     byte_level_bpe().save(str(folder / "tokenizer.json"))
     configure(folder)
     with pytest.raises(
-        DataError, match=r"no end-of-document token; name one as eos_token .*--no-eos"
+        DataError, match=r"no end-of-document token: name one as eos_token .*--no-eos"
     ):
         Tokenizer(folder)
     bare = pickle.loads(pickle.dumps(Tokenizer(folder, add_eos=False)))
     assert (bare.eos_id, bare.end_id) == (None, None)
     assert bare.encode_documents(["a train"])[0].tolist() == bare.encode_prompt("a train")
-    with pytest.raises(DataError, match="no BOS and no EOS token to begin an empty prompt"):
+    with pytest.raises(DataError, match="no BOS or EOS token to begin an empty prompt"):
         bare.encode_prompt("")
     for wrong in (7, ["</s>"], {"content": 7}):
         configure(folder, eos_token=wrong)
-        with pytest.raises(DataError, match=r" as eos_token, where the text of a token is"):
+        with pytest.raises(DataError, match=r" as eos_token; expected the text of a token"):
             Tokenizer(folder)
     configure(folder, eos_token="<end>")
     with pytest.raises(DataError, match="names '<end>' as eos_token, but its tokenizer has no"):

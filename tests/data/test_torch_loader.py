@@ -278,9 +278,9 @@ def test_a_name_is_found_in_the_cache_of_hugging_face(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"strategy": "nope"}, "strategy is 'nope'; known: pack"),
+        ({"strategy": "nope"}, "strategy is 'nope'; use one of pack"),
         ({"micro_blocks": 0}, "micro_blocks and seq_len must be 1 or more"),
-        ({"tokenizer_name": None}, "is text: say which tokenizer"),
+        ({"tokenizer_name": None}, "is text: specify the tokenizer"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_sentence(
@@ -294,9 +294,9 @@ def test_a_state_of_another_corpus_is_refused(settings: dict[str, Any], tmp_path
     state = build_train_loader(**settings, micro_blocks=1).state_dict()
     np.save(tmp_path / "ids.npy", np.arange(64).reshape(8, 8))
     other = build_train_loader(tmp_path / "ids.npy", local_cache=tmp_path / "cache", seq_len=4)
-    with pytest.raises(DataError, match="the state is of mds_plain, not of this corpus"):
+    with pytest.raises(DataError, match="the state belongs to mds_plain, not to this corpus"):
         other.load_state_dict(state)
-    with pytest.raises(DataError, match="this is no state of a loader"):
+    with pytest.raises(DataError, match="this is not the state of a loader"):
         other.load_state_dict({"foo": 1})
 
 

@@ -94,7 +94,7 @@ def test_what_is_trained_on_is_not_validated_on(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
     one, all_ = {"dataset_path": str(tmp_path / "a.txt")}, {"dataset_path": str(tmp_path)}
-    message = r"a\.txt, which is trained on: .*validation\.allow_training_data = true"
+    message = r"a\.txt, which is also training data: .*validation\.allow_training_data = true"
     for training, validation in ((one, one), (all_, one), (one, all_)):
         with pytest.raises(DataError, match=message):
             check_held_out(config_of(training=training, validation=validation))
@@ -104,12 +104,12 @@ def test_what_is_trained_on_is_not_validated_on(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         check_held_out(config_of(data={"sources": sources}, validation=one))
     check_held_out(config_of(training={"dataset_path": str(tmp_path / "b.txt")}, validation=one))
-    with pytest.raises(DataError, match="which is trained on"):
+    with pytest.raises(DataError, match="which is also training data"):
         check_held_out(config_of(validation={"dataset": ["stdlib_heldout", "stdlib:2/6"]}))
     check_held_out(config_of(training={"dataset": "random"}, validation={"dataset": "random"}))
-    with pytest.raises(DataError, match="random tokens are none"):
+    with pytest.raises(DataError, match="random tokens have no documents"):
         check_held_out(config_of(training={"dataset": "random"}, data={"holdout": 0.1}))
-    with pytest.raises(DataError, match=r"validation\.split = 'test': what data\.holdout keeps"):
+    with pytest.raises(DataError, match=r"validation\.split = 'test': what data\.holdout holds"):
         check_held_out(config_of(validation={"split": "test"}, data={"holdout": 0.1}))
 
 
@@ -123,7 +123,7 @@ def test_a_link_to_the_held_out_data_is_found(tmp_path: Path) -> None:
     )
     check_held_out(config)
     (tmp_path / "mine" / "more").symlink_to(tmp_path / "held")
-    with pytest.raises(DataError, match=r"held\.txt, which is trained on"):
+    with pytest.raises(DataError, match=r"held\.txt, which is also training data"):
         check_held_out(config)
 
 
@@ -134,7 +134,7 @@ def test_hard_links_to_what_is_trained_on_are_found(tmp_path: Path) -> None:
     (tmp_path / "held" / "more.txt").hardlink_to(tmp_path / "mine" / "mine.txt")
     both = {"dataset_path": str(tmp_path / "mine")}
     for path in (tmp_path / "held", tmp_path / "held" / "more.txt"):
-        with pytest.raises(DataError, match=r"more\.txt, which is trained on"):
+        with pytest.raises(DataError, match=r"more\.txt, which is also training data"):
             check_held_out(config_of(training=both, validation={"dataset_path": str(path)}))
     held = {"dataset_path": str(tmp_path / "held" / "held.txt")}
     check_held_out(config_of(training=both, validation=held))
@@ -152,7 +152,7 @@ def test_copies_of_what_is_trained_on_are_found(tmp_path: Path) -> None:
     }
     check_held_out(config_of(**both))  # of the same size, and a licence that both have
     (tmp_path / "held" / "copy.txt").write_text(text.replace("line", "mine"))
-    with pytest.raises(DataError, match=r"copy\.txt, which is trained on"):
+    with pytest.raises(DataError, match=r"copy\.txt, which is also training data"):
         check_held_out(config_of(**both))
 
 
@@ -172,12 +172,12 @@ def test_a_corpus_is_known_by_the_files_that_it_was_built_from(tmp_path: Path) -
         check_held_out(config_of(training=training, validation=validation))
 
     for trained, held in (("mine", "mine built"), ("mine built", "mine"), ("mine built",) * 2):
-        with pytest.raises(DataError, match="which is trained on"):
+        with pytest.raises(DataError, match="which is also training data"):
             check(trained, held)
     for name in ("mine", "held"):
         again = lay_out("again", lines_of(places[name]), tokenizer, tmp_path / "built")
         places[f"{name} again"] = again
-    with pytest.raises(DataError, match=r"000\.jsonl \(in .*again.*, which is trained on"):
+    with pytest.raises(DataError, match=r"000\.jsonl \(in .*again.*, which is also training data"):
         check("mine built", "mine again")
     for trained, held in (
         ("mine", "held again"),
@@ -222,7 +222,7 @@ def test_the_type_of_bare_ids_is_asked_for_where_it_can_be_set(tmp_path: Path) -
     path = {"dataset_path": str(tmp_path)}
     with pytest.raises(DataError, match=r"dtype \(and its path there, not in training\.dataset_p"):
         trained_on(config_of(training=path))
-    with pytest.raises(DataError, match=r"set --dtype \(of `overland data build`, to validate"):
+    with pytest.raises(DataError, match=r"set --dtype of `overland data build`, and validate"):
         held_out(config_of(validation=path))
     mixture = config_of(data={"sources": {"ids": {"path": str(tmp_path), "dtype": "uint16"}}})
     open_wanted(mixture, "data.sources.ids", "ids", sources_of(mixture)["ids"])

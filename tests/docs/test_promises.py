@@ -49,7 +49,7 @@ def test_text_that_cannot_be_read_is_named(
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{bad")
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer(tmp_path)
 
 

@@ -120,7 +120,7 @@ def test_the_yaml_as_it_is_passes_check_and_every_key_is_noted(place: Path) -> N
     assert "The config is valid." in text
     assert "steps" in text
     for path in ("train", "validate"):
-        assert f"safetensor_dataset.{path}.csv is not there" in text
+        assert f"safetensor_dataset.{path}.csv does not exist" in text
     for section, keys in yaml.safe_load(TEXT).items():
         for key in keys if section not in ("model", "lr_scheduler") else ():
             assert key in text, f"{section}.{key}"
@@ -136,7 +136,7 @@ def test_the_yaml_as_it_is_becomes_a_job(place: Path) -> None:
 def test_a_single_process_trains_saves_and_validates(place: Path) -> None:
     output = run([*SCRIPT, *WORDS], place)
     assert "training.epochs = 2 of safetensor_dataset.train.csv is 10 steps" in output
-    assert "so trained on 20 random images of 1 × 30 × 28" in output
+    assert "so the model is trained on 20 random images of 1 × 30 × 28" in output
     records = read_metrics(place / RUN / "metrics.jsonl")
     validated = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
     assert list(validated) == [4, 8, 10]

@@ -39,7 +39,7 @@ def made(**members: Any) -> Objective:
 
 def test_a_loss_is_a_number_per_sample() -> None:
     """A mean over a pass would depend on how the batch is split into passes."""
-    with pytest.raises(ObjectiveError, match=r"Own returned \(\) from loss\(\), and not a tensor"):
+    with pytest.raises(ObjectiveError, match=r"Own returned \(\) from loss\(\); expected a ten"):
         sums(made(loss=lambda self, terms, fields: (terms[:, 0].mean(), {})), given())
     with pytest.raises(ObjectiveError, match=r"Own returned \(4,\) from terms\(\)"):
         sums(made(terms=lambda self, losses, fields: losses.sum(1)), given())
@@ -53,10 +53,10 @@ def test_a_loss_is_a_number_per_sample() -> None:
     [
         ({"loss": lambda self, t, fields: t[:, 0]}, "must return two things"),
         ({"loss": lambda self, t, fields: (t[:, 0].detach(), {})}, "has no gradient"),
-        ({"metrics": ("top",)}, "metrics names 'top', which loss"),
+        ({"metrics": ("top",)}, "metrics lists 'top', but loss"),
         (
             {"loss": lambda self, t, fields: (t[:, 0] * fields["score"], {})},
-            "asks for the field sc",
+            "needs the field sc",
         ),
     ],
 )
@@ -72,7 +72,7 @@ def test_what_loss_returns_and_asks_for(members: dict[str, Any], says: str) -> N
         ({"metrics": ("validation_loss/mine",)}, "cannot log a metric as 'validation_loss/mine'"),
         ({"metrics": ("a", "a")}, "a tuple of different names"),
         ({"metrics": "accuracy"}, "a tuple of different names"),
-        ({"passes": ("labels_BS",)}, "as fields of the data are"),
+        ({"passes": ("labels_BS",)}, "like a field of the data"),
         ({"rows_per_sample": 0}, "a whole number of at least 1"),
         ({"counts": "rows"}, "must count tokens or samples"),
     ],
@@ -90,7 +90,7 @@ def test_an_objective_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> No
         raise ValueError("beta must be positive")
 
     monkeypatch.setitem(registry._OBJECTIVES, "own", refuse)
-    with pytest.raises(ObjectiveError, match="cannot be made: beta must be positive"):
+    with pytest.raises(ObjectiveError, match="cannot be created: beta must be positive"):
         registry.objective_for(OWN, None)
     monkeypatch.setitem(registry._OBJECTIVES, "own", lambda: None)  # type: ignore[arg-type]
     with pytest.raises(ObjectiveError, match="must extend Objective"):
@@ -102,7 +102,7 @@ def test_a_count_is_one_number() -> None:
     for count in (lambda self, batch: 4, lambda self, batch: batch["labels_BS"].sum(1)):
         with pytest.raises(ObjectiveError, match=r"Own.count\(\) returned"):
             count_of(made(count=count), batch)
-    with pytest.raises(ObjectiveError, match=r"count\(\) asks for the field score"):
+    with pytest.raises(ObjectiveError, match=r"count\(\) needs the field score"):
         count_of(made(count=lambda self, batch: batch["score"].sum()), batch)
 
 

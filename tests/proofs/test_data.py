@@ -227,7 +227,7 @@ def test_random_tokens_are_counted_under_their_own_name(ranks: RankPool, texts: 
     assert verdict.holds
     assert verdict.sources["random"].planned == 8 * 33
     assert (
-        "random tokens are no documents"
+        "random tokens cannot be mixed by documents"
         in ranks.run(1, refusal, job(texts / "b", data={"sources": sources, "mixture": "rows"}))[0]
     )
 
@@ -288,7 +288,7 @@ def test_a_damaged_shard_is_found_by_the_proof(ranks: RankPool, texts: Path) -> 
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(DataError, match="is damaged: its bytes do not have their checksum"):
+    with pytest.raises(DataError, match="is damaged: its checksum does not match"):
         prove_data(texts / "run")
 
 
@@ -299,7 +299,7 @@ def test_a_source_that_ends_stops_all_ranks_and_what_was_learned_is_saved(
     config = job(texts, 4, steps=50, data={"sources": sources}, checkpoint={"interval": 50})
     said = ranks.run(4, ended, config)
     assert len(set(said)) == 1
-    assert "code has been read 2 times, as often as its max_epochs allows" in said[0]
+    assert "code has been read 2 times, the limit set by its max_epochs" in said[0]
     (saved,) = (texts / "run" / "checkpoint").glob("step_*")
     assert int(saved.name.removeprefix("step_")) >= 1
     assert prove_data(texts / "run").holds

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
     "text on defaults": ({"training": {"dataset_path": "good"}}, None),
     "a vocabulary below that of bytes": (
         {"training": {"dataset_path": "good"}, "model": {"overrides.vocab_size": 128}},
-        "a vocabulary of 257 tokens, the model only 128",
+        "a vocabulary of 257 tokens, but the model only 128",
     ),
     "a folder without data": ({"training": {"dataset_path": "nothing"}}, "is empty"),
     "an unknown format": ({"training": {"dataset_path": "picture.png"}}, "has an unknown format"),
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
     ),
     "ids beyond the vocabulary": (
         {"training": {"dataset_path": "ids.npy"}},
-        "has the id 600, outside a vocabulary of 512",
+        "has the id 600, which is outside a vocabulary of 512",
     ),
     "a column that is not there": (
         {"data": {"sources": {"a": {"path": "no_text.jsonl", "column": "body"}}}},
@@ -109,17 +109,17 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
     ),
     "a corpus that is damaged": (
         {"training": {"dataset_path": "half_corpus"}},
-        "holds no corpus of token shards",
+        "is not a corpus of token shards",
     ),
     "a part that does not exist": ({"training": {"dataset": "stdlib:7/6"}}, "from 0 to 5"),
     "a part of nothing": ({"training": {"dataset": "stdlib:0/0"}}, "at least one part"),
     "random documents": (
         {"data": {"sources": {"random": {}}, "mixture": "rows"}},
-        "random tokens are no documents",
+        "random tokens cannot be mixed by documents",
     ),
     "a folder without a tokenizer": (
         {"training": {"dataset_path": "good"}, "model": {"hf_assets_path": "no_tokenizer"}},
-        "holds no tokenizer.json",
+        "has no tokenizer.json",
     ),
     "no BOS to begin with": (
         {"training": {"dataset_path": "good"}, "data": {"add_bos": True}},
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
     ),
     "more held out than there is": (
         {"training": {"dataset_path": "lines.jsonl"}, "data": {"holdout": 100}},
-        "data.holdout = 100 would keep all of",
+        "data.holdout = 100 would hold out all of",
     ),
     "nothing held out": (
         {
@@ -135,11 +135,11 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
             "data": {"holdout": 1e-6},
             "validation": {"enable": True},
         },
-        "data.holdout keeps no document of",
+        "data.holdout holds out no document of",
     ),
     "everything held out": (
         {"training": {"dataset_path": "lines.jsonl"}, "data": {"holdout": 0.999999}},
-        "data.holdout keeps every document of",
+        "data.holdout holds out every document of",
     ),
     "a folder without weights": ({"checkpoint": {"initial_load_path": "weights"}}, "weights"),
     "held-out text of another format": (
@@ -151,11 +151,11 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
             "training": {"dataset_path": "small_ids.npy"},
             "validation": {"enable": True, "dataset_path": "good"},
         },
-        "good is text: say which tokenizer makes tokens of it, by model.hf_assets_path",
+        "good is text: specify the tokenizer for it with model.hf_assets_path",
     ),
     "data that is written into itself": (
         {"training": {"dataset_path": "good"}, "data": {"folder": "good/data"}},
-        "or lies inside it, so what the run writes there would become part of what it reads",
+        "or is inside it, so what the run writes there would become part of its data",
     ),
 }
 
@@ -272,16 +272,14 @@ def test_another_tokenizer_is_refused_on_resume(ranks: RankPool, tmp_path: Path)
     configs = [job(1, "words"), job(2, "bytes"), job(2, "words")]
     ((began, *changed),) = ranks.run(1, outcomes, configs[:2])
     for says in (*changed, rehearsed(configs[1])):
-        assert (
-            "lines is not what this run was trained on: its text became tokens by another" in says
-        )
+        assert "lines is not what this run was trained on: it was tokenized with another" in says
     ((resumed,),) = ranks.run(1, outcomes, configs[2:])
     assert (began, resumed, rehearsed(configs[2])) == ("", "", "")
     for damaged in ("{}", "no JSON"):
         (tmp_path / "run" / "data" / "plan.json").write_text(damaged)
-        assert "plan.json is damaged: it holds no plan" in rehearsed(configs[2])
+        assert "plan.json is damaged: it contains no data plan" in rehearsed(configs[2])
     ((says,),) = ranks.run(1, outcomes, [job(3, "words")])
-    assert "plan.json is damaged: it holds no plan" in says
+    assert "plan.json is damaged: it contains no data plan" in says
 
 
 def test_a_built_corpus_brings_the_tokenizer_for_validation(tmp_path: Path) -> None:
@@ -301,7 +299,7 @@ def test_a_built_corpus_brings_the_tokenizer_for_validation(tmp_path: Path) -> N
     assert dataset.tokenizer.fingerprint == tokenizer.fingerprint
     dataset.close()
     shutil.rmtree(corpus / "tokenizer")
-    message = "held is text: say which tokenizer makes tokens of it, by model.hf_assets_path"
+    message = "held is text: specify the tokenizer for it with model.hf_assets_path"
     assert message in rehearsed(config)
     with pytest.raises(DataError, match=re.escape(message)):
         validation_data(config, 2, 512, Preparer())
@@ -326,7 +324,7 @@ def test_held_out_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> Non
         )
         for path, assets in ((built[1], None), (tmp_path / "lines1", str(tmp_path / "words")))
     )
-    message = "was made by another tokenizer than that of the training data"
+    message = "was made with another tokenizer than that of the training data"
     for config in (by_corpus, by_text):
         assert message in rehearsed(config)
         with pytest.raises(DataError, match=message):

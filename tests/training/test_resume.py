@@ -400,7 +400,7 @@ def test_what_changed_since_the_save_is_told(ranks: RankPool, tmp_path: Path) ->
 def test_another_seed_would_be_another_run(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, story, job(tmp_path, steps=3))
     assert (
-        "debug.seed is 9, and this run began with 0"
+        "debug.seed is 9, but this run began with 0"
         in ranks.run(1, refusal, job(tmp_path, debug={"seed": 9}))[0]
     )
 

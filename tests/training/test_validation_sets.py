@@ -125,16 +125,16 @@ def test_sets_stand_beside_the_others_and_no_name_comes_twice(
     check_held_out(config(dataset="stdlib_heldout", sets={"poems": {"path": texts["poems"]}}))
     poems = {"path": texts["poems"]}
     for sets, message in (
-        ({"stdlib_heldout": poems}, "validation.dataset names stdlib_heldout, and so does"),
+        ({"stdlib_heldout": poems}, "validation.dataset names stdlib_heldout, which is also in"),
         ({"a": poems, "b": poems}, "twice, as a and as b"),
-        ({"a": {"dataset": "stdlib"}}, "which is trained on"),
+        ({"a": {"dataset": "stdlib"}}, "which is also training data"),
         ({"a": {"dataset": "stdlib_heldout"}}, "twice, as stdlib_heldout and as a"),
     ):
         with pytest.raises(DataError, match=message):
             check_held_out(config(dataset="stdlib_heldout", sets=sets))
     held = config(sets={"stdlib": poems})
     held = held.model_copy(update={"data": held.data.model_copy(update={"holdout": 0.1})})
-    with pytest.raises(DataError, match=r"data\.holdout keeps some of stdlib"):
+    with pytest.raises(DataError, match=r"data\.holdout holds out stdlib"):
         check_held_out(held)
 
 

@@ -60,7 +60,7 @@ def test_it_is_read_as_records_only_and_in_parts() -> None:
     parts = [open_by_name(f"docstrings:{k}/3", whole, Data()) for k in range(3)]
     chunks = [chunk for part in parts for chunk in part.chunks()]
     assert sorted(chunks) == sorted(Docstrings().chunks())
-    with pytest.raises(DataError, match=r"docstrings holds questions and answers: set sft.shape"):
+    with pytest.raises(DataError, match=r"docstrings contains questions and answers: set sft"):
         open_by_name("docstrings", DataSource(), Data())
     with pytest.raises(DataError, match=r"docstrings:3/3: parts are numbered from 0 to 2"):
         open_by_name("docstrings:3/3", whole, Data())
