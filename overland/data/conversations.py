@@ -80,8 +80,8 @@ class Conversation:
             other = [i for i, said in enumerate(self.said, start=1) if said not in (None, 1)]
             if other:
                 raise Undecided(
-                    f'turn {other[0]} has a weight of its own, but with sft.learn = "all" every '
-                    'token counts: remove the weight, or set sft.learn = "assistant"'
+                    f'turn {other[0]} has its own weight or train flag, but with sft.learn = "all" '
+                    'every token counts: remove it, or set sft.learn = "assistant"'
                 )
             return None
         own = [i for i, turn in enumerate(self.turns) if turn["role"] == ASSISTANT]

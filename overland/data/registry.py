@@ -189,7 +189,7 @@ def open_wanted(config: JobConfig, table: str, name: str, wanted: DataSource) ->
     except Unsettled as error:
         key = f"{table}.{error.option}"
         if is_validation(table) and error.option == "dtype":
-            key = "--dtype of `overland data build`, and validate on the corpus that it makes"
+            key = "--dtype (of `overland data build`, and validate on the corpus that it builds)"
         elif key == "training.dtype":  # which means something else; sources have their own key
             key = f"data.sources.{name}.dtype (and its path there, not in training.dataset_path)"
         raise error.by(key) from None

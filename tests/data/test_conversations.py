@@ -133,7 +133,7 @@ def test_turns_say_how_much_they_count() -> None:
 
 def test_where_every_token_counts_a_turn_cannot_say_otherwise() -> None:
     assert told({"messages": [USER, {**BOT, "train": True}]}).weights("all") is None
-    with pytest.raises(Undecided, match="turn 2 has a weight of its own"):
+    with pytest.raises(Undecided, match="turn 2 has its own weight or train flag"):
         told({"messages": [USER, {**BOT, "train": False}]}).weights("all")
 
 

@@ -222,7 +222,7 @@ def test_the_type_of_bare_ids_is_asked_for_where_it_can_be_set(tmp_path: Path) -
     path = {"dataset_path": str(tmp_path)}
     with pytest.raises(DataError, match=r"dtype \(and its path there, not in training\.dataset_p"):
         trained_on(config_of(training=path))
-    with pytest.raises(DataError, match=r"set --dtype of `overland data build`, and validate"):
+    with pytest.raises(DataError, match=r"set --dtype \(of `overland data build`, and valid"):
         held_out(config_of(validation=path))
     mixture = config_of(data={"sources": {"ids": {"path": str(tmp_path), "dtype": "uint16"}}})
     open_wanted(mixture, "data.sources.ids", "ids", sources_of(mixture)["ids"])

@@ -97,7 +97,7 @@ def reading(path: Path) -> Iterator[None]:
     """Turns a failure to read a file into a DataError, which no policy for bad documents skips."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # the last three: compressed
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # or decompressed
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"{path} cannot be read: {reason}") from None
 

@@ -59,7 +59,7 @@ def choose_split(
     raise Unsettled(
         f"{where} has no validation or test split: set ",
         "split",
-        f" to one of its splits ({has}) that is not used for training, or remove it from "
+        f" to one of its splits ({has}) that is not used for training, or remove the dataset from "
         "[validation] and set data.holdout = 0.01",
     )
 

@@ -103,7 +103,7 @@ def _open(
     skip_bad: bool,
 ) -> FileSource:
     if name in ("megatron", "numpy") and column not in (None, "text"):
-        raise DataError(f"{root} is in {name} format: it has no columns, so no {column!r}")
+        raise DataError(f"{root} is in {name} format: it has no columns, so there is no {column!r}")
     if name == "megatron":
         return Megatron(root, files, skip_bad)
     if name == "numpy":

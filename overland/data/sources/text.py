@@ -67,7 +67,9 @@ class TextFolder(FileSource):
             )
         if column not in (None, "text"):
             if all(map(_is_one, files)):
-                raise DataError(f"{path} is plain text: it has no columns, so no {column!r}")
+                raise DataError(
+                    f"{path} is plain text: it has no columns, so there is no {column!r}"
+                )
             self.column = column
 
     def chunks(self) -> list[str]:
