@@ -146,7 +146,9 @@ class Corpus:
     def shard(self, number: int) -> Shard:
         """Opens a shard, once it exists."""
         if not 0 <= number < self.num_shards:
-            raise IndexError(f"{self.folder} has {self.num_shards:,} shards, not number {number:,}")
+            raise IndexError(
+                f"{self.folder} has {self.num_shards:,} shards; there is no {number:,}"
+            )
         with self._lock:
             shard = self._opened.pop(number, None)
             if shard is not None:

@@ -64,7 +64,7 @@ class ListedImages:
 
 
 class RandomImages:
-    """Normally distributed noise, for tests; image i is always the same."""
+    """Normally distributed noise, for trial runs; image i is always the same."""
 
     num_bad = 0
 
