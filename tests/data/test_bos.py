@@ -91,7 +91,7 @@ def test_a_corpus_is_trained_on_as_it_was_built(
     for key, has in (("add_bos", add_bos), ("add_eos", add_eos)):
         config = job(tmp_path / "run", folder, **{key: not has})
         for one in (opened(config, tokenizer, Preparer()), None):
-            with pytest.raises(DataError, match=rf"data\.{key} is {str(not has).lower()}, and"):
+            with pytest.raises(DataError, match=rf"data\.{key} is {str(not has).lower()}, but"):
                 one_tokenizer(one, corpora, asked_policy(config))
 
 

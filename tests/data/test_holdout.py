@@ -111,9 +111,9 @@ def test_the_share_is_part_of_the_plan_and_cannot_change_in_a_run(tmp_path: Path
 
 def test_shares_that_leave_nothing_are_told(tmp_path: Path) -> None:
     corpus = make_corpus("a", Numbered(0, 20), tmp_path)
-    with pytest.raises(DataError, match=r"data\.holdout keeps no document of a out of training"):
+    with pytest.raises(DataError, match=r"data\.holdout holds out no document of a"):
         sides(corpus, share=1e-9)
-    with pytest.raises(DataError, match=r"data\.holdout keeps every document of a out"):
+    with pytest.raises(DataError, match=r"data\.holdout holds out every document of a"):
         sides(corpus, share=1 - 1e-12)
 
 

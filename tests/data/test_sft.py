@@ -317,7 +317,7 @@ def test_what_is_too_long_names_the_key_that_says_so(tmp_path: Path, tokenizer: 
     config = job(tmp_path, tokenizer, path, **shorter)
     ((name, wanted),) = sources_of(config).items()
     source = open_wanted(config, "validation", name, wanted)
-    with pytest.raises(DataError, match=r"tokens, and validation.seq_len = 16 takes 17"):
+    with pytest.raises(DataError, match=r"tokens, but validation.seq_len = 16 has room for 17"):
         list(source.read(source.chunks()[0]))
 
 

@@ -191,7 +191,7 @@ def test_a_set_to_validate_on_is_named_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     datasets = {name: str(tmp_path / "a.txt") for name in "ab"}
     for names, message in (
-        (["a", "a"], r"validation\.dataset has a twice: leave"),
+        (["a", "a"], r"validation\.dataset lists a twice: remove"),
         (["a", "b"], "twice, as a and as b"),
     ):
         with pytest.raises(DataError, match=message):
