@@ -86,7 +86,7 @@ CASES: dict[str, tuple[dict[str, dict[str, object]], str | None]] = {
         {"training": {"dataset_path": "good"}, "model": {"overrides.vocab_size": 128}},
         "a vocabulary of 257 tokens, but the model only 128",
     ),
-    "a folder without data": ({"training": {"dataset_path": "nothing"}}, "is empty"),
+    "a folder without data": ({"training": {"dataset_path": "nothing"}}, "contains no data files"),
     "an unknown format": ({"training": {"dataset_path": "picture.png"}}, "has an unknown format"),
     "an empty document": ({"training": {"dataset_path": "blank"}}, "blank"),
     "no UTF-8": ({"training": {"dataset_path": "latin.txt"}}, "expected UTF-8 text"),
