@@ -42,11 +42,11 @@ LORA_KINDS = ("alpha", "dropout", "targets", "exclude", "rslora", "dora", "lr_ra
 HEAD = """\
 # Layouts that compute what one process computes
 
-Written by `overland prove layout --table` (`make prove-all`). A row: a tiny model, trained from \
-the same seed on real processes over gloo; the largest relative difference to one process in any \
-step, of the loss, of the gradient norm and of the loss on held-out data; next to the number \
-format, the bounds of both losses and of the norm. How to read a name: \
-`overland/tools/proofs/layouts.py`.
+Written by `overland prove layout --table` (`make prove-all`). Each row is a tiny model, trained \
+from the same seed on real processes over gloo, with the largest relative differences from one \
+process over all steps: in the loss, in the gradient norm and in the loss on held-out data. Next \
+to the number format are the bounds for the losses and for the norm. \
+`overland/tools/proofs/layouts.py` explains the names.
 
 | layout | ranks | number format | loss | gradient norm | validation loss | verdict |
 |---|---|---|---|---|---|---|

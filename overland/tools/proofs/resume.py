@@ -28,13 +28,13 @@ DOZEN = parse_all("""
 """)
 
 HEAD = """\
-# Checkpoints that go on in any layout
+# Checkpoints that resume in any layout
 
-Written by `overland prove resume --table` (`make prove-all`). A row: a tiny model is trained for \
-3 steps under the first layout and saved, and goes on for 3 steps under the second. The largest \
-relative difference to one process that never stopped, in float64, of the loss and of the gradient \
-norm. Where both layouts are one, every bit is compared with a run of that layout that never \
-stopped. How to read a name: `overland/tools/proofs/layouts.py`.
+Written by `overland prove resume --table` (`make prove-all`). In each row, a tiny model is \
+trained for 3 steps under the first layout, saved, and resumed for 3 steps under the second, in \
+float64. The numbers are the largest relative differences from one process that never stopped, in \
+the loss and in the gradient norm. If both layouts are the same, every bit is compared with a run \
+of that layout that never stopped. `overland/tools/proofs/layouts.py` explains the names.
 
 | saved by | resumed by | loss | gradient norm | verdict |
 |---|---|---|---|---|

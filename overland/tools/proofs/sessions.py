@@ -48,10 +48,11 @@ PAUSE_SECONDS = 0.02  # per batch, like a step, so that a kill can fall between 
 HEAD = """# Killed sessions read what one unbroken run reads
 
 `overland prove sessions --stories all --table docs/evidence/sessions.md`: ten sessions on 1, 4, 3,
-2, 8, 1, 3, 4, 2 and 1 ranks, each killed with SIGKILL at a random moment (the background processes
-that tokenise, too), each going on from the last multiple of five batches. Three sources, 5 : 2 : 1.
-Equal: the same rows in the same global order as one process without a stop, in another folder;
-every document once per epoch of its source; the exact counts of the mixture at every step.
+2, 8, 1, 3, 4, 2 and 1 ranks, each killed with SIGKILL at a random moment (together with the
+background processes that tokenize), each resuming from the last multiple of five batches. Three
+sources, 5 : 2 : 1. Equal means: the same rows in the same global order as one uninterrupted process
+in another folder; every document once per epoch of its source; the exact counts of the mixture at
+every step.
 
 | corpora | packing | mixture | documents | sessions | epochs per source | verdict |
 |---|---|---|---|---|---|---|
