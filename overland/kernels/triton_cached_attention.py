@@ -84,8 +84,8 @@ def attend(
 
 @triton.jit
 def _turned(ptr, other, norm_ptr, place, pair, sign, is_inside, cos, sin, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Queries or a key at `ptr`, normalised if asked for, and rotated. `pair` is the place of the
-    dimension that turns with each one."""
+    """Returns the queries or the key at `ptr`, normalised if requested, and rotated. `pair` is the
+    position of the dimension that rotates with each one."""
     narrow = ptr.dtype.element_ty
     x = tl.load(ptr + other + place, mask=is_inside, other=0.0).to(tl.float32)
     y = tl.load(ptr + other + pair, mask=is_inside, other=0.0).to(tl.float32)
@@ -105,7 +105,7 @@ def _begin(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One token, and the queries that share a head of keys."""
+    """Processes one token, and the queries that share a key head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = token % seq_len
     query, place = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
@@ -135,7 +135,7 @@ def _attend(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The queries that share a head of keys, of one row; or a part of their keys."""
+    """Processes the queries of one row that share a key head, with all or a part of the keys."""
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     narrow = out_ptr.dtype.element_ty
     if EARLY:

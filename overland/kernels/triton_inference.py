@@ -129,7 +129,7 @@ def _product(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, out_ptr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row with one row of the matrix."""
+    """Multiplies one row by one row of the matrix."""
     output = tl.program_id(0).to(tl.int64)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
@@ -153,7 +153,7 @@ def _gated_product(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, out_ptr, num_outputs,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row with a row of the gate and a row of what it lets through."""
+    """Multiplies one row by a row of the gate and a row of the gated matrix."""
     output = tl.program_id(0).to(tl.int64)
     gates = tl.zeros((BLOCK,), tl.float32)
     ups = tl.zeros((BLOCK,), tl.float32)
@@ -175,7 +175,7 @@ def _gated_product(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _silu_times(gate, up, narrow: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rounded wherever the layers by themselves would round."""
+    """Rounds wherever separate layers would round."""
     gate = gate.to(narrow).to(tl.float32)
     gate = (gate / (1 + tl.exp(-gate))).to(narrow).to(tl.float32)
     return (gate * up.to(narrow).to(tl.float32)).to(narrow)
@@ -197,7 +197,7 @@ def _products(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     PARTS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All rows with BLOCK rows of the matrix, or with a part of them."""
+    """Multiplies all rows by BLOCK rows of the matrix, or by a part of them."""
     block, part = tl.program_id(0), tl.program_id(1)
     narrow = out_ptr.dtype.element_ty
     output = block * BLOCK + tl.arange(0, BLOCK)
@@ -245,7 +245,7 @@ def _products(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_last(ended_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether all others that share this work have stored their sums; the count starts anew."""
+    """Whether all others that share this work have stored their sums; resets the count."""
     tl.debug_barrier()
     ended = tl.atomic_add(ended_ptr, 1, sem="acq_rel")
     tl.debug_barrier()

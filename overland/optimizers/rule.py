@@ -134,9 +134,9 @@ def wrong_kind(kind: object) -> str:
             return f"a block of {kind.block} elements is not a power of two up to {LARGEST_BLOCK}"
         return ""
     if not isinstance(kind, Like | Scalar):
-        return f"{kind!r} is none of Like(), Scalar() and Packed()"
+        return f"{kind!r} is not one of Like(), Scalar() and Packed()"
     if kind.dtype not in BYTES and not (kind.dtype is None and isinstance(kind, Like)):
-        return f"the type {kind.dtype!r} is none of {', '.join(BYTES)}"
+        return f"the dtype {kind.dtype!r} is not one of {', '.join(BYTES)}"
     return ""
 
 

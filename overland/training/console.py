@@ -64,9 +64,8 @@ class Console(Callback):
 
     def on_save(self, run: Run, saved: Outcome) -> None:
         if run.world.is_first:
-            self.screen.print(
-                f"saved {saved.path} in {saved.seconds:.1f} s ({saved.waited:.1f} s waited)"
-            )
+            took, waited = f"{saved.seconds:.1f} s", f"{saved.waited:.1f} s"
+            self.screen.print(f"saved {saved.path} in {took} (training waited {waited})")
 
     def on_rewind(self, run: Run) -> None:
         while self.losses and self.losses[-1][0] > run.progress.step:

@@ -74,7 +74,7 @@ def readme(
 | number formats | parameters {training.dtype}, computation {training.mixed_precision_param}, \
 gradient sums {training.mixed_precision_reduce} |
 {documents}
-# # Parallel layout
+## Parallel layout
 
 | axis | degree |
 |---|---|
@@ -200,6 +200,7 @@ def recompute_in_words(settings: ActivationCheckpoint) -> str:
         which = "every block" if number == "1" else f"one block in {number}"
         return f"selective: {which} is recomputed"
     if settings.mode == "memory_budget":
-        return f"the compiler keeps {settings.memory_budget:.0%} of the activations it would keep"
+        share = f"{settings.memory_budget:.0%}"
+        return f"the compiler keeps {share} of the activations that it would otherwise keep"
     words = {"none": "off", "full": "full: every block is recomputed"}
     return words.get(settings.mode, settings.mode)

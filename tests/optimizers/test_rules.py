@@ -223,8 +223,12 @@ def keep(kind: object) -> Callable[..., object]:
             {"whole": lambda self, m: m.T, "after": lambda self, p, d, s, r: (p - d, s)},
             "Own.whole() was given (20, 12) and returned (12, 20)",
         ),
-        (Elementwise, {"update": sgd, "state": keep(Like("bf16"))}, "the type 'bf16' is none of"),
-        (Elementwise, {"update": sgd, "state": keep(Like)}, "is none of Like(), Scalar()"),
+        (
+            Elementwise,
+            {"update": sgd, "state": keep(Like("bf16"))},
+            "the dtype 'bf16' is not one of",
+        ),
+        (Elementwise, {"update": sgd, "state": keep(Like)}, "is not one of Like(), Scalar()"),
         (
             Elementwise,
             {"update": sgd, "state": keep(Packed(pack, unpack, 100, 1.0))},
