@@ -31,6 +31,7 @@ from overland.config.dialects.axolotl import is_axolotl, translate_axolotl
 from overland.config.dialects.stub import is_stub, translate_stub
 from overland.config.dialects.torchtitan import translate_torchtitan
 from overland.config.errors import ConfigError, Problem, show_value
+from overland.config.own_folder import from_own_folder
 from overland.config.schema import PAIR_DEFAULTS, SFT_DEFAULTS, Job, JobConfig
 from overland.config.source import SUFFIXES, Entries, KeyPath, overlay, read_file
 from overland.config.validate import check_switches, validate_entries
@@ -100,6 +101,9 @@ def load_config(
         paths = resolve_paths(config, env, lambda key: places.get(tuple(key.split(".")), shown))
     from_problems: list[Problem] = []
     adapter_problems: list[Problem] = []
+    if resolve:
+        paths.config, folder_notes = from_own_folder(paths.config, path, shown, places)
+        notes += folder_notes
     if resolve and not paths.problems:
         place = places.get(("model", "from"), shown)
         paths.config, from_problems = expand_from(paths.config, place)

@@ -132,6 +132,16 @@ def test_running_a_finished_run_again_says_so(quickstart: tuple[Path, str]) -> N
     assert "Nothing left to do: runs/quickstart is at step 8 of 8." in done.stdout
 
 
+def test_a_runs_config_resumes_it_from_another_folder(
+    quickstart: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = quickstart[0] / "runs" / "quickstart"
+    done = overland("train", str(run / "config.toml"), cwd=tmp_path, NGPU="1")
+    assert f"Nothing left to do: {run} is at step 8 of 8." in done.stdout
+    assert f"note: {run}/config.toml: resumes the run in {run}" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_more_steps_go_on_where_the_run_ended(quickstart: tuple[Path, str]) -> None:
     words = ["train", "runs/quickstart/config.toml", "training.steps=10"]
     done = overland(*words, cwd=quickstart[0], NGPU="1")  # on another number of ranks

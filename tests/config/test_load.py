@@ -181,3 +181,35 @@ def test_launcher_variables_are_checked() -> None:
         log_ranks({"LOG_RANK": "all"})
     with pytest.raises(ConfigError, match="environment DRY_RUN"):
         dry_run({"DRY_RUN": "perhaps"})
+
+
+def test_the_config_of_a_run_means_its_own_folder_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "start" / "runs" / "mine"
+    run.mkdir(parents=True)
+    (tmp_path / "start" / "text.txt").write_text("some text")
+    (run / "metrics.jsonl").touch()
+    (run / "config.toml").write_text(
+        '[job]\ndump_folder = "./runs/mine"\n[training]\ndataset_path = "text.txt"\n'
+        '[checkpoint]\nfolder = "checkpoint"\n'
+    )
+    monkeypatch.chdir(tmp_path / "start")
+    loaded = load_config("runs/mine/config.toml", env={})
+    assert (loaded.config.job.dump_folder, loaded.notes) == ("./runs/mine", [])
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    loaded = load_config("../start/runs/mine/config.toml", env={})
+    assert loaded.config.job.dump_folder == str(run)
+    assert loaded.config.training.dataset_path == str(tmp_path / "start" / "text.txt")
+    assert loaded.config.checkpoint.folder == "checkpoint"
+    assert "resumes the run in ../start/runs/mine" in loaded.notes[0]
+    other = ["job.dump_folder=new", "training.dataset_path=mine.txt"]
+    config = load_config(str(run / "config.toml"), other, env={}).config
+    assert (config.job.dump_folder, config.training.dataset_path) == ("new", "mine.txt")
+
+    run.rename(tmp_path / "moved")
+    loaded = load_config("../moved/config.toml", env={})
+    assert loaded.config.job.dump_folder == str(tmp_path / "moved")
+    assert loaded.config.training.dataset_path == "text.txt"
