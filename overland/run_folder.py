@@ -52,6 +52,7 @@ FAULTS, SUBMITTED, PREFLIGHT = "faults", "submit", "preflight.json"
 
 CHECKPOINTS = "checkpoint"  # unless `checkpoint.folder` says otherwise
 LATEST = "latest"
+NO_DESCRIPTION = "a training run"  # the default of `job.description`
 WRITTEN_BY = "Written by `overland train`"  # in the README.md of every run
 COMMITTED = "COMMITTED"  # in a complete checkpoint
 CHECKPOINT = re.compile(r"step_(\d+)(\.preempt)?")

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from overland.run_folder import NO_DESCRIPTION
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -64,7 +66,7 @@ class Job(Section):
     dump_folder: PathText = "./outputs"
     """The run folder, which holds metrics, TensorBoard events, checkpoints, traces and a README.
     If not set, it is named after the config file: ./outputs/NAME."""
-    description: str = "a training run"
+    description: str = NO_DESCRIPTION
     """One line about the run, shown in its README and when it starts."""
     print_config: bool = False
     """Print the resolved config before training."""

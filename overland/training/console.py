@@ -190,7 +190,7 @@ def line_of(record: Record) -> str:
         f"grad {record['grad_norm']:.2f}",
         f"lr {record['lr']:.2e}",
         speed(record, is_shared=True),
-        f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU – (peak unknown)",
+        *([f"MFU {record['mfu']:.1%}"] if record["mfu"] is not None else []),
         f"{record['memory_gib']:.2f} GiB",
     ]
     if record["data_wait"] > 0.01:

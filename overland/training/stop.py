@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from overland.config.schema import Checkpoint as Settings
 from overland.run_folder import STOP
+from overland.words import duration
 from overland.world.signals import (
     ENDED_AT_ONCE,
     INTERRUPTED,
@@ -59,7 +60,7 @@ class Wish(IntEnum):
         return {
             Wish.STOP_FILE: f"found a file {STOP} in the run folder",
             Wish.SESSION_OVER: "checkpoint.stop_after_minutes has passed",
-            Wish.WALLTIME: "the job is about to end",
+            Wish.WALLTIME: "the job's time limit is near (checkpoint.walltime_margin_minutes)",
             Wish.SIGNAL: "received a signal",
             Wish.GIVE_UP: "the state is not finite",
         }.get(self, "")
@@ -147,7 +148,15 @@ class StopRequest:
         return Wish(int(self._flag.item()))
 
     def reason(self, wish: Wish) -> str:
-        return f"{wish.reason} ({self.signal.name})" if self.signal else wish.reason
+        if self.signal is None:
+            return wish.reason
+        words = f"{wish.reason} ({self.signal.name})"
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        if self.signal is signal.SIGUSR1 and end.isdecimal() and int(end) > time.time():
+            # `overland submit` lets Slurm send it this long before the end.
+            words += f", {duration(int(end) - time.time())} before the job's time limit"
+            words += " (checkpoint.walltime_margin_minutes)"
+        return words
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -219,7 +219,7 @@ def test_a_slurm_job_saves_before_its_end(tmp_path: Path) -> None:
     words = [*WORDS, *steps(100_000), "checkpoint.walltime_margin_minutes=9.9"]
     end = str(int(time.time()) + 600)
     done = overland(*words, cwd=tmp_path, NGPU="1", code=STOPPED, SLURM_JOB_END_TIME=end)
-    assert "the job is about to end" in done.stdout
+    assert "the job's time limit is near" in done.stdout
     assert newest(tmp_path).name.endswith(".preempt")
 
 

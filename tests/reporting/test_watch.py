@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from overland.config.schema import Job
 from overland.errors import NoRun
 from overland.processes import this_process
 from overland.tools.watch import queue as slurm_queue
@@ -404,3 +405,18 @@ def test_every_state_has_a_word_and_a_colour() -> None:
     from overland.tools.watch.view import COLOURS
 
     assert set(COLOURS) == set(watching.STATES)
+
+
+def test_the_step_is_that_of_the_newest_checkpoint_if_less_is_logged(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=40, done=10)
+    saved = run / "checkpoint" / "step_13.preempt"
+    saved.mkdir(parents=True)
+    (saved / "COMMITTED").touch()
+    assert Watch(run).look().step == 13
+
+
+def test_a_description_that_nobody_wrote_is_not_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", done=10)
+    assert Watch(run).look().description == "A tiny run"
+    (run / "config.toml").write_text(f'[job]\ndescription = "{Job().description}"\n')
+    assert Watch(run).look().description == ""

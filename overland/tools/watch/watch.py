@@ -28,6 +28,7 @@ from overland.run_folder import (
     EVALUATIONS,
     LIVE,
     METRICS,
+    NO_DESCRIPTION,
     OWNER,
     PLAN,
     STOPPED,
@@ -65,6 +66,7 @@ SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
 @dataclass
 class Checkpoints:
     count: int = 0
+    step: int = 0
     newest: str | None = None
     saved_at: float | None = None
     saving: str | None = None
@@ -168,7 +170,7 @@ class Watch:
         seen = RunStatus(
             run=str(self.run),
             time=time.time(),
-            description=str(_table(config, "job").get("description", "")),
+            description=_description(config),
             step=int(live["step"] if is_live_newer and "step" in live else newest.get("step", 0)),
             steps=steps if isinstance(steps, int) and steps < LARGEST else None,
             step_seconds=self.history.step_seconds or live.get("step_seconds"),
@@ -192,6 +194,8 @@ class Watch:
             faults=self.events.faults(),
             queue=self.queue.jobs,
         )
+        if seen.checkpoints.newest:  # what is logged may be some steps behind
+            seen.step = max(seen.step, seen.checkpoints.step)
         seen.last_sign = last_sign(self.run, live, owner, newest, self.events)
         seen.state, seen.because = judge_state(self.run, seen, live, owner, self.events)
         if seen.state in ("finished", "stopped", "failed", "silent", "waiting"):
@@ -329,7 +333,13 @@ def read_checkpoints(folder: Path) -> Checkpoints:
             broken.append((int(named[1]), path.name))
     step, newest, saved_at = max(found, default=(0, None, None))
     later = max((one for one in broken if one[0] > step), default=(0, None))[1]
-    return Checkpoints(len(found), newest, saved_at, max(saving, default=(0, None))[1], later)
+    return Checkpoints(len(found), step, newest, saved_at, max(saving, default=(0, None))[1], later)
+
+
+def _description(config: dict[str, Any]) -> str:
+    """Returns what the user wrote, not the default."""
+    words = str(_table(config, "job").get("description", ""))
+    return "" if words == NO_DESCRIPTION else words
 
 
 def _read_config(run: Path) -> dict[str, Any]:
