@@ -128,7 +128,7 @@ def check_order(folder: Path, flavor: str) -> str:
     [
         (
             "lists in another order",
-            r"in the order late\.0 to late\.1, blocks\.0 to blocks\.2, and its forward pass calls "
+            r"in the order late\.0 to late\.1, blocks\.0 to blocks\.2, but its forward pass calls "
             r"them in the order blocks\.0 to blocks\.2, late\.0 to late\.1, so a pipeline would",
         ),
         ("backwards", r"calls them in the order blocks\.4, blocks\.3, blocks\.2, blocks\.1, b"),
@@ -137,8 +137,8 @@ def check_order(folder: Path, flavor: str) -> str:
         ("returns two", r"blocks\.0 of Described returns a tuple, but pipeline stages pass"),
         (
             "another shape",
-            r"returns the shape \(1, 32, 16\), and between\(32\) of its structure\(\) says "
-            r"\(32, 17\), which makes \(1, 32, 17\) with",
+            r"returns the shape \(1, 32, 16\), but between\(32\) of its structure\(\) says "
+            r"\(32, 17\), which is \(1, 32, 17\) with",
         ),
     ],
 )
