@@ -50,7 +50,7 @@ def test_json_for_scripts(tmp_path: Path) -> None:
         (["--to", "dcp", "--names", "titan"], "expected hf or torchtitan"),
         (["--to", "hf", "--max-shard-size", "big"], "write e.g. 500MB or 5GB"),
         (["--to", "hf", "--exclude", "lm_hed.weight"], "did you mean 'lm_head.weight'?"),
-        (["--to", "hf", "--config", "nowhere.json"], "there is no nowhere.json"),
+        (["--to", "hf", "--config", "nowhere.json"], "nowhere.json does not exist"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
