@@ -101,7 +101,7 @@ def test_a_rank_that_leaves_by_itself_says_so(
     world = World(rank=3, size=4, local_rank=1, local_size=2)
     with pytest.raises(SystemExit), under_watch(world, {HEARTBEATS: str(tmp_path / "beats")}):
         raise SystemExit(0)
-    assert '"kind": "code error", "what": "it left, by SystemExit(0)"' in capsys.readouterr().out
+    assert '"kind": "code error", "what": "exited with SystemExit(0)"' in capsys.readouterr().out
 
 
 def test_leaving_for_what_another_rank_did_is_no_mistake_in_the_code(
@@ -118,7 +118,7 @@ def test_leaving_for_what_another_rank_did_is_no_mistake_in_the_code(
     world = World(rank=1, size=2, local_rank=1, local_size=2)
     with pytest.raises(SystemExit), under_watch(world, {HEARTBEATS: str(tmp_path / "beats")}):
         leave()
-    assert '"kind": "network", "what": "it left, by SystemExit(1), for' in capsys.readouterr().out
+    assert '"kind": "network", "what": "exited with SystemExit(1), caused' in capsys.readouterr().out
 
 
 @pytest.fixture

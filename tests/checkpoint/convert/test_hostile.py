@@ -375,7 +375,7 @@ def test_verification_finds_a_flipped_bit_of_any_tensor(tmp_path: Path) -> None:
             byte = opened.read(1)[0]
             opened.seek(-1, os.SEEK_CUR)
             opened.write(bytes([byte ^ 1]))
-        with pytest.raises(CheckpointError, match=rf"model\.{name} was written"):
+        with pytest.raises(CheckpointError, match=rf"model\.{name} reads back differently"):
             verify_hashes(open_any(tmp_path), sent, lambda size: None)
         with file.open("r+b") as opened:
             opened.seek(stored.offset + stored.nbytes - 1)
