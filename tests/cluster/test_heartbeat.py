@@ -118,7 +118,9 @@ def test_leaving_for_what_another_rank_did_is_no_mistake_in_the_code(
     world = World(rank=1, size=2, local_rank=1, local_size=2)
     with pytest.raises(SystemExit), under_watch(world, {HEARTBEATS: str(tmp_path / "beats")}):
         leave()
-    assert '"kind": "network", "what": "exited with SystemExit(1), caused' in capsys.readouterr().out
+    assert (
+        '"kind": "network", "what": "exited with SystemExit(1), caused' in capsys.readouterr().out
+    )
 
 
 @pytest.fixture
