@@ -89,7 +89,7 @@ def with_ways_out(
         ("sharding over twice as many devices", config, two),
     ]  # fmt: skip
     estimates = [(way, estimate(some, architecture, on, device).peak) for way, some, on in ways]
-    helps = [(way, peak) for way, peak in estimates if peak < now.peak]
+    helps = [(way, peak) for way, peak in estimates if peak < 0.99 * now.peak]
     listed = "; ".join(f"{way}: about {peak / GIB:.2f} GiB" for way, peak in helps)
     listed = listed or "a smaller model or training.seq_len"
     return (
