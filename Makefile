@@ -103,6 +103,7 @@ prove-all: .venv/ready-dev cluster-packages
 	$(BIN)/python -m tests.prove_peft docs/evidence/peft.md
 	$(BIN)/python -m tests.cluster.walkthrough docs/evidence/walkthrough.md
 	$(BIN)/python -m tests.prove_trl docs/evidence/trl.md
+	$(BIN)/python -m tests.prove_peers docs/evidence/peers.md $(NANOCHAT)
 	$(BIN)/python -m tests.prove_masks docs/evidence/masks.md
 	$(BIN)/python -m tests.prove_tasks docs/evidence/tasks.md
 	$(BIN)/python -m tests.prove_generation docs/evidence/generation.md
