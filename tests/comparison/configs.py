@@ -117,8 +117,8 @@ def verdict(name: str, mistake: Mistake, found: dict[str, Any]) -> dict[str, boo
 
 
 def without_usage(said: str) -> str:
-    """Leaves out the list of all options that argparse puts in front of a message."""
-    return re.sub(r"^usage:.*?error: ", "", said.strip(), flags=re.S)
+    """Leaves out a banner, and the list of all options that argparse puts in front of a message."""
+    return re.sub(r"\A.*?^usage: .*? error: ", "", said.strip(), flags=re.M | re.S)
 
 
 def names(mistake: Mistake, said: str) -> bool:
