@@ -68,7 +68,7 @@ MISTAKES = (
     ),
     Mistake(
         "word that is no choice",
-        ("lr_scheduler|decay_type|window",),
+        ("lr_scheduler|decay_type|window_pattern",),
         "cosine|SL",
         {
             "Overland": {"lr_scheduler.decay_type": "cosin"},
