@@ -29,6 +29,7 @@ KEY = b"overland: held out or not"
 FORMAT = 1
 
 Marks = npt.NDArray[np.uint64]
+FEW_SHARDS = 2  # up to 8,192 documents, which have to be tokenized before the first step anyway
 
 
 def held_out_documents(corpus: Corpus, number: int, share: float) -> npt.NDArray[np.bool_]:
@@ -60,17 +61,18 @@ def share_of_documents(data: Settings, name: str, count: Callable[[], int]) -> f
 def require_both_sides(name: str, share: float, held_out: int, total: int) -> None:
     """Raises an error unless there are documents to train on and documents to validate on."""
     if total and held_out in (0, total):
-        side = "no document" if held_out == 0 else "every document"
+        side, fix = ("no document", "raise it") if held_out == 0 else ("every document", "lower it")
         raise DataError(
             f"data.holdout holds out {side} of {name} (a share of {share:.3g} of {total:,}): "
-            f"change it"
+            f"{fix}, or name other data in validation.dataset_path. A text file is one document, "
+            f"and copies of a document stay together"
         )
 
 
 def check_both_sides(corpus: Corpus, share: float) -> None:
-    """Raises an error if one side is empty. This needs all shards; if some do not exist yet, an
-    empty side is detected during training."""
-    if not share or corpus.sizes() is None:
+    """Raises an error if one side is empty. A small corpus is tokenized for that if necessary; in
+    a larger one that is not yet built, an empty side is detected during training."""
+    if not share or (corpus.sizes() is None and corpus.num_shards > FEW_SHARDS):
         return
     held = total = 0
     for number in range(corpus.num_shards):

@@ -191,3 +191,13 @@ def test_validation_on_foreign_text_is_told(tmp_path: Path) -> None:
     for wrong in ("data.holdout=1.5", "data.holdout=-1"):
         with pytest.raises(Exception, match=r"data\.holdout"):
             load_checked("quickstart", [wrong])
+
+
+@pytest.mark.parametrize(("share", "side"), [(1e-6, "no document"), (0.999999, "every document")])
+def test_a_side_without_documents_is_refused_before_the_first_step(
+    tmp_path: Path, tokenizer: Tokenizer, share: float, side: str
+) -> None:
+    text = write_lines(tmp_path / "text", 1, 40)
+    config = config_of(text, tmp_path / "data", tokenizer, share)
+    with pytest.raises(DataError, match=rf"data\.holdout holds out {side} of text \(a share"):
+        training_data(config, 4, None, Preparer())
