@@ -7,6 +7,7 @@
 # make docs    build the documentation site, serve it and say where; PORT=8001 chooses another port
 # make site    only build it, into build/site
 # make times   all tests, and how long each of their files takes: tests/times.json
+# make pictures   draws the pictures of README and docs/report.md again
 # make setup   only the environment, in .venv; TORCH=cpu|cuda|rocm chooses the PyTorch build
 
 SHELL := /bin/bash
@@ -25,7 +26,7 @@ TORCH_FROM_cpu := --no-deps --retries 1 --extra-index-url $(WHEELS)/cpu
 TORCH_FROM_cuda :=
 TORCH_FROM_rocm := --index-url $(WHEELS)/rocm$(ROCM)
 
-.PHONY: setup train test quick times lint cluster-packages browser docs site prove-all clean
+.PHONY: setup train test quick times lint cluster-packages browser docs site prove-all pictures clean
 
 setup: .venv/ready-$(TORCH)
 
@@ -124,6 +125,9 @@ docs: .venv/ready-dev
 site: .venv/ready-dev
 	$(BIN)/python -m mkdocs build --strict
 	@echo "Open build/site/index.html."
+
+pictures: .venv/ready-dev browser
+	$(BIN)/python -m tests.reporting.screenshots
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

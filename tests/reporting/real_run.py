@@ -66,6 +66,13 @@ steps = 2
 
 def make_real_run(folder: Path, steps: int = 60) -> Path:
     """Trains `steps` steps in three sessions; the first two are killed between two checkpoints."""
+    train_and_kill(folder, steps)
+    overland("train", "run.toml", cwd=folder, NGPU="1")
+    return folder / "run"
+
+
+def train_and_kill(folder: Path, steps: int) -> None:
+    """The first two sessions."""
     for name, files in (
         ("code", sorted((ROOT / "overland" / "data").glob("*.py"))),
         ("prose", sorted((ROOT / "docs").glob("*.md"))),
@@ -81,8 +88,6 @@ def make_real_run(folder: Path, steps: int = 60) -> Path:
         wait_for_step(folder / "run" / "metrics.jsonl", last)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    overland("train", "run.toml", cwd=folder, NGPU="1")
-    return folder / "run"
 
 
 if __name__ == "__main__":

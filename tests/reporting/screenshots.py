@@ -1,23 +1,33 @@
-"""Makes the pictures of docs/report.md and the README: the report of a real run, light and dark.
+"""Draws the pictures of README and docs/report.md from a recorded run: its report, light and dark,
+and `overland watch` in a terminal.
 
-python -m tests.reporting.screenshots [RUN]
+python -m tests.reporting.screenshots    (or: make pictures)
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
+import hashlib
+import io
+import re
 from pathlib import Path
 
-from overland.tools.reporting.page import build_page
-from overland.tools.reporting.run import open_runs
+from rich.console import Console
+from rich.terminal_theme import DIMMED_MONOKAI
+
+from overland.tools.reporting.page import asset, build_page, sections_of
+from overland.tools.reporting.run import RunReport, open_runs
+from overland.tools.watch.view import draw
+from overland.tools.watch.watch import Watch
 from tests.cli.processes import ROOT
 from tests.reporting.browser import Browser, need_browser
-from tests.reporting.real_run import make_real_run
+from tests.reporting.recorded import recorded_run
 
 IMAGES = ROOT / "docs" / "images"
+WATCH = IMAGES / "watch.svg"
+DIGEST = IMAGES / "report.digest"
 WIDTH = 1080
+COLUMNS = 96
+FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono'"
 HOVERED = """(() => {
   const plot = document.querySelector('figure[data-chart=loss] .plot > svg');
   const box = plot.getBoundingClientRect();
@@ -29,16 +39,14 @@ STORY = """(() => {
   const time = document.getElementById('run-0-mixture').getBoundingClientRect();
   return [story.top + scrollY - 24, time.bottom - story.top + 24];
 })()"""
+LEFT_OUT = ("foot", "run-0-config")  # of the digest: no picture shows them
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, Browser(need_browser(), WIDTH, 1900) as browser:
-        run = Path(sys.argv[1]) if len(sys.argv) > 1 else make_real_run(Path(folder) / "a", 600)
-        os.chdir(run.parent)
-        (reader,) = open_runs([Path(run.name)])
-        reader.read_on()
-        page = Path(folder) / "report.html"
-        page.write_text(build_page([reader.report()]))
+    with recorded_run() as run, Browser(need_browser(), WIDTH, 1900) as browser:
+        WATCH.write_text(watch_svg(run))
+        page = run.parent.absolute() / "report.html"
+        page.write_text(build_page([report_of(run)]))
         for scheme in ("light", "dark"):
             browser.prefer(scheme)
             browser.open(f"file://{page}")
@@ -50,6 +58,33 @@ def main() -> None:
             browser.screenshot(IMAGES / f"report-{scheme}.png", (0, 0, WIDTH, height))
         top, height = browser.evaluate(STORY)
         browser.screenshot(IMAGES / "report-story.png", (0, top, WIDTH, height))
+        DIGEST.write_text(f"{report_digest(run)}\n")
+
+
+def watch_svg(run: Path) -> str:
+    """`overland watch` as it looks in a terminal."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(draw(Watch(run).look(), COLUMNS))
+    drawn = console.export_svg(
+        title=f"overland watch {run}", theme=DIMMED_MONOKAI, unique_id="watch"
+    )
+    # Rich asks a server for a font of its own; every reader has one.
+    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+    return drawn.replace("Fira Code", FONTS)
+
+
+def report_of(run: Path) -> RunReport:
+    (reader,) = open_runs([run])
+    reader.read_on()
+    return reader.report()
+
+
+def report_digest(run: Path) -> str:
+    """Of what the pictures of the report show: with another digest they are out of date."""
+    sections = sections_of([report_of(run)])
+    shown = [html for name, html in sections.items() if name not in LEFT_OUT]
+    words = "\n".join([*shown, asset("page.css"), asset("page.js")])
+    return hashlib.sha256(words.encode()).hexdigest()
 
 
 if __name__ == "__main__":
