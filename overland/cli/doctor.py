@@ -34,10 +34,10 @@ def doctor(
             print(f"{one.status:<8} {one.what:<{WIDTH}} {one.found}", flush=True)
             if one.way_out:
                 print(f"{'':<8} {'':<{WIDTH}} → {one.way_out}", flush=True)
-    counts = {kind: sum(one.status == kind for one in findings) for kind in ("wrong", "warning")}
+    counts = {kind: sum(one.status == kind for one in findings) for kind in ("error", "warning")}
     if as_json:
         print(json.dumps({**counts, "findings": [asdict(one) for one in findings]}, indent=2))
     else:
-        warnings = f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}"
-        print(f"\n{len(findings)} checks: {counts['wrong']} wrong, {warnings}.")
-    raise typer.Exit(1 if counts["wrong"] else 0)
+        numbers = [f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counts.items()]
+        print(f"\n{len(findings)} checks: {', '.join(numbers)}.")
+    raise typer.Exit(1 if counts["error"] else 0)

@@ -34,15 +34,15 @@ def status(findings: list[Finding], what: str) -> str:
     ("version", "built_for", "site", "drivers", "verdict"),
     [
         ("2.13.0+rocm7.2", "amd", FRONTIER, [], "ok"),
-        ("2.13.0+cu130", "nvidia", FRONTIER, [], "wrong"),
-        ("2.13.0+rocm7.2", "amd", PERLMUTTER, [], "wrong"),
-        ("2.13.0+cpu", "none", PERLMUTTER, [], "wrong"),
+        ("2.13.0+cu130", "nvidia", FRONTIER, [], "error"),
+        ("2.13.0+rocm7.2", "amd", PERLMUTTER, [], "error"),
+        ("2.13.0+cpu", "none", PERLMUTTER, [], "error"),
         ("2.13.0+cpu", "none", LAPTOP, [], "ok"),
-        ("2.13.0+cpu", "none", None, ["nvidia"], "wrong"),
+        ("2.13.0+cpu", "none", None, ["nvidia"], "error"),
         ("2.13.0+cu130", "nvidia", None, ["nvidia"], "ok"),
         ("2.13.0+cu130", "nvidia", None, [], "ok"),
-        ("2.10.1+cpu", "none", None, [], "wrong"),
-        ("", "none", None, [], "wrong"),
+        ("2.10.1+cpu", "none", None, [], "error"),
+        ("", "none", None, [], "error"),
     ],
 )
 def test_a_torch_of_the_wrong_build_or_age_is_found(
@@ -55,7 +55,7 @@ def test_a_torch_of_the_wrong_build_or_age_is_found(
 
 def test_a_driver_without_devices_is_wrong() -> None:
     blind = software.Torch("2.13.0", "nvidia")
-    assert software.check_devices(blind, ["nvidia"]).status == "wrong"
+    assert software.check_devices(blind, ["nvidia"]).status == "error"
     assert software.check_devices(blind, []).status == "ok"
     two = replace(blind, devices=("H200", "H200"))
     assert software.check_devices(two, ["nvidia"]).found == "2 × H200"
@@ -75,7 +75,7 @@ def test_packages_are_held_to_what_overland_asks_for() -> None:
     assert [one.status for one in found] == ["ok"] * 3
     assert "pip install 'overland[wandb]'" in found[2].found
     found = list(software.check_requirements(wanted, {**good, "numpy": "1.26.4", "pyarrow": "9.0"}))
-    assert [one.status for one in found] == ["wrong", "warning", "ok"]
+    assert [one.status for one in found] == ["error", "warning", "ok"]
     assert found[0].found == "numpy 1.26.4 is older than 2.0"
     assert next(software.check_requirements(wanted, {})).found == "numpy is missing"
 
@@ -105,7 +105,7 @@ def test_caches_that_cannot_be_written_or_lie_in_a_small_home_are_found(tmp_path
     found = list(places.check_places(PERLMUTTER, env))
     assert status(found, "SCRATCH_ROOT") == status(found, "HF_HOME") == "ok"
     assert status(found, "XDG_CACHE_HOME") == "warning"
-    assert status(found, "TRITON_CACHE_DIR") == "wrong"
+    assert status(found, "TRITON_CACHE_DIR") == "error"
     assert "MIOPEN_USER_DB_PATH" not in [one.what for one in found]
 
 
@@ -164,14 +164,14 @@ def test_small_limits_are_found() -> None:
 
 def test_slurm_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert session.check_slurm(FRONTIER).status == "wrong"
+    assert session.check_slurm(FRONTIER).status == "error"
     assert session.check_slurm(LAPTOP).status == "ok"
     sbatch = tmp_path / "sbatch"
     sbatch.write_text("#!/bin/sh\necho slurm 24.05.4\n")
     sbatch.chmod(0o755)
     assert session.check_slurm(FRONTIER).found == "slurm 24.05.4"
     sbatch.write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
-    assert session.check_slurm(FRONTIER).status == "wrong"
+    assert session.check_slurm(FRONTIER).status == "error"
 
 
 def test_a_token_is_never_shown_and_its_file_is_for_its_owner(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_run_that_calls_home_is_found_though_it_hides_it(
     monkeypatch.chdir(tmp_path)
     env = environment(PYTHONPATH=str(ROOT))
     found = list(check_offline_start("run.toml", env))
-    assert [one.status for one in found] == ["wrong", "wrong"]
+    assert [one.status for one in found] == ["error", "error"]
     assert "tried to reach home.example:443" in found[0].found
     assert "missing/folder" in found[1].found
 
@@ -256,7 +256,7 @@ def test_a_run_that_calls_home_is_found_though_it_hides_it(
 def test_a_config_that_does_not_start_is_told_in_its_own_words() -> None:
     done = subprocess.CompletedProcess([], 2, "", "run.toml:3: a\nrun.toml:4: b\n")
     (found,) = judge_start("run.toml", done, [])
-    assert found.status == "wrong"
+    assert found.status == "error"
     assert "run.toml:3: a; run.toml:4: b" in found.found
 
 
@@ -271,15 +271,15 @@ def test_the_verb_looks_at_everything_and_says_so(
     facts = json.loads(done.stdout)
     assert "hf_secret" not in done.output
     assert status([Finding(**one) for one in facts["findings"]], "start without network") == "ok"
-    assert done.exit_code == (1 if facts["wrong"] else 0)
+    assert done.exit_code == (1 if facts["error"] else 0)
     done = CliRunner().invoke(app, ["doctor", "--site", "nowhere"])
     assert done.exit_code == 2
 
 
 def test_the_table_has_a_line_for_each_and_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [Finding("a", "ok", "fine"), Finding("b", "wrong", "broken", "mend it")]
+    told = [Finding("a", "ok", "fine"), Finding("b", "error", "broken", "mend it")]
     monkeypatch.setattr("overland.tools.doctor.examine", lambda config, site: iter(told))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "→ mend it" in done.stdout
-    assert "2 checks: 1 wrong, 0 warnings." in done.stdout
+    assert "2 checks: 1 error, 0 warnings." in done.stdout

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "warning", "wrong"]
+Status = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: `wrong` would make a run fail; `warning` may cost time or surprise."""
+    """The result of a check: `error` would make a run fail; `warning` may cost time or surprise."""
 
     what: str
     status: Status
@@ -26,5 +26,5 @@ def warning(what: str, found: str, way_out: str) -> Finding:
     return Finding(what, "warning", found, way_out)
 
 
-def wrong(what: str, found: str, way_out: str) -> Finding:
-    return Finding(what, "wrong", found, way_out)
+def failure(what: str, found: str, way_out: str) -> Finding:
+    return Finding(what, "error", found, way_out)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from overland.tools.doctor.finding import Finding, ok, warning, wrong
+from overland.tools.doctor.finding import Finding, failure, ok, warning
 from overland.tools.jobs.site import NamedSite
 
 LITTLE = 5e9  # bytes free: less than a shard of weights or a torch build
@@ -51,7 +51,7 @@ def check_scratch(site: NamedSite | None, env: Mapping[str, str]) -> Finding:
         return ok("SCRATCH_ROOT", "not set: `overland fetch` writes into ./assets and ./data")
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        return wrong("SCRATCH_ROOT", f"{folder} is not a folder", "create it, or set another")
+        return failure("SCRATCH_ROOT", f"{folder} is not a folder", "create it, or set another")
     return check_writable("SCRATCH_ROOT", folder, "another folder")
 
 
@@ -85,7 +85,7 @@ def check_writable(what: str, path: Path, way_out: str) -> Finding:
     nearest existing parent."""
     there = next((one for one in (path, *path.parents) if one.exists()), Path("/"))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return wrong(what, f"{path} is not writable", way_out)
+        return failure(what, f"{path} is not writable", way_out)
     free = shutil.disk_usage(there).free
     shown = f"{path}, {free / 1e9:,.0f} GB free"
     return warning(what, shown, f"free space, or {way_out}") if free < LITTLE else ok(what, shown)

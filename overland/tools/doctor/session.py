@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from overland.tools.doctor.finding import Finding, ok, warning, wrong
+from overland.tools.doctor.finding import Finding, failure, ok, warning
 from overland.tools.doctor.places import CACHES, cache_path
 from overland.tools.jobs.site import NamedSite
 
@@ -64,16 +64,16 @@ def check_slurm(site: NamedSite | None) -> Finding:
     if sbatch is None:
         if site is not None and site.facts.scheduler == "slurm":
             way = f"go to a login node of {site.name}, or load its module"
-            return wrong("slurm", "sbatch was not found", way)
+            return failure("slurm", "sbatch was not found", way)
         return ok("slurm", "not found; `overland train` does not need it")
     try:
         done = subprocess.run([sbatch, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return wrong("slurm", f"sbatch does not start: {error}", "ask the site's support")
+        return failure("slurm", f"sbatch does not start: {error}", "ask the site's support")
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         if site is not None and site.facts.scheduler == "slurm":
-            return wrong("slurm", f"sbatch fails: {why}", "ask the site's support")
+            return failure("slurm", f"sbatch fails: {why}", "ask the site's support")
         return warning("slurm", f"sbatch fails: {why}", "only `overland submit` needs it")
     return ok("slurm", done.stdout.strip())
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from overland.tools.doctor.finding import Finding, ok, warning, wrong
+from overland.tools.doctor.finding import Finding, failure, ok, warning
 from overland.tools.jobs.site import NamedSite
 from overland.words import command
 
@@ -50,7 +50,7 @@ def check_software(site: NamedSite | None) -> Iterator[Finding]:
 def check_python(version: tuple[int, ...]) -> Finding:
     shown = ".".join(map(str, version))
     if version < PYTHON:
-        return wrong("python", shown, f"Overland needs {'.'.join(map(str, PYTHON))} or newer")
+        return failure("python", shown, f"Overland needs {'.'.join(map(str, PYTHON))} or newer")
     return ok("python", f"{shown}, {sys.prefix}")
 
 
@@ -73,15 +73,17 @@ def check_torch(torch: Torch, site: NamedSite | None, drivers: list[str]) -> Fin
     here = site.facts.accelerator if site else (drivers or ["none"])[0]
     way = f"`{command('overland', 'env', site.name if site else 'SITE')}` shows"
     if not torch.version:
-        return wrong("torch", f"cannot be imported: {torch.error}", f"{way} how to install it")
+        return failure("torch", f"cannot be imported: {torch.error}", f"{way} how to install it")
     shown = f"{torch.version}, built for {names[torch.accelerator]}"
     minimum = next((one.minimum for one in requirements() if one.package == "torch"), "2.11")
     if release(torch.version) < release(minimum):
-        return wrong("torch", shown, f"Overland needs {minimum} or newer: {way} how to install it")
+        return failure(
+            "torch", shown, f"Overland needs {minimum} or newer: {way} how to install it"
+        )
     if here != "none" and torch.accelerator != here:
         where = f"{site.name} has" if site else "this machine has a driver for"
         needs = f"{where} {here.upper()} devices, which need the build for {names[here]}"
-        return wrong("torch", shown, f"{needs}: {way} how to install it")
+        return failure("torch", shown, f"{needs}: {way} how to install it")
     return ok("torch", shown)
 
 
@@ -92,7 +94,7 @@ def check_devices(torch: Torch, drivers: list[str]) -> Finding:
     if drivers and torch.accelerator in drivers:
         why = f" ({torch.error})" if torch.error else ""
         way = "check that nvidia-smi or rocm-smi lists one, and CUDA_VISIBLE_DEVICES hides none"
-        return wrong("devices", f"there is a driver, but no device{why}", way)
+        return failure("devices", f"there is a driver, but no device{why}", way)
     return ok("devices", "none, as on login nodes; runs here use the CPU")
 
 
@@ -126,7 +128,7 @@ def check_requirements(wanted: list[Requirement], versions: Mapping[str, str]) -
     base = by_extra.pop(None)
     lacking = [one for one in base if not is_met(one, versions)]
     if lacking:
-        yield wrong("packages", _shown(lacking, versions), f"pip install {_words(lacking)}")
+        yield failure("packages", _shown(lacking, versions), f"pip install {_words(lacking)}")
     else:
         yield ok("packages", f"all {len(base)} are installed and new enough")
     for extra, some in sorted(by_extra.items(), key=lambda pair: str(pair[0])):

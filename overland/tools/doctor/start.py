@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from overland.tools.doctor.finding import Finding, ok, wrong
+from overland.tools.doctor.finding import Finding, failure, ok
 from overland.words import command
 
 DEFAULT = "quickstart"
@@ -26,7 +26,7 @@ def check_offline_start(config: str | None, env: Mapping[str, str]) -> Iterator[
                 program, env=dict(env), capture_output=True, text=True, timeout=SECONDS
             )
         except subprocess.TimeoutExpired:
-            yield wrong("start", f"did not finish in {SECONDS} s", command("overland", *words))
+            yield failure("start", f"did not finish in {SECONDS} s", command("overland", *words))
             return
         tried = record.read_text().split("\n")[:-1] if record.is_file() else []
     yield from judge_start(config, done, list(dict.fromkeys(tried)))
@@ -39,17 +39,19 @@ def judge_start(
     shown = f"`{command('overland', 'check', config or DEFAULT)}`"
     if tried:
         way = "find the cause: your own module, a callback, or a package that calls home"
-        yield wrong(what, f"{shown} tried to reach {', '.join(tried)}", way)
+        yield failure(what, f"{shown} tried to reach {', '.join(tried)}", way)
     elif done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         # Our own errors are useful sentences; of a traceback, only the last line is.
         told = "; ".join(lines) if done.returncode == 2 else lines[-1]
-        yield wrong(what, f"{shown} fails: {told}", f"{shown} says more")
+        yield failure(what, f"{shown} fails: {told}", f"{shown} says more")
     else:
         yield ok(what, f"{shown} passed without trying to connect")
     if config is not None and done.returncode == 0:
         missing = json.loads(done.stdout)["to_fetch"]
         if missing:
-            yield wrong("files of the config", "; ".join(missing), "get them with `overland fetch`")
+            yield failure(
+                "files of the config", "; ".join(missing), "get them with `overland fetch`"
+            )
         else:
             yield ok("files of the config", "all present")
