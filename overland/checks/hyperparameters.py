@@ -128,7 +128,9 @@ def check_warmup(loaded: Loaded) -> Iterator[Problem]:
     total = schedule.total_steps or training.steps
     warmup, decay = schedule.warmup(total), round((schedule.decay_ratio or 0) * total)
     if warmup > total:
-        message = f"the warm-up is longer than the schedule ({spans} = {total})"
+        default = "" if loaded.is_set(WARMUP) else ", the default"
+        message = f"the warm-up{default} is longer than the schedule ({spans} = {total}), so the "
+        message += "learning rate does not reach optimizer.lr"
         yield Problem(message, loaded.where(WARMUP), WARMUP, warmup, kind="note")
     elif warmup + decay > total:
         key = "lr_scheduler.decay_ratio"

@@ -27,6 +27,8 @@ HELP: dict[str, tuple[str, tuple[str, ...]]] = {
         ("overland watch runs/quickstart", "overland watch runs/a runs/b --serve")),
     "report": ("Write an HTML report on one run, or comparing several.",
         ("overland report runs/quickstart", "overland report runs/a runs/b --output ab.html")),
+    "help": ("List the verbs.", ()),
+    "version": ("Print the version.", ()),
     "supervise": ("Start and restart the ranks of a job.", ()),
     "env": ("Print the one-time setup script for a cluster.",
         ("overland env frontier > setup.sh",)),

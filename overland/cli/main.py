@@ -55,6 +55,12 @@ def every_verb(
     pass
 
 
+def show_help(context: typer.Context) -> None:
+    """Prints the list of verbs, for those who leave out the dashes of --help."""
+    assert context.parent is not None
+    print(context.parent.get_help())
+
+
 app.command()(init.init)
 app.command()(hub.fetch)
 app.command(context_settings=TAKES_SETTINGS)(check.check)
@@ -71,6 +77,8 @@ app.command(name="eval")(eval.evaluate)
 app.command()(generate.generate)
 app.command()(convert.convert)
 app.command()(hub.push)
+app.command(name="help", hidden=True)(show_help)
+app.command(name="version", hidden=True)(lambda: print_version(True))
 app.add_typer(data.app, name="data")
 app.add_typer(prove.app, name="prove")
 app.add_typer(config.app, name="config")

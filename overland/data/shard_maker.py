@@ -158,7 +158,7 @@ class ShardMaker:
             if len(ids) > num_added:
                 documents.append(ids)
             else:
-                self._bad(record, "has no tokens")
+                self._bad(record, "is empty (it has no tokens)")
         return documents
 
     def _is_text(self, record: Record) -> bool:

@@ -193,7 +193,8 @@ def test_the_suggested_local_batch_fits() -> None:
 
 @pytest.mark.parametrize(
     ("warmup_steps", "says"),
-    [(500, "the warm-up is longer than the schedule (training.steps = 100)"),
+    [(500, "the warm-up is longer than the schedule (training.steps = 100), so the learning rate "
+     "does not reach optimizer.lr"),
      (20, "20 steps of warm-up and 90 of decay are more than training.steps = 100")],
 )  # fmt: skip
 def test_a_schedule_longer_than_the_run_is_a_note(warmup_steps: int, says: str) -> None:

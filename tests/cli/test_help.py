@@ -33,7 +33,7 @@ def test_verbs_are_listed_uncut_at_80_columns(group: str) -> None:
     assert "..." not in said.partition("Commands:")[2]
     for name, (line, _) in HELP.items():
         above, _, last = name.rpartition(" ")
-        if above == group and name != "supervise":
+        if above == group and name not in ("supervise", "help", "version"):  # hidden
             assert re.search(rf"^  {last} +{re.escape(line)}$", said, flags=re.MULTILINE), name
     assert max(map(len, said.splitlines())) <= 80
 
@@ -69,3 +69,11 @@ def test_completion_is_installed_and_completes(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", asked + 'echo "${COMPREPLY[@]}"'], env=env, cwd=tmp_path,
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.stdout.split() == ["train"], done.stderr
+
+
+def test_help_and_version_do_without_dashes() -> None:
+    listed = CliRunner().invoke(app, ["help"])
+    assert listed.exit_code == 0
+    assert "overland [OPTIONS] COMMAND" in listed.output
+    assert "supervise" not in listed.output
+    assert CliRunner().invoke(app, ["version"]).output.startswith("overland ")

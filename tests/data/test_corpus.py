@@ -107,7 +107,7 @@ BAD = {
     "no column": (b'{"text": "a"}\n{"word": 1}\n{"text": "b"}\n', r"a\.jsonl:2: expected"),
     "empty": (
         b'{"text": "a"}\n{"text": ""}\n{"text": "b"}\n',
-        r"a\.jsonl: document 1 has no tokens",
+        r"a\.jsonl: document 1 is empty \(it has no tokens\)",
     ),
     "id": (
         b'{"tokens": [1]}\n{"tokens": [1, 300]}\n{"tokens": [299]}\n',

@@ -420,3 +420,11 @@ def test_a_description_that_nobody_wrote_is_not_shown(tmp_path: Path) -> None:
     assert Watch(run).look().description == "A tiny run"
     (run / "config.toml").write_text(f'[job]\ndescription = "{Job().description}"\n')
     assert Watch(run).look().description == ""
+
+
+def test_a_session_that_failed_by_itself_is_told_with_its_reason(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=40, done=40)
+    end = {"event": "end", "how": "failed", "what": "notes.txt is empty"}
+    (run / "sessions.jsonl").write_text(json.dumps({"event": "start"}) + "\n" + json.dumps(end))
+    seen = Watch(run).look()
+    assert (seen.state, seen.because) == ("failed", "notes.txt is empty")

@@ -31,6 +31,7 @@ from overland.run_folder import (
     NO_DESCRIPTION,
     OWNER,
     PLAN,
+    SESSIONS,
     STOPPED,
     SUBMITTED,
 )
@@ -59,6 +60,7 @@ SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
 OWNER_SECONDS = 120.0  # renewed every 15 s, but NFS may show it a minute late
 CURVE_POINTS = 2000
+LONGEST_EVENT = 1 << 16  # bytes, of a line of sessions.jsonl
 NOT_FINITE = re.compile(rf"{CHECKPOINT.pattern}\.nonfinite")
 SAVING = re.compile(rf"\.{CHECKPOINT.pattern}\.tmp")
 
@@ -251,11 +253,21 @@ def judge_state(
         return how if how in STATES else "stopped", str(end.get("what", ""))
     if not owner and not live and not events.all and seen.newest:
         # A run removes its owner.json when it ends. Older versions had neither that nor times.
+        if failure := last_failure(run):
+            return "failed", failure
         if "time" in seen.newest:
             return "stopped", f"`{command('overland', 'train', run / CONFIG)}` resumes it"
         if age < limit:
             return "training", ""
     return "silent", ""
+
+
+def last_failure(run: Path) -> str:
+    """Returns why the last session failed; "" if it did not, or if that is not known."""
+    end = _read_last_line(run / SESSIONS)
+    if end.get("event") != "end" or end.get("how") != "failed":
+        return ""
+    return str(end.get("what") or "the last session failed")
 
 
 def supervisors_word(live: Event) -> tuple[str, str] | None:
@@ -362,6 +374,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(path))
     except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read_last_line(path: Path) -> dict[str, Any]:
+    """Returns the last JSON object of a file with one per line."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LONGEST_EVENT))
+            lines = file.read().splitlines()
+        value = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
