@@ -60,7 +60,7 @@ def places(run: Run, result: Trained) -> dict[str, str]:
     if folder.hf.is_dir():
         found["Hugging Face"] = str(folder.hf)
     if config.lora.rank and config.lora.save_as_peft:
-        found["adapters"] = f"{folder.root}/checkpoint-{result.step}"
+        found["PEFT adapters"] = f"{folder.root}/checkpoint-{result.step}"
     found["metrics"] = str(folder.metrics)
     if folder.plot.is_file():
         found["plot"] = str(folder.plot)
@@ -82,9 +82,11 @@ def next_commands(run: Run) -> list[str]:
     if config.checkpoint.enable and run.dataset.tokenizer is not None:
         commands.append(command("overland", "generate", root, *prompt_words(run)))
     if config.checkpoint.enable and config.lora.rank:
-        merged = root.with_name(f"{root.name}-merged")
-        words = ("convert", root, merged, "--to", "hf", "--merge-lora")
-        commands.append(command("overland", *words))
+        if config.lora.base == "nf4":  # not merged: they were trained with the 4-bit weights
+            out, options = f"{root.name}-adapter", ["--to", "peft"]
+        else:
+            out, options = f"{root.name}-merged", ["--to", "hf", "--merge-lora"]
+        commands.append(command("overland", "convert", root, root.with_name(out), *options))
     commands.append(command("overland", "report", root))
     longer = f"training.steps={2 * steps}" if epochs is None else f"training.epochs={2 * epochs:g}"
     if config.checkpoint.enable:

@@ -51,8 +51,11 @@ FINE_TUNING = {
 @pytest.mark.parametrize("recipe", FINE_TUNING)
 def test_a_recipe_runs_on_a_tiny_model(folder: Path, recipe: str) -> None:
     steps, file = FINE_TUNING[recipe]
-    overland("train", recipe, "model.from=tiny", cwd=folder, NGPU="1")
+    done = overland("train", recipe, "model.from=tiny", cwd=folder, NGPU="1")
     run = folder / "runs" / recipe
+    # 4-bit weights cannot be merged, so that is not suggested.
+    assert ("--merge-lora" in done.stdout) == (recipe in ("sft_lora_llama3_8b", "dpo"))
+    assert ("--to peft" in done.stdout) == (recipe == "qlora")
     assert max(losses(run / "metrics.jsonl")) == steps
     assert (run / file).is_file()
 
