@@ -305,8 +305,8 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
     [
         (["--site", "frontier"],
          "frontier requires --account for every job: give it, or set SBATCH_ACCOUNT"),
-        ([], "no cluster given; set --site to one of frontier, generic-amd, generic-nvidia, "
-         "laptop, perlmutter, s3df"),
+        ([], "no cluster given; set --site to one of frontier, generic-amd, generic-cpu, "
+         "generic-nvidia, laptop, perlmutter, s3df"),
         (["--site", "s3df", "--account", "fac:repo"],
          "s3df: the number of devices per node depends on the partition; give --partition (ada, "
          "ampere, hopper) or --devices-per-node"),
@@ -603,6 +603,7 @@ SHOWN: dict[str, tuple[str, str, dict[str, object]]] = {
     "perlmutter": ("perlmutter", "/pscratch/sd/m/me", {"nodes": 4}),
     "generic-nvidia": ("generic-nvidia", "/scratch/me", {"nodes": 4}),
     "generic-amd": ("generic-amd", "/scratch/me", {"nodes": 4}),
+    "generic-cpu": ("generic-cpu", "/scratch/me", {"nodes": 4}),
     "laptop": ("laptop", "/home/me", {}),
 }
 
