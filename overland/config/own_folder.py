@@ -30,7 +30,7 @@ def from_own_folder(
     config as it is unless it is the config.toml of a run and names another folder."""
     run, named = path.parent, config.job.dump_folder
     is_from_file = places.get(("job", "dump_folder"), "").startswith(f"{shown}:")
-    if path.name != CONFIG or not is_from_file or os.path.isabs(named):
+    if path.name != CONFIG or not is_from_file:
         return config, []
     if not any((run / name).exists() for name in (METRICS, SESSIONS)):
         return config, []
@@ -47,8 +47,8 @@ def from_own_folder(
         there = start / text
         return str(there) if there.exists() else text
 
-    note = f"{shown}: resumes the run in {run}; its job.dump_folder = {named!r} is relative to "
-    note += f"{start}, like its other paths" if start else "a folder that is not here any more"
+    note = f"{shown}: resumes the run in {run}; its job.dump_folder is {named!r}"
+    note += f", relative to {start} like its other paths" if start else ", where it was before"
     return with_paths(config, here), [note]
 
 

@@ -135,7 +135,8 @@ def test_running_a_finished_run_again_says_so(quickstart: tuple[Path, str]) -> N
 def test_a_runs_config_resumes_it_from_another_folder(
     quickstart: tuple[Path, str], tmp_path: Path
 ) -> None:
-    run = quickstart[0] / "runs" / "quickstart"
+    shutil.copytree(quickstart[0], tmp_path / "there", symlinks=True)
+    run = tmp_path / "there" / "runs" / "quickstart"
     done = overland("train", str(run / "config.toml"), cwd=tmp_path, NGPU="1")
     assert f"Nothing left to do: {run} is at step 8 of 8." in done.stdout
     assert f"note: {run}/config.toml: resumes the run in {run}" in done.stderr

@@ -209,7 +209,10 @@ def test_the_config_of_a_run_means_its_own_folder_from_anywhere(
     config = load_config(str(run / "config.toml"), other, env={}).config
     assert (config.job.dump_folder, config.training.dataset_path) == ("new", "mine.txt")
 
-    run.rename(tmp_path / "moved")
-    loaded = load_config("../moved/config.toml", env={})
-    assert loaded.config.job.dump_folder == str(tmp_path / "moved")
-    assert loaded.config.training.dataset_path == "text.txt"
+    moved = run.rename(tmp_path / "moved")
+    for named in ("./runs/mine", str(run)):
+        text = f'[job]\ndump_folder = "{named}"\n[training]\ndataset_path = "text.txt"\n'
+        (moved / "config.toml").write_text(text)
+        loaded = load_config("../moved/config.toml", env={})
+        assert loaded.config.job.dump_folder == str(moved)
+        assert loaded.config.training.dataset_path == "text.txt"

@@ -254,9 +254,7 @@ def test_an_export_carries_buffers_and_says_that_logits_were_not_compared(
     words = ["convert", str(run), str(target), "--to", "hf", "--verify", "logits"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "logits were not compared, only weights: NamedConfig is a model of your own" in (
-        done.output
-    )
+    assert "logits were not compared, only weights: NamedConfig is a custom model" in (done.output)
     assert json.loads((target / "config.json").read_text())["hidden_act"] == "relu"
     assert "model.layers.3.mlp.level" in load_file(target / "model.safetensors")
 

@@ -39,7 +39,7 @@ STORY = """(() => {
   const time = document.getElementById('run-0-mixture').getBoundingClientRect();
   return [story.top + scrollY - 24, time.bottom - story.top + 24];
 })()"""
-LEFT_OUT = ("foot", "run-0-config")  # of the digest: no picture shows them
+LEFT_OUT = ("foot", "run-0-config", "run-0-resume")  # of the digest: no picture shows them
 
 
 def main() -> None:

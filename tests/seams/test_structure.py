@@ -163,7 +163,7 @@ def test_every_rank_of_a_run_is_told_before_a_pipeline_is_cut(
 ) -> None:
     for said in ranks.run(2, refusal, job(tmp_path, "pp2", "another shape")):
         assert said.startswith(
-            "blocks.0 of Described returns the shape (1, 32, 16), and between(32)"
+            "blocks.0 of Described returns the shape (1, 32, 16), but between(32)"
         )
 
 

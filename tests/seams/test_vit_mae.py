@@ -128,13 +128,13 @@ PIXELS = "pixel_values (float32 3 × 32 × 32)"
 @pytest.mark.usefixtures("registered")
 def test_data_that_does_not_fit_the_model_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     said = {
-        "wide_images": "wide_images has pixel_values (float32 3 × 32 × 48), and vit_mae debug "
+        "wide_images": "wide_images has pixel_values (float32 3 × 32 × 48), but vit_mae debug "
         f"takes {PIXELS}",
-        "words": f"words has text or tokens, and vit_mae debug takes {PIXELS}",
+        "words": f"words has text or tokens, but vit_mae debug takes {PIXELS}",
     }
     configs = {name: job(tmp_path, training={"dataset": name}) for name in said}
     configs["images"] = job(tmp_path, model={"name": "llama3"})
-    said["images"] = f"images has {PIXELS}, label (int64), and llama3 debug takes tokens"
+    said["images"] = f"images has {PIXELS}, label (int64), but llama3 debug takes tokens"
     config = job(tmp_path, validation={"enable": True, "dataset": "words", "freq": 1})
     configs["validation"], said["validation"] = config, said["words"]
     (trained,) = ranks.run(1, on_rank, outcomes, list(configs.values()))
