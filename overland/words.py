@@ -64,9 +64,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def number_of(count: int, what: str) -> str:
+    """Returns a number with its noun: `1 step`, `2,000 steps`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def bad_ones(count: int) -> str:
     """Describes the number of skipped documents."""
-    return f"{count:,} bad {'one' if count == 1 else 'ones'}"
+    return number_of(count, "bad one")
 
 
 def counted_words(counts: Mapping[str, int]) -> list[str]:

@@ -119,7 +119,9 @@ def summary_lines(summary: SourceSummary) -> Iterator[str]:
         yield f"  {'':<12}{note}"
     yield f"  {'chunks':<12}{summary.num_chunks:,}"
     bad = f" ({bad_ones(summary.num_bad)} skipped)" if summary.num_bad else ""
-    yield f"  {'documents':<12}{summary.num_documents:,}{bad}"
+    num_empty = summary.by_power.get(0, 0)
+    empty = f", of which {num_empty:,} empty: skipped in training" if num_empty else ""
+    yield f"  {'documents':<12}{summary.num_documents:,}{bad}{empty}"
     mean = summary.total / summary.num_documents
     yield (
         f"  {summary.unit:<12}{summary.total:,} "

@@ -46,7 +46,7 @@ def build(
     ] = None,
     skip_bad: Annotated[
         bool,
-        typer.Option("--skip-bad", help="Skip and count documents that are empty or unreadable."),
+        typer.Option("--skip-bad", help="Skip and count documents that cannot be read."),
     ] = False,
     bos: Annotated[
         bool | None,

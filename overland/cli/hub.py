@@ -15,6 +15,7 @@ import typer
 
 from overland.cli.common import user_errors
 from overland.progress import progress_bar
+from overland.words import number_of
 
 if TYPE_CHECKING:
     from overland.tools.hub.fetch import Fetched, Wanted
@@ -162,7 +163,7 @@ def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) ->
         print(f"was damaged, fetched again: {name}")
     kept = len(snapshot.files) - len(done.fetched)
     print(
-        f"{folder}: {snapshot.name} at commit {snapshot.commit[:12]}, {len(snapshot.files)} files, "
+        f"{folder}: {snapshot.name} at commit {snapshot.commit[:12]}, {number_of(len(snapshot.files), 'file')}, "
         f"{snapshot.num_bytes / 1e6:,.1f} MB; {len(done.fetched)} fetched, {kept} already here, "
         "all verified"
     )
@@ -230,5 +231,7 @@ def push(
         facts = {"commit": done.commit, "url": done.url, "files": done.files, "bytes": size}
         print(json.dumps(facts, indent=2))
         return
-    print(f"{done.url}: {len(done.files)} files, {size / 1e6:,.1f} MB, commit {done.commit[:12]}")
+    print(
+        f"{done.url}: {number_of(len(done.files), 'file')}, {size / 1e6:,.1f} MB, commit {done.commit[:12]}"
+    )
     print("verified: sizes and hashes on the Hub match the local files")

@@ -40,11 +40,13 @@ class Watching(TyperCommand):
 @user_errors
 def watch(
     runs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
-            metavar="RUN", help="The run folder; several with --serve.", show_default=False
+            metavar="RUN",
+            help="The run folder; several with --serve. Default: the newest run below this folder.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object; implies --once.")
@@ -69,9 +71,13 @@ def watch(
     from rich.console import Console
 
     from overland.errors import NoRun
+    from overland.tools.watch.listing import newest_run
     from overland.tools.watch.view import draw
     from overland.tools.watch.watch import Watch
 
+    if not runs:
+        runs = [newest_run(Path())]
+        print(f"{runs[0]}: the newest run here; `overland ls` lists all", file=sys.stderr)
     if serve is not None:
         if once or as_json:
             raise typer.BadParameter("--serve shows a live page: leave out --once and --json")

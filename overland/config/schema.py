@@ -536,8 +536,9 @@ class Data(Section):
     """Vocabulary size of the tokenizer that is trained on the text if model.hf_assets_path is not
     set; default: 4096, or the model's vocabulary size if smaller."""
     bad_documents: Literal["error", "skip"] = "error"
-    """Documents that are empty, or not valid UTF-8 or JSON: stop and report the first, or skip and
-    count them. A file that cannot be read is always an error."""
+    """Documents that are not valid UTF-8 or JSON, or without text: stop and report the first, or
+    skip and count them. Empty texts are always skipped and counted, and a file that cannot be read
+    is always an error."""
     cache_folder: PathText | None = None
     """Folder for text that is tokenised ahead of training: shared, or local to each node (such as
     /tmp/overland); default: data.folder."""

@@ -43,6 +43,7 @@ from overland.data.sources import Source
 from overland.data.tokenizer import UNKNOWN, Policy, Tokenizer
 from overland.data.writer import what_changed
 from overland.errors import DataError, Unsettled
+from overland.words import number_of
 
 TOKENIZER_SIZE = 4096
 MAX_PROCESSES = 16  # leaves cores of a large node to the ranks and the file system
@@ -95,7 +96,7 @@ def open_named_corpus(
         check_made_by(corpus.layout, config, table)
     elif (listed := preparer.once(partial(open_images, config, table, name, wanted))) is not None:
         if listed.num_bad:
-            preparer.report(f"note: {name}: {listed.num_bad:,} files were skipped")
+            preparer.report(f"note: {name}: {number_of(listed.num_bad, 'file')} skipped")
         return ListedImages(name, listed)
     else:
         source = partial(open_wanted, config, table, name, wanted)

@@ -137,7 +137,8 @@ def build_train_loader(
         document_mask: Take no loss across documents, and restart positions at each document.
             The batch then has `position_ids` and no `attention_mask`, from which a Hugging Face
             model infers the boundaries; set `model.config.use_cache = False`, or it ignores them.
-        skip_bad: Skip documents that are empty or not UTF-8, and count them (`num_skipped`).
+        skip_bad: Skip documents that are not UTF-8 text, and count them (`num_skipped`). Empty ones
+            are always skipped and counted.
         shifted: For a loss of your own, `cross_entropy(logits, labels)`: each label is the token
             after its input, also at the end of a row. The batch has `input_ids`, `labels`,
             `position_ids` and `document_ids`. Do not pass these labels to a Hugging Face model: it

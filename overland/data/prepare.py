@@ -46,6 +46,7 @@ from overland.data.registry import (
     validation_table,
 )
 from overland.data.sampler import Sampler, one_kind
+from overland.data.shard_maker import EMPTY
 from overland.data.tokenizer import Tokenizer
 from overland.data.tokenizer_choice import (
     OF_TRAINING,
@@ -82,8 +83,9 @@ class Dataset:
 
     @property
     def num_skipped(self) -> int:
-        """The number of bad documents in the shards read so far."""
-        return sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
+        """The number of empty and bad documents in the shards read so far."""
+        bad = sum(getattr(corpus, "num_bad", 0) for corpus in self.rows.corpora.values())
+        return bad + self.counts[EMPTY]
 
     @property
     def counts(self) -> Counter[str]:
@@ -211,7 +213,7 @@ def training_data(
     for name, source in planned.items():
         if source.holdout:
             preparer.report(
-                f"{name}: {source.holdout:.3%} of all documents are held out of training"
+                f"{name}: about {100 * source.holdout:.3g}% of the documents are held out of training"
             )
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"

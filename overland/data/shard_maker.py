@@ -42,6 +42,8 @@ from overland.processes import host, is_running, this_process
 # over the library's threads, if it uses any.
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
+EMPTY = "empty"
+"""How texts without tokens are counted: they are left out."""
 Ids: TypeAlias = npt.NDArray[Any]
 Tick: TypeAlias = Callable[[int, int], None]
 """Called after every batch with its numbers of documents and tokens; raises to abort."""
@@ -64,7 +66,7 @@ class ShardMaker:
     def __init__(self, layout: CorpusLayout, source: Source, tokenizer: Tokenizer | None) -> None:
         self.layout, self.source, self.tokenizer = layout, source, tokenizer
         self.claims = Claims(layout.folder)
-        self._num_bad = 0
+        self._num_bad = self._num_empty = 0
         if hasattr(source, "skip_bad"):
             source.skip_bad = layout.skip_bad
 
@@ -101,8 +103,10 @@ class ShardMaker:
             claim.release()
 
     def counts(self) -> Counter[str]:
-        """Returns what the source left out or truncated so far, as requested."""
-        return Counter(getattr(self.source, "counts", {}))
+        """Returns what was left out so far because it is empty, and what the source left out or
+        truncated as requested."""
+        empty = Counter({EMPTY: self._num_empty} if self._num_empty else {})
+        return empty + Counter(getattr(self.source, "counts", {}))
 
     def try_out(self, num_documents: int, num_characters: int) -> tuple[int, int, bool]:
         """Prepares the first documents of the source as for a shard, but writes nothing. Returns
@@ -154,11 +158,11 @@ class ShardMaker:
         encoded = self.tokenizer.encode_documents([record.document for record in batch])
         num_added = self.layout.add_bos + self.layout.add_eos
         documents = []
-        for record, ids in zip(batch, encoded, strict=True):
+        for ids in encoded:
             if len(ids) > num_added:
                 documents.append(ids)
             else:
-                self._bad(record, "is empty (it has no tokens)")
+                self._num_empty += 1  # nothing to train on, so nothing is lost
         return documents
 
     def _is_text(self, record: Record) -> bool:

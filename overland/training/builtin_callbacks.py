@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from overland.data.shard_maker import EMPTY
 from overland.parallel.comm import set_timeout
 from overland.training.callbacks import Callback, Record
-from overland.words import any_of, counted_words
+from overland.words import any_of, counted_words, number_of
 
 if TYPE_CHECKING:
     from overland.training.run import Run
@@ -89,8 +90,8 @@ class Pace(Callback):
 
 
 class LeftOut(Callback):
-    """Reports how many conversations were skipped or truncated because the config asks for it,
-    whenever the number has grown."""
+    """Reports how many documents were skipped because they are empty, or skipped or truncated
+    because the config asks for it, whenever the number has grown."""
 
     def __init__(self, run: Run) -> None:
         self.said: Counter[str] = Counter()
@@ -99,9 +100,15 @@ class LeftOut(Callback):
         counts = run.dataset.counts
         if counts != self.said:
             self.said = counts
-            words = any_of(counted_words(counts), "and")
-            run.call("on_message", f"of the conversations read so far, {words} (sft.too_long, "
-                     "sft.skip_unlearned)")  # fmt: skip
+            if set(counts) == {EMPTY}:
+                message = f"{number_of(counts[EMPTY], 'empty document')} skipped so far"
+            else:
+                words, keys = (
+                    any_of(counted_words(counts), "and"),
+                    "sft.too_long, sft.skip_unlearned",
+                )
+                message = f"of the conversations read so far, {words} ({keys})"
+            run.call("on_message", message)
 
 
 class Profiler(Callback):

@@ -16,6 +16,7 @@ from overland.training.memory import can_estimate
 from overland.training.out_of_memory import GIB, estimate
 from overland.training.readme import model_name, parameters_in_words, strategy_in_words
 from overland.training.sessions import precision_of
+from overland.words import number_of
 from overland.world import World
 from overland.world.devices import device_name
 
@@ -38,7 +39,9 @@ def opening(
     batch, total = f"{rows:,} samples", ""
     if measure.unit == "tokens":
         batch = f"{rows:,} × {training.seq_len:,} = {rows * training.seq_len:,} tokens"
-    length = f"{training.epochs:g} epochs" if training.epochs else f"{training.steps:,} steps"
+    length = number_of(training.steps, "step")
+    if training.epochs:
+        length = f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'}"
     if not training.epochs:
         total = f" ({rows * measure.per_row * training.steps:,} {measure.unit})"
     nodes = f", {world.num_nodes:,} nodes" if world.num_nodes > 1 else ""
@@ -61,7 +64,13 @@ def data_in_words(config: JobConfig) -> str:
     names = _some([name for name, one in sources_of(config).items() if one.weight])
     held_out = list(held_out_sources(config))
     if validates_on_holdout(config):
-        held_out.insert(0, f"{config.data.holdout:g} of the training data")
+        holdout = config.data.holdout
+        share = (
+            f"{100 * holdout:.3g}%"
+            if isinstance(holdout, float)
+            else number_of(holdout, "document")
+        )
+        held_out.insert(0, f"{share} of the training data")
     return f"{names}; held out: {_some(held_out)}" if held_out else names
 
 

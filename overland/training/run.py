@@ -381,7 +381,7 @@ def build_callbacks(run: Run) -> list[Callback]:
         (config.compile.enable is True, CompileCache),
         (run.device.type == "cuda" and has_triton(), KernelCache),
         (run.screen.is_shown, Console),
-        (first and config.sft.shape != "off", LeftOut),
+        (first, LeftOut),
         (first, MetricsFile),
         (first, SessionFile),
         (first, LossPlot),

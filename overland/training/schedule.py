@@ -21,6 +21,7 @@ from overland.data.prepare import Dataset, training_data
 from overland.data.registry import sources_of
 from overland.data.sources.array_list import is_array_list
 from overland.errors import DataError
+from overland.words import number_of
 
 ROUND_SECONDS = 10.0  # between messages to the waiting ranks, so that no collective times out
 
@@ -64,7 +65,7 @@ def with_steps(config: JobConfig, dataset: Dataset, place: Preparer) -> JobConfi
         pass
     steps = place.once(lambda: num_steps(dataset, training))
     name = source_name(dataset)
-    place.report(f"training.epochs = {training.epochs:g} of {name} is {steps:,} steps")
+    place.report(f"training.epochs = {training.epochs:g} of {name} is {number_of(steps, 'step')}")
     schedule = config.lr_scheduler
     total = schedule.total_steps or steps
     if (warmup := schedule.warmup(total)) > min(steps, total):

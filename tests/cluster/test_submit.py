@@ -308,10 +308,14 @@ def test_jobs_of_one_run_share_a_name_and_those_of_others_do_not() -> None:
         ([], "no cluster given; set --site to one of frontier, generic-amd, generic-cpu, "
          "generic-nvidia, laptop, perlmutter, s3df"),
         (["--site", "s3df", "--account", "fac:repo"],
+         "s3df requires --partition (ada, ampere, hopper) for every job: give it, or set "
+         "SBATCH_PARTITION\ns3df: the walltime limit is not known; give --time HH:MM:SS"),
+        (["--site", "s3df", "--account", "fac:repo", "--here"],
          "s3df: the number of devices per node depends on the partition; give --partition (ada, "
          "ampere, hopper) or --devices-per-node"),
         (["--site", "generic-nvidia"],
-         "generic-nvidia: the number of devices per node is not known; give --devices-per-node"),
+         "generic-nvidia: the number of devices per node is not known; give --devices-per-node\n"
+         "generic-nvidia: the walltime limit is not known; give --time HH:MM:SS"),
         (["--site", "laptop", "--nodes", "2", "--devices-per-node", "1"],
          "--nodes: laptop is a single machine without a scheduler"),
         (["--site", "frontier", "--account", "a b"], "--account 'a b': expected a single word"),

@@ -105,10 +105,6 @@ BAD = {
     "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n', r"a\.jsonl:2: .*UTF-8"),
     "not JSON": (b'{"text": "a"}\noops\n{"text": "b"}\n', r"a\.jsonl:2: not a JSON object"),
     "no column": (b'{"text": "a"}\n{"word": 1}\n{"text": "b"}\n', r"a\.jsonl:2: expected"),
-    "empty": (
-        b'{"text": "a"}\n{"text": ""}\n{"text": "b"}\n',
-        r"a\.jsonl: document 1 is empty \(it has no tokens\)",
-    ),
     "id": (
         b'{"tokens": [1]}\n{"tokens": [1, 300]}\n{"tokens": [299]}\n',
         r"a\.jsonl: document 1 has the id 300, which is outside a vocabulary of 300",
@@ -139,6 +135,16 @@ def test_bad_content_is_named_or_skipped_and_counted(
     assert corpus.num_bad == 1
     built = build(corpus.folder, source, tokenizer, processes=2)
     assert (built.documents, built.bad) == (2, 1)
+
+
+def test_empty_texts_are_left_out_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n')
+    source = open_source(tmp_path / "a.jsonl")
+    corpus = opened(source, tokenizer, tmp_path, vocab_size=300)
+    info = corpus.shard(0).info
+    assert (info.num_documents, info.num_bad, corpus.counts) == (2, 0, {"empty": 1})
+    built = build(corpus.folder, source, tokenizer, processes=2)
+    assert (built.documents, built.bad, built.counts) == (2, 0, {"empty": 1})
 
 
 def test_a_file_that_is_cut_short_is_an_error_under_every_policy(
@@ -180,9 +186,9 @@ def test_a_corpus_without_a_document_is_an_error(tmp_path: Path, tokenizer: Toke
     source = open_source(tmp_path, skip_bad=True)
     corpus = opened(source, tokenizer, tmp_path / "out", skip_bad=True, shard_documents=1)
     assert corpus.shard(0).info.num_documents == 0
-    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones skipped"):
+    with pytest.raises(DataError, match="is empty: it holds no documents, 2 empty"):
         corpus.shard(1)
-    with pytest.raises(DataError, match="is empty: it holds no documents, 2 bad ones skipped"):
+    with pytest.raises(DataError, match="is empty: it holds no documents, 2 empty"):
         build(corpus.folder, source, tokenizer, processes=2)
 
 

@@ -14,7 +14,7 @@ from overland.run_folder import COMMITTED
 from overland.tools.hub.repo import SECONDS, Repo, connect, hub_errors, list_files, open_repo
 from overland.tools.hub.secrets import refuse_secret_files
 from overland.tools.hub.snapshot import OWN, check_names
-from overland.words import command
+from overland.words import command, number_of
 
 LEFT_OUT = {OWN, ".cache", ".git"}  # files of fetch, the Hub's client and git
 # Names of files that only a trainer reads: markers of our checkpoints and of DCP's.
@@ -92,7 +92,7 @@ def upload(
     done = client.create_commit(
         repo.name,
         additions,
-        commit_message=message or f"Add {len(files)} files",
+        commit_message=message or f"Add {number_of(len(files), 'file')}",
         repo_type=repo.type,
         revision=revision,
     )

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ OURS = {
     **dict.fromkeys(("--job-name", "-J"), "use --name"),
     **dict.fromkeys(("--time", "-t"), "use --time"),
 }
+NO_LIMIT = "{site}: the walltime limit is not known; give --time HH:MM:SS"
 
 
 @dataclass(frozen=True)
@@ -109,23 +110,46 @@ class BatchJob:
 def num_devices_per_node(site: NamedSite, wanted: JobRequest) -> int:
     """Returns the devices per node. Needed before the config is read, because the config must fit
     them."""
+    if missing := list(missing_options(site, wanted)):
+        raise ClusterError("\n".join(missing))
+    if devices := wanted.devices_per_node or _known_devices(site, wanted):
+        return devices
+    return num_local_ranks()  # the job runs on this machine
+
+
+def missing_options(site: NamedSite, wanted: JobRequest) -> Iterator[str]:
+    """Yields a sentence for each option that must be given at this site and is not."""
+    slurm = site.facts.slurm
+    if site.facts.scheduler == "none":
+        return
+    names = ", ".join(sorted(slurm.partitions))
+    needs = [] if wanted.here else [need for need in slurm.needs if getattr(wanted, need) is None]
+    for need in needs:
+        choices = f" ({names})" if need == "partition" and names else ""
+        yield (
+            f"{site.name} requires --{need}{choices} for every job: give it, or set "
+            f"SBATCH_{need.upper()}"
+        )
+    if not (wanted.devices_per_node or _known_devices(site, wanted) or "partition" in needs):
+        what = f"{site.name}: the number of devices per node"
+        if names:
+            options = f"--partition ({names}) or --devices-per-node"
+            yield f"{what} depends on the partition; give {options}"
+        else:
+            yield f"{what} is not known; give --devices-per-node"
+    if not (wanted.here or wanted.time or _limits(site, wanted.partition)):
+        yield NO_LIMIT.format(site=site.name)
+
+
+def _known_devices(site: NamedSite, wanted: JobRequest) -> int | None:
     slurm = site.facts.slurm
     partition = slurm.partitions.get(wanted.partition or "")
-    known = (partition and partition.devices_per_node) or slurm.devices_per_node
-    devices = wanted.devices_per_node or known
-    if devices is None and site.facts.scheduler == "none":  # the job runs on this machine
-        return num_local_ranks()
-    if devices is None and slurm.partitions:
-        names = ", ".join(sorted(slurm.partitions))
-        raise ClusterError(
-            f"{site.name}: the number of devices per node depends on the partition; give "
-            f"--partition ({names}) or --devices-per-node"
-        )
-    if devices is None:
-        raise ClusterError(
-            f"{site.name}: the number of devices per node is not known; give --devices-per-node"
-        )
-    return devices
+    return (partition and partition.devices_per_node) or slurm.devices_per_node
+
+
+def _limits(site: NamedSite, partition: str | None) -> list[Limit]:
+    special = site.facts.slurm.partitions.get(partition or "")
+    return special.limits if special and special.limits else site.facts.slurm.limits
 
 
 def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
@@ -138,7 +162,9 @@ def plan_job(site: NamedSite, wanted: JobRequest, place: RunPlace) -> BatchJob:
             raise ClusterError(f"--nodes: {site.name} is a single machine without a scheduler")
         chain, time, cpus = False, None, None
     else:
-        time = None if wanted.here else _walltime(site, wanted)
+        num_nodes = wanted.nodes + wanted.spares
+        limited = (site, num_nodes, wanted.time, wanted.partition)
+        time = None if wanted.here else choose_walltime(*limited)
         partition = slurm.partitions.get(wanted.partition or "")
         cpus = (partition and partition.cpus_per_task) or slurm.cpus_per_task
         chain = not wanted.here and _may_chain(site, wanted)
@@ -182,20 +208,6 @@ def sbatch_words(text: str) -> list[str]:
     return flags
 
 
-def _walltime(site: NamedSite, wanted: JobRequest) -> str:
-    _check_needs(site, wanted)
-    return choose_walltime(site, wanted.nodes + wanted.spares, wanted.time, wanted.partition)
-
-
-def _check_needs(site: NamedSite, wanted: JobRequest) -> None:
-    for need in site.facts.slurm.needs:
-        if getattr(wanted, need) is None:
-            raise ClusterError(
-                f"{site.name} requires --{need} for every job: give it, or set "
-                f"SBATCH_{need.upper()}"
-            )
-
-
 def _may_chain(site: NamedSite, wanted: JobRequest) -> bool:
     for place in (wanted.partition, wanted.qos):
         if place in site.facts.slurm.no_chain_in:
@@ -235,17 +247,14 @@ def choose_walltime(
     site: NamedSite, num_nodes: int, wanted: str | None, partition: str | None
 ) -> str:
     """Returns `wanted` if the site allows it; without one, the most that the site allows."""
-    slurm = site.facts.slurm
-    special = slurm.partitions.get(partition or "")
-    limits = special.limits if special and special.limits else slurm.limits
-    place = f"{site.name}, partition {partition}," if special else site.name
+    limits = _limits(site, partition)
+    is_special = partition in site.facts.slurm.partitions
+    place = f"{site.name}, partition {partition}," if is_special else site.name
     if wanted is not None:
         parse_walltime(wanted)
     if not limits:
         if wanted is None:
-            raise ClusterError(
-                f"{site.name}: the walltime limit is not known; give --time HH:MM:SS"
-            )
+            raise ClusterError(NO_LIMIT.format(site=site.name))
         return wanted
     limit = limit_for(limits, num_nodes)
     if limit is None:

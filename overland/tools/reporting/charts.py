@@ -113,7 +113,9 @@ def charts_of(runs: Sequence[RunReport]) -> list[Chart]:
         Chart("data_wait", "Waiting for data", "of the time", form="share"),
         Chart("skipped_steps", "Steps skipped", "non-finite, since the last log", form="count"),
         Chart("empty_steps", "Steps without target tokens", "since the last log", form="count"),
-        Chart("skipped_documents", "Documents skipped", "unreadable, so far", form="count"),
+        Chart(
+            "skipped_documents", "Documents skipped", "empty or unreadable, so far", form="count"
+        ),
     )
     for chart in usual:
         for number, run in enumerate(runs):

@@ -15,7 +15,7 @@ from overland.progress import progress_bar
 from overland.run_folder import ATTEMPTS, CONFIG, LIVE, METRICS, OWNER, PLAN, SESSIONS, SUBMITTED
 from overland.tools.watch.watch import STATES, RunStatus, Watch
 from overland.training.history import END_BYTES, History
-from overland.words import duration, visible
+from overland.words import command, duration, visible
 
 UNREADABLE = "unreadable"
 DEPTH = 4  # levels of folders below the given one
@@ -56,6 +56,15 @@ def list_runs(folder: Path) -> list[ListedRun]:
             bar(len(found), None, visible(str(path)))
             found.append(look(path, max(0.0, until - time.monotonic())))
     return sorted(found, key=lambda one: -(one.last_sign or 0.0))
+
+
+def newest_run(folder: Path) -> Path:
+    """Returns the run in a folder or below it that last showed a sign of life."""
+    runs = list_runs(folder)
+    if not runs:
+        start = command("overland", "train", "quickstart")
+        raise NoRun(f"no runs in {folder} or below it; `{start}` starts one")
+    return Path(runs[0].run)
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:

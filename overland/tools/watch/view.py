@@ -13,7 +13,7 @@ from rich.text import Text
 
 from overland.tools.watch.watch import STATES, RunStatus, transferred
 from overland.training.history import thinned
-from overland.words import duration, visible
+from overland.words import duration, number_of, visible
 
 COLOURS = {
     "training": "green",
@@ -92,16 +92,16 @@ def time_left(seen: RunStatus) -> str:
 def session_line(seen: RunStatus) -> Text | None:
     words = []
     if seen.session:
-        words.append(f"session {seen.session}")
+        words.append(str(seen.session))
     if seen.attempt:
         words.append(f"attempt {seen.attempt}")
     if seen.job:
         words.append(f"job {seen.job}")
     if seen.ranks:
-        words.append(f"{seen.ranks:,} ranks")
+        words.append(number_of(seen.ranks, "rank"))
     if seen.nodes:
         shown = ", ".join(seen.nodes[:4]) + (", …" if len(seen.nodes) > 4 else "")
-        words.append(f"{len(seen.nodes)} node{'s' * (len(seen.nodes) > 1)} ({shown})")
+        words.append(f"{number_of(len(seen.nodes), 'node')} ({shown})")
     is_over = seen.state in ("finished", "stopped", "failed", "waiting")
     if seen.session_ends and seen.session_ends > seen.time and not is_over:
         words.append(f"ends in {duration(seen.session_ends - seen.time)}")
@@ -118,7 +118,7 @@ def loss_line(seen: RunStatus) -> Text | None:
             words.append(f"{label} {seen.newest[name]:.3g}")
     for name, label in (("skipped_steps", "skipped"), ("empty_steps", "without target tokens")):
         if number := seen.newest.get(name):
-            words.append(f"{number} {'step' if number == 1 else 'steps'} {label}")
+            words.append(f"{number_of(number, 'step')} {label}")
     return Text("   ".join(words))
 
 
