@@ -162,8 +162,9 @@ def print_fetched(done: Fetched, wanted: Wanted, folder: Path, as_json: bool) ->
     for name in done.mended:
         print(f"was damaged, fetched again: {name}")
     kept = len(snapshot.files) - len(done.fetched)
+    files = number_of(len(snapshot.files), "file")
     print(
-        f"{folder}: {snapshot.name} at commit {snapshot.commit[:12]}, {number_of(len(snapshot.files), 'file')}, "
+        f"{folder}: {snapshot.name} at commit {snapshot.commit[:12]}, {files}, "
         f"{snapshot.num_bytes / 1e6:,.1f} MB; {len(done.fetched)} fetched, {kept} already here, "
         "all verified"
     )
@@ -231,7 +232,6 @@ def push(
         facts = {"commit": done.commit, "url": done.url, "files": done.files, "bytes": size}
         print(json.dumps(facts, indent=2))
         return
-    print(
-        f"{done.url}: {number_of(len(done.files), 'file')}, {size / 1e6:,.1f} MB, commit {done.commit[:12]}"
-    )
+    files = number_of(len(done.files), "file")
+    print(f"{done.url}: {files}, {size / 1e6:,.1f} MB, commit {done.commit[:12]}")
     print("verified: sizes and hashes on the Hub match the local files")

@@ -212,9 +212,8 @@ def training_data(
     }
     for name, source in planned.items():
         if source.holdout:
-            preparer.report(
-                f"{name}: about {100 * source.holdout:.3g}% of the documents are held out of training"
-            )
+            share = f"about {100 * source.holdout:.3g}% of the documents"
+            preparer.report(f"{name}: {share} are held out of training")
     plan = Plan(seed, data.window_documents, data.mixture, planned, (segment,))
     name = training.dataset if len(wanted) == 1 else "mixture"
     rows = Sampler(plan, corpora, reading)

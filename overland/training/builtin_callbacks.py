@@ -103,10 +103,8 @@ class LeftOut(Callback):
             if set(counts) == {EMPTY}:
                 message = f"{number_of(counts[EMPTY], 'empty document')} skipped so far"
             else:
-                words, keys = (
-                    any_of(counted_words(counts), "and"),
-                    "sft.too_long, sft.skip_unlearned",
-                )
+                words = any_of(counted_words(counts), "and")
+                keys = "sft.too_long, sft.skip_unlearned"
                 message = f"of the conversations read so far, {words} ({keys})"
             run.call("on_message", message)
 

@@ -65,11 +65,8 @@ def data_in_words(config: JobConfig) -> str:
     held_out = list(held_out_sources(config))
     if validates_on_holdout(config):
         holdout = config.data.holdout
-        share = (
-            f"{100 * holdout:.3g}%"
-            if isinstance(holdout, float)
-            else number_of(holdout, "document")
-        )
+        is_share = isinstance(holdout, float)
+        share = f"{100 * holdout:.3g}%" if is_share else number_of(int(holdout), "document")
         held_out.insert(0, f"{share} of the training data")
     return f"{names}; held out: {_some(held_out)}" if held_out else names
 
