@@ -67,6 +67,20 @@ def test_json_for_scripts(tmp_path: Path) -> None:
     assert done.exit_code == 3
 
 
+def test_without_a_run_it_shows_the_newest_below_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["watch", "--once"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("no runs in . or below it; `")
+    for age, name in enumerate(("runs/new", "runs/old")):
+        set_live(make_run(tmp_path / name, done=5), time=time.time() - 1000 * age)
+    done = CliRunner().invoke(app, ["watch", "--json"])
+    assert json.loads(done.stdout)["state"] == "training"
+    assert done.stderr == "runs/new: the newest run here; `overland ls` lists all\n"
+
+
 @pytest.mark.parametrize("option", ["--json", "--once"])
 def test_a_live_page_is_neither_one_frame_nor_json(tmp_path: Path, option: str) -> None:
     run = make_run(tmp_path, done=5)

@@ -92,7 +92,7 @@ def test_a_supervised_run_in_training(tmp_path: Path) -> None:
     text = shown(seen)
     for words in ("training", "52 of 1,000", "5.2%", "31 min left, until", "0.1961",
                   "5,000 tokens/s", "MFU 41.0%", "memory 12.5 GiB", "2 s per step",
-                  "session 1, attempt 1, job 7, 16 ranks, 2 nodes (n1, n2)",
+                  "session      1, attempt 1, job 7, 16 ranks, 2 nodes (n1, n2)",
                   "rank 3 on n1, 1.51 × the median", "rank 9 on n2 is late: 31 s in save",
                   "step_45.preempt", "2 in total", "saving step_50", "⠀"):  # fmt: skip
         assert words in text, words

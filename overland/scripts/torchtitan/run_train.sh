@@ -17,7 +17,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 overland=$here/.venv/bin/overland
 # `type -P` finds only files: a folder called overland is not a command.
 [ -x "$overland" ] || overland=$(type -P overland) || {
-    echo "Overland is not installed; run \`make setup\` in $here, or put it on the PATH." >&2
+    echo "overland: not found in $here/.venv or on the PATH; install it, or activate its environment." >&2
     exit 2
 }
 exec "$overland" train "$@"
