@@ -44,9 +44,21 @@ def is_user_error(error: Exception) -> bool:
 # Settings are not options: the config loader reads `training.steps=20` and `--training.steps 20`.
 TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Completes the name of a recipe; where none fits, the shell completes paths."""
+    from overland.config.load import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="CONFIG [section.key=value ...]", show_default=False),
+    typer.Argument(
+        metavar="CONFIG [section.key=value ...]",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
 ]
 
 

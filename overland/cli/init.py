@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
-from overland.cli.common import user_errors
+from overland.cli.common import complete_recipe, user_errors
 
 
 @user_errors
 def init(
     recipe: Annotated[
-        str | None, typer.Argument(help="Recipe to copy.", show_default=False)
+        str | None,
+        typer.Argument(help="Recipe to copy.", show_default=False, autocompletion=complete_recipe),
     ] = None,
     dest: Annotated[
         Path | None,

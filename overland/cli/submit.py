@@ -35,11 +35,20 @@ class Submit(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+def complete_site(incomplete: str) -> list[str]:
+    from overland.tools.jobs.site import site_files
+
+    return [name for name in sorted(site_files()) if name.startswith(incomplete)]
+
+
 @user_errors
 def submit(
     settings: Settings = None,
     site: Annotated[
-        str | None, typer.Option(help="Name or file of a site; alone, lists the sites.")
+        str | None,
+        typer.Option(
+            help="Name or file of a site; alone, lists the sites.", autocompletion=complete_site
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes to train on.", min=1)] = 1,
     spares: Annotated[int, typer.Option(help="Spare nodes, held in reserve.", min=0)] = 0,

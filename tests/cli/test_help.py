@@ -64,11 +64,17 @@ def test_completion_is_installed_and_completes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "bash completion installed in" in done.stdout
     (script,) = tmp_path.rglob("overland.sh")
-    asked = f"source {script}; COMP_WORDS=(overland tr); COMP_CWORD=1; "
-    asked += "$(complete -p overland | sed 's/.*-F \\([^ ]*\\).*/\\1/') overland; "
-    done = subprocess.run(["bash", "-c", asked + 'echo "${COMPREPLY[@]}"'], env=env, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=300)  # fmt: skip
-    assert done.stdout.split() == ["train"], done.stderr
+    for words, expected in (
+        ("overland tr", ["train"]),
+        ("overland train quicks", ["quickstart"]),
+        ("overland submit quickstart --site fron", ["frontier"]),
+    ):
+        asked = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={words.count(' ')}; "
+        asked += "$(complete -p overland | sed 's/.*-F \\([^ ]*\\).*/\\1/') overland; "
+        bash = ["bash", "-c", asked + 'echo "${COMPREPLY[@]}"']
+        done = subprocess.run(bash, env=env, cwd=tmp_path, capture_output=True, text=True,
+                              timeout=300)  # fmt: skip
+        assert done.stdout.split() == expected, done.stderr
 
 
 def test_help_and_version_do_without_dashes() -> None:
