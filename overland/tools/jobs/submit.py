@@ -152,16 +152,15 @@ def _start_here(job: BatchJob, script: Path) -> str:
 def how_to_follow(job: BatchJob, ids: list[str]) -> list[str]:
     """Returns commands for following the job, each with a comment that says what it does."""
     run, logs = shlex.quote(str(job.place.run)), shlex.quote(str(job.place.logs))
+    lines = {command("overland", "watch", job.place.run): "live status"}
     if job.site.facts.scheduler == "none":
-        return [
-            f"{command('overland', 'watch', job.place.run)}    # live status",
-            f"tail -f {logs}/job.log    # the log",
-            f"touch {run}/STOP    # save and stop",
-        ]
-    return [
-        f"{command('overland', 'watch', job.place.run)}    # live status",
-        f"squeue --me --name={job.name}    # the state of each job",
-        f"tail -f {logs}/job-{ids[0]}.log    # the log of the first job",
-        f"touch {run}/STOP    # save and stop; the next job in the chain resumes",
-        f"scancel --me --name={job.name}    # cancel the whole chain",
-    ]
+        lines |= {f"tail -f {logs}/job.log": "the log", f"touch {run}/STOP": "save and stop"}
+    else:
+        lines |= {
+            f"squeue --me --name={job.name}": "the state of each job",
+            f"tail -f {logs}/job-{ids[0]}.log": "the log of the first job",
+            f"touch {run}/STOP": "save and stop; the next job in the chain resumes",
+            f"scancel --me --name={job.name}": "cancel the whole chain",
+        }
+    width = max(map(len, lines))
+    return [f"{line:{width}}  # {what}" for line, what in lines.items()]
