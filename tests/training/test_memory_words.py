@@ -44,6 +44,14 @@ def test_a_way_out_that_frees_nothing_is_not_advised(tmp_path: Path) -> None:
     assert re.search(r"To use less: sharding over twice as many devices: about [\d.]+ GiB$", said)
 
 
+def test_a_way_out_that_frees_next_to_nothing_is_not_advised(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path, training={"local_batch_size": 4096})
+    degrees = resolve_degrees(config.parallelism, 1)
+    said = str(out_of_memory(config, model_config(config.model), degrees, torch.device("cpu")))
+    assert "local_batch_size=2048" in said
+    assert "bf16_moments" not in said  # kilobytes, where activations take gigabytes
+
+
 def test_a_rank_that_was_killed_beside_gpus_lacked_the_machines_memory(tmp_path: Path) -> None:
     config = tiny_job(tmp_path)
     said = rank_killed(config, model_config(config.model), 8, torch.device("cuda"), 3 * 2**30)
